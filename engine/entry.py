@@ -19,6 +19,7 @@ from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.checks import is_typed
 from utils.config.keys import OF_ONE_START, default_of
+from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE, BY_HAND, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, World
 from utils.errors import (
     EXIT_DONE,
@@ -31,6 +32,7 @@ from utils.errors import (
 )
 from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
 from utils.program import die_with_starting_tool, started_as
+from utils.record.resumed_run import written_before_restart
 from utils.record.run_folder import CONFIG, is_of_user
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 from utils.text import redacted
@@ -158,6 +160,9 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     if run is not None and (run / CONFIG).exists():
         cfg, flags = str(run / CONFIG), {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
     loaded = load_config(cfg, flags, command.words)
+    if written_before_restart(loaded.config):
+        loaded = load_config(cfg, flags, {**command.words, "MODEL.RESUME": AUTO})
+        log.info("torchrun has restarted this job, which resumes its run.")
     source = loaded.sources["USE"]
     given = is_typed(source) or (run is None and is_of_user(source))  # a resumed folder may be someone else's
     if command.action == "print_config":

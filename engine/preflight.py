@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import torch
 
 from datasets import check_dataset
@@ -24,9 +26,17 @@ from utils.record.run_folder import check_output, is_of_user
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 from vitamp.metrics import metric_named
 
+LEAST_FILES = 256
+"""Open files that a run may need, of which a batch from a loading process is one or more"""
+
 
 def check(config: Config) -> None:
     """Raise UserError for the first problem."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # negative: no limit
+    if 0 <= most < LEAST_FILES:
+        raise UserError(f"ulimit -n is {most}; a run may need {LEAST_FILES} open files at once: `ulimit -n 1024`.")
+    if 0 <= allowed < LEAST_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, most))
     if config.MODEL.RESUME is not None:
         from engine.checkpoint.find import check_resumable
 

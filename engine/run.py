@@ -114,6 +114,10 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 
         run = settle_epochs(run)
         config = run.config
+    if lock is None:
+        from engine.memory.batch_size import check_batch
+
+        on_every_rank(world, lambda: check_batch(run))
     ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, dry=lock is None))
     if world.size > 1:
         from engine.machine.environment import check_images

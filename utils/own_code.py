@@ -9,9 +9,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
@@ -79,6 +80,7 @@ def execute(path: Path, known_as: str = "") -> None:
     source, sha256 = read(path)
     if sha256 in {one.sha256 for one, _ in executed.values()}:
         return
+    os._exit = partial(_exit, os.getpid())
     before = set(registered)
     module = ModuleType(f"own_code_{len(executed)}_{path.stem}")
     module.__file__ = name
@@ -100,6 +102,19 @@ def execute(path: Path, known_as: str = "") -> None:
             f"-use {path}: the file registers nothing. Put @loss, @model, @augmentation, @dataset or @metric above a "
             "function or a class (from vitamp import loss); see docs/own_code.md."
         )
+
+
+_exit_at_once = os._exit
+
+
+def _exit(owner: int, status: int) -> NoReturn:
+    """In place of os._exit, by which the user's own code would end a run in silence, and with 0 as if it were done.
+
+    `owner`: the process that executed the file. Processes that it forks may exit.
+    """
+    if os.getpid() == owner and any(frame.filename in executed for frame in traceback.extract_stack()):
+        raise RuntimeError(f"os._exit({status}) before the run has ended; to end it, raise an exception")
+    _exit_at_once(status)
 
 
 def own_lines(error: BaseException) -> str:

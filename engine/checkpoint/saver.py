@@ -28,6 +28,7 @@ from engine.update import TrainState
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.log import DETAIL, log
+from utils.record.run_folder import reason
 from vitamp.checkpoints import best_of, folder_name, read_index, write_index
 
 T = TypeVar("T")
@@ -284,4 +285,4 @@ class Saver(RankSaver):
         if error.errno == errno.ENOSPC:
             disk = self._root if self._root.exists() else self._root.parent  # it may be a link to another disk
             free = f", {size_words(shutil.disk_usage(disk).free)} free"
-        return f"{where or self._root}: {error.strerror or error}{free}"
+        return f"{where or self._root}: {reason(error, self._root)}{free}"

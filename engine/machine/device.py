@@ -14,7 +14,7 @@ import torch
 from torch.cuda import nccl
 
 from utils.config import Config
-from utils.distributed.world import ALONE, OPENMPI, SLURM, World
+from utils.distributed.world import ALONE, OPENMPI, SLURM, TORCHRUN, World
 from utils.errors import UserError
 from utils.machine.cpus import keep_freed_memory
 from utils.record.run_folder import versions
@@ -51,7 +51,7 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
 
 def set_up_device(config: Config, device: torch.device, world: World) -> int:
     """Set device, threads and determinism. Returns the threads, which are always set: sums depend on their number."""
-    threads = config.THREADS or world.own_cores
+    threads = threads_of(config, world)
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -63,6 +63,17 @@ def set_up_device(config: Config, device: torch.device, world: World) -> int:
         torch.use_deterministic_algorithms(config.DETERMINISTIC)
     torch.backends.cudnn.benchmark = not config.DETERMINISTIC
     return threads
+
+
+def threads_of(config: Config, world: World) -> int:
+    """THREADS, else OMP_NUM_THREADS, else a process's share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if world.launcher == TORCHRUN and given == "1":  # torchrun sets that where it is not set
+        given = ""
+        with contextlib.suppress(OSError):
+            if b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes():
+                given = "1"
+    return config.THREADS or (int(given) if given.isdecimal() and int(given) else world.own_cores)
 
 
 def describe_devices(device: torch.device, world: World, threads: int) -> str:

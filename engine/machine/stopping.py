@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from os import _exit  # the system's own: utils/own_code.py replaces os._exit
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -84,7 +85,7 @@ class Signals:
         """Exit now if one of `requests` was received; called when other ranks are gone."""
         self.failure_was_reported()
         if self.request in requests:
-            os._exit(EXIT_CODES[self.request])
+            _exit(EXIT_CODES[self.request])
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a loading process that was just forked and does not ignore signals yet
@@ -111,7 +112,7 @@ class Signals:
                         bar.close()
             name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
             log.warning("%s%s", name, _WHAT_IS_LEFT[self.saved])
-        os._exit(EXIT_CODES[REQUESTS[signal.Signals(number)]])
+        _exit(EXIT_CODES[REQUESTS[signal.Signals(number)]])
 
 
 signals = Signals()

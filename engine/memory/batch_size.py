@@ -198,6 +198,26 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
     return fitting, f"{fitting} fits ({in_gib(peak)} of {in_gib(limit)}{reason})"
 
 
+def check_batch(run: Run) -> None:
+    """Refuse a batch that would take more memory than is free, by updates of small ones: for a dry run on a CPU.
+
+    There the system would kill the program without a word.
+    """
+    config, device, batch = run.config, run.device, run.config.DATA.BATCH_SIZE
+    free, sharded = free_memory(device, run.world.local_size), config.DIST.STRATEGY == "fsdp"
+    if batch <= STEP or run.auto_batch_size or device.type == "cuda" or sharded or free is None:
+        return
+    limit, size = int((free + held_memory(device)) * (1 - MARGIN)), least_batch(config)
+    with unheard(), fork_host_rng():
+        trial = Trial(config, None, run.world, device, limit)
+        while size < min(batch, 4 * STEP) and trial.fits(size) and (len(trial.peaks) < 2 or not trial.is_slow()):
+            size *= 2
+    if (expected := trial.expected(batch)) > limit:
+        taken = f"an update would take about {in_gib(expected)} per process, and {in_gib(limit)} can be had"
+        ways = "\n  ".join(ways_out(config, False, device))
+        raise UserError(f"DATA.BATCH_SIZE {batch}: {taken}. Ways out:\n  {ways}")
+
+
 def free_memory(device: torch.device, processes: int) -> int | None:
     """Free bytes of `device` for this process, one of `processes` on this machine; None if unknown."""
     if device.type == "cuda":
@@ -304,17 +324,21 @@ class Trial:
         return min(limits)
 
     def fits(self, batch: int) -> bool:
-        if self._device.type != "cuda" and len(self.peaks) >= 2:
-            # Nothing else limits memory there, until the system kills the process: go on as between the two largest.
-            (small, less), (large, more) = sorted(self.peaks.items())[-2:]
-            if more + (batch - large) * max(0, more - less) / (large - small) > self._limit:
-                return False
+        if self._device.type != "cuda" and self.expected(batch) > self._limit:
+            return False  # nothing else limits memory there, until the system kills the process
         take_peak(self._device)
         done = self._try(batch)
         if not done:
             gc.collect()  # free what the error held
         self.peaks[batch] = take_peak(self._device)
         return done and self.peaks[batch] <= self._limit
+
+    def expected(self, batch: int) -> float:
+        """Bytes that a batch takes if it goes on as between the two largest that were tried; 0 before there are two."""
+        if len(self.peaks) < 2:
+            return 0.0
+        (small, less), (large, more) = sorted(self.peaks.items())[-2:]
+        return more + (batch - large) * max(0, more - less) / (large - small)
 
     def is_slow(self) -> bool:
         """Whether twice the batch would take too long to try: a CPU has memory for more than it computes in minutes."""

@@ -44,6 +44,8 @@ LEAST_UPDATES, MOST_UPDATES, MOST_SECONDS = 5, 20, 30.0
 MOST_BATCHES, SHORT = 20, 5.0
 """Of a validation: a longer one is estimated; one of fewer seconds is timed again, without the start of processes."""
 NEARLY_FULL = 0.9
+MOST_SECONDS_IN_ALL, LEAST_SECONDS = 60.0, 20.0
+"""Of a dry run since the program began; but so long for the trial itself, in which one update may take longer"""
 MOST_SECONDS_ALONE = 40.0
 """One thread of a CPU, often faster with small models or on a busy machine, is not tried if it may take longer."""
 LONGEST_RUN = 10_000
@@ -66,14 +68,15 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     position, per_epoch = replace(ready.position), ready.train_loader.order.updates
     reporter = Reporter(config, per_epoch, None, position)
     costs: dict[str, tuple[float, float]] = {}
+    end = max(stopping.BEGAN + MOST_SECONDS_IN_ALL, time.monotonic() + LEAST_SECONDS)
 
     def measure(name: str) -> None:
-        costs[name] = _train(ready, position, reporter), _validate(ready, position, reporter)
+        costs[name] = _train(ready, position, reporter, end=end), _validate(ready, position, reporter, end)
 
     try:
         measure("time")
         several = run.device.type == "cpu" and run.threads > 1 and world.size == 1
-        if several and costs["time"][0] * run.threads <= MOST_SECONDS_ALONE:
+        if several and costs["time"][0] * run.threads <= MOST_SECONDS_ALONE and time.monotonic() < end:
             log.info("Once more with one thread instead of %d:", run.threads)
             torch.set_num_threads(1)
             measure("THREADS=1")
@@ -166,20 +169,26 @@ def settle_epochs(run: Run) -> Run:
 
 
 def _train(
-    ready: ReadyToTrain, position: Position, reporter: Reporter, seconds: float = MOST_SECONDS, most: int = MOST_UPDATES
+    ready: ReadyToTrain,
+    position: Position,
+    reporter: Reporter,
+    seconds: float = MOST_SECONDS,
+    most: int = MOST_UPDATES,
+    end: float = math.inf,
 ) -> float:
     """Train for about so many seconds and updates: in one epoch, or in whole ones if that is shorter.
 
-    Returns the seconds per update. An epoch begins with an empty loader: its first wait counts once per epoch.
+    Returns the seconds per update. An epoch begins with an empty loader: its first wait counts once per epoch. At
+    `end`, the update in progress is the last, and updates that were to set up are timed instead.
     """
     parts, loader, device = ready.parts, ready.train_loader, ready.precision.device
     pace, per_epoch = Throughput(device, parts.stages), loader.order.updates
-    began, done, waits = 0.0, 0, list[float]()
+    began, done, waits, set_up = time.perf_counter(), 0, list[float](), min(SET_UP, per_epoch)
     position.step = max(0, per_epoch - SET_UP)
     # The end of an epoch, to set up, and then the whole epoch again and again
     starts = itertools.chain([position.step], itertools.repeat(0))
     windows = (window for start in starts for window in loader.epoch(position.epoch, start))
-    for done, window in enumerate(windows, start=1 - min(SET_UP, per_epoch)):
+    for done, window in enumerate(windows, start=1 - set_up):
         if position.step == per_epoch:
             synchronize(device)
         if done == 1:
@@ -193,12 +202,15 @@ def _train(
             waits.append(loader.take_wait())
         if done == 1:
             pace.restart()
+        late = time.monotonic() >= end
         enough = done >= most or (done >= LEAST_UPDATES and time.perf_counter() - began >= seconds)
-        if broadcast(enough and (done <= per_epoch or position.step == per_epoch), parts.world):
+        if broadcast(late or (enough and (done <= per_epoch or position.step == per_epoch)), parts.world):
             break
     synchronize(device)
-    waited = sum(waits)
-    update = (time.perf_counter() - began - waited) / done + waited / (len(waits) * per_epoch)
+    waited, timed = sum(waits), done if done > 0 else done + set_up
+    update = (time.perf_counter() - began - waited) / timed + waited / max(1, len(waits) * per_epoch)
+    why = ": the time of a dry run is up" if time.monotonic() >= end else ""
+    log.info("The time per update is estimated from %s%s.", counted(timed, "update"), why)
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
     perf = pace.read(loader.take_wait() + sum(waits[1:]))
     reporter.train(position, reading, perf, parts.figures())
@@ -212,16 +224,16 @@ def _train(
     return update
 
 
-def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None) -> float:
+def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None, end: float = math.inf) -> float:
     """Validate all weights that the run keeps. Returns the seconds that this takes. `reporter` None: once more."""
     world, batches, metrics, began = ready.parts.world, 0, {}, time.perf_counter()
-    # Ranks may have one batch more or less than rank 0: all go on to the end, or none.
     every = len(ready.val_loader) + (ready.neighbours.batches if ready.neighbours else 0)
-    is_long = broadcast(every > MOST_BATCHES + 1, world)
+    of_all = broadcast(every, world) - 1  # ranks may have one batch more or less than rank 0
 
     def count() -> None:
         nonlocal batches
-        if is_long and batches == MOST_BATCHES:
+        enough = batches >= MOST_BATCHES or time.monotonic() >= end
+        if 0 < batches < of_all and broadcast(enough, world):  # all stop here, or none
             raise _Enough
         batches += 1
 
@@ -236,7 +248,7 @@ def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None
     if reporter is None:
         return seconds
     reporter.validation(position, metrics, seconds)
-    return _validate(ready, position, None) if broadcast(seconds < SHORT, world) else seconds
+    return _validate(ready, position, None, end) if broadcast(seconds < SHORT, world) else seconds
 
 
 def _costs(

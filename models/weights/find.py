@@ -29,6 +29,7 @@ ENDINGS = (".safetensors", *TORCH_ENDINGS, ".npz", PADDLE)
 HUB_FILES = (PLAIN.file, "pytorch_model.bin")
 PROBE_SECONDS = 4.0
 """Time limit for the hub's answer"""
+MOST_TENSORS = 50_000
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ def check_file(path: Path) -> None:
                 return
         # torch's current format and .npz are zip files; torch's older format is a pickle, which begins with 0x80.
         if start.startswith(b"PK"):
-            zipfile.ZipFile(path).close()
+            with zipfile.ZipFile(path) as archive:
+                number = len(archive.filelist)
+            if number > MOST_TENSORS:  # torch would take a minute to read them
+                raise UserError(f"Pretrained weights {path}: {number:,} entries, more than any model has tensors.")
         elif path.name.endswith(".npz") or not start.startswith(b"\x80"):
             raise UserError(unreadable(path, "wrong first bytes"))
     except (PermissionError, NotRegular) as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.program import Result, Vitamp, save_image
+from tests.program import ROOT, Result, Vitamp, save_image
 
 
 @pytest.fixture
@@ -25,6 +27,12 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
         return result
 
     return call
+
+
+def test_too_few_open_files_are_refused(tiny: Path) -> None:
+    command = f"ulimit -n 20 && {sys.executable} main_single_gpu.py -cfg {tiny}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr.count("error: ulimit -n is 20;")) == (2, 1), done.stderr
 
 
 @pytest.mark.parametrize(

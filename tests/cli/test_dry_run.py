@@ -14,7 +14,7 @@ from engine.machine.device import Run
 from engine.measure.meters import Position
 from engine.memory import dry_run
 from engine.task.one import Means
-from tests.engine.small import CPU
+from tests.engine.small import CPU, build
 from tests.program import Vitamp
 from utils.config import load_config
 from utils.distributed.world import ALONE
@@ -40,7 +40,31 @@ def test_dry_run_of_several_threads_also_tries_one(vitamp: Vitamp, tiny: Path, t
     times = re.findall(r"^  (time|THREADS=1) +[\d.e-]+ s per update, .* until 20", done.out, re.MULTILINE)
     assert times == ["time", "THREADS=1"][:threads]
     assert done.out.count("----- Epoch[001/002], Validation Loss: ") == threads, "the validation is timed too"
+    assert done.out.count("The time per update is estimated from 20 updates.") == threads
     assert done.err == ""
+
+
+def test_dry_run_ends_with_the_update_in_which_its_time_is_up(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dry_run, "MOST_SECONDS_IN_ALL", 0.0)
+    monkeypatch.setattr(dry_run, "LEAST_SECONDS", 0.0)
+    ready = build(tiny)
+    dry_run.try_out(Run(load_config(str(tiny)).config, ALONE, CPU, threads=2), ready, 88)
+    assert "per update is estimated from 1 update: the time of a dry run is up." in said.text
+    assert "Validation Loss" not in said.text, "it is estimated from one batch"
+    assert "THREADS=1" not in said.text
+    assert "88 updates to go" in said.text
+
+
+def test_dry_run_refuses_a_batch_that_would_not_fit(vitamp: Vitamp, tiny: Path) -> None:
+    """It is estimated from small ones; on a CPU, the system would kill the program."""
+    data = ("-dataset", "synthetic", "-image_size", 64, "DATA.SYNTHETIC_TRAIN=20000000", "-batch_size", 10_000_000)
+    done = vitamp("-cfg", tiny, *data, "-dry_run", code=2)
+    assert re.search(
+        r"BATCH_SIZE 10000000: an update would take about [\d.]+ GiB per process, and [\d.]+ GiB", done.err
+    )
+    assert "DATA.BATCH_SIZE=5000000 TRAIN.ACCUM_ITER=2: the same images" in done.err
 
 
 def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(

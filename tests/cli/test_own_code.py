@@ -211,14 +211,45 @@ def test_an_error_of_a_metric_in_training_loses_nothing(vitamp: Vitamp, tiny: Pa
     assert [line["late"] for line in metrics(run, "val")] == [1, 1]
 
 
-@pytest.mark.parametrize("what", ["sys.exit(0)", "raise KeyboardInterrupt"])
+ENDS = {
+    "sys.exit(0)": "line 7: SystemExit: 0",
+    "raise KeyboardInterrupt": "line 7: KeyboardInterrupt",
+    "os._exit(0)": "line 7: RuntimeError: os._exit(0) before the run has ended",
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
 def test_own_code_cannot_end_a_training_as_done(vitamp: Vitamp, tiny: Path, tmp_path: Path, what: str) -> None:
     file = tmp_path / "mine.py"
-    head = "import sys\nfrom torch.nn import functional as F\nfrom vitamp import loss\n@loss\n"
+    head = "import os, sys\nfrom torch.nn import functional as F\nfrom vitamp import loss\n@loss\n"
     body = f"    if len(logits) > 4:\n        {what}\n    return F.cross_entropy(logits, targets)\n"
     file.write_text(f"{head}def mine(logits, targets):\n{body}")
     done = vitamp("-cfg", tiny, "-use", file, "TRAIN.LOSS=mine", "-output", tmp_path / "run", code=1)
-    assert f"{file}, line 7: {'SystemExit' if 'exit' in what else 'KeyboardInterrupt'}" in done.err
+    assert f"{file}, {ENDS[what]}" in done.err
+
+
+LEAVING = f"""import os
+from torch.nn import functional as F
+{LOSS}def leaving(logits, targets):
+    if os.fork() == 0:
+        os._exit(0)  # a process of its own
+    os.wait()
+    if len(logits) > 4 and os.environ.get("RANK", "none") in os.environ["LEAVING"]:
+        os._exit(0)
+    return F.cross_entropy(logits, targets)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["0", "1", "0, 1"])
+def test_ranks_that_leave_are_named(vitamp: Vitamp, tiny: Path, tmp_path: Path, ranks: str) -> None:
+    (file := tmp_path / "mine.py").write_text(LEAVING)
+    words = ("-cfg", tiny, "-use", file, "TRAIN.LOSS=leaving", "-output", tmp_path / "run", "-ngpus", 2)
+    done = vitamp(*words, script="main_multi_gpu.py", env={"LEAVING": ranks}, code=1)
+    failed = f"{file}, line 10: RuntimeError: os._exit(0) before the run has ended"
+    named = re.findall(rf"error: rank (\d) on \S+ \(process \d+\) failed:\n{re.escape(failed)}", done.err)
+    assert named
+    assert set(named) <= set(ranks), "of both, the launcher may end the second before it has reported"
+    assert re.search(r"error: rank \d .* failed:", (tmp_path / "run" / "log.txt").read_text())
 
 
 @pytest.mark.parametrize(("chosen", "text", "words"), BAD, ids=[words for *_, words in BAD])

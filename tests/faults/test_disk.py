@@ -161,6 +161,21 @@ def test_unwritable_checkpoints_in_a_writable_run_are_seen_before_training(
     assert vitamp(*words).code == 0
 
 
+def test_a_disk_without_inodes_is_not_called_full(
+    vitamp: Vitamp, tiny: Path, disk: SmallDisk, said: pytest.LogCaptureFixture
+) -> None:
+    _mount("-o", "remount,size=100m,nr_inodes=20", disk.folder)
+    run, words = disk.folder / "run", "No space left on device: it has no inode for another file"
+    saver = Saver(disk.folder, Config(), pinned=False)
+    for number in range(20):
+        with contextlib.suppress(OSError):
+            (disk.folder / f"{number}").touch()
+    assert words in vitamp("-cfg", tiny, "-output", run, code=2).err
+    saver.save(Snapshot(TENSORS, {}, meta(1), None))
+    until(lambda: bool(saver.report()) or "could not be written" in said.text, 30)
+    assert words in said.text
+
+
 @pytest.mark.parametrize("what", [MODEL, "state.pt", "meta.json"])
 def test_the_systems_error_is_kept_whichever_file_it_hits(disk: SmallDisk, what: str) -> None:
     """torch and safetensors hide it in errors of their own kinds."""

@@ -70,16 +70,19 @@ def test_killed_rank_ends_all_within_15_seconds_and_log_txt_names_it(name: str, 
 
 @pytest.mark.parametrize("own_store", ["0", "1"])
 def test_ranks_restarted_by_torchrun_resume(tiny: Path, own_store: str) -> None:
-    """With --max-restarts, whether or not torchrun keeps its store through a restart."""
+    """With --max-restarts, whether or not torchrun keeps its store through a restart, also without -resume auto."""
     script = tiny.parent / "mortal.py"
     script.write_text(FAULTY)
     restarted, quiet = tiny.parent / "restarted", tiny.parent / "quiet"
     env = {"FAULT": "die before any restart", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
     words = ("--nproc_per_node", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts")
-    flags = ("-cfg", tiny, "TRAIN.MAX_UPDATES=20", "SAVE_EVERY_UPDATES=2", "REPORT_FREQ=1", "-resume", "auto")
+    flags = ("-cfg", tiny, "TRAIN.MAX_UPDATES=20", "SAVE_EVERY_UPDATES=2", "REPORT_FREQ=1")
+    flags += ("-resume", "auto") if own_store == "0" else ()
     done = launch(*torchrun(*words, 2), script, *flags, "-output", restarted, env=env)
     assert done.code == 0, done.text
     assert done.out.count("resuming from step-000000004") == 1
     assert launch(*torchrun(*words, 0), MULTI, *flags, "-output", quiet, env=env).code == 0
     ours, theirs = ([line for line in metrics(run) if line["event"] != "run"] for run in (restarted, quiet))
     assert ours == theirs
+    older = launch(*torchrun(*words, 1), MULTI, *flags[:5], "-output", quiet)
+    assert older.err.count("already contains a run") == 2, "that of an earlier job is not resumed, in a restart neither"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ def test_files_that_are_not_weights_are_refused(tmp_path: Path, name: str, conte
     said = refusal(tmp_path / name)
     assert str(tmp_path / name) in said
     assert words in said
+
+
+def test_too_many_tensors_are_refused_unread(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "w.pth", "w") as file:
+        for number in range(50_001):
+            file.writestr(f"w/data/{number}", b"")
+    assert "w.pth: 50,001 entries, more than any model has tensors" in refusal(tmp_path / "w.pth")
 
 
 def test_folders_without_weights_are_refused(tmp_path: Path) -> None:

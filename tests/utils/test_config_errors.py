@@ -171,6 +171,13 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
         ("TRAIN.CUTMIX_MINMAX=[0.8,0.2]", "TRAIN.CUTMIX_MINMAX: [0.8, 0.2] must be the smallest and the largest"),
         ("TRAIN.CUTMIX_MINMAX=[0.2,1.2]", "TRAIN.CUTMIX_MINMAX: expected list of two numbers >= 0 and <= 1"),
         ("TRAIN.CUTMIX_MINMAX=[0.3,0.35] DATA.IMAGE_SIZE=8", "at least one pixel apart (in images of 8 x 8)"),
+        ("MODEL.MLP_RATIO=1e308", "MODEL.MLP_RATIO: expected number > 0 and <= 1000 or null, got 1e308."),
+        ("MODEL.INIT_VALUES=1e308", "expected number > 0 and <= 1e+06 or null"),
+        ("DATA.IMAGENET_MEAN=1e308", "expected list of numbers >= -1e+06 and <= 1e+06"),
+        ("TRAIN.WARMUP_EPOCHS=1e308", "TRAIN.WARMUP_EPOCHS: expected number >= 0 and <= 1e+06, got 1e308."),
+        ("TRAIN.DISTILLATION_TAU=1e308", "TRAIN.DISTILLATION_TAU: expected number > 0 and <= 1e+06, got 1e308."),
+        ("DIST.TIMEOUT=1e308", "DIST.TIMEOUT: expected number > 0 and <= 1e+06, got 1e308."),
+        (f"TAG={'x' * 10**6}", f"TAG: expected text of at most 1000 characters or null, got {'x' * 300}...."),
         ("TRAIN.RAND_AUGMENT_MAGNITUDE=11", "RAND_AUGMENT_MAGNITUDE: expected number >= 0 and <= 10, got 11"),
     ],
 )

@@ -34,7 +34,7 @@ from engine.amp.precision import Precision, check_amp, switch_tf32
 from engine.compile.choice import choose_compiling
 from engine.compile.compiled import NONE, WHOLE
 from engine.inputs.batches import TransformedBatch, per_channel
-from engine.machine.device import pick_device, set_up_device, synchronize
+from engine.machine.device import pick_device, set_up_device, synchronize, threads_of
 from engine.machine.memory import peak_memory_gb
 from engine.setup import TunedModel, build_train_state, tuned_model
 from engine.update import train_update
@@ -44,7 +44,6 @@ from tools.common.sessions import Metrics, Session, reset_peak_memory, warmup_up
 from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import UserError
-from utils.machine.cpus import cores
 from utils.seeding import seed_all
 
 COMPARED = 5
@@ -144,7 +143,7 @@ class Timm:
         self.config, self.device, self.choices = config, device, dict[str, Any]()
         data, train = config.DATA, config.TRAIN
         # The same number of threads for all; our own loop alone makes other process-wide settings.
-        torch.set_num_threads(config.THREADS or cores())
+        torch.set_num_threads(threads_of(config, ALONE))
         if device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # as in timm's train.py
             switch_tf32(config.AMP.TF32)  # as in ours: torch's default for convolutions is TF32

@@ -131,7 +131,9 @@ class ModelConfig(Section):
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
     DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; usually lower in earlier ones.")
     INIT_VALUES: AboveZero | None = setting(
-        None, "Initial layer scale (CaiT, ...; adds it to ViTs); null: timm's. Unset, with -pretrained: the run's."
+        None,
+        "Initial layer scale (CaiT, ...; adds it to ViTs); null: timm's. Unset, with -pretrained: the run's.",
+        le=1e6,
     )
     PATCH_SIZE: PositiveOrAuto | None = setting(
         None, "Side of a patch in pixels; 16 for ViT-B/16; auto: 4 to 8, for about 8 patches a row."
@@ -139,7 +141,9 @@ class ModelConfig(Section):
     EMBED_DIM: Positive | None = setting(None, "Embedding dimension (width); 768 for ViT-B.")
     NUM_HEADS: Positive | Integers | None = setting(None, "Attention heads (Swin: one number per stage).")
     DEPTH: Positive | None = setting(None, "Number of blocks; 12 for ViT-B.")
-    MLP_RATIO: AboveZero | None = setting(None, "Hidden width of the MLP relative to EMBED_DIM; 4.0 for ViT-B.")
+    MLP_RATIO: AboveZero | None = setting(
+        None, "Hidden width of the MLP relative to EMBED_DIM; 4.0 for ViT-B.", le=1000
+    )
     QKV_BIAS: bool | None = setting(None, "Bias in the query, key and value projection.")
     WINDOW_SIZE: Positive | None = setting(None, "Swin: height and width of an attention window, in patches.")
     STAGE_DEPTHS: Integers | None = setting(None, "Swin: blocks in each stage.")

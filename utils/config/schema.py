@@ -93,7 +93,9 @@ class DistConfig(Section):
         ),
         excludes("AMP.AUTO_FP32", why="its updates are not replayed", do="set AMP.FP32_MODULES"),
     )
-    TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0)
+    TIMEOUT: float = setting(
+        10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0, le=1e6
+    )
 
     @property
     def group_timeout(self) -> timedelta:
@@ -120,7 +122,9 @@ class Config(Section):
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
     SAVE: Place = setting("./output", "Folder in which each run creates its own folder.")
     OUTPUT: Place | None = setting(None, "The run's folder (-output); null: the resumed run's, or a new one in SAVE.")
-    TAG: str | None = setting(None, "Any text, shown in the banner, run.json and the curves.")
+    TAG: Annotated[str, Field(max_length=1000)] | None = setting(
+        None, "Any text, shown in the banner, run.json and the curves."
+    )
     SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints, besides those of best validations and the end.")
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
     SAVE_BEST_BY: BestBy = setting(
@@ -152,7 +156,8 @@ class Config(Section):
     NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1, le=1024)
     THREADS: int | None = setting(
         None,
-        "CPU threads per process; null: what SLURM reserves per task, else usable cores / ranks on this machine.",
+        "CPU threads per process; null: OMP_NUM_THREADS, else what SLURM reserves per task, else usable cores / ranks "
+        "on this machine.",
         ge=1,
         le=4096,
     )

@@ -89,7 +89,9 @@ class TrainConfig(Section):
         "Number of epochs; 0: the start is validated and saved; auto: as many as fit into MAX_TIME, of which "
         "WARMUP_EPOCHS then is a fraction.",
     )
-    WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS; -epochs scales them.")
+    WARMUP_EPOCHS: NonNegative = setting(
+        32, "Epochs of linear warm-up, clipped to NUM_EPOCHS; -epochs scales them.", le=1e6
+    )
     COOLDOWN_EPOCHS: Count = setting(
         0,
         "Epochs at END_LR, the last ones of NUM_EPOCHS.",
@@ -188,7 +190,9 @@ class TrainConfig(Section):
         excludes("DATA.MULTI_LABEL", when=TRAINING, why="its loss is a softmax cross-entropy over the classes"),
     )
     DISTILLATION_ALPHA: Fraction = setting(0.5, "Weight of the teacher's loss.", only_with("TRAIN.DISTILLATION_TYPE"))
-    DISTILLATION_TAU: AboveZero = setting(1.0, "Temperature of the logits.", only_with("TRAIN.DISTILLATION_TYPE=soft"))
+    DISTILLATION_TAU: AboveZero = setting(
+        1.0, "Temperature of the logits.", only_with("TRAIN.DISTILLATION_TYPE=soft"), le=1e6
+    )
     TEACHER_MODEL: str | None = setting(
         None,
         "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE (timm's name and the file of its "

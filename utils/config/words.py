@@ -75,6 +75,8 @@ def _items(entry: dict[str, Any]) -> str:
 def _limits(entry: dict[str, Any]) -> str:
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = [f"{sign} {entry[name]:g}" for name, sign in signs.items() if name in entry]
+    if "maxLength" in entry:
+        limits.append(f"of at most {entry['maxLength']} characters")
     return " " + " and ".join(limits) if limits else ""
 
 
@@ -107,7 +109,11 @@ def expected(key: str, value: Any) -> str:
 
 def _source_text(value: Any) -> str:
     """A value as its file or command line has it."""
-    return f"[{', '.join(map(_source_text, value))}]" if isinstance(value, list) else str(value).translate(IN_LINE)
+    if isinstance(value, list):
+        text = f"[{', '.join(map(_source_text, value))}]"
+    else:
+        text = str(value).translate(IN_LINE)
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def rule_in_words(rule: Rule) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.cli import CommandLine
 from utils.config import Config, load_config
 from utils.config.kinds import AUTO
-from utils.record.run_folder import is_run_folder
+from utils.record.run_folder import CONFIG, is_run_folder
 from vitamp.checkpoints import run_folder_of
 
 if TYPE_CHECKING:
@@ -24,6 +26,22 @@ def resumed_run(config: Config) -> Path | None:
         return run_folder_of(Path(resume))
     assert config.OUTPUT is not None  # checked with the config
     return Path(config.OUTPUT) if is_run_folder(Path(config.OUTPUT)) else None
+
+
+def written_before_restart(config: Config) -> bool:
+    """Whether torchrun has restarted the ranks (--max-restarts), and -output has a run that they wrote before.
+
+    A run of an earlier job is older than torchrun's process.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.OUTPUT is None or config.EVAL:
+        return False
+    from utils.distributed.watchdog import start_time_of
+
+    began, file = start_time_of(os.getppid()), Path(config.OUTPUT, CONFIG)
+    if began is None or not file.exists():
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / os.sysconf("SC_CLK_TCK")
+    return time.time() - file.stat().st_mtime < age
 
 
 def target_folder(config: Config) -> str | None:

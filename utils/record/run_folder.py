@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -96,7 +97,8 @@ def make_folder(output: str | None, save: str, kind: str) -> Path:
                 return folder
         raise UserError(f"{save}: too many runs were started in the same second; start this one again.")
     except OSError as error:
-        raise UserError(f"{output or save}: the run's folder cannot be created ({error.strerror}).") from None
+        place = Path(output or save)
+        raise UserError(f"{place}: the run's folder cannot be created ({reason(error, place)}).") from None
 
 
 @contextlib.contextmanager
@@ -105,9 +107,20 @@ def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        why = reason(error, folder)
         raise UserError(
-            f"{error.filename or folder}: cannot be written ({error.strerror}). Fix this, or choose another -output."
+            f"{error.filename or folder}: cannot be written ({why}). Fix this, or choose another -output."
         ) from None
+
+
+def reason(error: OSError, path: Path) -> str:
+    """The system's words; of a disk without inodes these are that no space is left, however much is free."""
+    words = error.strerror or str(error)
+    if error.errno == errno.ENOSPC:
+        disk = os.statvfs(next(place for place in (path, *path.absolute().parents) if place.exists()))
+        if disk.f_files and not disk.f_favail:
+            words += ": it has no inode for another file; remove files"
+    return words
 
 
 def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[str, Any]:

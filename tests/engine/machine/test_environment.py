@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +13,14 @@ import torch
 
 from datasets import open_dataset
 from engine.machine import device, environment
-from engine.machine.device import pick_device
+from engine.machine.device import pick_device, threads_of
 from engine.machine.environment import _check_devices, environment_table
 from tests.program import Vitamp
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.distributed.world import ALONE, World
+from utils.distributed.world import ALONE, TORCHRUN, World
 from utils.errors import AllRanksUserError, UserError
+from utils.text import counted
 
 CPU = torch.device("cpu")
 
@@ -121,3 +124,22 @@ def test_processor_is_named_by_cpuinfo_or_the_platform(monkeypatch: pytest.Monke
     assert device.processor() == "A: B"
     monkeypatch.setattr(device, "PROCESSORS", tmp_path / "none")
     assert device.processor() not in ("", "A: B")
+
+
+def test_omp_num_threads_counts_without_threads(vitamp: Vitamp, tiny: Path) -> None:
+    for words, threads in (("THREADS=null", 3), ("THREADS=2", 2)):
+        done = vitamp("-cfg", tiny, words, "-eval", "-dry_run", env={"OMP_NUM_THREADS": "3,1"}, code=0)
+        assert re.search(rf"device .*, {counted(threads, 'thread')}$", done.out, re.MULTILINE), done.out
+
+
+@pytest.mark.parametrize(
+    ("given", "of_torchrun", "threads"), [("1", {}, 4), ("1", {"OMP_NUM_THREADS": "1"}, 1), ("2", {}, 2)]
+)
+def test_the_omp_num_threads_that_torchrun_sets_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, given: str, of_torchrun: dict[str, str], threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    with subprocess.Popen(["sleep", "60"], env=of_torchrun) as parent:
+        monkeypatch.setattr("os.getppid", lambda: parent.pid)
+        assert threads_of(Config(), World(launcher=TORCHRUN, cores=4)) == threads
+        parent.kill()

@@ -76,7 +76,7 @@ def test_narrow_bar_drops_whole_words(monkeypatch: pytest.MonkeyPatch, width: in
 
 def test_second_ctrl_c_leaves_no_bar_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, codes = open_terminal(monkeypatch), list[int]()
-    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr("engine.machine.stopping._exit", codes.append)
     monkeypatch.setattr(logging, "raiseExceptions", True)
     signals, live = Signals(), Live(CONFIG, 44, Position())
     signals.deferred = signals.saved = True

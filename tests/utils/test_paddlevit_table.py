@@ -29,7 +29,7 @@ ARGUMENTS = {
 }
 """MODEL key -> argument of timm's constructor, where the name differs by more than a plural"""
 NOT_ARGUMENTS = {
-    *("IMG_SIZE", "USE_CONV", "ATTN_RATIO", "OUTLOOK_ATTENTION"),
+    *("DISTILL", "IMG_SIZE", "USE_CONV", "ATTN_RATIO", "OUTLOOK_ATTENTION"),
     *("pit NUM_HEADS", "poolformer MLP_RATIOS", "poolformer DOWNSAMPLES", "levit PATCH_SIZE", "pvtv2 PATCH_SIZE"),
 }
 """Keys that timm's constructor has no argument of that meaning for, or another name in one family"""

@@ -67,7 +67,9 @@ class Own:
 
 
 def _passes_on(call: Callable[..., Any]) -> bool:
-    return any(one.kind == one.VAR_KEYWORD for one in inspect.signature(call).parameters.values())
+    """Whether `num_classes` is among `**kwargs`, as in timm's functions."""
+    parameters = inspect.signature(call).parameters
+    return "num_classes" not in parameters and any(one.kind == one.VAR_KEYWORD for one in parameters.values())
 
 
 registered: dict[str, Own] = {}

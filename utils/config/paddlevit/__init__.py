@@ -20,8 +20,7 @@ from utils.record.run_folder import is_of_user
 
 FILE = Path(__file__).with_name("families.yaml")
 NAME, IMAGE_SIZE = "MODEL.NAME", "DATA.IMAGE_SIZE"
-WIDTH, MLP_WIDTH = "MODEL.EMBED_DIM", "MODEL.MLP_DIM"
-GRAD_CLIP, DISTILLED_BY = "TRAIN.GRAD_CLIP", "TRAIN.DISTILLATION_TYPE"
+WIDTH, GRAD_CLIP, DISTILLED_BY = "MODEL.EMBED_DIM", "TRAIN.GRAD_CLIP", "TRAIN.DISTILLATION_TYPE"
 _NORMALISED = "true", "masked pre-training always normalises the pixels of each patch"
 FIXED: dict[str, tuple[str, str]] = {
     "LOCAL_RANK": ("0", "the launcher numbers the processes"),
@@ -37,7 +36,7 @@ FIXED: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A family of PaddleViT that timm has."""
+    """A family of PaddleViT; timm lacks those without models."""
 
     title: str
     models: Mapping[str, Mapping[str, Any]]
@@ -65,24 +64,19 @@ class Family:
 
 
 @cache
-def _tables() -> dict[str, Any]:
+def families() -> dict[str, Family]:
+    """TYPE in small letters -> family."""
     # libyaml's loader takes 30 ms, the one in Python 240 ms; both build plain values only.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(FILE.read_text(encoding="utf-8"))
     try:
-        tables: dict[str, Any] = loader.get_single_data()
+        tables = loader.get_single_data()
     finally:
         loader.dispose()
-    return tables
-
-
-@cache
-def families() -> dict[str, Family]:
-    """TYPE in small letters -> family."""
-    tables, found = _tables(), {}
+    found = {}
     for word, table in tables["families"].items():
         common, also = table.pop("sizes", {}), table.pop("also", ())
-        models = {name: {**common, **sizes} for name, sizes in table.pop("models").items()}
-        values = {**tables["defaults"], **table.pop("defaults")}
+        models = {name: {**common, **sizes} for name, sizes in table.pop("models", {}).items()}
+        values = {**tables["defaults"], **table.pop("defaults", {})}
         defaults = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         found |= dict.fromkeys((word, *also), Family(models=models, defaults=defaults, **table))
     return found
@@ -95,7 +89,7 @@ def translate(layers: Sequence[Layer]) -> list[str]:
     given = {key: entry for layer in layers for key, entry in layer.entries.items()}
     notes = _without_absent(layers, given)
     family, name = families().get(type_of(given)), given.get(NAME)
-    if family is None:
+    if family is None or not family.models:
         return notes + _distilled(layers, given)
     if name is None:
         raise UserError(f"{given[TYPE].source}: {NAME} is not set; timm has {', '.join(family.models)}")
@@ -150,9 +144,9 @@ def _update(layer: Layer) -> None:
             layer.problems.append(f"{entry.source}: {key} {entry.value} is not possible: {why}; leave the key out")
         del layer.entries[key]
     entries = layer.entries
-    width, hidden = (as_integer(entries[key].value) if key in entries else None for key in (WIDTH, MLP_WIDTH))
+    width, hidden = (as_integer(entries[key].value) if key in entries else None for key in (WIDTH, "MODEL.MLP_DIM"))
     if isinstance(width, int) and isinstance(hidden, int) and width:
-        layer.set("MODEL.MLP_RATIO", hidden / width, entries.pop(MLP_WIDTH).source)
+        layer.set("MODEL.MLP_RATIO", hidden / width, entries.pop("MODEL.MLP_DIM").source)
     if GRAD_CLIP in entries and folded(entries[GRAD_CLIP].value) == "false":
         entries[GRAD_CLIP] = Entry(None, entries[GRAD_CLIP].source)
     if type_of(entries) in ("pretrain", "finetune"):
@@ -168,18 +162,20 @@ def _without_absent(layers: Sequence[Layer], given: Mapping[str, Entry]) -> list
     """Refuse a file of a family that timm lacks, whatever TYPE the command line gives, or leave out its sizes."""
     notes = []
     for layer in layers:
-        title, name = _tables()["absent"].get(type_of(layer.entries)), given.get(NAME)
-        if title is None:
+        family, name = families().get(type_of(layer.entries)), given.get(NAME)
+        if family is None or family.models:
             continue
         if name is None or name is layer.entries.get(NAME):
             raise UserError(
-                f"{layer.entries[TYPE].source}: timm has no {title}. To train one with the other settings of the file, "
-                "give a file that registers it: -use FILE -model NAME (docs/own_code.md)"
+                f"{layer.entries[TYPE].source}: timm has no {family.title}. To train one by this file, name another that "
+                "registers the model: -use FILE -model NAME (docs/own_code.md)"
             )
         for key in [key for key in layer.entries if key.startswith("MODEL.")]:
             if key in (TYPE, *FROM_WEIGHTS) or key not in settings():
                 del layer.entries[key]
-        notes.append(f"{layer.name}: without the sizes of its {title}, because MODEL.NAME {name.value} has its own")
+        notes.append(
+            f"{layer.name}: without the sizes of its {family.title}, because MODEL.NAME {name.value} has its own"
+        )
     return notes
 
 

@@ -167,15 +167,13 @@ def _without_absent(layers: Sequence[Layer], given: Mapping[str, Entry]) -> list
             continue
         if name is None or name is layer.entries.get(NAME):
             raise UserError(
-                f"{layer.entries[TYPE].source}: timm has no {family.title}. To train one by this file, name another that "
-                "registers the model: -use FILE -model NAME (docs/own_code.md)"
+                f"{layer.entries[TYPE].source}: timm has no {family.title}. To train one by this file, name one that "
+                "registers the model too: -use FILE -model NAME (docs/own_code.md)"
             )
         for key in [key for key in layer.entries if key.startswith("MODEL.")]:
             if key in (TYPE, *FROM_WEIGHTS) or key not in settings():
                 del layer.entries[key]
-        notes.append(
-            f"{layer.name}: without the sizes of its {family.title}, because MODEL.NAME {name.value} has its own"
-        )
+        notes.append(f"{layer.name}: its sizes of {family.title} are left out: MODEL.NAME {name.value} has its own")
     return notes
 
 

@@ -148,7 +148,7 @@ class Trainer:
             self._profiled()
             self._health.report(position, together=False)
             number = position.step - (self.config.LOG_STYLE == "fleet")  # which counts from 0, and reports its batch 0
-            if number % freq == 0 or position.step == self.per_epoch:
+            if number % freq == 0 or position.step == self.per_epoch or position.update == 1:
                 reading = self._read()
                 perf = self.throughput.read(self.train_loader.take_wait())
                 self._health.report(position, together=True)
@@ -163,9 +163,10 @@ class Trainer:
                 self._validate_and_save()
             if self._update_limit_reached():
                 break
-        if position.step != self.per_epoch:
-            return
         seconds, reading = perf_counter() - began, self._read()
+        if position.step != self.per_epoch:
+            self.reporter.summary("Train", position, reading.epoch, seconds)
+            return
         self._stop_on_nan(reading)
         self._health.report(position, together=True)
         verdict, self._judged = None if self._judged else self._bottleneck(), True  # after the first epoch

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.documents import blocks, commands
 from tests.program import ROOT
+from tests.utils.test_paddlevit_table import FILES
 from utils.cli import parse
 from utils.config import Config, load_config
 from utils.config.keys import default_of
+from utils.precisions import amp_settings_of
 
 
 def defaults_rows() -> dict[str, list[str]]:
@@ -30,6 +34,38 @@ def test_our_column_of_the_defaults_is_the_schemas() -> None:
             assert [float(part) for part in ours.split(",")] == list(first), key
         else:
             assert ours.split()[0].rstrip(",") == (shown or str(first)), key
+
+
+def test_counts_of_paddlevits_files_are_those_that_load() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+
+    def counted(year: str, folder: str = "") -> str:
+        rows = [row for row in FILES if year in row["at"] and row["file"].startswith(folder)]
+        return f"{sum('built' in row for row in rows)} of {len(rows)}"
+
+    section = page.partition("### Other families")[2].partition("###")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| ")]
+    assert len(rows) == 19
+    for title, _, shown, *_ in rows[1:]:
+        assert shown == counted("today", f"{title}/"), title
+    assert f"| today's | {counted('today')} |" in page
+    assert f"page on AMP) | {counted('2021-11')} |" in page
+
+
+def test_precisions_of_other_programs_are_ours() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    words = re.findall(r"\| `-amp` \| ((?:`[\w-]+`,? ?)+)", page)
+    for value in re.findall(r"`([\w-]+)`", " ".join(words)):
+        assert amp_settings_of(value) is not None, value
+    assert len(words) >= 3
+
+
+def test_each_amp_word_of_the_pages_tables_is_taken() -> None:
+    pages = (ROOT / "README.md", ROOT / "docs" / "amp.md", ROOT / "docs" / "migrating.md")
+    cells = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    words = re.findall(r"`-amp ([\w-]+)`", " ".join(cells))
+    assert len(words) >= 4
+    assert [word for word in words if amp_settings_of(word) is None] == []
 
 
 def worked(part: str) -> Config:

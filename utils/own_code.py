@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 
 from utils.errors import TrainingError, UserError, nearest
 from vitamp.files import read_regular, write_atomically
-from vitamp.registry import KINDS, names_of, registered
+from vitamp.registry import KINDS, model, names_of, registered
 
 FOLDER = "own_code"
 FIELD = "own_code"
@@ -80,15 +81,21 @@ def execute(path: Path, known_as: str = "") -> None:
     source, sha256 = read(path)
     if sha256 in {one.sha256 for one, _ in executed.values()}:
         return
+    import timm
+
     os._exit = partial(_exit, os.getpid())
-    before = set(registered)
+    before, of_timm = set(registered), set(timm.list_models())
     module = ModuleType(f"own_code_{len(executed)}_{path.stem}")
     module.__file__ = name
     sys.modules[module.__name__] = module  # where pydantic, dataclasses and timm look up types
     noted = Noted(file=known_as or path.name, sha256=sha256)
     executed[name] = noted, source
     try:
-        exec(compile(source, name, "exec"), vars(module))  # exactly what was hashed
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Overwriting .* in registry")  # a name that timm has already
+            exec(compile(source, name, "exec"), vars(module))  # exactly what was hashed
+        for one in sorted(set(timm.list_models()) - of_timm):  # by timm's own @register_model
+            model(timm.model_entrypoint(one))
     except SyntaxError as error:  # of NUL bytes Python does not say where they are
         line = f", line {error.lineno}" if error.lineno else ""
         raise UserError(f"{error.filename or name}{line}: {error.msg}") from None
@@ -100,7 +107,7 @@ def execute(path: Path, known_as: str = "") -> None:
     if not noted.registers:
         raise UserError(
             f"-use {path}: the file registers nothing. Put @loss, @model, @augmentation, @dataset or @metric above a "
-            "function or a class (from vitamp import loss); see docs/own_code.md."
+            "function or a class (from vitamp import loss), or timm's @register_model; see docs/own_code.md."
         )
 
 

@@ -61,7 +61,15 @@ class Own:
         return lambda *given, **named: call(*given, **named, **values)
 
     def takes(self, argument: str) -> bool:
-        return argument in inspect.signature(self.call).parameters
+        """Whether it names the argument, or is a model whose `**kwargs` may have it."""
+        passed_on = self.kind == "model" and argument in KINDS["model"].named and _passes_on(self.call)
+        return passed_on or argument in inspect.signature(self.call).parameters
+
+
+def _passes_on(call: Callable[..., Any]) -> bool:
+    """Whether `num_classes` is among `**kwargs`, as in timm's functions."""
+    parameters = inspect.signature(call).parameters
+    return "num_classes" not in parameters and any(one.kind == one.VAR_KEYWORD for one in parameters.values())
 
 
 registered: dict[str, Own] = {}
@@ -122,7 +130,8 @@ def _settings_of(kind: str, name: str, call: Callable[..., Any]) -> type[BaseMod
     first = () if inspect.isclass(call) else about.first
     if len(parameters) < len(first):
         raise UserError(f"{kind} {name!r} must take the arguments ({', '.join((*first, '...'))})")
-    if missing := [one for one in about.needed if one not in (each.name for each in parameters)]:
+    needed = () if kind == "model" and _passes_on(call) else about.needed
+    if missing := [one for one in needed if one not in (each.name for each in parameters)]:
         raise UserError(f"{kind} {name!r} must have the argument {' and '.join(missing)}")
     fields: dict[str, Any] = {}
     for one in parameters[len(first) :]:

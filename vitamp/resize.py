@@ -33,14 +33,14 @@ class Resized:
     crop_pct: float
     interpolation: str
     border: tuple[int, ...]
-    """Colour around an image that is smaller than the model's"""
+    """Colour around an image that is smaller than the model's, with mode border; else it is black, as in timm"""
 
     def __call__(self, pixels: Tensor) -> Tensor:
         side = self.size if self.mode == "none" else math.floor(self.size / self.crop_pct)
         wide, high = resized_size(self.mode, side, pixels.shape[-1], pixels.shape[-2])
         pixels = functional.resize(pixels, [high, wide], InterpolationMode(self.interpolation), antialias=True)
         left, top = max(0, self.size - wide), max(0, self.size - high)
-        if left or top:
+        if self.mode == "border" and (left or top):
             edges = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
             pixels = functional.pad(pixels, edges, fill=list(self.border))
         return functional.center_crop(pixels, [self.size, self.size])

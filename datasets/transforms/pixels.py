@@ -72,7 +72,7 @@ def squeezed_view(data: DataConfig, width: int, height: int) -> View:
 
 
 def middle_view(data: DataConfig, width: int, height: int) -> View:
-    """The centre of the resized image, which can be smaller than the model's input with CROP_MODE border."""
+    """The centre of the resized image, which can be smaller than the model's input."""
     wide, high = resized_size(data.CROP_MODE, math.floor(data.IMAGE_SIZE / data.CROP_PCT), width, height)
     columns, rows = min(wide, data.IMAGE_SIZE), min(high, data.IMAGE_SIZE)
     across, down = width / wide, height / high
@@ -153,7 +153,7 @@ class Pixels:
         self.resize: Resize = (PilResize if decoder_of_jpeg() == "pil" else TorchResize)(data.INTERPOLATION)
         self.pad = PAD if train and data.CROP == "pad" else 0
         self.flip, self.vertical_flip = (data.FLIP, data.VERTICAL_FLIP) if train else (0.0, 0.0)
-        self.border = mean_colour(data)[: self.channels]
+        self.border = mean_colour(data)[: self.channels] if data.CROP_MODE == "border" else (0,) * self.channels
         self.changes: list[ImageChange] = []
         if train:
             self.changes = [*(image_changes(data, augmentation) if augmentation else ()), *affine_changes(data)]
@@ -175,7 +175,7 @@ class Pixels:
     def finish(self, pixels: np.ndarray, place: np.ndarray) -> None:
         """Pad, mirror and augment the resized pixels, and copy them to `place` (S x S x C) unless they are in it.
 
-        Pixels smaller than `place`, by CROP_MODE border, get a border of the mean colour.
+        Pixels smaller than `place` get a border: of the mean colour by CROP_MODE border, black by a CROP_PCT above 1.
         """
         high, wide, _ = pixels.shape
         if high < self.size or wide < self.size:

@@ -116,7 +116,7 @@ class Reporter:
         self._plot("train", {**metrics, "images_per_second": perf.images_per_second, **perf.extra()}, position.update)
 
     def epoch(self, position: Position, means: Metrics, seconds: float, verdict: Bottleneck | None = None) -> None:
-        self._summary("Train", position, means, seconds)
+        self.summary("Train", position, means, seconds)
         fields = {"update": position.update, **means.fields()}
         self.event("epoch", position, _perf(seconds, verdict), **fields)
         if self.live:
@@ -130,13 +130,14 @@ class Reporter:
         fields: dict[str, float | None] = {}
         for which, means in metrics.items():
             fields |= {f"{which.prefix}{name}": value for name, value in means.fields().items()}
-            self._summary("Validation", position, means, seconds, f" ({which.mark})" if which.mark else "")
+            self.summary("Validation", position, means, seconds, f" ({which.mark})" if which.mark else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
         if self.live:
             self.live.validated(position, metrics, seconds, mark)
 
-    def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
+    def summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
+        """Log the metrics of an epoch, of its part up to the end of the run, or of a validation."""
         epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:0>3}], "  # with -eval perhaps auto
         if self.config.EVAL and not position.update:  # weights that are no run's
             epoch = ""

@@ -29,6 +29,9 @@ class Means(Metrics):
     acc1: float
     acc5: float
 
+    def summary(self, what: str) -> str:
+        return super().summary(what).replace("Train Acc@1", "Train Acc")  # PaddleViT's words
+
 
 @dataclass(frozen=True)
 class ValidationMeans(Means):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,11 @@ IN_VALIDATION = (*IN_TOOLS, "metric")
 
 IS_BUILT_IN: dict[str, Callable[[str], bool]] = {
     "loss": lambda name: name.casefold() in choices("TRAIN.LOSS"),
-    "model": lambda name: timm.is_model(name) and timm.model_entrypoint(name).__module__ != __name__,
+    "model": lambda name: (
+        timm.is_model(name)
+        and (entry := timm.model_entrypoint(name)).__module__ != __name__
+        and all(entry is not own.call for own in registered.values())  # by timm's @register_model
+    ),
     "augmentation": lambda name: name.casefold() in POLICIES,
     # Or it reads as a field that lines of metrics.jsonl have already.
     "metric": lambda name: name in METRICS or name in NO_METRICS or set_of(name)[1] != name,
@@ -126,7 +132,7 @@ def _bind(config: Config, kinds: Sequence[str]) -> None:
     for name, own in registered.items():
         if IS_BUILT_IN[own.kind](name):
             raise UserError(f"-use {own.file}: the {own.kind} {name} is vitamp's own already; rename yours.")
-        if own.kind == "model" and not timm.is_model(name):
+        if own.kind == "model":
             _offer(own)
     if "loss" in kinds and config.TRAIN.own_loss:
         check_name("loss", config.TRAIN.LOSS, choices("TRAIN.LOSS"))
@@ -205,10 +211,12 @@ def _offer(own: Own) -> None:
             raise UserError(own_lines(error) or f"model {own.name}: {error}") from None
         if not isinstance(module, nn.Module):
             raise UserError(f"-use {own.file}: model {own.name} returned {type(module).__name__}, not an nn.Module.")
-        if own.takes("img_size"):
+        named = {*signature(own.call).parameters, *signature(type(module)).parameters}  # **kwargs are of the class
+        if own.takes("img_size") and "img_size" in named:
             # What timm says of models that are built for one size: the program then passes it.
             vars(module)["pretrained_cfg"] = {**pretrained_cfg(module), "fixed_input_size": True}
         return module
 
     build.__name__ = own.name
-    register_model(build)
+    with warnings.catch_warnings(action="ignore"):  # it replaces a function that timm has from the file itself
+        register_model(build)

@@ -142,6 +142,11 @@ BAD = [
     ("-model bad", f"{MODEL}return nn.Flatten(0)\n", "model bad returned (256,) for 4 images"),
     ("-model bad", f"{MODEL}return nn.Linear(3, num_classes)\n", "model bad: RuntimeError: "),
     ("-model bad", f"{MODEL}m = nn.Identity()\n m.forward = lambda x: x.no\n return m\n", "line 6: AttributeError"),
+    (
+        "-model bad",
+        "from timm.models import register_model\n@register_model\ndef vit_tiny_patch16_224(): ...\n",
+        "Overwri",
+    ),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities, labels): return labels[9999]\n", "line 5: IndexError"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities, labels): return labels\n", "bad returned a tensor of"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def macro_f1(probabilities, labels): ...\n", "macro_f1 is vitamp's own"),
@@ -261,6 +266,24 @@ def test_an_error_names_file_and_line(
     done = vitamp("-cfg", tiny, "-use", file, *chosen.format(digits_run).split(), "-output", tmp_path / "run", code=2)
     assert words in done.err, done.err
     assert not (tmp_path / "run").exists()
+
+
+OF_TIMM = """from timm.models import VisionTransformer, register_model
+@register_model
+def vit_of_an_author(pretrained=False, **kwargs):
+    return VisionTransformer(patch_size=4, embed_dim=24, depth=2, num_heads=2, **kwargs)
+"""
+
+
+def test_timms_register_model_counts(vitamp: Vitamp, tmp_path: Path) -> None:
+    """It has its own sizes, and those of the data: classes, channels and image size."""
+    file, run = tmp_path / "author.py", tmp_path / "run"
+    file.write_text(OF_TIMM)
+    data = ("-dataset", "digits", "-image_size", 12, "-num_classes", 10, "DATA.IMAGE_CHANNELS=1", "-device", "cpu")
+    done = vitamp("-use", file, "-model", "vit_of_an_author", *data, "TRAIN.MAX_UPDATES=1", "-output", run, code=0)
+    assert "Own code: author.py (model vit_of_an_author)" in done.text
+    assert "vit_of_an_author (VisionTransformer, patch 4, width 24, depth 2, heads 2), 15,418 parameters" in done.text
+    vitamp("-eval", "-pretrained", run, "-use", file, "-model", "vit_of_an_author", *data, code=0)
 
 
 NET = """import torch

@@ -43,7 +43,7 @@ def test_terminal_shows_a_table_of_epochs(vitamp: Vitamp, tiny: Path, tmp_path: 
     piped = vitamp(*words, "-output", tmp_path / "b")
     of_terminal, of_pipe = ((tmp_path / run / "log.txt").read_text() for run in "ab")
     assert forms(of_terminal) == forms(of_pipe), "log.txt has the same lines"
-    assert piped.out.count("Step[") == of_terminal.count("Step[") == 88
+    assert piped.out.count("Step[") == of_terminal.count("Step[") == 89
 
 
 def test_narrow_terminal_and_ctrl_c(tiny: Path, tmp_path: Path) -> None:

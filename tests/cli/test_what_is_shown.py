@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import ROOT, Vitamp
+from tests.program import ROOT, Vitamp, metrics
 from tests.terminal import on_terminal
 
 TIMES = r"Time: \d+:\d\d:\d\d, Left: \d+:\d\d:\d\d"
@@ -44,10 +44,11 @@ def test_fleet_log_lines_count_from_0(vitamp: Vitamp, tiny: Path, tmp_path: Path
     assert len(lines_like(FLEET, done.out)) == 4
     assert len(lines_like(r"Lr: \d\.\d{6}e-\d\d, " + HEALTH, done.out)) == 4
     summary = (
-        r"----- Epoch 0, {0} Loss: \d+\.\d{{4}}, {0} Acc@1: \d+\.\d{{4}}, {0} Acc@5: \d+\.\d{{4}}, time: \d+\.\d\d"
+        r"----- Epoch 0, {0} Loss: \d+\.\d{{4}}, {0} {1}: \d+\.\d{{4}}, {0} Acc@5: \d+\.\d{{4}}, time: \d+\.\d\d{2}"
     )
-    for part, more in (("Train", ""), ("Validation", r", Balanced Acc: \d+\.\d{4}, Macro F1: \d+\.\d{4}")):
-        assert len(lines_like(summary.format(part) + more, done.out)) == 1
+    macro = r", Balanced Acc: \d+\.\d{4}, Macro F1: \d+\.\d{4}"
+    for part, word, more in (("Train", "Acc", ""), ("Validation", "Acc@1", macro)):
+        assert len(lines_like(summary.format(part, word, more), done.out)) == 1
     assert "Step[" not in done.out
     assert "Epoch[" not in done.out
     assert "epoch and batch lines count from 0" in done.out
@@ -60,8 +61,15 @@ def test_paddlevit_lines_on_a_terminal_have_a_progress_bar(tiny: Path, tmp_path:
     bars = [piece for piece in re.split(r"[\r\n]+", shown.raw) if " left, " in piece]
     form = r"epoch \d/8 \S* +\d+/44 \[\d\d:\d\d left, run \d:\d\d:\d\d left, loss \d+\.\d{4}, [\d,]+ images/s\]"
     assert any(re.search(form, bar) for bar in bars), bars[-3:]
-    assert sum("Step[" in line for line in shown.lines) == 88
+    assert sum("Step[" in line for line in shown.lines) == 89
     assert "Done: best" in shown.raw
+
+
+def test_first_update_and_the_loss_of_a_part_of_an_epoch_are_logged(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.MAX_UPDATES=3", code=0)
+    assert [line["update"] for line in metrics(tmp_path / "run", "train")] == [1]
+    assert done.out.count("Step[0001/0044]") == done.out.count("Step[") == 1
+    assert re.search(r"----- Epoch\[001/002\], Train Loss: [\d.]+, Train Acc: [\d.]+, Train Acc@5: ", done.out)
 
 
 def test_list_models_prints_timm_names(vitamp: Vitamp) -> None:

@@ -94,13 +94,14 @@ def test_memory_validation_equals_pil(values: dict[str, Any], short: int, interp
 
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])
 @pytest.mark.parametrize("size", [(SIDE, SIDE + 9), (SIDE + 9, SIDE)])
-def test_single_images_of_a_data_set_in_memory_equal_timms(mode: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("share", [0.9, 1.15])
+def test_single_images_of_a_data_set_in_memory_equal_timms(mode: str, size: tuple[int, int], share: float) -> None:
     """predict.py prepares photographs of any shape as such a run does."""
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    how: dict[str, Any] = {"crop_pct": 0.9, "crop_mode": mode, "interpolation": "bicubic", "mean": (0.3, 0.5, 0.8)}
+    how: dict[str, Any] = {"crop_pct": share, "crop_mode": mode, "interpolation": "bicubic", "mean": (0.3, 0.5, 0.8)}
     timms: Any = transforms_imagenet_eval(8, **how, use_prefetcher=True)
     expected = timms(Image.fromarray(pixels))
-    data = settings(IMAGE_SIZE=8, CROP_PCT=0.9, CROP_MODE=mode, IMAGENET_MEAN=(0.3, 0.5, 0.8))
+    data = settings(IMAGE_SIZE=8, CROP_PCT=share, CROP_MODE=mode, IMAGENET_MEAN=(0.3, 0.5, 0.8))
     out = torch.empty(3, 8, 8, dtype=torch.uint8)
     ArrayPixels(data)(pixels, out)
     assert (out.int() - expected).abs().max() <= 1

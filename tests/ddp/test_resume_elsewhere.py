@@ -45,7 +45,7 @@ def test_the_same_command_keeps_the_global_batch_in_a_second_resume_on_fewer_pro
         assert "TRAIN.ACCUM_ITER is 2 instead of 1, so that the global batch stays 32" in resumed.out
     assert "Number of processes: 1 instead of 2" in first.out
     assert "Number of processes" not in again.out
-    assert [line["update"] for line in metrics(run, "train")] == [*range(5, 65, 5)]
+    assert [line["update"] for line in metrics(run, "train")] == [1, *range(5, 65, 5)]
 
 
 def test_what_cannot_keep_it_is_refused(vitamp: Vitamp, stopped: Path) -> None:

@@ -105,7 +105,7 @@ def test_full_in_mid_run_and_free_again(start: Callable[..., Run], disk: SmallDi
     assert told.count("metrics.jsonl cannot be written") == 1
     assert "Traceback" not in told
     updates = [line["update"] for line in metrics(folder, "train")]
-    due = [44 * epoch + step for epoch in range(len(updates)) for step in (*range(5, 41, 5), 44)]
+    due = [1] + [44 * epoch + step for epoch in range(len(updates)) for step in (*range(5, 41, 5), 44)]
     assert updates == due[: len(updates)], "lines of that time were written later, none twice"
     newest = newest_good(root)
     assert newest is not None

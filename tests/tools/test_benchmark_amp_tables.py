@@ -131,7 +131,10 @@ def test_settings(measured: Callable[..., tuple[Fields, str]]) -> None:
     assert {name: turns[0]["precision"] for name, turns in results["turns"].items()} == {
         "given": "bf16", "given, again": "bf16", "SPEED=plain": "bf16", less: "fp32"
     }  # fmt: skip
-    assert [results["turns"][name][0]["choices"]["linear_patches"] for name in ("given", "SPEED=plain")] == [True, False]
+    assert [results["turns"][name][0]["choices"]["linear_patches"] for name in ("given", "SPEED=plain")] == [
+        True,
+        False,
+    ]
     assert f"  {less} " in output
     assert "control: `given` against itself" in output
 

@@ -245,6 +245,10 @@ def test_what_is_clear() -> None:
 def test_resize_with_a_border_is_refused(export_tool: Tool, photo_run: Path, tmp_path: Path) -> None:
     other = tmp_path / "border"
     shutil.copytree(photo_run, other)
-    change_settings(other, {"DATA.CROP_MODE": "border"})
-    said = export_tool(other, "-to", "onnx", "-with_resize", "-out", tmp_path / "m.onnx", code=2)
-    assert "DATA.CROP_MODE border is not supported, only center and squash. Use -with_preprocess" in said
+    for key, value, words in (
+        ("DATA.CROP_PCT", 1.15, "DATA.CROP_PCT 1.15 is not supported, only up to 1. Use -with_preprocess"),
+        ("DATA.CROP_MODE", "border", "DATA.CROP_MODE border is not supported, only center and squash. Use"),
+    ):
+        change_settings(other, {"DATA.CROP_PCT": 0.9, key: value})
+        said = export_tool(other, "-to", "onnx", "-with_resize", "-out", tmp_path / "m.onnx", code=2)
+        assert words in said

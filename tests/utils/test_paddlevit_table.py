@@ -10,14 +10,18 @@ from unittest import mock
 
 import pytest
 import timm
+import yaml
 
-from models.build import check_model, timm_call
-from tests.program import Vitamp
+from models.build import build_without_weights, check_model, timm_call
+from models.parts import count_parameters
+from tests.program import ROOT, Vitamp
 from utils.config import Loaded, ModelConfig, load_config
 from utils.config.keys import settings
 from utils.config.paddlevit import families
 from utils.errors import UserError
 
+FILES: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/utils/paddlevit_files.yaml").read_text(encoding="utf-8"))
+FOLDERS = sorted({row["file"].partition("/")[0] for row in FILES})
 MODELS = {name: family for family in families().values() for name in family.models}
 ARGUMENTS = {
     "DOWNSAMPLES": "downsamples",
@@ -29,7 +33,7 @@ ARGUMENTS = {
 }
 """MODEL key -> argument of timm's constructor, where the name differs by more than a plural"""
 NOT_ARGUMENTS = {
-    *("IMG_SIZE", "USE_CONV", "ATTN_RATIO", "OUTLOOK_ATTENTION"),
+    *("DISTILL", "IMG_SIZE", "USE_CONV", "ATTN_RATIO", "OUTLOOK_ATTENTION"),
     *("pit NUM_HEADS", "poolformer MLP_RATIOS", "poolformer DOWNSAMPLES", "levit PATCH_SIZE", "pvtv2 PATCH_SIZE"),
 }
 """Keys that timm's constructor has no argument of that meaning for, or another name in one family"""
@@ -94,7 +98,7 @@ def test_sizes_in_the_table_are_those_of_timms_model(name: str) -> None:
 
 
 def test_defaults_of_the_table_are_settings(tmp_path: Path) -> None:
-    for word, family in families().items():
+    for word, family in [(word, one) for word, one in families().items() if one.models]:
         assert set(family.defaults) <= set(settings())
         loaded = load(tmp_path, f"MODEL: {{TYPE: {word}, NAME: {next(iter(family.models))}}}")
         chosen = {key for key, source in loaded.sources.items() if source == f"default ({word})"}
@@ -122,6 +126,61 @@ def test_name_becomes_timms(word: str, name: str, timms: str, tmp_path: Path) ->
     loaded = load(tmp_path, f"MODEL: {{TYPE: {word}, NAME: {name}}}")
     assert timms == loaded.config.MODEL.NAME
     assert any(f"MODEL.NAME {name} is timm's {timms}" in note for note in loaded.notes) == (name != timms)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_of_every_year_name_timms_model(folder: str, tmp_path: Path) -> None:
+    for row in [row for row in FILES if row["file"].startswith(f"{folder}/")]:
+        text = yaml.safe_dump(row["settings"])
+        if "refused" in row:
+            assert row["refused"] in error(tmp_path, text), row
+        else:
+            assert row["built"][0] == load(tmp_path, text).config.MODEL.NAME, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_of_every_year_build_their_class_and_weights(folder: str, tmp_path: Path) -> None:
+    built: dict[str, list[Any]] = {}
+    for row in [row for row in FILES if row["file"].startswith(f"{folder}/") and "built" in row]:
+        config = load(tmp_path, yaml.safe_dump(row["settings"])).config
+        key = f"{config.MODEL}, {config.DATA.IMAGE_SIZE}"
+        if key not in built:
+            module = build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, 3)
+            built[key] = [config.MODEL.NAME, type(module).__name__, count_parameters(module)[0]]
+        assert built[key] == row["built"], row
+
+
+def test_name_of_other_sizes_gives_way_to_the_sizes(tmp_path: Path) -> None:
+    sizes = "DEPTHS: [3, 3, 27, 3], DIMS: [192, 384, 768, 1536]"
+    loaded = load(tmp_path, f"MODEL: {{TYPE: convnext, NAME: convnext_tiny, {sizes}}}")
+    assert loaded.config.MODEL.NAME == "convnext_large"
+    words = "is taken for convnext_tiny: it has the file's MODEL.DEPTHS [3, 3, 27, 3], MODEL.DIMS"
+    assert f"timm's convnext_large {words}" in loaded.notes[0]
+
+
+@pytest.mark.parametrize(("kind", "title"), [("T2T-ViT", "T2T-ViT"), ("shuffle", "Shuffle"), ("FF_Only", "FF-only")])
+def test_family_that_timm_lacks_is_refused_in_one_sentence(kind: str, title: str, tmp_path: Path) -> None:
+    text = f"MODEL: {{TYPE: {kind}, NAME: its_14, EMBED_DIM: 384, DEPTH: 14, NUM_HEADS: 6, TOKEN_TYPE: performer}}"
+    for words in ({}, {"MODEL__TYPE": "vit"}):
+        message = error(tmp_path, text, **words)
+        assert message.startswith(f"run.yaml:1: timm has no {title}")
+        assert "-use FILE -model NAME" in message
+    own = load(tmp_path, text, MODEL__NAME="t2t_vit_14")
+    assert (own.config.MODEL.EMBED_DIM, own.config.MODEL.TYPE) == (None, "vit")
+
+
+def test_absent_families_are_not_timms() -> None:
+    assert not [word for word in families() if not families()[word].models and timm.list_models(f"{word}_*")]
+
+
+def test_file_of_a_distilled_deit_builds_it(tmp_path: Path) -> None:
+    text = "MODEL: {TYPE: deit, NAME: deit_tiny_patch16_224, EMBED_DIM: 192}\nTRAIN: {DISTILLATION_TYPE: 'hard'}\n"
+    loaded = load(tmp_path, text)
+    assert loaded.config.MODEL.NAME == "deit_tiny_distilled_patch16_224"
+    assert "with token and classifier for TRAIN.DISTILLATION_TYPE" in loaded.notes[0]
+    for plain in (text.replace(", EMBED_DIM: 192", ""), text.replace("hard", "none")):
+        assert load(tmp_path, plain).config.MODEL.NAME == "deit_tiny_patch16_224"
 
 
 CAIT = "MODEL:\n  TYPE: cait\n  NAME: cait_xxs24_224\n  EMBED_DIM: 192\n  DEPTH: 24\n  INIT_VALUES: 1e-6\n"

@@ -71,9 +71,11 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     Raises TrainingError if the pixels of the file lead to other predictions than those of validation.
     """
     data = trained.config.DATA
-    mode, _ = crop_of(data)
-    if mode not in SIZES:
-        raise UserError(f"-with_resize: DATA.CROP_MODE {mode} is not supported, only {' and '.join(SIZES)}. {ADVICE}")
+    mode, crop_pct = crop_of(data)
+    if mode not in SIZES or crop_pct > 1:
+        above = f"PCT {crop_pct:g} is not supported, only up to 1"
+        why = above if crop_pct > 1 else f"MODE {mode} is not supported, only {' and '.join(SIZES)}"
+        raise UserError(f"-with_resize: DATA.CROP_{why}. {ADVICE}")
     stored, own, names = images.samples, images.pixels, list(images.names)
     if stored is None:  # held in memory, or noise: only made images have another size
         sources, bases = [], [_rgb(row.permute(1, 2, 0).numpy()) for row in own[:RESHAPED]]

@@ -56,7 +56,7 @@ class DataConfig(Section):
         224, "Side of the model's input in pixels; auto: of the weights, or the median image (docs/small_images.md)."
     )
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
-    CROP_PCT: float = setting(0.875, "Validation: centre crop as a fraction of the short side.", _CROPPED, gt=0, le=1)
+    CROP_PCT: float = setting(0.875, "Validation: centre crop as a fraction of the short side.", _CROPPED, gt=0, le=2)
     CROP_MODE: Literal["center", "squash", "border"] = setting(
         "center",
         "Validation, what is resized to IMAGE_SIZE / CROP_PCT: the short side; squash: both sides; border: the long "

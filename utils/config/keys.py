@@ -13,8 +13,16 @@ from pydantic.fields import FieldInfo
 
 from utils.config.schema import Config
 
-# Names in files of PaddleViT -> the key here.
-RENAMED = {"MODEL.IN_CHANNELS": "DATA.IMAGE_CHANNELS", "MODEL.ETA": "MODEL.INIT_VALUES"}
+RENAMED = {
+    "MODEL.IN_CHANNELS": "DATA.IMAGE_CHANNELS",
+    "MODEL.ETA": "MODEL.INIT_VALUES",
+    "MODEL.DROP_PATH": "MODEL.DROPPATH",
+    "MODEL.HIDDEN_SIZE": "MODEL.EMBED_DIM",
+    "MODEL.NUM_LAYERS": "MODEL.DEPTH",
+    "MODEL.MIXER.HIDDEN_SIZE": "MODEL.MIXER.EMBED_DIM",
+    "MODEL.MIXER.NUM_LAYERS": "MODEL.MIXER.DEPTH",
+}
+"""Name in a file of PaddleViT, of any year -> the key here, or in utils/config/paddlevit/families.yaml."""
 OF_ONE_START = ("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS")
 """Settings of one start, not of the run: where it was, how it was launched, and for how long."""
 DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
@@ -48,8 +56,8 @@ def sections() -> dict[str, FieldInfo]:
 
 
 def canonical(key: str) -> str:
-    """The name of today of a key; MODEL.TRANS.* and MODEL.TRANS.ENCODER.* are older nestings of MODEL.*."""
-    key = re.sub(r"^MODEL\.TRANS(\.ENCODER)?(?=\.|$)", "MODEL", key)
+    """The name of today of a key; MODEL.TRANS.*, MODEL.TRANS.ENCODER.* and MODEL.PARAMS.* were MODEL.*."""
+    key = re.sub(r"^MODEL\.(TRANS(\.ENCODER)?|PARAMS)(?=\.|$)", "MODEL", key)
     return RENAMED.get(key, key)
 
 

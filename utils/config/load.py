@@ -61,7 +61,7 @@ def load_config(
     typed = read_words({key: value for key, value in (words or {}).items() if key.isupper()})
     typed.entries = {key: Entry(value, source) for key, (value, source) in (flags or {}).items()} | typed.entries
     layers = [*files, typed]
-    if type_of(_merged(layers)) != "vit" or not _merged(layers).keys() <= settings().keys():
+    if any(type_of(layer.entries) != "vit" for layer in layers) or not _merged(layers).keys() <= settings().keys():
         from utils.config.paddlevit import translate
 
         lines += translate(layers)

@@ -109,10 +109,7 @@ def expected(key: str, value: Any) -> str:
 
 def _source_text(value: Any) -> str:
     """A value as its file or command line has it."""
-    if isinstance(value, list):
-        text = f"[{', '.join(map(_source_text, value))}]"
-    else:
-        text = str(value).translate(IN_LINE)
+    text = f"[{', '.join(map(_source_text, value))}]" if isinstance(value, list) else str(value).translate(IN_LINE)
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 

@@ -47,7 +47,7 @@ MEAN = (0.3, 0.5, 0.8)
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (100, 61), (64, 64), (40, 900), (901, 40), (2, 3)])
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])
-@pytest.mark.parametrize("share", [0.9, 1.0])
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.15])
 def test_validation_equals_timms(
     interpolation: str, size: tuple[int, int], decoder: str, mode: str, share: float
 ) -> None:

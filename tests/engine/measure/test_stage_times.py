@@ -164,7 +164,7 @@ def test_stages_are_logged_and_do_not_change_training(vitamp: Vitamp, tiny: Path
 
     assert "Stages:" not in off.out
     lines = [line for line in on.out.splitlines() if "Step[" in line]
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         assert ENDS.search(line), line
 

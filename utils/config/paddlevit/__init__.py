@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from utils.config.kinds import is_no_value, one_line, parse_text
+from utils.config.keys import settings
+from utils.config.kinds import as_integer, folded, is_no_value, one_line, parse_text
 from utils.config.read import TYPE, Entry, Layer, type_of
-from utils.errors import UserError
+from utils.config.resumed import FROM_WEIGHTS
+from utils.errors import UserError, closest
 from utils.record.run_folder import is_of_user
 
 FILE = Path(__file__).with_name("families.yaml")
 NAME, IMAGE_SIZE = "MODEL.NAME", "DATA.IMAGE_SIZE"
+WIDTH, GRAD_CLIP, DISTILLED_BY = "MODEL.EMBED_DIM", "TRAIN.GRAD_CLIP", "TRAIN.DISTILLATION_TYPE"
 _NORMALISED = "true", "masked pre-training always normalises the pixels of each patch"
 FIXED: dict[str, tuple[str, str]] = {
     "LOCAL_RANK": ("0", "the launcher numbers the processes"),
@@ -33,7 +36,7 @@ FIXED: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A family of PaddleViT that timm has."""
+    """A family of PaddleViT; timm lacks those without models."""
 
     title: str
     models: Mapping[str, Mapping[str, Any]]
@@ -43,6 +46,8 @@ class Family:
     names: Sequence[Sequence[str]] = ()
     image: str = ""
     """MODEL key whose first number is the image size"""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Older MODEL key -> the one in `models`"""
 
     def timm_name(self, name: str) -> str | None:
         """The timm model that PaddleViT's NAME means; None if it is none of this family's."""
@@ -52,6 +57,10 @@ class Family:
                 break
             name = re.sub(pattern, replacement, name)
         return name if name in self.models else None
+
+    def differing(self, model: str, sizes: Mapping[str, Entry]) -> list[str]:
+        """The keys of sizes that timm's model has not."""
+        return [key for key, entry in sizes.items() if _plain(entry.value) != _plain(self.models[model].get(key))]
 
 
 @cache
@@ -66,8 +75,8 @@ def families() -> dict[str, Family]:
     found = {}
     for word, table in tables["families"].items():
         common, also = table.pop("sizes", {}), table.pop("also", ())
-        models = {name: {**common, **sizes} for name, sizes in table.pop("models").items()}
-        values = {**tables["defaults"], **table.pop("defaults")}
+        models = {name: {**common, **sizes} for name, sizes in table.pop("models", {}).items()}
+        values = {**tables["defaults"], **table.pop("defaults", {})}
         defaults = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         found |= dict.fromkeys((word, *also), Family(models=models, defaults=defaults, **table))
     return found
@@ -76,41 +85,43 @@ def families() -> dict[str, Family]:
 def translate(layers: Sequence[Layer]) -> list[str]:
     """Change the layers' entries to vitamp's settings; returns lines for the log."""
     for layer in layers:
-        for key in FIXED.keys() & layer.entries.keys():
-            entry, (possible, why) = layer.entries[key], FIXED[key]
-            value = str(entry.value).strip().casefold()
-            if not (is_no_value(value) or value == possible):
-                if not is_of_user(f"{layer.name}:"):  # a run of an earlier version, of which loading says what is gone
-                    continue
-                layer.problems.append(f"{entry.source}: {key} {entry.value} is not possible: {why}; leave the key out")
-            del layer.entries[key]
+        _update(layer)
     given = {key: entry for layer in layers for key, entry in layer.entries.items()}
-    family = families().get(type_of(given))
-    if family is None:
-        return []
-    name = given.get(NAME)
+    notes = _without_absent(layers, given)
+    family, name = families().get(type_of(given)), given.get(NAME)
+    if family is None or not family.models:
+        return notes + _distilled(layers, given)
     if name is None:
         raise UserError(f"{given[TYPE].source}: {NAME} is not set; timm has {', '.join(family.models)}")
-    named = family.timm_name(str(name.value))
-    if named is None:
-        return []
-    has, sizes = family.models[named], dict[str, Entry]()
+    known, found = {key for model in family.models.values() for key in model}, dict[str, Entry]()
     for layer in layers:
         for key in [key for key in layer.entries if key.startswith("MODEL.")]:
             short = key.removeprefix("MODEL.")
-            if short in has:
-                sizes[short] = layer.entries.pop(key)
+            short = family.renamed.get(short, short)
+            if short in known:
+                found[short] = layer.entries.pop(key)
+    sizes = {key: entry for key, entry in found.items() if entry.value is not None and not is_no_value(entry.value)}
+    asked = named = family.timm_name(str(name.value))
+    differing = list(sizes) if asked is None else family.differing(asked, sizes)
+    if differing:
+        has = {} if asked is None else family.models[asked]
+        equal = [model for model in family.models if not family.differing(model, sizes)]
+        named = None if NAME in layers[-1].entries else closest(str(name.value), equal, cutoff=0.0)
+        words = [f"MODEL.{key} {sizes[key].value}".replace("'", "") for key in differing]
+        if named is None:
+            words = [f"{one} (timm's: {one_line(has.get(key))})" for one, key in zip(words, differing, strict=True)]
+            why = f"timm's {asked}, whose sizes cannot be changed" if asked else f"none of timm's {family.title}"
+            raise UserError(
+                f"{sizes[differing[0]].source}: {', '.join(words)}: MODEL.NAME {name.value} is {why}; leave the keys "
+                "out, or name another model"
+            )
+        notes.append(f"{name.source}: timm's {named} is taken for {name.value}: it has the file's {', '.join(words)}")
+    if named is None:
+        return notes
+    for layer in layers:
         if NAME in layer.entries:
             layer.entries[NAME] = Entry(named, layer.entries[NAME].source)
-    sizes = {key: entry for key, entry in sizes.items() if entry.value is not None and not is_no_value(entry.value)}
-    if differing := [key for key, entry in sizes.items() if _plain(entry.value) != _plain(has[key])]:
-        given_sizes = {key: str(sizes[key].value).replace("'", "") for key in differing}
-        words = ", ".join(f"MODEL.{key} {one} (timm's: {one_line(has[key])})" for key, one in given_sizes.items())
-        raise UserError(
-            f"{sizes[differing[0]].source}: {words}: MODEL.NAME {name.value} is timm's {named}, whose sizes cannot be "
-            "changed; leave the keys out, or name another model"
-        )
-    notes, size, image = [], given.get(IMAGE_SIZE), sizes.get(family.image)
+    size, image = given.get(IMAGE_SIZE), sizes.get(family.image)
     if size is not None and image is not None and str(size.value) != image.value[0]:
         # PaddleViT loads smaller images and enlarges them in the model.
         layer = next(layer for layer in reversed(layers) if IMAGE_SIZE in layer.entries)
@@ -119,7 +130,65 @@ def translate(layers: Sequence[Layer]) -> list[str]:
             notes.append(f"{image.source}: images of {image.value[0]} pixels, the size that timm's {named} takes")
     words = [f"MODEL.NAME {name.value}" + (f" is timm's {named}" if str(name.value) != named else "")]
     words += [f"the file restates its sizes ({', '.join(sizes)})"] if sizes else []
-    return [*notes, "; ".join(words)] if str(name.value) != named or sizes else notes
+    return [*notes, "; ".join(words)] if not differing and (str(name.value) != named or sizes) else notes
+
+
+def _update(layer: Layer) -> None:
+    """Remove the keys that change nothing, and convert values that only older files have."""
+    for key in FIXED.keys() & layer.entries.keys():
+        entry, (possible, why) = layer.entries[key], FIXED[key]
+        value = str(entry.value).strip().casefold()
+        if not (is_no_value(value) or value == possible):
+            if not is_of_user(f"{layer.name}:"):  # a run of an earlier version, of which loading says what is gone
+                continue
+            layer.problems.append(f"{entry.source}: {key} {entry.value} is not possible: {why}; leave the key out")
+        del layer.entries[key]
+    entries = layer.entries
+    width, hidden = (as_integer(entries[key].value) if key in entries else None for key in (WIDTH, "MODEL.MLP_DIM"))
+    if isinstance(width, int) and isinstance(hidden, int) and width:
+        layer.set("MODEL.MLP_RATIO", hidden / width, entries.pop("MODEL.MLP_DIM").source)
+    if GRAD_CLIP in entries and folded(entries[GRAD_CLIP].value) == "false":
+        entries[GRAD_CLIP] = Entry(None, entries[GRAD_CLIP].source)
+    if type_of(entries) in ("pretrain", "finetune"):
+        entries[TYPE] = Entry("mae", entries[TYPE].source)
+    if type_of(entries) == "mae":
+        if "MODEL.DECODER.DEPTH" in entries:
+            entries.setdefault("MODEL.MAE_PRETRAIN", Entry("true", entries["MODEL.DECODER.DEPTH"].source))
+        if (pool := entries.pop("MODEL.GLOBAL_POOL", None)) is not None:
+            entries["MODEL.POOL"] = Entry("mean" if folded(pool.value) == "true" else None, pool.source)
+
+
+def _without_absent(layers: Sequence[Layer], given: Mapping[str, Entry]) -> list[str]:
+    """Refuse a file of a family that timm lacks, whatever TYPE the command line gives, or leave out its sizes."""
+    notes = []
+    for layer in layers:
+        family, name = families().get(type_of(layer.entries)), given.get(NAME)
+        if family is None or family.models:
+            continue
+        if name is None or name is layer.entries.get(NAME):
+            raise UserError(
+                f"{layer.entries[TYPE].source}: timm has no {family.title}. To train one by this file, name one that "
+                "registers the model too: -use FILE -model NAME (docs/own_code.md)"
+            )
+        for key in [key for key in layer.entries if key.startswith("MODEL.")]:
+            if key in (TYPE, *FROM_WEIGHTS) or key not in settings():
+                del layer.entries[key]
+        notes.append(f"{layer.name}: its sizes of {family.title} are left out: MODEL.NAME {name.value} has its own")
+    return notes
+
+
+def _distilled(layers: Sequence[Layer], given: Mapping[str, Entry]) -> list[str]:
+    """PaddleViT's files of distilled DeiTs name plain ones: its scripts for distillation add token and classifier."""
+    by, name = given.get(DISTILLED_BY), given.get(NAME)
+    if type_of(given) != "deit" or by is None or name is None or folded(by.value) not in ("hard", "soft"):
+        return []
+    layer = next(layer for layer in layers if layer.entries.get(NAME) is name)
+    named = re.sub("^(deit_[a-z]+)(_patch)", r"\1_distilled\2", str(name.value))
+    # Files that are not PaddleViT's do not restate the sizes; a run of an earlier version keeps its model.
+    if named == name.value or WIDTH not in layer.entries or not is_of_user(f"{layer.name}:"):
+        return []
+    layer.entries[NAME] = Entry(named, name.source)
+    return [f"{by.source}: MODEL.NAME {name.value} is timm's {named}, with token and classifier for {DISTILLED_BY}"]
 
 
 def _plain(value: object) -> object:

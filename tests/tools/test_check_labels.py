@@ -24,6 +24,7 @@ from tools.check_labels import command, prove, search
 from tools.check_labels.noise import find_wrong
 from tools.common.turns import Budget
 from tools.compare import runs
+from utils import progress
 from utils.errors import TrainingError
 
 Call = Callable[..., Result]
@@ -91,6 +92,26 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     assert f"{151 - len(named)} images" in again.out
     assert "Nothing found" in again.out
     assert excluded(out) == set(named), "those of an earlier list stay"
+
+
+def test_features_of_the_same_images_are_computed_once(
+    check: Call, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they are and whatever other images are among them; a pipe shows how far it is."""
+    monkeypatch.setattr(progress, "PACE", 0.0)
+    write_folders(tmp_path / "data", wrong=0, images=60)
+    words = digits_run, "-pool", "both", f"DATA.CACHE={tmp_path / 'cache'}", "-overwrite"
+    first = check(*words, *of_folders(tmp_path / "data")).out
+    assert "60 images; no features of these very weights and images are kept yet, 60 are computed now" in first
+    assert all(line in first for line in ("features: 60 of 60 images, about 0:", "redrawn labels: 19 of 19 times"))
+    for file in (tmp_path / "data").glob("*/*"):
+        (tmp_path / "copy" / file.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, tmp_path / "copy" / file.parent.name / file.name)
+    assert "60 images; features are kept in " in check(*words, *of_folders(tmp_path / "copy")).out
+    Image.new("L", (8, 8), 9).save(tmp_path / "copy" / "ant" / "new.png")
+    assert "61 images; features of 60 are kept, 1 are computed now" in check(*words, *of_folders(tmp_path / "copy")).out
+    other = check(*words, *of_folders(tmp_path / "data"), "-amp", "off").out
+    assert re.search(r"kept yet \(those in \w+-\w+ have another precision\), 60 are computed now", other)
 
 
 def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.progress import Progress
 from utils.seeding import key
 
 WRONG = 0.5
@@ -56,7 +57,7 @@ def find_wrong(logits: np.ndarray, labels: np.ndarray, seed: int) -> Wrong:
     probability, right, whose = _fit(outputs, given)
     generator = np.random.Generator(np.random.Philox(key=key(seed, "labels")))
     redrawn = []
-    for _ in range(REDRAWN):
+    for _ in Progress(range(REDRAWN), REDRAWN, "times", "redrawn labels"):
         draws = torch.from_numpy(generator.random((len(given), 1)))
         again = (draws > right.cumsum(1)).sum(1).clamp(max=right.shape[1] - 1)
         redrawn.append(int((_fit(outputs, again)[0] >= WRONG).sum()))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from datasets import ImageDataset, comes_unsplit, open_dataset, source_of
-from datasets.base import TITLES, Part, Samples, Unreadable
+from datasets.base import TITLES, Part, Samples, Unreadable, bytes_of
 from datasets.exclude import line_of, path_in_list, text_of
 from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
 from engine.evaluation.data import data_for_evaluation
@@ -122,8 +122,7 @@ def open_images(config: Config, part: Part) -> Images:
             read = samples.read(index)
         except (OSError, Unreadable) as error:
             raise UserError(f"{samples.name(index)}: cannot be read ({error}); leave it out by DATA.EXCLUDE.") from None
-        content = read if isinstance(read, bytes) else str(read.shape).encode() + read.tobytes()
-        copy_of[index] = first.setdefault(hashlib.sha256(content).digest(), index)
+        copy_of[index] = first.setdefault(hashlib.sha256(bytes_of(read)).digest(), index)
     distinct, places = np.unique(copy_of, return_inverse=True)
     classes = distinct_names(dataset.classes or range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1))
     contradicting = int((labels != labels[distinct[places]]).reshape(len(labels), -1).any(1).sum())
@@ -171,8 +170,8 @@ class ByFeatures:
 
     def _features(self, images: Images) -> Features:
         trained = self.trained
-        with progress_bar(len(images.samples), "images") as bar, trained.computing(trained.config.DATA.val_batch):
-            return features_of(trained, trained.config, images.dataset, images.data, ALONE, bar.update)
+        with trained.computing(trained.config.DATA.val_batch):
+            return features_of(trained, trained.config, images.dataset, images.data)
 
     def logits(self, images: Images, seed: int) -> np.ndarray:
         """Of the distinct images, each by a model that was trained without its fold."""

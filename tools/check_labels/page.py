@@ -12,7 +12,7 @@ from datasets.exclude import text_of
 from engine.trained.model import picture_of
 from tools.check_labels.search import Found, Images, rows_of
 from tools.common.output_file import writing
-from tools.common.report_page.evaluations import data_uri
+from tools.common.report_page.evaluations import data_uri, pictured
 from tools.common.report_page.page import write_template
 from tools.common.turns import progress_bar
 from utils.log import log
@@ -58,7 +58,7 @@ def write(images: Images, found: Found, table: Path) -> None:
             {
                 **one._asdict(),
                 "name": images.name(one.image),
-                "picture": data_uri(picture_of(images.dataset, one.image)),
+                **pictured(images.dataset, one.image, images.data),
                 "near": near,
             }
         )

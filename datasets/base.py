@@ -77,11 +77,6 @@ def parts_read(data: DataConfig, train: bool, parts: Parts) -> list[Part]:
     return distinct(parts) if part == "all" else [part]
 
 
-def bytes_of(read: Encoded) -> bytes:
-    """By which equal images are found."""
-    return read if isinstance(read, bytes) else str(read.shape).encode() + read.tobytes()
-
-
 class Samples(ABC):
     """One split of a data set, read image by image.
 

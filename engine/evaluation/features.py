@@ -22,7 +22,7 @@ from numpy.lib.format import open_memmap
 from torch import Tensor, nn
 
 from datasets import Batch, ImageDataset, ValLoader, auto_workers, open_dataset
-from datasets.base import TITLES, Key, Part, Samples, Unreadable, bytes_of, part_of
+from datasets.base import TITLES, Key, Part, Samples, Unreadable, part_of
 from datasets.damage import BrokenInValidation
 from datasets.loading.order import data_identity
 from datasets.variants import Variant
@@ -213,7 +213,9 @@ def _copy_kept(samples: Samples | None, folder: Path, table: np.ndarray) -> np.n
     digests = np.zeros(len(table), "S16")
     for index in Progress(range(len(table)), len(table), "images", "reading"):
         with contextlib.suppress(OSError, Unreadable):  # the loader says so
-            digests[index] = hashlib.sha256(bytes_of(samples.read(index))).digest()
+            read = samples.read(index)
+            shape = "" if isinstance(read, bytes) else str(read.shape)
+            digests[index] = hashlib.sha256(shape.encode() + bytes(read)).digest()
     np.save(folder / DIGESTS, digests)
     for other in folder.parent.glob(f"{folder.name.partition('-')[0]}-*/{COMPLETE}"):
         if not (other.with_name(DIGESTS)).exists():

@@ -94,6 +94,23 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     assert excluded(out) == set(named), "those of an earlier list stay"
 
 
+def test_nearly_equal_images_of_two_classes_are_suspects(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    """The one whose label is less probable, even where nothing else is found; no model that is asked saw the other."""
+    write_folders(tmp_path / "data", wrong=0)
+    for number in (30, 31):
+        with Image.open(tmp_path / "data" / CLASSES[number % 3] / f"{number}.png") as image:
+            pixels = np.asarray(image).copy()
+        pixels[0, 0] ^= 1
+        Image.fromarray(pixels).save(tmp_path / "data" / "cat" / f"{number}_again.png")
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    assert "0 have the bytes of another, 0 of them another label too; 2 pairs nearly the same, with diff" in done.out
+    assert "2 images: a copy, or nearly one, has another label, which is likelier." in done.out
+    assert "Nothing found" in done.out
+    found = {row["path"]: (row["proposed"], row["decision"]) for row in listed(tmp_path / "labels")}
+    assert found == {"cat/30_again.png": ("ant", "drop"), "cat/31_again.png": ("bee", "drop")}
+    assert excluded(tmp_path / "labels") == set(found)
+
+
 def test_features_of_the_same_images_are_computed_once(
     check: Call, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,8 +32,9 @@ def write(images: Images, found: Found, table: Path) -> None:
     """Write `table`, of the suspects, and the list and the page beside it; log what was found."""
     listed, page = table.with_name("exclude.txt"), table.with_name("report.html")
     table.parent.mkdir(parents=True, exist_ok=True)
+    dropped = [one for one in found.suspects if one.certain or found.verdict.clear]
     decision, before = "drop" if found.verdict.clear else "keep", text_of(images.data).rstrip("\n")
-    excluded = [*([before] if before else []), *(images.line(one) for one in found.suspects if found.verdict.clear)]
+    excluded = [*([before] if before else []), *map(images.line, dropped)]
     rows = rows_of(images, found.suspects, decision)
     for file, content in ((table, rows), (listed, "".join(f"{line}\n" for line in excluded))):
         with writing(file, "-output"):
@@ -77,13 +78,13 @@ def write(images: Images, found: Found, table: Path) -> None:
         more_pairs=max(0, len(pairs) - MOST_PAIRS),
         shown=shown,
         left_out=len(found.suspects) - len(shown),
-        clear=found.verdict.clear,
+        clear=bool(dropped),
     )
     log.info("%s", "\n".join([*found.words(), ""]))
     for (given, proposed), count in pairs.most_common(5):
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s", page)
-    if found.verdict.clear:
+    if dropped:
         log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
         log.info("DATA.EXCLUDE=%s leaves all out, in validation, too.", listed)
     elif found.suspects:

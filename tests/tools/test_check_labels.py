@@ -111,6 +111,19 @@ def test_nearly_equal_images_of_two_classes_are_suspects(check: Call, digits_run
     assert excluded(tmp_path / "labels") == set(found)
 
 
+def test_swapped_classes_of_the_validation_split_are_found(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    write_folders(tmp_path / "data" / "train", wrong=0)
+    write_folders(tmp_path / "data" / "val", wrong=0, images=60, seed=1)
+    for name, other in (("ant", "swapped"), ("bee", "ant"), ("swapped", "bee")):
+        (tmp_path / "data" / "val" / name).rename(tmp_path / "data" / "val" / other)
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    assert "Nothing found: 0 labels look wrong" in done.out, "in the training split"
+    assert "Labels of the validation split, by models of the training split." in done.out
+    found = listed(tmp_path / "labels" / "validation")
+    assert Counter((row["given"], row["proposed"]) for row in found) == {("ant", "bee"): 20, ("bee", "ant"): 20}
+    assert f"DATA.EXCLUDE={tmp_path}/labels/validation/exclude.txt leaves them out of validation" in done.out
+
+
 def test_features_of_the_same_images_are_computed_once(
     check: Call, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets import source_of
+from datasets.base import TITLES
 from datasets.exclude import text_of
 from engine.trained.model import picture_of
 from tools.check_labels.search import Found, Images, rows_of
@@ -67,7 +68,7 @@ def write(images: Images, found: Found, table: Path) -> None:
     of_class = Counter(words.tolist())
     write_template(
         *("labels.html", page, "-output"),
-        title=f"Labels of {source_of(images.data)}",
+        title=f"Labels of {source_of(images.data)}, {TITLES[images.data.PART]}",
         words=found.words(),
         tiles=[
             (f"{len(images.labels):,}", "images searched"),
@@ -79,12 +80,15 @@ def write(images: Images, found: Found, table: Path) -> None:
         shown=shown,
         left_out=len(found.suspects) - len(shown),
         clear=bool(dropped),
+        validation=images.data.PART == "val",
     )
     log.info("%s", "\n".join([*found.words(), ""]))
     for (given, proposed), count in pairs.most_common(5):
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s", page)
-    if dropped:
+    if dropped and images.data.PART == "val":
+        log.info("DATA.EXCLUDE=%s leaves them out of validation; DATA.RELABEL changes training alone.", listed)
+    elif dropped:
         log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
         log.info("DATA.EXCLUDE=%s leaves all out, in validation, too.", listed)
     elif found.suspects:

@@ -23,7 +23,7 @@ from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
 from tools.check_data.findings import SIDE, Thumbnails, near_pairs, scan_split
-from tools.check_labels.noise import Wrong, find_wrong
+from tools.check_labels.noise import Calibration, Wrong, find_wrong
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
 from tools.common.turns import Budget
@@ -336,12 +336,22 @@ def find(images: Images, method: Method, seed: int) -> Found:
     return Found(suspects, verdict, accuracy, [images.classes[label] for label in few], near)
 
 
-def suspects_of(images: Images, logits: np.ndarray, seed: int, few: np.ndarray) -> tuple[list[Suspect], Wrong]:
-    """The suspects, and the verdict that they are of. `few`: labels that are not judged."""
+def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:
+    """Judge labels of the validation split, by the models of a search of the training split, and their calibration."""
+    logits = method.logits_of_others(images)
+    suspects, verdict = suspects_of(images, logits, seed, np.empty(0, np.int64), searched.verdict.calibrations)
+    return Found(suspects, verdict, "Labels of the validation split, by models of the training split.", [], logits)
+
+
+def suspects_of(
+    images: Images, logits: np.ndarray, seed: int, few: np.ndarray, known: Sequence[Calibration | None] = ()
+) -> tuple[list[Suspect], Wrong]:
+    """The suspects, and the verdict that they are of. `few`: labels that are not judged. `known`: of `find_wrong`."""
+    known = known or [None] * len(images.classes)
     suspects: list[Suspect] = []
     if images.labels.ndim == 1:
         judged = np.flatnonzero(~np.isin(images.labels, few))
-        found = find_wrong(logits[judged], images.labels[judged], seed)
+        found = find_wrong(logits[judged], images.labels[judged], seed, known[0])
         likely, certain = [*np.argsort(-found.probability, kind="stable")[: found.number]], dict[int, int]()
         for copies in (np.flatnonzero(images.copy_of[judged] == one) for one in images.contradicted):
             given = images.labels[judged[copies]]
@@ -354,14 +364,15 @@ def suspects_of(images: Images, logits: np.ndarray, seed: int, few: np.ndarray) 
             suspects.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed]), row in certain))
         return suspects, found
     # Each class by itself: whether an image has it.
-    columns = zip(logits.T, images.labels.T.astype(np.int64), strict=True)
-    each = [find_wrong(np.stack([0 * column, column], 1), has, seed) for column, has in columns]
+    columns = zip(logits.T, images.labels.T.astype(np.int64), known, strict=True)
+    each = [find_wrong(np.stack([0 * column, column], 1), has, seed, before) for column, has, before in columns]
     found = Wrong(
         np.stack([one.probability for one in each], 1),
         np.stack([one.right[:, 1] for one in each], 1),
         1 - images.labels,
         sum(one.number for label, one in enumerate(each) if label not in few),
         sum(one.if_right for label, one in enumerate(each) if label not in few),
+        [one.calibrations[0] for one in each],
     )
     found.probability[:, few] = 0
     flat = np.argsort(-found.probability, axis=None, kind="stable")[: found.number]

@@ -139,7 +139,12 @@ def resolve(loaded: Loaded) -> Loaded:
     source = loaded.config.MODEL.PRETRAINED
     if source is not None and _starts_anew(loaded.config):
         from engine.inputs.auto import with_preprocessing, with_sizes
+        from models.weights.find import weights_of_name
 
+        named = {"MODEL.PRETRAINED", "MODEL.NAME"} & given == {"MODEL.NAME"}
+        if named and (own := weights_of_name(loaded.config.MODEL.NAME, source)):
+            note = f"MODEL.PRETRAINED {own}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
+            source, loaded = own, loaded.with_values({"MODEL.PRETRAINED": Entry(own, "timm's of MODEL.NAME")}, [note])
         loaded = with_preprocessing(with_sizes(loaded, source), source)
     if loaded.config.DATA.DATASET == "shards" and not loaded.config.EVAL:
         from engine.inputs.auto import with_packing

@@ -136,7 +136,7 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
         from models.weights.fit import load_pretrained
 
         new, whole = config.MODEL.NEW_CLASSIFIER, config.EVAL
-        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, bool(new), whole))
+        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, new, whole))
         if new == "zero":
             for head in map(model.get_submodule, classifiers(model)):
                 layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]

@@ -1,6 +1,6 @@
 """Features of all images of a split, computed once and kept on the disk: for -probe, -knn, and frozen backbones.
 
-They are computed in blocks, and a second file says which blocks are complete. So a killed process loses one block, any
+They are computed in blocks, and a second file says which images are complete. So a killed process loses one block, any
 number of processes share the work, and memory holds what is read of a map.
 """
 
@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from numpy.lib.format import open_memmap
 from torch import Tensor, nn
 
 from datasets import Batch, ImageDataset, ValLoader, auto_workers, open_dataset
-from datasets.base import TITLES, Key, Part, Unreadable, part_of
+from datasets.base import TITLES, Key, Part, Samples, Unreadable, part_of
 from datasets.damage import BrokenInValidation
 from datasets.loading.order import data_identity
 from datasets.variants import Variant
@@ -39,6 +40,7 @@ from utils.distributed.world import ALONE, World, on_every_rank
 from utils.errors import AllRanksError, TrainingError, UserError
 from utils.log import log
 from utils.own_code import executed
+from utils.progress import Progress
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ BLOCK = 512
 """Images"""
 AT_ONCE = 1 << 13
 """Rows that are read at once"""
+TABLE, COMPLETE, DIGESTS, ABOUT = "features.npy", "complete.npy", "images.npy", "about.json"
+"""Files of a folder of features: the second says which images are complete, the third has hashes of their bytes"""
 
 
 class Seeing(Protocol):
@@ -107,11 +111,10 @@ def features_of(
     dataset: ImageDataset,
     data: DataConfig,
     world: World = ALONE,
-    between: Callable[[int], object] = lambda _: None,
 ) -> Features:
     """The features of `dataset`, which `data` describes; computed as far as they are not kept yet.
 
-    Several processes share the work; only the first one waits until it is done. `between`: called after so many images.
+    Several processes share the work; only the first one waits until it is done.
     """
     model, images, labels = seeing.model, len(dataset), dataset.sample_labels()
     workers = auto_workers(world, config.DATA.NUM_WORKERS)
@@ -121,28 +124,28 @@ def features_of(
     try:
         empty = torch.zeros(1, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
         shape = images, _columns(seeing, empty).shape[1]
-        model_is = [config.MODEL.NAME, str(sizes_of(model)), _weights(model)]
-        about = [1, shape, *model_is, _images(dataset), seeing.precision.name, config.AMP.model_dump(mode="json")]
-        if config.USE:  # the same weights, and perhaps another forward
-            about += [sorted(own.sha256 for own, _ in executed.values()), list(config.USE)]
-        key = hashlib.sha256(json.dumps([*about, input_of(data)]).encode()).hexdigest()[:16]
-        folder = cache_folder(data, f"features/{key}")
+        about = _about(seeing, config, data)
+        kind = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+        folder = cache_folder(data, f"features/{kind}-{_images(dataset)[:16]}")
         needed, free = 4 * shape[0] * shape[1], shutil.disk_usage(folder).free
-        table, complete = (folder / name for name in ("features.npy", "complete.npy"))
         with process_lock(folder / ".lock", "makes room for features"):
-            if not complete.exists():
+            if not (folder / COMPLETE).exists():
                 if needed > free:
                     raise UserError(
                         f"{folder}: the features take {size_words(needed)}, and {size_words(free)} are free. Name a "
                         "folder on a larger disk (DATA.CACHE=DIR). MODEL.NEW_CLASSIFIER=zero needs no features."
                     )
-                open_memmap(table, "w+", np.float32, shape)
-                open_memmap(complete, "w+", np.bool_, (-(-images // BLOCK),))
-        table, complete = (open_memmap(file, "r+") for file in (table, complete))
+                (folder / ABOUT).write_text(json.dumps(about))
+                empty = open_memmap(folder / TABLE, "w+", np.float32, shape)
+                np.save(folder / "new.npy", _copy_kept(dataset.single_images(), folder, empty))
+                os.replace(folder / "new.npy", folder / COMPLETE)
+        table, complete = (open_memmap(folder / name, "r+") for name in (TABLE, COMPLETE))
 
-        def compute(blocks: list[int]) -> None:
-            starts = [range(BLOCK * one, min(BLOCK * (one + 1), images), batch) for one in blocks]
-            plan = [np.arange(first, min(first + batch, of_block.stop)) for of_block in starts for first in of_block]
+        def compute(rows: np.ndarray, bar: Progress) -> None:
+            """Of these images, in blocks."""
+            of_blocks = np.split(rows, np.flatnonzero(np.diff(rows // BLOCK)) + 1)
+            plan = [block[first : first + batch] for block in of_blocks for first in range(0, len(block), batch)]
+            ends, computed = {int(block[-1]) for block in of_blocks if len(block)}, list[np.ndarray]()
             broken = BrokenInValidation("image")
             loader = ValLoader(dataset, batch, 0, 1, workers, seeing.precision.device, broken, lambda *_: plan)
             try:
@@ -151,31 +154,78 @@ def features_of(
                         broken.raise_together(ALONE)
                     except AllRanksError as error:  # nothing is trained yet; a TrainingError ends others at once
                         raise (UserError if world.size == 1 else TrainingError)(str(error)) from None
-                    rows = one.indices.cpu().numpy()
-                    table[rows] = found = _columns(seeing, one.images).cpu().numpy()
+                    computed.append(one.indices.cpu().numpy())
+                    table[computed[-1]] = found = _columns(seeing, one.images).cpu().numpy()
                     if not np.isfinite(found).all():
                         raise UserError("The model has NaN or infinite features; nothing can be compared.")
-                    if (last := int(rows[-1]) + 1) % BLOCK == 0 or last == images:
+                    if int(computed[-1][-1]) in ends:
                         table.flush()
-                        complete[(last - 1) // BLOCK] = True
-                    between(len(rows))
+                        complete[np.concatenate(computed)] = True
+                        computed.clear()
+                    bar.update(len(found))
             finally:
                 loader.close()
 
-        missing = np.flatnonzero(~complete).tolist()
-        left = sum(min(BLOCK, images - BLOCK * one) for one in missing)
-        what = f"no features of these very weights and images are kept yet, {left:,} are computed now in"
-        what = what if left else "features are kept in"
+        missing = np.flatnonzero(~complete)
+        what = f"features of {images - len(missing):,} are kept"
+        if len(missing) == images:
+            what = f"no features of these very weights and images are kept yet{_of_others(folder, about)}"
+        what = f"{what}, {len(missing):,} are computed now in" if len(missing) else "features are kept in"
         log.info(
             "%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", what, folder, size_words(needed)
         )
-        between(images - left)
-        compute([one for one in missing if one % world.size == world.rank])  # others may have begun already
-        while world.first and len(missing := np.flatnonzero(~complete)):  # of a process that is slower
-            compute([int(missing[-1])])
+        with Progress(None, len(missing), "images", "features", shown=world.first) as bar:
+            mine = missing // BLOCK % world.size == world.rank
+            compute(missing[mine], bar)  # others may have begun already
+            while world.first and len(missing := np.flatnonzero(~complete)):  # of a process that is slower
+                compute(missing[missing // BLOCK == missing[-1] // BLOCK], bar)
         return Features(table, labels.astype(np.int64 if labels.ndim == 1 else np.float32), _pools(model, shape[1]))
     finally:
         model.train(training)
+
+
+def _about(seeing: Seeing, config: Config, data: DataConfig) -> dict[str, Any]:
+    """What the features of an image depend on."""
+    amp = config.AMP.model_dump(mode="json", include={"CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES"})
+    precision = [seeing.precision.name, amp if seeing.precision.level != "O0" else {}]
+    about = {"weights": [config.MODEL.NAME, str(sizes_of(seeing.model)), _weights(seeing.model)]}
+    about |= {"precision": precision, "preprocessing": input_of(data)}
+    if config.USE:  # the same weights, and perhaps another forward
+        about["own code"] = [sorted(own.sha256 for own, _ in executed.values()), list(config.USE)]
+    return json.loads(json.dumps(about))  # as it is read again
+
+
+def _of_others(folder: Path, about: dict[str, Any]) -> str:
+    """Why kept features of the same weights are not used."""
+    for file in folder.parent.glob(f"*/{ABOUT}"):
+        theirs = json.loads(file.read_text())
+        differing = [key for key in about if theirs.get(key) != about[key]]
+        if differing and theirs["weights"] == about["weights"]:
+            return f" (those in {file.parent.name} have another {' and '.join(differing)})"
+    return ""
+
+
+def _copy_kept(samples: Samples | None, folder: Path, table: np.ndarray) -> np.ndarray:
+    """Copy features of the same images from other lists of them, such as the data's copy. Returns which were found."""
+    found = np.zeros(len(table), bool)
+    if samples is None or samples.remote:
+        return found
+    digests = np.zeros(len(table), "S16")
+    for index in Progress(range(len(table)), len(table), "images", "reading"):
+        with contextlib.suppress(OSError, Unreadable):  # the loader says so
+            read = samples.read(index)
+            shape = "" if isinstance(read, bytes) else str(read.shape)
+            digests[index] = hashlib.sha256(shape.encode() + bytes(read)).digest()
+    np.save(folder / DIGESTS, digests)
+    for other in folder.parent.glob(f"{folder.name.partition('-')[0]}-*/{COMPLETE}"):
+        if not (other.with_name(DIGESTS)).exists():
+            continue
+        complete, theirs, rows = (np.load(other.with_name(name), "r") for name in (COMPLETE, DIGESTS, TABLE))
+        order = np.argsort(theirs)
+        place = order[np.searchsorted(theirs, digests, sorter=order).clip(max=len(order) - 1)]
+        same = (theirs[place] == digests) & (digests != b"") & complete[place]
+        table[same], found[same] = rows[place[same]], True
+    return found
 
 
 def _weights(model: nn.Module) -> str:

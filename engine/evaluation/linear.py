@@ -23,6 +23,7 @@ from utils.config.data import DataConfig
 from utils.distributed.world import broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log
+from utils.progress import Progress
 from utils.text import counted
 from vitamp.pooling import pool_of
 
@@ -33,6 +34,8 @@ STALE = 3
 """Strengths without a better result after which weaker ones are not tried"""
 ITERATIONS = 100
 """Of L-BFGS for a strength"""
+TURNED = 1 << 26
+"""Numbers: features of fewer are held in memory as the fit needs them, 256 MiB"""
 UNWEIGHTED = "In the fit, all images weigh alike: TRAIN.CLASS_WEIGHTS and DATA.SAMPLER have no part in it"
 
 
@@ -98,47 +101,53 @@ def fit(
     deviation = deviation.clamp(min=1e-6 * float(deviation.max()) or 1.0)  # of columns without information
     # In these directions, scaled for each strength, the loss is curved nearly alike: L-BFGS needs few steps.
     curves, directions = torch.linalg.eigh((products / deviation.outer(deviation)).cpu())
-    curves, directions = curves.clamp(min=0).to(device) / 4, directions.to(device)
+    curves, directions = curves[-count:].clamp(min=0).to(device) / 4, directions[:, -count:].to(device)  # others are 0
+    directions = directions / deviation[:, None]
+    if turned := count * len(curves) <= TURNED:  # once, in place of the weights for each step
+        parts[0] = [((rows - mean) @ directions).float() for rows, _, _ in chunks()]
     models = int(fold_of.max()) + 2  # each leaves out a fold, the last one none
     shares = 1 / (count - np.bincount(fold_of, minlength=models))
     share = torch.tensor(shares, dtype=torch.float32, device=device)
-    found = torch.zeros(width + 1, models * classes, dtype=exact, device=device)
+    found = torch.zeros(len(curves) + 1, models * classes, dtype=exact, device=device)
 
-    def logits(rows: Tensor, standardised: Tensor) -> Tensor:
+    def of_rows(found: Tensor) -> Tensor:
+        """Weights of the directions, and the bias, as those of the features in `parts`."""
+        return found if turned else of_features(found)
+
+    def of_features(found: Tensor) -> Tensor:
+        return torch.cat((weight := directions @ found[:-1], found[-1:] - mean @ weight))
+
+    def logits(rows: Tensor, weights: Tensor) -> Tensor:
         """Images x models x classes."""
-        scaled = standardised[:-1] / deviation[:, None]
-        bias = standardised[-1] - mean @ scaled
-        return torch.addmm(bias.float(), rows, scaled.float()).view(-1, models, classes)
+        return torch.addmm(weights[-1].float(), rows, weights[:-1].float()).view(-1, models, classes)
 
-    def loss(weights: Tensor, basis: Tensor, strength: float) -> Tensor:
+    def loss(weights: Tensor, scale: Tensor, strength: float) -> Tensor:
         steps.zero_grad()
-        standardised = torch.cat((basis @ weights[:-1], weights[-1:]))
-        leaf = standardised.detach().requires_grad_(True)
-        total = strength / 2 * leaf[:-1].square().sum()
-        total.backward()
+        seen = of_rows(found := weights / scale)
+        leaf, total = seen.detach().requires_grad_(True), strength / 2 * found[:-1].square().sum()
         for rows, truth, folds in chunks():
-            found = logits(rows, leaf)
+            outputs = logits(rows, leaf)
             if several:
-                of = F.binary_cross_entropy_with_logits(found, truth[:, None].expand_as(found), reduction="none").sum(2)
+                wanted = truth[:, None].expand_as(outputs)
+                of = F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none").sum(2)
             else:
-                of = F.cross_entropy(found.movedim(2, 1), truth[:, None].expand(-1, models), reduction="none")
+                of = F.cross_entropy(outputs.movedim(2, 1), truth[:, None].expand(-1, models), reduction="none")
             part = (of * share * (folds[:, None] != torch.arange(models, device=device))).sum()
             part.backward()
-            total = total.detach() + part.detach()
-        standardised.backward(leaf.grad)
-        return total
+            total = total + part.detach()
+        torch.autograd.backward([total, seen], [None, leaf.grad])
+        return total.detach()
 
     best, stale = None, 0
-    for strength in STRENGTHS:
-        scale = (curves + strength).sqrt()
-        basis = directions / scale
-        weights = torch.cat(((directions * scale).T @ found[:-1], found[-1:])).requires_grad_(True)
+    for strength in Progress(STRENGTHS, len(STRENGTHS), "strengths", "linear classifier"):
+        scale = torch.cat(((curves + strength).sqrt(), curves.new_ones(1)))[:, None]
+        weights = (found * scale).requires_grad_(True)
         # The history, as long as scikit-learn's, takes 20 times the memory of all classifiers.
-        steps = LBFGS([weights], 1, ITERATIONS, tolerance_grad=1e-5, history_size=10, line_search_fn="strong_wolfe")
-        steps.step(partial(loss, weights, basis, strength))
+        steps = LBFGS([weights], 1, ITERATIONS, tolerance_grad=1e-4, history_size=10, line_search_fn="strong_wolfe")
+        steps.step(partial(loss, weights, scale, strength))
         with torch.no_grad():
-            found = torch.cat((basis @ weights[:-1], weights[-1:]))
-            of_other = [logits(rows, found)[torch.arange(len(rows)), folds].cpu() for rows, _, folds in chunks()]
+            seen = of_rows(found := weights / scale)
+            of_other = [logits(rows, seen)[torch.arange(len(rows)), folds].cpu() for rows, _, folds in chunks()]
         guesses = torch.cat(of_other).double()
         if several:
             figure = scores_of(guesses.sigmoid().numpy(), labels > 0).map
@@ -150,9 +159,8 @@ def fit(
             break
     assert best is not None
     figure, strength, found, guesses = best
-    weight = found[:-1] / deviation[:, None]
-    bias = found[-1] - mean @ weight
-    one = Classifier(weight.T.cpu().double().contiguous(), bias.cpu().double(), strength, 100 * figure)
+    found = of_features(found).cpu().double()
+    one = Classifier(found[:-1].T.contiguous(), found[-1].contiguous(), strength, 100 * figure)
     return one, guesses.numpy()
 
 

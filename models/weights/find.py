@@ -52,6 +52,14 @@ def locate(source: str, download: bool = True) -> WeightFiles | None:
     return local_weights(source) or _on_hub(source, download)
 
 
+def weights_of_name(name: str, source: str) -> str | None:
+    """timm's weights of the model `name`, if `source` are timm's weights of another model."""
+    if not (is_timm_name(name) and is_timm_name(source)) or name.partition(".")[0] == source.partition(".")[0]:
+        return None
+    tag = getattr(timm_weights(name), "tag", None)
+    return f"{name}.{tag}" if tag and "." not in name else name
+
+
 def model_of_run(file: Path) -> ModelConfig | None:
     """The model of the run that saved these weights; None without its meta.json beside them or its settings inside."""
     saved = (unchecked_meta(file.parent) or read_header(file)).get("settings")

@@ -45,6 +45,8 @@ MOST_NAMED = 5
 """Tensors of each kind that an error names"""
 FRESH = "freshly initialised"
 OTHER_SIZE = "timm cannot resize the position embedding of this kind of model; use the DATA.IMAGE_SIZE of the weights"
+STARTS = {"zero": "starts at zeros", "probe": "is replaced by a linear probe"}
+"""Of a new classifier, by MODEL.NEW_CLASSIFIER; any other stays as it is"""
 REPLACED = f"{{}} {FRESH} ({{}} classes in the file, {{}} in the model)"
 
 Weights = dict[str, Tensor]
@@ -54,14 +56,15 @@ def load_pretrained(
     module: nn.Module,
     source: str,
     name: str,
-    new_classifier: bool = False,
+    new_classifier: bool | str = False,
     complete: bool = False,
 ) -> str:
     """Load weights from `source` into the model called `name`; returns a sentence for the log about what was loaded.
 
-    `new_classifier`: keep the model's own classifier. `complete`: refuse weights that leave a
-    classifier freshly initialised, as evaluation needs.
+    `new_classifier`: keep the model's own classifier; as MODEL.NEW_CLASSIFIER says. `complete`: refuse weights that
+    leave a classifier freshly initialised, as evaluation needs.
     """
+    start = f"left as {FRESH}" if complete else STARTS.get(str(new_classifier), f"left as {FRESH}")
     found, masking = locate(source), isinstance(module, MaskedAutoencoder)
     assert found is not None  # downloaded, or an error was raised
     fresh = classifiers(module) if new_classifier else ()
@@ -73,7 +76,7 @@ def load_pretrained(
         own = {key: value.clone() for key, value in module.state_dict().items() if is_inside(key, fresh)}
         loaded, changes = _load_npz(module, found.file, name)
         module.load_state_dict(own, strict=False)
-        changes += [f"{', '.join(fresh)} left as {FRESH}"] if own else []
+        changes += [f"{', '.join(fresh)} {start}"] if own else []
     else:
         weights, file = _read(found.files), found.file
         target = module.state_dict()
@@ -89,6 +92,7 @@ def load_pretrained(
         ]
         heads = names_in_cfg(module, "classifier") or classifiers(module)
         missing, replacements = _replace_classifier(heads, weights, target, found.label_offset, fresh)
+        replacements += [f"{prefix} {start} (MODEL.NEW_CLASSIFIER)" for prefix in fresh]
         if masking and not any(key.startswith(DECODER) for key in weights):
             missing |= {key for key in target if key.startswith(DECODER)}
             replacements.append(f"the {DECODER} stays {FRESH}")
@@ -199,7 +203,7 @@ def _replace_classifier(
     fresh = {key for key in target if is_inside(key, unwanted)}
     for key in [key for key in weights if is_inside(key, unwanted)]:
         del weights[key]
-    changes = [f"{prefix} left as {FRESH} (MODEL.NEW_CLASSIFIER)" for prefix in unwanted]
+    changes: list[str] = []
     for prefix in heads:
         keys = [key for key in (f"{prefix}.weight", f"{prefix}.bias") if key in target]
         if not keys or fresh.issuperset(keys):

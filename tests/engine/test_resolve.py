@@ -36,6 +36,21 @@ def test_a_name_of_timm_brings_its_preprocessing() -> None:
     assert torch.allclose(Inputs(data)(pixels), expected, atol=1e-6)
 
 
+def test_a_recipe_takes_the_weights_of_the_model_that_is_named(tmp_path: Path) -> None:
+    """Unless weights are named, too, or the recipe's are of this model."""
+    (tmp_path / "recipe.yaml").write_text(f"MODEL: {{PRETRAINED: {DEIT}}}\nDATA: {{DATASET: digits}}\n")
+
+    def found(**words: str) -> Loaded:
+        return resolve(load_config(tmp_path / "recipe.yaml", words={f"MODEL.{key}": words[key] for key in words}))
+
+    other = found(NAME="resnet18")
+    assert other.config.MODEL.PRETRAINED == "resnet18.a1_in1k"
+    note = f"MODEL.PRETRAINED resnet18.a1_in1k: timm's own weights of MODEL.NAME, in place of the recipe's {DEIT}"
+    assert note in other.notes
+    assert found(NAME="deit_small_patch16_224").config.MODEL.PRETRAINED == DEIT
+    assert found(NAME="resnet18", PRETRAINED=DEIT).config.MODEL.PRETRAINED == DEIT
+
+
 def test_a_set_value_is_kept_and_the_difference_noted() -> None:
     words = {"MODEL__PRETRAINED": DEIT, "DATA__IMAGENET_MEAN": "0.5", "DATA__IMAGE_SIZE": "192"}
     loaded = resolved(**words)

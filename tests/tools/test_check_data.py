@@ -444,6 +444,20 @@ def test_copies_of_test_images_are_found_in_each_other_split(check: Check, tree:
     assert "match no image" not in done.err, "a line may name a test image"
 
 
+def test_nearly_equal_images_of_two_classes_are_defects(check: Check, tmp_path: Path) -> None:
+    for number in range(8):
+        for split in ("train", "val"):
+            place = tmp_path / "data" / split / ("ant", "bee")[number % 2] / f"{number}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            picture(120, 100, number + 8 * (split == "val")).save(place)
+    as_jpeg(picture(120, 100, 0), 60).save(tmp_path / "data" / "train" / "bee" / "again.jpg")
+    done, told = check(tmp_path / "data", code=1)
+    (found,) = told["defects"]["nearly_the_same_with_conflicting_labels"]
+    assert Path(found["name"]).name == "again.jpg"
+    assert found["about"].endswith("ant/0.png, but bee instead of ant")
+    assert "DEFECT: nearly the same with different labels, of which one is probably wrong: 1" in done.out
+
+
 def test_fix_removes_no_image_for_a_table_that_names_it_twice(check: Check, tree: Path, tmp_path: Path) -> None:
     shutil.copy(tree / "train/bee/4.jpg", tree / "train/bee/copy.jpg")
     ants, bees, cats = ["train/ant/0.jpg"] * 2, ["train/bee/4.jpg", "train/bee/copy.jpg"], ["val/cat/2.jpg"]

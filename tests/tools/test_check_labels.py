@@ -24,6 +24,7 @@ from tools.check_labels import command, prove, search
 from tools.check_labels.noise import find_wrong
 from tools.common.turns import Budget
 from tools.compare import runs
+from utils import progress
 from utils.errors import TrainingError
 
 Call = Callable[..., Result]
@@ -91,6 +92,56 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     assert f"{151 - len(named)} images" in again.out
     assert "Nothing found" in again.out
     assert excluded(out) == set(named), "those of an earlier list stay"
+
+
+def test_nearly_equal_images_of_two_classes_are_suspects(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    """The one whose label is less probable, even where nothing else is found; no model that is asked saw the other."""
+    write_folders(tmp_path / "data", wrong=0)
+    for number in (30, 31):
+        with Image.open(tmp_path / "data" / CLASSES[number % 3] / f"{number}.png") as image:
+            pixels = np.asarray(image).copy()
+        pixels[0, 0] ^= 1
+        Image.fromarray(pixels).save(tmp_path / "data" / "cat" / f"{number}_again.png")
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    assert "0 have the bytes of another, 0 of them another label too; 2 pairs nearly the same, with diff" in done.out
+    assert "2 images: a copy, or nearly one, has another label, which is likelier." in done.out
+    assert "Nothing found" in done.out
+    found = {row["path"]: (row["proposed"], row["decision"]) for row in listed(tmp_path / "labels")}
+    assert found == {"cat/30_again.png": ("ant", "drop"), "cat/31_again.png": ("bee", "drop")}
+    assert excluded(tmp_path / "labels") == set(found)
+
+
+def test_swapped_classes_of_the_validation_split_are_found(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    write_folders(tmp_path / "data" / "train", wrong=0)
+    write_folders(tmp_path / "data" / "val", wrong=0, images=60, seed=1)
+    for name, other in (("ant", "swapped"), ("bee", "ant"), ("swapped", "bee")):
+        (tmp_path / "data" / "val" / name).rename(tmp_path / "data" / "val" / other)
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    assert "Nothing found: 0 labels look wrong" in done.out, "in the training split"
+    assert "Labels of the validation split, by models of the training split." in done.out
+    found = listed(tmp_path / "labels" / "validation")
+    assert Counter((row["given"], row["proposed"]) for row in found) == {("ant", "bee"): 20, ("bee", "ant"): 20}
+    assert f"DATA.EXCLUDE={tmp_path}/labels/validation/exclude.txt leaves them out of validation" in done.out
+
+
+def test_features_of_the_same_images_are_computed_once(
+    check: Call, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they are and whatever other images are among them; a pipe shows how far it is."""
+    monkeypatch.setattr(progress, "PACE", 0.0)
+    write_folders(tmp_path / "data", wrong=0, images=60)
+    words = digits_run, "-pool", "both", f"DATA.CACHE={tmp_path / 'cache'}", "-overwrite"
+    first = check(*words, *of_folders(tmp_path / "data")).out
+    assert "60 images; no features of these very weights and images are kept yet, 60 are computed now" in first
+    assert all(line in first for line in ("features: 60 of 60 images, about 0:", "redrawn labels: 19 of 19 times"))
+    for file in (tmp_path / "data").glob("*/*"):
+        (tmp_path / "copy" / file.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, tmp_path / "copy" / file.parent.name / file.name)
+    assert "60 images; features are kept in " in check(*words, *of_folders(tmp_path / "copy")).out
+    Image.new("L", (8, 8), 9).save(tmp_path / "copy" / "ant" / "new.png")
+    assert "61 images; features of 60 are kept, 1 are computed now" in check(*words, *of_folders(tmp_path / "copy")).out
+    other = check(*words, *of_folders(tmp_path / "data"), "-amp", "off").out
+    assert re.search(r"kept yet \(those in \w+-\w+ have another precision\), 60 are computed now", other)
 
 
 def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Path) -> None:

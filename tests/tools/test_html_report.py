@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.program import Result, save_image, train_tiny
+from tests.program import Result, Vitamp, save_image, train_tiny
 from tests.tools.browser import View, views_of
 from tools.common.comparison import Contenders, Judged, by_name, metrics_of
 from tools.common.evaluation import Bin, OneLabel
@@ -195,8 +196,8 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     assert re.search(f"{best:.2f} % top-1 {at} {others} {after}", seen.text)
     first = f"Its accuracy \\(top-1\\) is {best:.2f} % on 360 validation images \\(95 % interval {at}\\)"
     assert re.search(f"tiny was trained on 1,437 images of digits to tell 10 classes apart. {first}; always", seen.text)
-    assert re.search(r"class training images validation images prevalence recall precision F1", seen.text)
-    assert re.search(r"3 146 37 10.3 % [\d.]+ % [\d.]+ % [\d.]+ %", seen.text)
+    assert re.search(r"class recall training images validation images prevalence precision F1", seen.text)
+    assert re.search(r"3 [\d.]+ % \d+ to \d+ 146 37 10.3 % [\d.]+ % [\d.]+ %", seen.text)
     parts = ["Predictions", "Curves", "Where the time went", "Mixed precision", "Details of the run"]
     assert re.findall("<h2>(.*?)</h2>", seen.html) == parts
     wrong = round(360 * (1 - best / 100))
@@ -208,12 +209,37 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     assert sum(in_matrix) == 360
 
 
+def test_page_of_a_probe_shows_whole_images(digits_run: Path, page: Page, tmp_path: Path, vitamp: Vitamp) -> None:
+    for number in range(40):
+        save_image(tmp_path / "data" / f"class_{number % 2}" / f"{number}.jpg", number, (90, 60))
+    words = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", "MODEL.NUM_CLASSES=auto", "-output")
+    start = ("MODEL.NEW_CLASSIFIER=probe", "TRAIN.NUM_EPOCHS=0", "TRAIN.WARMUP_EPOCHS=0", "-pretrained", digits_run)
+    done = vitamp("-cfg", digits_run / "config.yaml", *start, *words, tmp_path / "run", code=0)
+    assert "head is replaced by a linear probe (MODEL.NEW_CLASSIFIER)" in done.out
+    seen = page(tmp_path / "run", predictions=True)
+    assert "A linear classifier of tiny's features was fitted to 36 images from data/ to tell 2 classes" in seen.text
+    assert "There are none: no weights were updated, the classifier was fitted in one step." in seen.text
+    content = base64.b64decode(seen.named("img")[0]["src"].partition(",")[2])
+    assert Image.open(io.BytesIO(content)).size == (90, 60), "not the square that the model sees"
+    assert all(Path(link["href"].removeprefix("file://")).is_file() for link in seen.named("a"))
+    assert len(seen.named("a")) == len(seen.named("img"))
+
+
 def test_missing_weights_leave_the_rest_of_the_page(digits_run: Path, page: Page, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(digits_run, copied, ignore=shutil.ignore_patterns("*.safetensors"))
     text = page(copied, predictions=True).text
     assert "The model could not be evaluated:" in text
     assert "best top-1" in text
+
+
+def test_runs_of_the_same_data_share_its_notes(page: Page, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run-{number}") for number in range(7)]
+    for run in runs:
+        (run / "data.json").write_text(json.dumps({"notes": ["Data: 100 images."]}))
+    seen = page(*runs)
+    assert seen.text.count("Data: 100 images.") == 1
+    assert "7 runs: run-0, run-1, run-2, run-3, run-4 and 2 more" in seen.text
 
 
 def test_default_place_of_the_page(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@
     python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -fix exclude.txt
 
 Defects: unreadable and damaged images, labels out of range, classes without training images, duplicates (equal bytes),
-images that are in two splits, or nearly so (encoded again, resized). The test split is checked too, if there is one.
-Notes: near duplicates within a split, images of one colour, tiny classes, classes without validation images, images
-that must be converted, and images smaller than IMAGE_SIZE.
+images that are in two splits, or nearly so (encoded again, resized), and near duplicates with different labels. The
+test split is checked too, if there is one. Notes: other near duplicates within a split, images of one colour, tiny
+classes, classes without validation images, images that must be converted, and images smaller than IMAGE_SIZE.
 Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
 
 Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes.

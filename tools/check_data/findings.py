@@ -291,6 +291,7 @@ CONFLICTS = "conflicting labels"
 EMPTY_CLASSES, UNVALIDATED = "empty classes", "classes without validation images"
 TINY = "tiny classes"
 SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
+NEAR_CONFLICTS = "nearly the same with conflicting labels"
 NEAR_OVERLAP, NEAR_DUPLICATES, FLAT_IMAGES = "nearly in both parts", "nearly duplicate", "of one colour"
 FEW = 5
 """Training images below which a class is called tiny"""
@@ -403,12 +404,15 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
         findings.notes[FLAT_IMAGES].append(images[index].found("of one colour, as the model sees it"))
     reported: set[int] = set()
     for first, second in near_pairs(thumbnails).tolist():
-        if second in reported:
+        one, other = images[first], images[second]
+        conflict = one.split is other.split and one.label != other.label
+        if second in reported and not conflict:
             continue
         reported.add(second)
-        one, other = images[first], images[second]
         found = other.copy_of(one, "nearly the same image as")
-        if one.split is other.split:
+        if conflict:
+            findings.defects[NEAR_CONFLICTS].append(found)
+        elif one.split is other.split:
             findings.notes[NEAR_DUPLICATES].append(found)
         else:
             findings.defects[NEAR_OVERLAP].append(found)
@@ -424,6 +428,7 @@ HEADINGS = {
     DAMAGED: "damaged, although they can be read",
     LABELS: "labels out of range",
     CONFLICTS: "the same bytes with different labels",
+    NEAR_CONFLICTS: "nearly the same with different labels, of which one is probably wrong",
     DUPLICATES: "duplicates within a split",
     OVERLAP: "in two splits",
     NEAR_OVERLAP: "nearly the same in two splits (encoded again, resized)",

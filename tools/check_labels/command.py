@@ -11,8 +11,8 @@ the fifth, in seconds. With -folds, or without weights, the recipe is trained on
 the same command continues after an interruption. Images with equal bytes, and groups (DATA.GROUP), share a fold.
 
 In -output: report.html shows the suspects; suspects.csv lists them, with a decision (keep, drop or relabel) that you
-may edit and DATA.RELABEL applies; exclude.txt lists them for DATA.EXCLUDE, after the lines of the list in use. No
-image is moved or changed.
+may edit and DATA.RELABEL applies; exclude.txt lists them for DATA.EXCLUDE, after the lines of the list in use. Of data
+with a validation split, validation/ has the same of its labels. No image is moved or changed.
 
 -prove trains the recipe with all labels, without the suspects, with the proposed labels, and without as many random
 images of each class, and compares them on validation images that were not searched. docs/check_labels.md explains it.
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     from datasets import comes_unsplit
     from tools.check_labels.page import write  # imports torch; a wrong command fails at once
     from tools.check_labels.prove import prove
-    from tools.check_labels.search import ByFeatures, ByTraining, OutOfTimeError, find, open_images, searched_by
+    from tools.check_labels.search import ByFeatures, ByTraining, OutOfTimeError, find, judge, open_images, searched_by
 
     loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {})
     check_one_training(loaded, "check_labels.py")
@@ -104,4 +104,7 @@ def main(argv: list[str]) -> int:
         return EXIT_DONE
     if_interrupted.clear()
     write(images, found, out / SUSPECTS)
+    if not comes_unsplit(config.DATA):
+        others = replace(open_images(config, "val"), classes=images.classes)  # it may have no image of the last classes
+        write(others, judge(others, method, found, config.SEED), out / "validation" / SUSPECTS)
     return EXIT_DONE

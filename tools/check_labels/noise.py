@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.progress import Progress
 from utils.seeding import key
 
 WRONG = 0.5
@@ -31,6 +32,10 @@ EQUAL_ERRORS = 40.0
 """Images of each class by which its row of Q is drawn to the mean of all: a class of few images has no own pattern"""
 
 
+Calibration = tuple[Tensor, Tensor]
+"""Logarithms of the scales of the classes, and their offsets"""
+
+
 class Wrong(NamedTuple):
     """Verdict on the given labels."""
 
@@ -44,34 +49,37 @@ class Wrong(NamedTuple):
     """Labels that are rather wrong than right"""
     if_right: int
     """Largest number of them among labels that are redrawn as if all were right"""
+    calibrations: list[Calibration]
+    """With several labels per image, one for each class"""
 
     @property
     def clear(self) -> bool:
         return self.number > CLEARLY * (self.if_right + 1)
 
 
-def find_wrong(logits: np.ndarray, labels: np.ndarray, seed: int) -> Wrong:
-    """`logits`: images x classes. `labels`: classes of the images."""
+def find_wrong(logits: np.ndarray, labels: np.ndarray, seed: int, known: Calibration | None = None) -> Wrong:
+    """`logits`: images x classes. `labels`: classes of the images. `known`: of labels that are not of these images."""
     outputs, given = torch.from_numpy(logits).double(), torch.from_numpy(labels)
-    probability, right, whose = _fit(outputs, given)
+    probability, right, whose, calibration = _fit(outputs, given, known)
     generator = np.random.Generator(np.random.Philox(key=key(seed, "labels")))
     redrawn = []
-    for _ in range(REDRAWN):
+    for _ in Progress(range(REDRAWN), REDRAWN, "times", "redrawn labels"):
         draws = torch.from_numpy(generator.random((len(given), 1)))
         again = (draws > right.cumsum(1)).sum(1).clamp(max=right.shape[1] - 1)
-        redrawn.append(int((_fit(outputs, again)[0] >= WRONG).sum()))
+        redrawn.append(int((_fit(outputs, again, known)[0] >= WRONG).sum()))
     others = whose.scatter(1, given[:, None], -1.0)
     count = int((probability >= WRONG).sum())
-    return Wrong(probability.numpy(), right.numpy(), others.argmax(1).numpy(), count, max(redrawn))
+    return Wrong(probability.numpy(), right.numpy(), others.argmax(1).numpy(), count, max(redrawn), [calibration])
 
 
-def _fit(logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The probability that each label is wrong, calibrated probabilities, and those of each class given the label."""
+def _fit(logits: Tensor, given: Tensor, known: Calibration | None = None) -> tuple[Tensor, Tensor, Tensor, Calibration]:
+    """The probability that each label is wrong, calibrated probabilities, those of each class given the label, and the
+    calibration, unless it is `known`: then only Q is fitted."""
     images, classes = logits.shape
     same = torch.eye(classes, dtype=torch.float64)
     other = (1 - same) / max(classes - 1, 1)
     matrix, before = 0.98 * same + 0.02 * other, -np.inf
-    scales, offsets = (torch.zeros(classes, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    scales, offsets = known or (torch.zeros(classes, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
     def calibrated() -> Tensor:
         return (logits * scales.exp() + offsets).softmax(1)
@@ -87,7 +95,8 @@ def _fit(logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             total.backward()
             return total
 
-        steps.step(loss)
+        if known is None:
+            steps.step(loss)
         with torch.no_grad():
             right = calibrated()
             for _ in range(UPDATES):
@@ -103,4 +112,4 @@ def _fit(logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             break
         before = now
     joint = (joint / joint.sum(1, keepdim=True)).detach()
-    return 1 - joint.gather(1, given[:, None])[:, 0], right, joint
+    return 1 - joint.gather(1, given[:, None])[:, 0], right, joint, (scales.detach(), offsets.detach())

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from datasets import source_of
+from datasets.base import TITLES
 from datasets.exclude import text_of
 from engine.trained.model import picture_of
 from tools.check_labels.search import Found, Images, rows_of
 from tools.common.output_file import writing
-from tools.common.report_page.evaluations import data_uri
+from tools.common.report_page.evaluations import data_uri, pictured
 from tools.common.report_page.page import write_template
 from tools.common.turns import progress_bar
 from utils.log import log
@@ -32,8 +33,9 @@ def write(images: Images, found: Found, table: Path) -> None:
     """Write `table`, of the suspects, and the list and the page beside it; log what was found."""
     listed, page = table.with_name("exclude.txt"), table.with_name("report.html")
     table.parent.mkdir(parents=True, exist_ok=True)
+    dropped = [one for one in found.suspects if one.certain or found.verdict.clear]
     decision, before = "drop" if found.verdict.clear else "keep", text_of(images.data).rstrip("\n")
-    excluded = [*([before] if before else []), *(images.line(one) for one in found.suspects if found.verdict.clear)]
+    excluded = [*([before] if before else []), *map(images.line, dropped)]
     rows = rows_of(images, found.suspects, decision)
     for file, content in ((table, rows), (listed, "".join(f"{line}\n" for line in excluded))):
         with writing(file, "-output"):
@@ -58,7 +60,7 @@ def write(images: Images, found: Found, table: Path) -> None:
             {
                 **one._asdict(),
                 "name": images.name(one.image),
-                "picture": data_uri(picture_of(images.dataset, one.image)),
+                **pictured(images.dataset, one.image, images.data),
                 "near": near,
             }
         )
@@ -66,7 +68,7 @@ def write(images: Images, found: Found, table: Path) -> None:
     of_class = Counter(words.tolist())
     write_template(
         *("labels.html", page, "-output"),
-        title=f"Labels of {source_of(images.data)}",
+        title=f"Labels of {source_of(images.data)}, {TITLES[images.data.PART]}",
         words=found.words(),
         tiles=[
             (f"{len(images.labels):,}", "images searched"),
@@ -77,13 +79,16 @@ def write(images: Images, found: Found, table: Path) -> None:
         more_pairs=max(0, len(pairs) - MOST_PAIRS),
         shown=shown,
         left_out=len(found.suspects) - len(shown),
-        clear=found.verdict.clear,
+        clear=bool(dropped),
+        validation=images.data.PART == "val",
     )
     log.info("%s", "\n".join([*found.words(), ""]))
     for (given, proposed), count in pairs.most_common(5):
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s", page)
-    if found.verdict.clear:
+    if dropped and images.data.PART == "val":
+        log.info("DATA.EXCLUDE=%s leaves them out of validation; DATA.RELABEL changes training alone.", listed)
+    elif dropped:
         log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
         log.info("DATA.EXCLUDE=%s leaves all out, in validation, too.", listed)
     elif found.suspects:

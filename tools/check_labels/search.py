@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from datasets import ImageDataset, comes_unsplit, open_dataset, source_of
-from datasets.base import TITLES, Part, Samples, Unreadable
+from datasets import ImageDataset, auto_workers, comes_unsplit, open_dataset, source_of
+from datasets.base import TITLES, Part, Samples
 from datasets.exclude import line_of, path_in_list, text_of
 from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
 from engine.evaluation.data import data_for_evaluation
@@ -22,10 +22,11 @@ from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
-from tools.check_labels.noise import Wrong, find_wrong
+from tools.check_data.findings import SIDE, Thumbnails, near_pairs, scan_split
+from tools.check_labels.noise import Calibration, Wrong, find_wrong
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
-from tools.common.turns import Budget, progress_bar
+from tools.common.turns import Budget
 from tools.compare.runs import Plan, Run, check_runs, train_all
 from utils.config import Config
 from utils.config.data import DataConfig
@@ -55,6 +56,8 @@ class Suspect(NamedTuple):
     of_given: float
     of_proposed: float
     """Probabilities of both from pixels alone"""
+    certain: bool = False
+    """Whether a copy, or nearly one, has the proposed label"""
 
 
 @dataclass
@@ -71,6 +74,12 @@ class Images:
     """Indices of the images of which no earlier one has the same bytes"""
     copy_of: np.ndarray
     """Of each image, the place in `distinct` of the one with the same bytes"""
+
+    @property
+    def contradicted(self) -> list[int]:
+        """Places in `distinct` of images whose copies have other labels."""
+        differ = (self.labels != self.labels[self.distinct[self.copy_of]]).reshape(len(self.labels), -1).any(1)
+        return np.unique(self.copy_of[differ]).tolist()
 
     def name(self, index: int) -> str:
         return path_in_list(self.samples.name(index), self.data)
@@ -115,22 +124,27 @@ def open_images(config: Config, part: Part) -> Images:
     if len(wrong := np.flatnonzero(labels < 0)):
         label = f"{samples.name(int(wrong[0]))}: the label {labels[wrong[0]]}"
         raise UserError(f"{label} is below 0. Correct it, or leave the image out by DATA.EXCLUDE.")
+    scans = scan_split(TITLES[part], samples, data, auto_workers(given=data.NUM_WORKERS)).scans
+    for index in (index for index, scan in enumerate(scans) if scan.problem):
+        name, why = samples.name(index), scans[index].reason
+        raise UserError(f"{name}: cannot be read ({why}); leave it out by DATA.EXCLUDE.")
     first: dict[bytes, int] = {}
-    copy_of = np.empty(len(samples), dtype=np.int64)
-    for index in progress_bar(range(len(samples)), "images read"):
-        try:
-            read = samples.read(index)
-        except (OSError, Unreadable) as error:
-            raise UserError(f"{samples.name(index)}: cannot be read ({error}); leave it out by DATA.EXCLUDE.") from None
-        content = read if isinstance(read, bytes) else str(read.shape).encode() + read.tobytes()
-        copy_of[index] = first.setdefault(hashlib.sha256(content).digest(), index)
+    copy_of = np.array([first.setdefault(scan.digest, index) for index, scan in enumerate(scans)])
+    contradicting = int((labels != labels[copy_of]).reshape(len(labels), -1).any(1).sum())
+    near = np.empty((0, 2), np.int64)
+    if labels.ndim == 1:
+        pixels = np.frombuffer(b"".join(scan.thumbnail for scan in scans), np.uint8).reshape(len(scans), -1, SIDE, SIDE)
+        near = near_pairs(Thumbnails(pixels, np.array([min(scan.header.size) for scan in scans])))
+        near = near[(labels[near[:, 0]] != labels[near[:, 1]]) & (copy_of[near[:, 0]] != copy_of[near[:, 1]])]
+        for one, other in near.tolist():  # as copies: no model that is asked saw one of them
+            copy_of[copy_of == copy_of[other]] = copy_of[one]
     distinct, places = np.unique(copy_of, return_inverse=True)
     classes = distinct_names(dataset.classes or range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1))
-    contradicting = int((labels != labels[distinct[places]]).reshape(len(labels), -1).any(1).sum())
     log.info(
-        "%s: %s images (%s), %d classes; %s",
+        "%s: %s images (%s), %d classes; %s%s",
         *(source_of(data), f"{len(samples):,}", TITLES[part], len(classes)),
-        f"{len(samples) - len(distinct):,} have the bytes of another, {contradicting:,} of them another label too",
+        f"{len(samples) - len(first):,} have the bytes of another, {contradicting:,} of them another label too",
+        f"; {counted(len(near), 'pair')} nearly the same, with different labels" if len(near) else "",
     )
     return Images(data, dataset, samples, classes, labels, distinct, places)
 
@@ -141,7 +155,7 @@ def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["path", "given", "proposed", "score", "decision"])
     for name, one in {images.name(one.image): one for one in suspects}.items():  # a table may name an image twice
-        rows.writerow([name, one.given, one.proposed, f"{one.wrong:.4f}", decision])
+        rows.writerow([name, one.given, one.proposed, f"{one.wrong:.4f}", "drop" if one.certain else decision])
     return text.getvalue()
 
 
@@ -171,8 +185,8 @@ class ByFeatures:
 
     def _features(self, images: Images) -> Features:
         trained = self.trained
-        with progress_bar(len(images.samples), "images") as bar, trained.computing(trained.config.DATA.val_batch):
-            return features_of(trained, trained.config, images.dataset, images.data, ALONE, bar.update)
+        with trained.computing(trained.config.DATA.val_batch):
+            return features_of(trained, trained.config, images.dataset, images.data)
 
     def logits(self, images: Images, seed: int) -> np.ndarray:
         """Of the distinct images, each by a model that was trained without its fold."""
@@ -299,6 +313,8 @@ class Found:
         chance = f"up to {self.verdict.if_right} would if all were right"
         found = f"{count}; {chance}. How many of them are wrong, and not hard, is unknown."
         nothing = f"Nothing found: {count}, and {chance}. The difference is too small to tell."
+        if certain := sum(one.certain for one in self.suspects):
+            lines.append(f"{counted(certain, 'image')}: a copy, or nearly one, has another label, which is likelier.")
         return [*lines, found if self.verdict.clear else nothing]
 
 
@@ -320,28 +336,43 @@ def find(images: Images, method: Method, seed: int) -> Found:
     return Found(suspects, verdict, accuracy, [images.classes[label] for label in few], near)
 
 
-def suspects_of(images: Images, logits: np.ndarray, seed: int, few: np.ndarray) -> tuple[list[Suspect], Wrong]:
-    """The suspects, and the verdict that they are of. `few`: labels that are not judged."""
+def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:
+    """Judge labels of the validation split, by the models of a search of the training split, and their calibration."""
+    logits = method.logits_of_others(images)
+    suspects, verdict = suspects_of(images, logits, seed, np.empty(0, np.int64), searched.verdict.calibrations)
+    return Found(suspects, verdict, "Labels of the validation split, by models of the training split.", [], logits)
+
+
+def suspects_of(
+    images: Images, logits: np.ndarray, seed: int, few: np.ndarray, known: Sequence[Calibration | None] = ()
+) -> tuple[list[Suspect], Wrong]:
+    """The suspects, and the verdict that they are of. `few`: labels that are not judged. `known`: of `find_wrong`."""
+    known = known or [None] * len(images.classes)
     suspects: list[Suspect] = []
     if images.labels.ndim == 1:
         judged = np.flatnonzero(~np.isin(images.labels, few))
-        found = find_wrong(logits[judged], images.labels[judged], seed)
-        for row in np.argsort(-found.probability, kind="stable")[: found.number].tolist():
-            index, proposed, right = int(judged[row]), int(found.proposed[row]), found.right[row]
-            given = int(images.labels[index])
+        found = find_wrong(logits[judged], images.labels[judged], seed, known[0])
+        likely, certain = [*np.argsort(-found.probability, kind="stable")[: found.number]], dict[int, int]()
+        for copies in (np.flatnonzero(images.copy_of[judged] == one) for one in images.contradicted):
+            given = images.labels[judged[copies]]
+            best = max(given, key=lambda label, row=copies[:1]: found.right[row, label], default=0)
+            certain |= {int(row): int(best) for row in copies if images.labels[judged[row]] != best}
+        for row in [*certain, *(int(row) for row in likely if row not in certain)]:
+            index, right, proposed = int(judged[row]), found.right[row], certain.get(row, int(found.proposed[row]))
+            given, wrong = int(images.labels[index]), 1.0 if row in certain else float(found.probability[row])
             names = images.classes[given], images.classes[proposed]
-            wrong = float(found.probability[row])
-            suspects.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed])))
+            suspects.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed]), row in certain))
         return suspects, found
     # Each class by itself: whether an image has it.
-    columns = zip(logits.T, images.labels.T.astype(np.int64), strict=True)
-    each = [find_wrong(np.stack([0 * column, column], 1), has, seed) for column, has in columns]
+    columns = zip(logits.T, images.labels.T.astype(np.int64), known, strict=True)
+    each = [find_wrong(np.stack([0 * column, column], 1), has, seed, before) for column, has, before in columns]
     found = Wrong(
         np.stack([one.probability for one in each], 1),
         np.stack([one.right[:, 1] for one in each], 1),
         1 - images.labels,
         sum(one.number for label, one in enumerate(each) if label not in few),
         sum(one.if_right for label, one in enumerate(each) if label not in few),
+        [one.calibrations[0] for one in each],
     )
     found.probability[:, few] = 0
     flat = np.argsort(-found.probability, axis=None, kind="stable")[: found.number]

@@ -7,16 +7,16 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from tqdm import tqdm
+from utils.progress import Progress
 
 Item = TypeVar("Item")
 Round = TypeVar("Round")
 
 
-def progress_bar(of: int | Sequence[Item], unit: str, what: str | None = None) -> tqdm:
-    """A bar on standard error, if that is a terminal, over things or their number. Log lines are printed above it."""
+def progress_bar(of: int | Sequence[Item], unit: str, what: str | None = None) -> Progress:
+    """A bar over things or their number, or log lines. On a terminal, other log lines are printed above it."""
     things, total = (None, of) if isinstance(of, int) else (of, len(of))
-    return tqdm(things, total=total, unit=f" {unit}", desc=what, disable=None, leave=False, dynamic_ncols=True)
+    return Progress(things, total, unit, what)
 
 
 class Budget:

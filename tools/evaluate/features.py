@@ -60,8 +60,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     of_bank, parts = data.model_copy(update={"PART": "train"}), []
     fold_of, words = folds_of(bank, bank.sample_labels(), data) if asked.probe else (np.empty(0), "")
     for dataset, about in ((bank, of_bank), (images, data)):
-        with progress_bar(len(dataset), "images") as bar, trained.computing(trained.config.DATA.val_batch):
-            parts.append(features_of(trained, config, dataset, about, world, bar.update))
+        with trained.computing(trained.config.DATA.val_batch):
+            parts.append(features_of(trained, config, dataset, about, world))
     if not world.first:
         return None
     known, seen = parts

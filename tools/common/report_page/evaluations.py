@@ -16,14 +16,17 @@ import torch
 from PIL import Image
 
 from datasets import ImageDataset
+from datasets.base import Box
+from datasets.decoding import Reader
 from datasets.labels import images_of_classes
 from engine.evaluation.data import check_split
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
 from tools.common.report_page.runs import Headline
+from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
-from utils.text import counted
+from utils.text import counted, wilson
 from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing
 
 IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
@@ -93,7 +96,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     worst = wrong[found.rows.confidence[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
     mistakes = [
         {
-            **_pictured(dataset, row),
+            **pictured(dataset, row, trained.config.DATA),
             "true": trained.name_of(int(true[row])),
             "guess": trained.name_of(int(guess[row])),
             "confidence": 100 * float(found.rows.confidence[row]),
@@ -200,7 +203,7 @@ def _examples(trained: Trained, dataset: ImageDataset, found: SeveralLabels) -> 
             }
             for label in np.flatnonzero(predicted[row] | truth[row]).tolist()
         ]
-        examples.append({**_pictured(dataset, row), "labels": labels})
+        examples.append({**pictured(dataset, row, trained.config.DATA), "labels": labels})
     return examples, mistaken
 
 
@@ -244,6 +247,7 @@ def _rows_of_classes(trained: Trained, found: Evaluation) -> list[Shown]:
             "images": int(found.support[label]),
             "prevalence": 100 * int(found.support[label]) / found.images,
             "recall": float(recall[label]),
+            "recall_interval": wilson(float(recall[label]), int(found.support[label])),
             "precision": float(precision[label]),
             "f1": float(f1[label]),
         }
@@ -257,8 +261,17 @@ def _named(dataset: ImageDataset, index: int) -> Shown:
     return {"image": image, "short": "/".join(PurePath(image).parts[-2:])}
 
 
-def _pictured(dataset: ImageDataset, index: int) -> Shown:
-    return {**_named(dataset, index), "picture": data_uri(picture_of(dataset, index))}
+def pictured(dataset: ImageDataset, index: int, data: DataConfig) -> Shown:
+    """The whole image, of which the model may see a crop, and a link to its file if it is one."""
+    named, samples, link = _named(dataset, index), dataset.single_images(), None
+    if samples is None:
+        return {**named, "link": link, "picture": data_uri(picture_of(dataset, index))}
+    stored = Reader(data).open(samples.read(index))
+    pixels = stored.cut(Box(0, 0, stored.width, stored.height))
+    if samples.stored == "files" and (file := Path(named["image"])).is_file():
+        link = file.resolve().as_uri()
+    picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    return {**named, "link": link, "picture": data_uri(picture)}
 
 
 def data_uri(picture: Image.Image, side: int = THUMBNAIL) -> str:

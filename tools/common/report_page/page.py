@@ -25,7 +25,7 @@ from tools.common.report_page.charts import (
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, opening_of, read_runs, summary
 from utils.log import log
 from utils.program import started_as
-from utils.text import Interval, wilson
+from utils.text import Interval, some_of, wilson
 from vitamp.files import write_atomically
 from vitamp.metrics import TASKS
 
@@ -142,13 +142,17 @@ def write_report(
     what = dict.fromkeys(f"{config.MODEL.NAME} on {config.DATA.DATASET}" for config in known)
     devices = dict.fromkeys(str(run.about["device"]) for run in read if run.about.get("device"))
     readable = len(known) == len(read)
+    names, notes = contenders.names if contenders else [run.name for run in read], dict[tuple[str, ...], list[str]]()
+    for run in read:
+        notes.setdefault(tuple(run.data_notes), []).append(run.name)
+    notes.pop((), None)
     folders = [run.folder for run in read]
     styles = styles_of(read, [(contenders.of[each],) for each in folders] if contenders else None)
     found = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
     figure = figure_of(found, dict(zip(folders, styles, strict=True)))
     write_template(
         *("page.html", out, "-out"),
-        title=read[0].name if len(read) == 1 else f"{len(read)} runs: {', '.join(run.name for run in read)}",
+        title=read[0].name if len(read) == 1 else f"{len(read)} runs: {some_of(names)}",
         subtitle="; ".join([*what, *devices]),
         verdict=verdict,
         opening=opening_of(read[0], headlines[0] if headlines else None) if len(read) == 1 else None,
@@ -161,6 +165,8 @@ def write_report(
         rows=rows,
         settings=differing_settings(read),
         no_settings="None." if readable else "Unknown: the config.yaml of at least one run is missing or unreadable.",
+        data=notes,
+        updated=any(run.history.of("train") for run in read),
         charts=charts(read, styles),
         amp=[_amp(run) for run in read],
         evaluations=evaluations,

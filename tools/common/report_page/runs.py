@@ -252,6 +252,8 @@ def _learnt(run: Run) -> str:
     classes = run.config.MODEL.NUM_CLASSES
     told = f" to tell {classes:,} classes apart{labels}" if labels is not None and isinstance(classes, int) else ""
     told = told or ("" if labels is not None else ", without labels")
+    if run.config.MODEL.starts_at_probe and not run.config.TRAIN.NUM_EPOCHS:
+        return f"A linear classifier of {run.config.MODEL.NAME}'s features was fitted to {images}{told}."
     return f"{run.config.MODEL.NAME} was trained on {images}{told}."
 
 

@@ -84,7 +84,10 @@ def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> No
         ("a: &a {}\n<<: *a\n", "run.yaml:2: a key must be a plain word; instead of `<<`, build on files with BASE"),
         ("USE: [a.py, a.b=1, {a.c: 2}]\n", "run.yaml:1: USE: expected list of names, got [a.py, [], a.b=1]."),
         ("BASE: [gone.yaml]\n", "gone.yaml cannot be read: No such file or directory."),
-        ("TAG: !!python/object/apply:os.system ['exit 1']\n", "run.yaml:1: TAG: expected text or null, got [exit 1]."),
+        (
+            "TAG: !!python/object/apply:os.system ['exit 1']\n",
+            "run.yaml:1: TAG: expected text of at most 1000 characters or null, got [exit 1].",
+        ),
     ],
 )
 def test_error_in_a_file_is_described(tmp_path: Path, text: str, message: str) -> None:

@@ -41,7 +41,7 @@ def test_a_recipe_takes_the_weights_of_the_model_that_is_named(tmp_path: Path) -
     (tmp_path / "recipe.yaml").write_text(f"MODEL: {{PRETRAINED: {DEIT}}}\nDATA: {{DATASET: digits}}\n")
 
     def found(**words: str) -> Loaded:
-        return resolve(load_config(tmp_path / "recipe.yaml", words={f"MODEL.{key}": words[key] for key in words}))
+        return resolve(load_config(str(tmp_path / "recipe.yaml"), words={f"MODEL.{key}": words[key] for key in words}))
 
     other = found(NAME="resnet18")
     assert other.config.MODEL.PRETRAINED == "resnet18.a1_in1k"

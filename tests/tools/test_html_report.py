@@ -397,11 +397,11 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
     """Of guesses for 8 images of class a, 4 of b, 1 of c."""
     labels = torch.tensor([0] * 8 + [1] * 4 + [2])
     trained: Any = SimpleNamespace(
-        name_of=lambda label: "abc"[label], config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3))
+        name_of=lambda label: "abc"[label], config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3), DATA=None)
     )
     images: Any = SimpleNamespace(sample_labels=lambda: None)
     monkeypatch.setattr(evaluations, "split_of_run", lambda *_: images)
-    monkeypatch.setattr(evaluations, "_pictured", lambda *_: {})
+    monkeypatch.setattr(evaluations, "pictured", lambda *_: {})
 
     def remarks(guesses: str) -> list[str]:
         logits = torch.eye(3)[["abc".index(letter) for letter in guesses]]

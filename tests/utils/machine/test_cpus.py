@@ -77,6 +77,7 @@ def test_threads_and_workers_follow_the_quota_which_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     groups(tmp_path, monkeypatch, {"pod/me": 4})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     try:
         assert set_up_device(load_config(None, {}, {}).config, torch.device("cpu"), ALONE) == 4

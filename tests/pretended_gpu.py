@@ -1,0 +1,205 @@
+"""Run the program on a GPU that is not there: `python tests/pretended_gpu.py main_single_gpu.py -cfg ...`.
+
+Its tensors say that they are on the GPU, and are computed on the CPU. Unlike those of torch's FakeTensorMode they have
+values, so a whole run goes through the branches that only a GPU takes: loss scaling, reports, checkpoints. As on a
+GPU, computing with a tensor of the host is an error, and so is using more than PRETENDED_MIB of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+TOTAL = int(os.environ.get("PRETENDED_MIB", "8192")) * 2**20
+ACROSS_DEVICES = {"aten::copy_", "aten::index", "aten::_index_put_impl_", "aten::index_put_", "aten::_to_copy"}
+"""Operators that take tensors of several devices."""
+
+
+class Piece:
+    """Is freed with its tensor, to which Module.to allows no weak reference."""
+
+
+class Memory:
+    """What the tensors of the GPU hold: each piece once, however many tensors are views of it."""
+
+    def __init__(self) -> None:
+        self.users: Counter[int] = Counter()
+        self.held = self.peak = 0
+        self.fraction = 1.0
+
+    def add(self, tensor: OnGpu) -> None:
+        storage = tensor.host.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if not self.users[place]:
+            if self.held + size > self.fraction * TOTAL:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
+            self.held += size
+            self.peak = max(self.peak, self.held)
+        self.users[place] += 1
+        tensor.piece = Piece()
+        weakref.finalize(tensor.piece, self._free, place, size)
+
+    def _free(self, place: int, size: int) -> None:
+        self.users[place] -= 1
+        if not self.users[place]:
+            self.held -= size
+
+    def reset(self, *_: Any) -> None:
+        self.peak = self.held
+
+
+memory = Memory()
+
+
+class OnGpu(Tensor):
+    """A tensor of the pretended GPU: on the CPU for torch's C++ code, on the GPU for Python code."""
+
+    host: Tensor
+    piece: Piece
+    device = GPU  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    is_cuda, is_cpu = True, False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> OnGpu:
+        made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, host.size(), host.stride(), host.storage_offset(), dtype=host.dtype, device=CPU
+        )
+        made.host = host
+        memory.add(made)
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:  # with it, Module.to swaps the tensors
+        return ["host"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], *_: Any) -> OnGpu:
+        return OnGpu(parts["host"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = func._schema.name
+        if name not in ACROSS_DEVICES and any(type(one) is not OnGpu and one.ndim for one in given):
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")
+        args, kwargs = tree_map_only(OnGpu, lambda one: one.host, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        known = {id(one.host if isinstance(one, OnGpu) else one): one for one in given}
+        return tree_map_only(Tensor, lambda one: known[id(one)] if id(one) in known else OnGpu(one), result)
+
+
+def on_gpu(place: object) -> bool:
+    return isinstance(place, str | torch.device) and str(place).startswith("cuda")
+
+
+class Pretence(TorchFunctionMode):
+    """Makes on the CPU what is asked for on the GPU, and moves tensors between them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        kwargs.pop("pin_memory", None)
+        first = args[0] if args else None
+        if isinstance(first, OnGpu):
+            if name == "tolist":
+                return first.host.tolist()
+            if name == "numpy":
+                raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        if name in ("record_stream", "pin_memory"):
+            return first
+        if name == "cpu":
+            name, func, kwargs = "to", Tensor.to, {"device": CPU}
+        places = [place for place in (*args[1:], kwargs.get("device")) if isinstance(place, str | torch.device)]
+        if not places:
+            return func(*args, **kwargs)
+        if name == "to" and isinstance(first, OnGpu) and not on_gpu(places[0]):
+            return first.host.clone().to(*args[1:], **kwargs)
+        args = [CPU if on_gpu(one) else one for one in args]
+        kwargs |= {"device": CPU} if on_gpu(kwargs.get("device")) else {}
+        result = func(*args, **kwargs)
+        if not on_gpu(places[0]) or not isinstance(result, Tensor) or isinstance(result, OnGpu):
+            return result
+        return OnGpu(result.detach().clone()).requires_grad_(result.requires_grad)
+
+
+class Nothing:
+    """A stream or an event: does nothing, and has done it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _end: Nothing) -> float:
+        return 1.0
+
+
+class HostGenerator(torch.Generator):
+    def __new__(cls, *_: Any, **__: Any) -> HostGenerator:
+        return super().__new__(cls, "cpu")
+
+
+def install() -> None:
+    """Put the pretended GPU in place of torch's, for the rest of this process."""
+    properties = SimpleNamespace(
+        name="Pretended GPU", total_memory=TOTAL, major=9, minor=0, multi_processor_count=132, uuid="GPU-pretended"
+    )
+    answers = {
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(("set_device", "synchronize", "empty_cache", "manual_seed", "_lazy_init", "set_rng_state")),
+        **{"device_count": 1, "current_device": 0, "get_device_capability": (9, 0), "is_current_stream_capturing": False},
+        **{"get_device_properties": properties, "get_device_name": properties.name, "get_rng_state": torch.empty(0)},
+        "current_stream": Nothing(),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    for name in ("memory_reserved", "memory_allocated"):
+        setattr(torch.cuda, name, lambda *_: memory.held)
+    for name in ("max_memory_reserved", "max_memory_allocated"):
+        setattr(torch.cuda, name, lambda *_: memory.peak)
+    torch.cuda.mem_get_info = lambda *_: (TOTAL - memory.held, TOTAL)
+    torch.cuda.reset_peak_memory_stats = memory.reset
+    torch.cuda.set_per_process_memory_fraction = lambda fraction, *_: setattr(memory, "fraction", fraction)
+    torch.cuda.Stream = torch.cuda.Event = torch.Event = Nothing
+    torch.cuda.stream = torch.cuda.device_of = lambda *_: contextlib.nullcontext()
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
+    torch.accelerator.current_stream = lambda *_: Nothing()
+    torch.accelerator.synchronize = lambda *_: None
+    torch.Generator = HostGenerator
+    as_on_cpu = {"cuda": "cpu"}
+    start = torch.autocast.__init__
+    torch.autocast.__init__ = lambda self, kind, *rest, **more: start(self, as_on_cpu.get(kind, kind), *rest, **more)
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        answer = getattr(torch, name)
+        setattr(torch, name, lambda kind="cpu", answer=answer: answer(as_on_cpu.get(kind, kind)))
+
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[1]
+    sys.argv = [str(root / sys.argv[1]), *sys.argv[2:]]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    install()
+    with Pretence():
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -2,7 +2,8 @@
 
 Its tensors say that they are on the GPU, and are computed on the CPU. Unlike those of torch's FakeTensorMode they have
 values, so a whole run goes through the branches that only a GPU takes: loss scaling, reports, checkpoints. As on a
-GPU, computing with a tensor of the host is an error, and so is using more than PRETENDED_MIB of memory.
+GPU, it is an error to compute with a tensor of the host, to use more than PRETENDED_MIB of memory, and to compute with
+what a stream copies before that has arrived; what is copied to the host without waiting arrives when it is waited for.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import runpy
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +54,8 @@ class Memory:
         self.users[place] += 1
         tensor.piece = Piece()
         weakref.finalize(tensor.piece, self._free, place, size)
+        if Stream.copying:
+            Stream.coming.add(tensor.piece)
 
     def _free(self, place: int, size: int) -> None:
         self.users[place] -= 1
@@ -62,6 +67,44 @@ class Memory:
 
 
 memory = Memory()
+
+
+class Stream:
+    """A stream or an event: its work is done when it is waited for."""
+
+    copying = False
+    """Whether tensors are made on a stream beside the one that computes."""
+    coming: weakref.WeakSet[Piece] = weakref.WeakSet()
+    """Pieces of memory that such a stream has still to write."""
+    leaving: ClassVar[list[Callable[[], Any]]] = []
+    """Copies to the host that were not waited for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+    def wait_stream(self, _other: Stream) -> None:
+        Stream.coming.clear()
+
+    def synchronize(self) -> None:
+        while Stream.leaving:
+            Stream.leaving.pop()()
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def elapsed_time(self, _end: Stream) -> float:
+        return 1.0
+
+
+@contextlib.contextmanager
+def on_stream(_stream: Stream) -> Iterator[None]:
+    Stream.copying = True
+    yield
+    Stream.copying = False
 
 
 class OnGpu(Tensor):
@@ -95,7 +138,12 @@ class OnGpu(Tensor):
         name = func._schema.name
         if name not in ACROSS_DEVICES and any(type(one) is not OnGpu and one.ndim for one in given):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")
+        if not Stream.copying and any(isinstance(one, OnGpu) and one.piece in Stream.coming for one in given):
+            raise RuntimeError(f"{name}: its input is still being copied by another stream")
         args, kwargs = tree_map_only(OnGpu, lambda one: one.host, (args, kwargs or {}))
+        if name == "aten::copy_" and type(given[0]) is not OnGpu and args[2:] == (True,):  # non_blocking
+            Stream.leaving.append(partial(func, args[0], args[1].clone()))
+            return given[0]
         result = func(*args, **kwargs)
         known = {id(one.host if isinstance(one, OnGpu) else one): one for one in given}
         return tree_map_only(Tensor, lambda one: known[id(one)] if id(one) in known else OnGpu(one), result)
@@ -117,7 +165,7 @@ class Pretence(TorchFunctionMode):
                 return first.host.tolist()
             if name == "numpy":
                 raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
-        if name in ("record_stream", "pin_memory"):
+        if name == "record_stream":
             return first
         if name == "cpu":
             name, func, kwargs = "to", Tensor.to, {"device": CPU}
@@ -132,28 +180,6 @@ class Pretence(TorchFunctionMode):
         if not on_gpu(places[0]) or not isinstance(result, Tensor) or isinstance(result, OnGpu):
             return result
         return OnGpu(result.detach().clone()).requires_grad_(result.requires_grad)
-
-
-class Nothing:
-    """A stream or an event: does nothing, and has done it."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _end: Nothing) -> float:
-        return 1.0
 
 
 class HostGenerator(torch.Generator):
@@ -171,7 +197,7 @@ def install() -> None:
         **dict.fromkeys(("set_device", "synchronize", "empty_cache", "manual_seed", "_lazy_init", "set_rng_state")),
         **{"device_count": 1, "current_device": 0, "get_device_capability": (9, 0), "is_current_stream_capturing": False},
         **{"get_device_properties": properties, "get_device_name": properties.name, "get_rng_state": torch.empty(0)},
-        "current_stream": Nothing(),
+        "current_stream": Stream(),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
@@ -182,11 +208,13 @@ def install() -> None:
     torch.cuda.mem_get_info = lambda *_: (TOTAL - memory.held, TOTAL)
     torch.cuda.reset_peak_memory_stats = memory.reset
     torch.cuda.set_per_process_memory_fraction = lambda fraction, *_: setattr(memory, "fraction", fraction)
-    torch.cuda.Stream = torch.cuda.Event = torch.Event = Nothing
-    torch.cuda.stream = torch.cuda.device_of = lambda *_: contextlib.nullcontext()
+    torch.cuda.Stream = torch.cuda.Event = torch.Event = Stream
+    torch.cuda.stream, torch.cuda.device_of = on_stream, lambda *_: contextlib.nullcontext()
     torch.cuda.nccl.version = lambda: (2, 27, 3)
-    torch.accelerator.current_stream = lambda *_: Nothing()
-    torch.accelerator.synchronize = lambda *_: None
+    torch.accelerator.current_stream = lambda *_: Stream()
+    for name in ("synchronize", "current_device_index", "set_device_index"):
+        setattr(torch.accelerator, name, lambda *_: 0)
+    Tensor.pin_memory = lambda self, *_: self  # also in the loader's thread, where the mode is off
     torch.Generator = HostGenerator
     as_on_cpu = {"cuda": "cpu"}
     start = torch.autocast.__init__

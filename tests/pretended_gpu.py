@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.cuda import nccl
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -61,9 +62,6 @@ class Memory:
         self.users[place] -= 1
         if not self.users[place]:
             self.held -= size
-
-    def reset(self, *_: Any) -> None:
-        self.peak = self.held
 
 
 memory = Memory()
@@ -114,7 +112,7 @@ class OnGpu(Tensor):
     piece: Piece
     device = GPU  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     is_cuda, is_cpu = True, False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(cls, host: Tensor) -> OnGpu:
@@ -160,11 +158,8 @@ class Pretence(TorchFunctionMode):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         kwargs.pop("pin_memory", None)
         first = args[0] if args else None
-        if isinstance(first, OnGpu):
-            if name == "tolist":
-                return first.host.tolist()
-            if name == "numpy":
-                raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        if name == "tolist" and isinstance(first, OnGpu):
+            return first.host.tolist()
         if name == "record_stream":
             return first
         if name == "cpu":
@@ -184,44 +179,38 @@ class Pretence(TorchFunctionMode):
 
 class HostGenerator(torch.Generator):
     def __new__(cls, *_: Any, **__: Any) -> HostGenerator:
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, CPU)  # pyright: ignore[reportCallIssue]
+
+
+def answer(owner: ModuleType, **answers: Any) -> None:
+    """Let functions of a module answer the same to whatever they are asked."""
+    for name, value in answers.items():
+        setattr(owner, name, lambda *_, value=value, **__: value)
+
+
+def as_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **more: function(*("cpu" if one == "cuda" else one for one in args), **more)
 
 
 def install() -> None:
     """Put the pretended GPU in place of torch's, for the rest of this process."""
-    properties = SimpleNamespace(
-        name="Pretended GPU", total_memory=TOTAL, major=9, minor=0, multi_processor_count=132, uuid="GPU-pretended"
-    )
-    answers = {
-        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
-        **dict.fromkeys(("set_device", "synchronize", "empty_cache", "manual_seed", "_lazy_init", "set_rng_state")),
-        **{"device_count": 1, "current_device": 0, "get_device_capability": (9, 0), "is_current_stream_capturing": False},
-        **{"get_device_properties": properties, "get_device_name": properties.name, "get_rng_state": torch.empty(0)},
-        "current_stream": Stream(),
-    }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    for name in ("memory_reserved", "memory_allocated"):
-        setattr(torch.cuda, name, lambda *_: memory.held)
-    for name in ("max_memory_reserved", "max_memory_allocated"):
-        setattr(torch.cuda, name, lambda *_: memory.peak)
+    gpu = {"name": "Pretended GPU", "total_memory": TOTAL, "major": 9, "minor": 0, "uuid": "GPU-pretended"}
+    answer(torch.cuda, is_available=True, is_initialized=True, device_count=1, current_device=0)
+    answer(torch.cuda, get_device_capability=(9, 0), get_device_properties=SimpleNamespace(**gpu))
+    answer(torch.cuda, set_device=None, empty_cache=None, manual_seed=None, device_of=contextlib.nullcontext())
+    answer(torch.cuda, current_stream=Stream(), get_rng_state=torch.empty(0), set_rng_state=None)
+    answer(torch.accelerator, current_stream=Stream(), synchronize=None, current_device_index=0, set_device_index=0)
+    answer(nccl, version=(2, 27, 3))
+    torch.cuda.memory_reserved = lambda *_: memory.held
+    torch.cuda.max_memory_reserved = torch.cuda.max_memory_allocated = lambda *_: memory.peak
     torch.cuda.mem_get_info = lambda *_: (TOTAL - memory.held, TOTAL)
-    torch.cuda.reset_peak_memory_stats = memory.reset
+    torch.cuda.reset_peak_memory_stats = lambda *_: setattr(memory, "peak", memory.held)
     torch.cuda.set_per_process_memory_fraction = lambda fraction, *_: setattr(memory, "fraction", fraction)
     torch.cuda.Stream = torch.cuda.Event = torch.Event = Stream
-    torch.cuda.stream, torch.cuda.device_of = on_stream, lambda *_: contextlib.nullcontext()
-    torch.cuda.nccl.version = lambda: (2, 27, 3)
-    torch.accelerator.current_stream = lambda *_: Stream()
-    for name in ("synchronize", "current_device_index", "set_device_index"):
-        setattr(torch.accelerator, name, lambda *_: 0)
-    Tensor.pin_memory = lambda self, *_: self  # also in the loader's thread, where the mode is off
-    torch.Generator = HostGenerator
-    as_on_cpu = {"cuda": "cpu"}
-    start = torch.autocast.__init__
-    torch.autocast.__init__ = lambda self, kind, *rest, **more: start(self, as_on_cpu.get(kind, kind), *rest, **more)
-    for name in ("is_autocast_enabled", "get_autocast_dtype"):
-        answer = getattr(torch, name)
-        setattr(torch, name, lambda kind="cpu", answer=answer: answer(as_on_cpu.get(kind, kind)))
+    torch.cuda.stream, torch.Generator = on_stream, HostGenerator
+    Tensor.pin_memory = lambda self, device=None: self  # also in the loader's thread, where the mode is off
+    for owner, name in ((torch.autocast, "__init__"), (torch, "is_autocast_enabled"), (torch, "get_autocast_dtype")):
+        setattr(owner, name, as_on_cpu(getattr(owner, name)))
 
 
 if __name__ == "__main__":

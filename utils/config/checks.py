@@ -78,11 +78,9 @@ def _names(config: Config) -> Iterator[Problem]:
         yield "TRAIN.LOSS", f"{loss} is not {either(LOSSES)}.{nearest(loss, LOSSES)} One of your own needs -use FILE"
     measured = [name for name in kind.deciding if name != KNN.name or config.measures_knn]
     if by not in measured and by not in config.VALIDATE_METRICS:
-        other = " (knn needs TRAIN.KNN)" if by == KNN.name else nearest(by, [*measured, *config.VALIDATE_METRICS])
-        yield (
-            "SAVE_BEST_BY",
-            f"{by} is not measured {kind.words}{other}; use {either(measured)}, or a name of VALIDATE_METRICS",
-        )
+        other = " It needs TRAIN.KNN." if by == KNN.name else nearest(by, [*measured, *config.VALIDATE_METRICS])
+        use = f"Use {either(measured)}, or a name of VALIDATE_METRICS"
+        yield "SAVE_BEST_BY", f"{by} is not measured {kind.words}.{other} {use}"
 
 
 def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:

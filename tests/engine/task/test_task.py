@@ -40,7 +40,7 @@ def test_save_best_by_takes_what_the_run_measures() -> None:
                     load_config(words={**words, **known, "SAVE_BEST_BY": name})
     with pytest.raises(UserError, match=r"mapp is not measured .* Did you mean map\?"):
         load_config(words={**several, "SAVE_BEST_BY": "mapp"})
-    with pytest.raises(UserError, match=r"is not measured without labels .knn needs TRAIN.KNN.; use"):
+    with pytest.raises(UserError, match=r"is not measured without labels. It needs TRAIN.KNN. Use"):
         load_config(words={**unlabelled, "SAVE_BEST_BY": "knn_acc1"})
 
 

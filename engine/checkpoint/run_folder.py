@@ -155,7 +155,7 @@ class FolderLock:
         if not free or (about.get("host", platform.node()) != platform.node() and _is_alive(path, about)):
             os.close(handle)
             who = "another process"
-            if "pid" in about:
+            if about.keys() >= self._about.keys():
                 who = f"pid {about['pid']} on host {about['host']}, since {about['since']}"
             raise UserError(
                 f"{folder}: another run is using this folder ({who}). Wait for it, end it, or name another -output."

@@ -338,7 +338,12 @@ def find(images: Images, method: Method, seed: int) -> Found:
     near = logits if method.features is None else np.asarray(method.features)
     suspects, verdict = suspects_of(images, logits, seed, few, features=method.features)
     return Found(
-        suspects, verdict, accuracy, [images.classes[label] for label in few], near, method.features is not None
+        suspects,
+        verdict,
+        accuracy,
+        [images.classes[label] for label in few],
+        near,
+        method.features is not None and labels.ndim == 1,
     )
 
 
@@ -358,19 +363,17 @@ def suspects_of(
     features: np.ndarray | None = None,
 ) -> tuple[list[Suspect], Wrong]:
     """The suspects, and the verdict that they are of. `few`: labels that are not judged. `known`: of `find_wrong`.
-    `features`: of all images, for a second view."""
-    judged = np.arange(len(images.labels))
-    if images.labels.ndim == 1:
-        judged = np.flatnonzero(~np.isin(images.labels, few))
-    near = None
-    if features is not None:
-        own = [images.copy_of]
-        if images.samples.groups:
-            own.append(np.unique(np.array(images.samples.groups), return_inverse=True)[1])
-        near = nearest(np.asarray(features)[judged], [numbers[judged] for numbers in own])
+    `features`: of all images, for a second view of images with one label."""
     known = known or [None] * len(images.classes)
     suspects: list[Suspect] = []
     if images.labels.ndim == 1:
+        judged = np.flatnonzero(~np.isin(images.labels, few))
+        near = None
+        if features is not None:
+            own = [images.copy_of[judged]]
+            if images.samples.groups:
+                own.append(np.unique(np.array(images.samples.groups)[judged], return_inverse=True)[1])
+            near = nearest(np.asarray(features)[judged], own)
         found = find_wrong(logits[judged], images.labels[judged], seed, known[0], near)
         likely, certain = [*np.argsort(-found.probability, kind="stable")[: found.number]], dict[int, int]()
         for copies in (np.flatnonzero(images.copy_of[judged] == one) for one in images.contradicted):
@@ -385,7 +388,7 @@ def suspects_of(
         return suspects, found
     # Each class by itself: whether an image has it.
     columns = zip(logits.T, images.labels.T.astype(np.int64), known, strict=True)
-    each = [find_wrong(np.stack([0 * column, column], 1), has, seed, before, near) for column, has, before in columns]
+    each = [find_wrong(np.stack([0 * column, column], 1), has, seed, before) for column, has, before in columns]
     found = Wrong(
         np.stack([one.probability for one in each], 1),
         np.stack([one.right[:, 1] for one in each], 1),

@@ -333,9 +333,12 @@ def test_all_right_is_not_certain(interval: Callable[[np.ndarray, np.ndarray, in
     """A bootstrap would say 100 to 100 %."""
     labels = np.repeat(np.arange(3), 12)
     assert interval(labels, labels, 3) == pytest.approx(wilson(100, 36))
-    of_wrong = interval(np.zeros(4, dtype=int), np.ones(4, dtype=int), 2)
+    of_wrong = interval(np.repeat([0, 1], 5), np.repeat([1, 0], 5), 2)
     assert of_wrong is not None
-    assert of_wrong.high > 30
+    assert of_wrong.high > 20
+    rare = np.repeat([0, 1], [196, 4])
+    assert interval(rare, rare, 2) is None, "four images of a class say too little of it"
+    assert interval(np.repeat([0, 1], [195, 5]), np.repeat([0, 1], [195, 5]), 2) is not None
 
 
 def test_ranking_without_error_and_without_classes() -> None:

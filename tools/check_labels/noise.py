@@ -3,16 +3,22 @@
 The given label of an image is taken for a draw: its right class i has the probability that the calibrated logits give
 it, and class i is given as j with the probability Q[i, j]. Calibration (a scale and an offset for each class) and Q are
 those of the greatest likelihood, by expectation maximisation as in Dawid and Skene (1979). The probability that a label
-is wrong follows. Labels redrawn from the calibrated probabilities alone, as if Q were the identity, say how many labels
-would look wrong if all were right: fewer where classes differ clearly, more where they look alike.
+is wrong follows.
+
+The logits' tails may be lighter than those of the images: then hard images look like wrong labels. So the verdict asks
+a second view of the same images: the labels of the nearest ones, fitted in the same way. It counts the labels that look
+wrong to both. Labels redrawn from the mean of both views' probabilities, as if Q were the identity, say how many would
+look so if all were right: fewer where classes differ clearly, more where they look alike, or where the views disagree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from utils.progress import Progress
@@ -24,12 +30,17 @@ REDRAWN = 19
 """Times; so the largest number is a bound of 95 %"""
 CLEARLY = 2
 """Times as many labels as that, and one, must look wrong, since no classifier is calibrated exactly"""
+AGREED = 2 / 3
+"""Fraction of the labels that look wrong that must look so beside the nearest images: hard images often do not"""
 ROUNDS, UPDATES, STEPS = 40, 8, 6
 """Of calibration and Q in turn; updates of Q and steps of L-BFGS in each"""
 EQUAL_SCALES = 2.0
 """How strongly scales of classes are drawn to their mean"""
 EQUAL_ERRORS = 40.0
 """Images of each class by which its row of Q is drawn to the mean of all: a class of few images has no own pattern"""
+NEIGHBOURS = 10
+AT_ONCE = 1024
+"""Images that are compared with all others at once"""
 
 
 Calibration = tuple[Tensor, Tensor]
@@ -47,29 +58,60 @@ class Wrong(NamedTuple):
     """The most probable other class of each image"""
     number: int
     """Labels that are rather wrong than right"""
+    agreed: int
+    """Those of them that look wrong beside the nearest images, too; all, without features"""
     if_right: int
-    """Largest number of them among labels that are redrawn as if all were right"""
+    """Largest number of these among labels that are redrawn as if all were right"""
     calibrations: list[Calibration]
     """With several labels per image, one for each class"""
 
     @property
     def clear(self) -> bool:
-        return self.number > CLEARLY * (self.if_right + 1)
+        return self.agreed > CLEARLY * (self.if_right + 1) and self.agreed >= AGREED * self.number
 
 
-def find_wrong(logits: np.ndarray, labels: np.ndarray, seed: int, known: Calibration | None = None) -> Wrong:
-    """`logits`: images x classes. `labels`: classes of the images. `known`: of labels that are not of these images."""
-    outputs, given = torch.from_numpy(logits).double(), torch.from_numpy(labels)
-    probability, right, whose, calibration = _fit(outputs, given, known)
+def nearest(features: np.ndarray, own: Sequence[np.ndarray]) -> Tensor:
+    """Indices of the most similar images of each. None has the same number in one of `own`: a copy, or its group."""
+    rows, numbers = torch.from_numpy(features).float(), torch.from_numpy(np.stack(own))
+    rows = F.normalize(rows - rows.mean(0))
+    found = []
+    for first in range(0, len(rows), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        likeness = rows[some] @ rows.T
+        likeness[(numbers[:, some, None] == numbers[:, None]).any(0)] = -2.0
+        found.append(likeness.topk(min(NEIGHBOURS, len(rows)), 1).indices)
+    return torch.cat(found)
+
+
+def find_wrong(
+    logits: np.ndarray, labels: np.ndarray, seed: int, known: Calibration | None = None, near: Tensor | None = None
+) -> Wrong:
+    """`logits`: images x classes. `labels`: classes of the images. `known`: of labels that are not of these images.
+    `near`: of `nearest`; None if there are no features, and the logits are the only view."""
+    given, classes = torch.from_numpy(labels), logits.shape[1]
+    views = [(torch.from_numpy(logits).double(), known)]
+    if near is not None:
+        views.append(((F.one_hot(given[near], classes).sum(1).double() + 1 / classes).log(), None))
+    (probability, right, whose, calibration), *second = [_fit(view, given, of_view) for view, of_view in views]
+    doubtful = torch.stack([right, *(fitted[1] for fitted in second)]).mean(0).cumsum(1)
+    agreed = torch.stack([probability, *(fitted[0] for fitted in second)]).amin(0) >= WRONG
     generator = np.random.Generator(np.random.Philox(key=key(seed, "labels")))
     redrawn = []
     for _ in Progress(range(REDRAWN), REDRAWN, "times", "redrawn labels"):
         draws = torch.from_numpy(generator.random((len(given), 1)))
-        again = (draws > right.cumsum(1)).sum(1).clamp(max=right.shape[1] - 1)
-        redrawn.append(int((_fit(outputs, again, known)[0] >= WRONG).sum()))
+        again = (draws > doubtful).sum(1).clamp(max=classes - 1)
+        wrong = torch.stack([_fit(view, again, of_view)[0] for view, of_view in views]).amin(0) >= WRONG
+        redrawn.append(int(wrong.sum()))
     others = whose.scatter(1, given[:, None], -1.0)
-    count = int((probability >= WRONG).sum())
-    return Wrong(probability.numpy(), right.numpy(), others.argmax(1).numpy(), count, max(redrawn), [calibration])
+    return Wrong(
+        probability=probability.numpy(),
+        right=right.numpy(),
+        proposed=others.argmax(1).numpy(),
+        number=int((probability >= WRONG).sum()),
+        agreed=int(agreed.sum()),
+        if_right=max(redrawn),
+        calibrations=[calibration],
+    )
 
 
 def _fit(logits: Tensor, given: Tensor, known: Calibration | None = None) -> tuple[Tensor, Tensor, Tensor, Calibration]:

@@ -23,7 +23,7 @@ from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
 from tools.check_data.findings import SIDE, Thumbnails, near_pairs, scan_split
-from tools.check_labels.noise import Calibration, Wrong, find_wrong
+from tools.check_labels.noise import Calibration, Wrong, find_wrong, nearest
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
 from tools.common.turns import Budget
@@ -303,6 +303,8 @@ class Found:
     """Classes with too few images, or with all of them in one group"""
     near: np.ndarray = field(repr=False)
     """Features of all images, in which those are near that look alike"""
+    second_view: bool = False
+    """Whether the verdict asked the nearest images, too"""
 
     def words(self) -> list[str]:
         lines = [self.accuracy]
@@ -310,9 +312,11 @@ class Found:
             names = ", ".join(self.not_judged)
             lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
         count = f"{counted(self.verdict.number, 'label')} look{'s' * (self.verdict.number == 1)} wrong"
-        chance = f"up to {self.verdict.if_right} would if all were right"
-        found = f"{count}; {chance}. How many of them are wrong, and not hard, is unknown."
-        nothing = f"Nothing found: {count}, and {chance}. The difference is too small to tell."
+        chance = f"{self.verdict.agreed} of them beside the nearest images, too, as up to {self.verdict.if_right} would"
+        if not self.second_view:
+            chance = f"up to {self.verdict.if_right} would"
+        found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
+        nothing = f"Nothing found: {count}; {chance} if all were right. The difference is too small to tell."
         if certain := sum(one.certain for one in self.suspects):
             lines.append(f"{counted(certain, 'image')}: a copy, or nearly one, has another label, which is likelier.")
         return [*lines, found if self.verdict.clear else nothing]
@@ -331,9 +335,16 @@ def find(images: Images, method: Method, seed: int) -> Found:
             has = labels[:, label] > 0 if labels.ndim == 2 else labels == label
             few[label] |= len(np.unique(group_of[has])) == 1
     few = np.flatnonzero(few)
-    suspects, verdict = suspects_of(images, logits, seed, few)
     near = logits if method.features is None else np.asarray(method.features)
-    return Found(suspects, verdict, accuracy, [images.classes[label] for label in few], near)
+    suspects, verdict = suspects_of(images, logits, seed, few, features=method.features)
+    return Found(
+        suspects,
+        verdict,
+        accuracy,
+        [images.classes[label] for label in few],
+        near,
+        method.features is not None and labels.ndim == 1,
+    )
 
 
 def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:
@@ -344,14 +355,26 @@ def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:
 
 
 def suspects_of(
-    images: Images, logits: np.ndarray, seed: int, few: np.ndarray, known: Sequence[Calibration | None] = ()
+    images: Images,
+    logits: np.ndarray,
+    seed: int,
+    few: np.ndarray,
+    known: Sequence[Calibration | None] = (),
+    features: np.ndarray | None = None,
 ) -> tuple[list[Suspect], Wrong]:
-    """The suspects, and the verdict that they are of. `few`: labels that are not judged. `known`: of `find_wrong`."""
+    """The suspects, and the verdict that they are of. `few`: labels that are not judged. `known`: of `find_wrong`.
+    `features`: of all images, for a second view of images with one label."""
     known = known or [None] * len(images.classes)
     suspects: list[Suspect] = []
     if images.labels.ndim == 1:
         judged = np.flatnonzero(~np.isin(images.labels, few))
-        found = find_wrong(logits[judged], images.labels[judged], seed, known[0])
+        near = None
+        if features is not None:
+            own = [images.copy_of[judged]]
+            if images.samples.groups:
+                own.append(np.unique(np.array(images.samples.groups)[judged], return_inverse=True)[1])
+            near = nearest(np.asarray(features)[judged], own)
+        found = find_wrong(logits[judged], images.labels[judged], seed, known[0], near)
         likely, certain = [*np.argsort(-found.probability, kind="stable")[: found.number]], dict[int, int]()
         for copies in (np.flatnonzero(images.copy_of[judged] == one) for one in images.contradicted):
             given = images.labels[judged[copies]]
@@ -371,6 +394,7 @@ def suspects_of(
         np.stack([one.right[:, 1] for one in each], 1),
         1 - images.labels,
         sum(one.number for label, one in enumerate(each) if label not in few),
+        sum(one.agreed for label, one in enumerate(each) if label not in few),
         sum(one.if_right for label, one in enumerate(each) if label not in few),
         [one.calibrations[0] for one in each],
     )

@@ -41,12 +41,16 @@ ADDED = 1
 """Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
 MOST_SINGLE = 0.1
 """Fraction of classes with a single image, above which too many others may have none for an interval"""
+FEW_CLASSES, FEWEST = 20, 5
+"""In the mean of so few classes, one with fewer images than that, or with none, has too much weight for an interval"""
 WIDEST = 60
 """Percentage points; an interval of macro F1 that is wider says nothing"""
 
 
-def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval:
+def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
     images = np.bincount(labels, minlength=classes)
+    if classes <= FEW_CLASSES and images.min() < FEWEST:
+        return None
     present = images > 0
     images, right = images[present], np.bincount(labels[labels == guesses], minlength=classes)[present]
     sure = (right + ADDED) / (images + 2 * ADDED)
@@ -58,6 +62,8 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> 
     """The influence of an image depends on its class and on whether, or for which class, it is mistaken."""
     hit = labels == guesses
     images, right = np.bincount(labels, minlength=classes), np.bincount(labels[hit], minlength=classes)
+    if classes <= FEW_CLASSES and images.min() < FEWEST:
+        return None
     of_either = images + np.bincount(guesses, minlength=classes)
     counted = int((of_either > 0).sum())
     sizes = np.maximum(of_either, 1)

@@ -37,6 +37,7 @@ from tools.common.comparison import (
     Judged,
     Metrics,
     by_name,
+    images_of,
     in_words,
     is_finished,
     judge,
@@ -79,6 +80,7 @@ OWN = (
         default_text=f"{PLAIN.name}; {AVERAGE.name} if {AVERAGE.setting}* varies",
         choices=(PLAIN.name, AVERAGE.name),
     ),
+    Flag("these_images", "judge for these validation images alone, not for others like them"),
     Flag("budget_min", "start no run that would end after so many minutes", "N", kind=above_zero),
     Flag("output", "folder of all runs", "DIR", default=Path("output/compare"), kind=Path),
 )
@@ -122,6 +124,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         if is_finished(run.folder)
     ]
     runs = by_name(rows)
+    images = None if plan.these_images else images_of(runs, plan.judged, out)
     reasons = {
         name: [failed[run.folder.name] for run in plan.runs if run.contender == name and run.folder.name in failed]
         for name in names
@@ -146,7 +149,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
         "failed": failed,
         **({"left_out": trained.left_out, "advice": trained.advice} if trained.left_out else {}),
-        "verdicts": judge(runs, names, plan.judged),
+        "verdicts": judge(runs, names, plan.judged, images=images),
         "troubles": troubles(runs, reasons, names),
         "data": next((read_data(out / row["folder"]).get("warnings", []) for row in rows), []),
     }

@@ -576,7 +576,7 @@ def _one_run_each(
         return f"{said}. That is too few to tell: repeat both with more seeds."
     within = "within chance" if low <= 0 <= high else "more than the choice of images explains"
     return (
-        f"{said}. On {images:,} images this is {within}: 95 % interval"
+        f"{said}. On {images:,} images{', paired,' * (paired is not None)} this is {within}: 95 % interval"
         f"{f' for all {comparisons} pairs' * (comparisons > 1)} {low:+.1f} to {high:+.1f} points. "
         "Whether another seed would give the same, only more seeds can tell."
     )

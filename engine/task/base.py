@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,10 +34,13 @@ class Metrics:
     """The probability from which on each class is predicted, if the validation chose it."""
     more: Mapping[str, float] = field(default_factory=dict)
     """Metrics that only some runs ask for, by name"""
+    predictions: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    """On rank 0: what a validation predicted for each image, in the order of the split"""
 
     def fields(self) -> dict[str, float | None]:
         """Fields for metrics.jsonl and meta.json. A task without top-1 and top-5 has them too, as null."""
-        own = {name: value for name, value in vars(self).items() if name not in ("thresholds", "more")}
+        others = ("thresholds", "more", "predictions")
+        own = {name: value for name, value in vars(self).items() if name not in others}
         return dict.fromkeys(OF_EVERY_TASK) | own | dict(self.more)
 
     def value(self, name: str) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.data.mixup import mixup_target
@@ -80,6 +81,8 @@ class _Accuracy(Tally):
         self._sums = torch.zeros(4, dtype=sum_type_of(device), device=device)
         # Summed apart: a longer all-reduce may add the losses of several ranks in another order.
         self._of_classes = torch.zeros(len(ClassCounts._fields), classes, dtype=self._sums.dtype, device=device)
+        # Of each image: twice its prediction, plus 1 if the label is in the top 5; 0 of images of other ranks.
+        self._answers = torch.zeros(samples, dtype=torch.int32, device=device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         hits, guesses = _hits(logits, batch.labels)
@@ -92,17 +95,22 @@ class _Accuracy(Tally):
         right.index_add_(0, batch.labels, (first & real).to(right.dtype))
         labelled.index_add_(0, batch.labels, real.to(right.dtype))
         predicted.index_add_(0, guesses, real.to(right.dtype))
+        answers = (2 * guesses + five).where(real, 0).to(self._answers.dtype)
+        self._answers.index_add_(0, batch.indices.clamp(min=0), answers)
 
     def metrics(self, world: World) -> ValidationMeans:
         loss, top1, top5, counted = sum_over_ranks(self._sums, world).tolist()
         check_count(counted, self._samples)
         counts = ClassCounts(*sum_over_ranks(self._of_classes, world).long().tolist())
+        answers = sum_over_ranks(self._answers, world).cpu().numpy()
+        smallest = np.min_scalar_type(len(counts.right))
         return ValidationMeans(
             loss / self._samples,
             100 * top1 / self._samples,
             100 * top5 / self._samples,
             100 * counts.balanced_accuracy(),
             100 * counts.macro_f1(),
+            predictions={"guess": (answers >> 1).astype(smallest), "in_top5": (answers & 1).astype(np.uint8)},
         )
 
 

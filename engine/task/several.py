@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -113,7 +113,8 @@ class _ScoreTable(Tally):
             thresholds = tuple(found.pop("thresholds").tolist())
             loss = float(F.binary_cross_entropy_with_logits(logits, labels))
             made = LabelMetrics(loss, thresholds=thresholds, **{name: 100 * value for name, value in found.items()})
-        return broadcast(made, world)
+        made = broadcast(made, world)
+        return replace(made, predictions={"logits": rows[:, : self._classes].half().numpy()}) if world.first else made
 
 
 # Metrics of several labels per sample, from the scores of a whole split: mAP, AUROC, F1 and exact match.

@@ -333,7 +333,7 @@ def test_interval_is_that_of_pairs_and_for_folds_nadeau_and_bengios() -> None:
     spread = (np.array(ours) - np.array(theirs)).std(ddof=1)
     reach = stats.t.ppf(0.975, 4) * spread * np.sqrt(1 / 5 + 1 / 4)
     assert (found.low, found.high) == pytest.approx((found.value - reach, found.value + reach))
-    assert "(95 % interval, 5 folds)" in verdict_of(of_folds)["details"]
+    assert "(95 % interval for images like these, 5 folds)" in verdict_of(of_folds)["details"]
     of_folds = folds(5, fp32=[90.0, 91.0, 92.0, 93.0, 94.0], bf16=[90.4, 92.2, 93.7, 95.2, 97.0])
     assert not difference(of_folds).seen
     assert "more would" not in verdict_of(of_folds)["details"], "folds cannot be added"

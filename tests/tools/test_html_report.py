@@ -28,6 +28,7 @@ from tools.common.report_page.charts import Chart, Curve, Reliability, Style, ch
 from tools.common.report_page.page import write_report
 from tools.common.report_page.runs import Headline, opening_of, read_runs
 from tools.report.command import main
+from utils.record.predictions import PREDICTIONS
 from utils.text import wilson
 from vitamp.metrics import BALANCED, PLAIN, TOP1
 
@@ -431,6 +432,7 @@ def copied(run: Path, name: str, top1: float, *changes: str) -> Path:
     """A copy of the run with another result, and 'BEFORE -> AFTER' in its config.yaml."""
     copy = run.with_name(name)
     shutil.copytree(run, copy, dirs_exist_ok=True)
+    (copy / PREDICTIONS).unlink()  # of the run's own result
     text = (copy / "config.yaml").read_text(encoding="utf-8")
     for before, after in (change.split(" -> ") for change in changes):
         text, changed = re.subn(rf"(?m)^( *){before}$", rf"\g<1>{after}", text)
@@ -484,7 +486,7 @@ def test_three_settings_are_drawn_and_the_best_two_compared_first(report: Report
     assert re.search(r'class="contender hue1 shade0 best"><span class="who">BASE_LR=0.004<', page)
     assert "mean and its 95 % interval over the seeds" in page
     assert "accuracy 96.0 ± 1.0 against 92.0 ± 1.0: 4.00 points higher" in said
-    assert "(95 % interval, 3 seeds)" in page
+    assert "(95 % interval for these images alone, 3 seeds)" in page
     assert "contenders" not in report(runs[0], runs[3])[1].partition("<body>")[2]
     page = report(*runs[::3], copied(first, "d", 99.9, "SEED: 0 -> SEED: 9"))[1]
     assert "95 % interval of one run on 360 images" in page

@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from tools.common.differences import LIKE_THESE, THESE_ALONE, Difference, interval, level_of, over_images, students
+from tools.common.per_image import PerImage, per_image
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
@@ -24,15 +28,12 @@ Metrics = dict[str, Any]
 """Metrics of a finished run, as compare.json holds them."""
 ByName = dict[str, dict[int, Metrics]]
 """Contender -> seed, or fold of a cross-validation -> metrics of a finished run."""
+Images = Mapping[tuple[str, int], PerImage | None]
+"""(contender, seed) -> what each validation image adds to the metric of that run."""
 
-CONFIDENCE = 0.95
 LEAST_MEMORY, LEAST_PROCESS_MEMORY = 0.01, 0.1
 """Smaller differences are not reported. A process's memory jumps by itself, often equally in several runs."""
 MANY_SKIPPED = 0.05
-POWER = 0.8
-"""Chance with which so many seeds, as are named, would show a difference of the size that was found."""
-MOST_ROUNDS = 50
-"""Beyond so many seeds or folds it is not said how many would show a difference: nobody trains them."""
 
 
 @dataclass(frozen=True)
@@ -99,22 +100,6 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
     return Judged(known[name] if name else kind.best, set_named(weights) if weights else default)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Difference of a contender from the baseline, over pairs of runs with the same seed or fold."""
-
-    value: float
-    low: float | None
-    high: float | None
-    """Ends of the 95 % interval, corrected for the number of comparisons; None with a single pair."""
-    runs: int
-    """Number of pairs."""
-    seen: bool = False
-    """Whether it is larger than the noise."""
-    runs_needed: int | None = None
-    """So many pairs would probably show a difference of this size; None if it is seen, if too many, or of folds."""
-
-
 def by_name(rows: Iterable[Metrics]) -> ByName:
     runs: ByName = {}
     for row in rows:
@@ -132,36 +117,9 @@ def unit(rows: Iterable[Metrics]) -> str:
     return "fold" if any("fold" in row for row in rows) else "seed"
 
 
-def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, overlap: float = 0.0) -> Difference:
-    """Student's interval of the mean of `values`. `grain`: the resolution of the metric, a lower bound of the noise.
-
-    `overlap`: validation images per training image of folds. Folds share most of their training images, so their
-    values vary too little; Nadeau and Bengio (2003) correct for that by adding this ratio to the variance of the mean.
-    """
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return Difference(mean, None, None, len(values))
-    # Standard deviation of the difference of two values rounded to the grain.
-    spread = math.hypot(statistics.stdev(values), grain / math.sqrt(6))
-    level = 1 - (1 - CONFIDENCE) / comparisons / 2
-    reach = _reach(spread * math.sqrt(1 / len(values) + overlap), len(values) - 1, level)
-    low, high = mean - reach, mean + reach
-    seen = not low <= 0 <= high
-    more = () if seen or overlap else range(len(values) + 1, MOST_ROUNDS + 1)
-    needed = (n for n in more if _reach(spread / math.sqrt(n), n - 1, level, POWER) < abs(mean))
-    return Difference(mean, low, high, len(values), seen, next(needed, None))
-
-
 def overlap_of(rows: Iterable[Metrics]) -> float:
     """Validation images per training image in a cross-validation, else 0: see `interval`."""
     return next((1 / (int(row["fold"].partition("/")[2]) - 1) for row in rows if "fold" in row), 0.0)
-
-
-def _reach(error: float, freedom: int, *levels: float) -> float:
-    """Student's quantiles of these levels, added up, times the standard error."""
-    from scipy import stats  # a second to import
-
-    return sum(float(stats.t.ppf(level, freedom)) for level in levels) * error
 
 
 def variation(rows: Iterable[Metrics]) -> float:
@@ -197,7 +155,7 @@ def times_the_memory(runs: ByName, name: str, against: str, comparisons: int) ->
         return Difference(math.exp(value), None, None, number)
     squares = sum((one - statistics.fmean(of_one)) ** 2 for of_one in logs.values() for one in of_one)
     error = math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
-    reach = _reach(error, freedom, 1 - (1 - CONFIDENCE) / comparisons / 2)
+    reach = students(error, freedom, level_of(comparisons))
     low, high = (math.exp(end) for end in (value - reach, value + reach))
     on_cpu = next(iter(runs[name].values()))["device"].startswith("cpu")
     least = LEAST_PROCESS_MEMORY if on_cpu else LEAST_MEMORY
@@ -205,32 +163,67 @@ def times_the_memory(runs: ByName, name: str, against: str, comparisons: int) ->
 
 
 def difference_in_metric(
-    ours: dict[int, Metrics], theirs: dict[int, Metrics], comparisons: int, judged: Judged
+    ours: dict[int, Metrics],
+    theirs: dict[int, Metrics],
+    comparisons: int,
+    judged: Judged,
+    of_images: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Difference | None:
-    """Difference in the metric after the last epoch; in percentage points, if it is in percent."""
+    """Difference in the metric after the last epoch; in percentage points, if it is in percent.
+
+    `of_images`: what each image adds to the metric of our runs and theirs; None: it holds for these images alone.
+    Images of folds are counted already: each validates once, so the folds vary by their images, too.
+    """
     pairs = _pairs(ours, theirs, judged.of)
     if not pairs:
         return None
     images = next((row["validation_images"] for row in ours.values() if row.get("validation_images")), None)
     grain = 100 / images if images and judged.metric.counts_images else 0.0
-    found = interval([one - other for one, other in pairs], comparisons, grain, overlap_of(ours.values()))
+    values, overlap = [one - other for one, other in pairs], overlap_of(ours.values())
+    if of_images is not None and len(values) > 1 and not overlap:
+        found = over_images(statistics.fmean(values), *of_images, comparisons)
+    else:
+        holds_for = LIKE_THESE if overlap else THESE_ALONE
+        found = replace(interval(values, comparisons, grain, overlap), holds_for=holds_for)
     if judged.metric.percent and found.low is not None and found.high is not None:
         # Of few seeds, Student's interval can be wider than any difference of two percentages.
         return replace(found, low=max(found.low, -100.0), high=min(found.high, 100.0))
     return found
 
 
-def judge(runs: ByName, names: Sequence[str], judged: Judged, named: bool = False) -> list[dict[str, Any]]:
+def images_of(runs: ByName, judged: Judged, parent: Path = Path()) -> Images:
+    """`parent`: of the runs' folders."""
+    every = {(name, seed): row for name, of_one in runs.items() for seed, row in of_one.items()}
+    return {key: per_image(parent / row["folder"], judged.metric, judged.weights) for key, row in every.items()}
+
+
+def paired_images(
+    images: Images, name: str, against: str, seeds: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Seeds x images of each contender; None unless all these runs were validated on the same images."""
+    found = [images.get((who, seed)) for who in (name, against) for seed in seeds]
+    every = [one for one in found if one is not None]
+    if not every or len(every) < len(found) or any(not np.array_equal(one.names, every[0].names) for one in every):
+        return None
+    values = np.stack([one.values for one in every])
+    return values[: len(seeds)], values[len(seeds) :]
+
+
+def judge(
+    runs: ByName, names: Sequence[str], judged: Judged, named: bool = False, images: Images | None = None
+) -> list[dict[str, Any]]:
     """Compare each contender with the first one; of three or more, also the two with the best means.
 
     `named`: say in every sentence what it is compared with.
+    `images`: see `images_of`; without them, the verdicts hold for these images alone.
     """
     base, *others = names
-    verdicts = [_verdict(runs, name, base, len(others), judged, named) for name in others]
+    images = images or {}
+    verdicts = [_verdict(runs, name, base, len(others), judged, named, images) for name in others]
     best = best_two(runs, names, judged)
     if len(names) > 2 and len(best) == 2 and base not in best:
         # Any two of them could have been the best: the interval allows for all pairs.
-        verdicts.append(_verdict(runs, best[0], best[1], math.comb(len(names), 2), judged, named=True))
+        verdicts.append(_verdict(runs, best[0], best[1], math.comb(len(names), 2), judged, True, images))
     return verdicts
 
 
@@ -249,7 +242,9 @@ def in_words(verdicts: Sequence[dict[str, Any]]) -> list[str]:
     return [line for each in verdicts for line in (each["text"], f"  ({each['details']})")[: 1 + bool(each["details"])]]
 
 
-def _verdict(runs: ByName, name: str, against: str, comparisons: int, judged: Judged, named: bool) -> dict[str, Any]:
+def _verdict(
+    runs: ByName, name: str, against: str, comparisons: int, judged: Judged, named: bool, images: Images
+) -> dict[str, Any]:
     ours, theirs = runs.get(name, {}), runs.get(against, {})
     # Without the numbers of processes and threads, which settings choose.
     rows = (*ours.values(), *theirs.values())
@@ -257,7 +252,9 @@ def _verdict(runs: ByName, name: str, against: str, comparisons: int, judged: Ju
     speed = times_as_fast(ours, theirs, comparisons) if len(machines) < 2 else None
     memory = times_the_memory(runs, name, against, comparisons) if len(machines) < 2 else None
     other = "speed and memory not compared, because the devices differ" if len(machines) > 1 else ""
-    metric = difference_in_metric(ours, theirs, comparisons, judged)
+    seeds = [seed for seed in ours if seed in theirs and None not in (judged.of(ours[seed]), judged.of(theirs[seed]))]
+    of_images = paired_images(images, name, against, seeds)
+    metric = difference_in_metric(ours, theirs, comparisons, judged, of_images)
     parts = [_speed_words(speed), _memory_words(memory, ours), _metric_words(metric, ours, theirs, judged), other]
     who = f"{name} against {against}" if named else name
     text = (
@@ -332,7 +329,8 @@ def _metric_words(
         return text + f"one {unit(ours.values())} is too few to compare {judged.words}"
     if not difference.seen:
         return text + "difference within noise"
-    return text + f"{judged.difference(abs(difference.value))} {'higher' if difference.value > 0 else 'lower'}"
+    how = "higher" if difference.value > 0 else "lower"
+    return text + f"{judged.difference(abs(difference.value))} {how} on {difference.holds_for}"
 
 
 def _details(speed: Difference | None, metric: Difference | None, by: str, judged: Judged) -> str:
@@ -340,7 +338,9 @@ def _details(speed: Difference | None, metric: Difference | None, by: str, judge
     details = []
     if metric is not None and metric.low is not None and metric.high is not None:
         low, high = judged.signed(metric.low), judged.difference(metric.high, "+")
-        details.append(f"difference in {judged.words} {low} to {high} (95 % interval, {metric.runs} {by}s)")
+        details.append(
+            f"difference in {judged.words} {low} to {high} (95 % interval for {metric.holds_for}, {metric.runs} {by}s)"
+        )
         if not metric.seen:
             worse, change = (-metric.low, "a drop") if judged.metric.higher else (metric.high, "a rise")
             hidden = judged.difference(max(0.0, worse))
@@ -348,6 +348,9 @@ def _details(speed: Difference | None, metric: Difference | None, by: str, judge
         if metric.runs_needed is not None:
             more = metric.runs_needed - metric.runs
             details.append(f"too few {by}s to tell: {more} more would probably show a difference as large as this one")
+        if metric.images_needed is not None:
+            more = f"about {metric.images_needed} times as many would probably show a difference as large as this one"
+            details.append(f"too few images to tell: {more}")
     if speed is not None and speed.low is not None and speed.high is not None:
         details.append(f"speed {speed.low:.2f}x to {speed.high:.2f}x")
     return "; ".join(details)
@@ -466,6 +469,7 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
     if isinstance(found, str):
         return [f"No verdict: {found}"]
     runs, names, judged, _ = found
+    images = images_of(runs, judged)
     base, *others = names
     best = best_two(runs, names, judged) if len(others) > 1 else []
     if all(len(of_one) == 1 for of_one in runs.values()):
@@ -473,8 +477,8 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
         first = [] if len(best) < 2 or base in best else [(best[0], best[1])]
         pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
         every = math.comb(len(names), 2)
-        return [_one_run_each(name, against, runs, judged, every) for name, against in pairs]
-    verdicts = judge(runs, names, judged, named=True)
+        return [_one_run_each(name, against, runs, judged, every, images) for name, against in pairs]
+    verdicts = judge(runs, names, judged, True, images)
     return in_words(sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)))
 
 
@@ -504,7 +508,7 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
     rows, of = list[Metrics](), dict[tuple[str, int], Path]()
     for name, run in zip(names, runs, strict=True):
         fold = {} if run.config.DATA.FOLD is None else {"fold": str(run.config.DATA.FOLD)}
-        rows.append({"mode": name, "seed": run.config.SEED, **fold, **run.metrics})
+        rows.append({"mode": name, "seed": run.config.SEED, **fold, "folder": f"{run.folder}", **run.metrics})
         other = of.setdefault((name, number_of(rows[-1])), run.folder)
         if other is not run.folder:
             return f"{other} and {run.folder} have the same settings, and the same {unit(rows[-1:])}."
@@ -546,9 +550,14 @@ def _not_comparable(runs: Sequence[Finished]) -> str:
     return ""
 
 
-def _one_run_each(name: str, against: str, runs: ByName, judged: Judged, comparisons: int) -> str:
+def _one_run_each(
+    name: str, against: str, runs: ByName, judged: Judged, comparisons: int, images_of_runs: Images
+) -> str:
     """What one run each can tell: whether the images alone could explain the difference, the largest of many pairs."""
     rows = [next(iter(runs[which].values())) for which in (name, against)]
+    # Runs of two seeds are paired by image, too.
+    of_first = {(who, 0): images_of_runs.get((who, next(iter(runs[who])))) for who in (name, against)}
+    paired = paired_images(of_first, name, against, [0])
     ours, theirs = (judged.of(row) for row in rows)
     images = rows[0]["validation_images"]
     if ours is None or theirs is None:
@@ -558,12 +567,16 @@ def _one_run_each(name: str, against: str, runs: ByName, judged: Judged, compari
     how = f"{judged.difference(abs(difference))} {word}" if difference else "equal"
     said = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with "
     said += "one seed each" if number_of(rows[0]) == number_of(rows[1]) else "one run each, of different seeds"
-    if not judged.metric.counts_images or not images:
+    if paired is not None and judged.metric.percent and not overlap_of(rows):
+        found, images = over_images(difference, paired[0], paired[1], comparisons), len(paired[0][0])
+        low, high = found.low or 0.0, found.high or 0.0
+    elif judged.metric.counts_images and images:
+        low, high = chance((ours, theirs), images, comparisons)
+    else:
         return f"{said}. That is too few to tell: repeat both with more seeds."
-    low, high = chance((ours, theirs), images, comparisons)
     within = "within chance" if low <= 0 <= high else "more than the choice of images explains"
     return (
-        f"{said}. On {images:,} images this is {within}: 95 % interval"
+        f"{said}. On {images:,} images{', paired,' * (paired is not None)} this is {within}: 95 % interval"
         f"{f' for all {comparisons} pairs' * (comparisons > 1)} {low:+.1f} to {high:+.1f} points. "
         "Whether another seed would give the same, only more seeds can tell."
     )
@@ -574,7 +587,7 @@ def chance(percents: tuple[float, float], images: int, comparisons: int = 1) -> 
 
     It takes the images of the two for independent, which makes it wider than that of the same images, not narrower.
     """
-    z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / comparisons / 2)
+    z = statistics.NormalDist().inv_cdf(level_of(comparisons))
     (ours, theirs), (one, other) = percents, (wilson(each, images, z) for each in percents)
     low = ours - theirs - math.hypot(ours - one.low, other.high - theirs)
     return low, ours - theirs + math.hypot(one.high - ours, theirs - other.low)

@@ -37,12 +37,14 @@ from tools.common.comparison import (
     Judged,
     Metrics,
     by_name,
+    images_of,
     in_words,
     is_finished,
     judge,
     judged_of,
     metrics_of,
     number_of,
+    paired_images,
     spread,
     times_as_fast,
     troubles,
@@ -50,6 +52,7 @@ from tools.common.comparison import (
     values_of,
     variation,
 )
+from tools.common.differences import DISAGREE, POWER, assumed_noise, level_of, noise_of
 from tools.common.output_file import if_interrupted, results_folder
 from tools.common.tables import in_columns, non_defaults
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -79,6 +82,7 @@ OWN = (
         default_text=f"{PLAIN.name}; {AVERAGE.name} if {AVERAGE.setting}* varies",
         choices=(PLAIN.name, AVERAGE.name),
     ),
+    Flag("these_images", "judge for these validation images alone, not for others like them"),
     Flag("budget_min", "start no run that would end after so many minutes", "N", kind=above_zero),
     Flag("output", "folder of all runs", "DIR", default=Path("output/compare"), kind=Path),
 )
@@ -100,10 +104,43 @@ def main(argv: list[str]) -> int:
     if plan.folds is not None:
         rounds = f"each on {plan.folds} folds, with seed {plan.seeds[0]}"
     log.info("%s: %s, %s; in %s", counted(len(plan.runs), "run"), names, rounds, out)
+    if said := power(plan):
+        log.info("%s", said)
     if_interrupted.append(f"finished runs are in {out}, and the same command resumes")
     trained = train_all(plan, lambda so_far: write(plan, so_far, out))
     report(write(plan, trained, out), out)
     return EXIT_FAILED if trained.failed else EXIT_DONE
+
+
+def power(plan: Plan) -> str:
+    """Which difference these seeds and images would show, before the time is spent; '' where it is not known."""
+    finished = [run for run in plan.runs if is_finished(run.folder)]
+    rows = [{"mode": run.contender, "seed": run.seed, "folder": f"{run.folder}"} for run in finished]
+    runs, seeds = by_name(rows), len(plan.seeds)
+    if plan.folds is not None or plan.these_images or seeds < 2 or not plan.judged.metric.percent:
+        return ""
+    base, *others = plan.contenders
+    images = images_of(runs, plan.judged)
+    tables = (paired_images(images, one, base, [*{*runs.get(one, {})} & {*runs.get(base, {})}]) for one in others)
+    if measured := next((each for each in tables if each is not None and len(each[0]) > 1), None):
+        noise, how = noise_of(*measured).planned(seeds), "measured on the finished runs"
+    elif plan.judged.metric is ONE_LABEL.best:
+        import torch
+
+        from datasets.registry import open_dataset
+
+        config = plan.runs[0].config
+        try:
+            data = open_dataset(config.DATA, False, config.MODEL.NUM_CLASSES, config.SEED, torch.device("cpu"))
+        except UserError:  # training names it
+            return ""
+        noise = assumed_noise(seeds, len(data))
+        how = f"assumed: runs of two settings disagree on {100 * DISAGREE:.0f} % of the images, half of it by the seed"
+    else:
+        return ""
+    least = noise.reach(level_of(len(others)), POWER)
+    seen = f"a difference in {plan.judged.words} of {least:.1f} points is seen 8 times of 10"
+    return f"With {seeds} seeds and {noise.images:,} validation images, {seen} ({how})."
 
 
 def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compare.py") -> dict[str, Any]:
@@ -122,6 +159,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         if is_finished(run.folder)
     ]
     runs = by_name(rows)
+    images = None if plan.these_images else images_of(runs, plan.judged, out)
     reasons = {
         name: [failed[run.folder.name] for run in plan.runs if run.contender == name and run.folder.name in failed]
         for name in names
@@ -146,7 +184,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
         "failed": failed,
         **({"left_out": trained.left_out, "advice": trained.advice} if trained.left_out else {}),
-        "verdicts": judge(runs, names, plan.judged),
+        "verdicts": judge(runs, names, plan.judged, images=images),
         "troubles": troubles(runs, reasons, names),
         "data": next((read_data(out / row["folder"]).get("warnings", []) for row in rows), []),
     }

@@ -220,6 +220,8 @@ class Plan:
     """What varies beside -modes."""
     budget_min: float | None = None
     """Minutes after which no run is started."""
+    these_images: bool = False
+    """Whether the verdict need not hold for other validation images."""
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
@@ -261,6 +263,8 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
             f"-folds {folds} -seeds {asked.seeds}: with -folds, all runs have the same seed. Leave -seeds out for "
             "seed 0, or give one seed with a comma after it: -seeds 7,"
         )
+    if folds is not None and asked.these_images:
+        raise UserError("-these_images: with -folds every fold has other images; leave one of the two out.")
     modes_text = asked.modes or (None if axes else DEFAULT_MODES)
     refused = SET_PER_RUN | (SET_PER_FOLD if folds else {}) | (SET_BY_MODE if modes_text else {})
     # What varies must not be given for all runs as well: it would win, or be lost.
@@ -323,7 +327,8 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     check_runs(runs)
     notes = dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings))
     remarks = (*notes, *remarks)
-    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, asked.budget_min)
+    limits = asked.budget_min, asked.these_images
+    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, *limits)
 
 
 def _query(

@@ -56,7 +56,8 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     intervals: dict[str, Interval] = {}
     kind = "Lines: mean."
     if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
-        kind = f"Lines: mean and its 95 % interval over the {by}s."
+        where = "" if overlap_of(every) else ", on these images"
+        kind = f"Lines: mean and its 95 % interval over the {by}s{where}."
         for name, of_runs in values.items():
             at = interval([*of_runs.values()], 1, overlap=overlap_of(every))
             low, high = at.low or 0.0, at.high or 0.0

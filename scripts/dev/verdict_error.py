@@ -1,0 +1,207 @@
+"""Error rates of compare.py's verdict: false claims, coverage and power, by simulation and on MNIST.
+
+    python scripts/dev/verdict_error.py -tries 400
+    python scripts/dev/verdict_error.py -mnist DIR -out docs/results/verdict_error.json
+
+Contenders with equal accuracy in the population, each better at other images. Compared: Student's t over seeds, whose
+intervals hold for these images alone; the verdict; Satterthwaite's degrees of freedom alone; a mixed model (variance
+components, normal quantiles); and the pigeonhole bootstrap of seeds and images (Owen 2007). -mnist DIR (idx files):
+networks trained on 600 digits, 40 of each kind; validation images and seeds are drawn anew, all give the truth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.common.differences import interval, level_of, noise_of, over_images, students
+
+POINTS, BOOTSTRAPS, MODELS = 3.0, 200, 40
+"""Power is that for this true difference."""
+KINDS = {
+    "weak": (0.5, 1.0, 0.0),
+    "moderate": (1.0, 1.0, 0.0),
+    "quiet seeds": (1.0, 0.3, 0.0),
+    "frozen features": (1.0, 0.05, 0.0),
+    "runs that shift": (0.5, 0.5, 0.3),
+}
+"""Spread of a contender's logits by image, by image and seed, and by seed."""
+NOISE = 3.0
+"""Spread of the images' own difficulty"""
+TODAY, OURS = "seeds alone", "verdict"
+
+
+class Pair(NamedTuple):
+    ours: np.ndarray
+    """Seeds x images: 100 where right, else 0"""
+    theirs: np.ndarray
+    truth: float = 0.0
+
+
+def intervals(pair: Pair, comparisons: int, rng: np.random.Generator) -> dict[str, tuple[float, float]]:
+    apart, level, noise = pair.ours - pair.theirs, level_of(comparisons), noise_of(pair.ours, pair.theirs)
+    (seeds, images), value = apart.shape, float(apart.mean())
+    variance = max(noise.by_seed + noise.by_image - noise.by_both, noise.by_seed, noise.by_image)
+    doubt = noise.by_seed**2 / (seeds - 1) + noise.by_image**2 / (images - 1)
+    freedom = max(variance**2 / doubt, 1.0) if doubt else 1.0
+    weights = [rng.multinomial(each, np.full(each, 1 / each), BOOTSTRAPS) / each for each in (seeds, images)]
+    drawn = np.quantile(((weights[0] @ apart) * weights[1]).sum(1), [1 - level, level])
+    found = {
+        TODAY: interval(apart.mean(1).tolist(), comparisons, 100 / images),
+        OURS: over_images(value, pair.ours, pair.theirs, comparisons),
+    }
+    reaches = {"Satterthwaite": freedom, "mixed model": 1e6}
+    return {
+        **{name: (one.low or 0.0, one.high or 0.0) for name, one in found.items()},
+        **{
+            name: (value - reach, value + reach)
+            for name, of_freedom in reaches.items()
+            for reach in [students(math.sqrt(variance), of_freedom, level)]
+        },
+        "pigeonhole bootstrap": (float(drawn[0]), float(drawn[1])),
+    }
+
+
+def percents(draws: Iterator[list[Pair]]) -> dict[str, dict[str, float]]:
+    """Of each method: how often the interval of any pair missed the truth, and how often the first pair's missed 0."""
+    rng, missed, claimed = np.random.default_rng(0), dict[str, list[bool]](), dict[str, list[bool]]()
+    for pairs in draws:
+        found = [intervals(pair, len(pairs), rng) for pair in pairs]
+        for name, (low, high) in found[0].items():
+            ends = [each[name] for each in found]
+            wrong = [not one[0] <= pair.truth <= one[1] for one, pair in zip(ends, pairs, strict=True)]
+            missed.setdefault(name, []).append(any(wrong))
+            claimed.setdefault(name, []).append(not low <= 0 <= high)
+    found = {"missed": missed, "claimed": claimed}
+    return {name: {what: 100 * float(np.mean(of[name])) for what, of in found.items()} for name in missed}
+
+
+def simulated(
+    kind: str, images: int, seeds: int, contenders: int, better: float, rng: np.random.Generator
+) -> list[Pair]:
+    """Pairs with the first contender. `better`: added to the logits of the others."""
+    own, noise, shift = KINDS[kind]
+    base, hits = rng.normal(2.2, NOISE, images), list[np.ndarray]()
+    for number in range(contenders):
+        logits = base + rng.normal(0, own, images) + rng.normal(0, shift, (seeds, 1)) + better * (number > 0)
+        hits.append(100.0 * (rng.logistic(size=(seeds, images)) * noise < logits))
+    return [Pair(each, hits[0]) for each in hits[1:]]
+
+
+def simulations(tries: int) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    grid = [*itertools.product(KINDS, (200, 1000), (2, 3, 5, 10), (2,))]
+    grid += [*itertools.product(KINDS, (10_000,), (3,), (2,)), *itertools.product(KINDS, (1000,), (2, 3), (4, 10))]
+    for number, (kind, images, seeds, contenders) in enumerate(grid):
+        own, noise, shift = KINDS[kind]
+        rng, count = np.random.default_rng(number), max(2 * tries // contenders // (1 + images // 4000), 50)
+        logits = rng.normal(2.2, math.hypot(NOISE, own, shift), 400_000) - rng.logistic(size=400_000) * noise
+        better = -float(np.quantile(logits, (logits < 0).mean() - POINTS / 100))
+        sizes = kind, images, seeds, contenders
+        equal = percents(simulated(*sizes, 0.0, rng) for _ in range(count))
+        apart = percents(simulated(*sizes, better, rng) for _ in range(count // 2))
+        rows = {
+            name: {"false claims": found["missed"], "power": apart[name]["claimed"]} for name, found in equal.items()
+        }
+        yield f"{kind}; {images:,} images, {seeds} seeds, {contenders} contenders", rows
+
+
+def folds(images: int, count: int, tries: int) -> dict[str, dict[str, float]]:
+    """Least squares on one half of the features against the other: by symmetry, equal."""
+    rng, claims = np.random.default_rng(0), 0
+    for _ in range(tries):
+        labels = rng.integers(0, 2, images) * 2.0 - 1
+        features = rng.normal(size=(2, images, 10)) + 0.25 * labels[:, None]
+        values = []
+        for fold in range(count):
+            held = np.arange(images) % count == fold
+            fits = [np.linalg.lstsq(each[~held], labels[~held], rcond=None)[0] for each in features]
+            ours, theirs = (
+                ((each[held] @ fit > 0) == (labels[held] > 0)).mean() for each, fit in zip(features, fits, strict=True)
+            )
+            values.append(float(100 * (ours - theirs)))
+        claims += interval(values, 1, 100 * count / images, 1 / (count - 1)).seen
+    return {OURS: {"false claims": 100 * claims / tries}}
+
+
+def train(images: torch.Tensor, labels: torch.Tensor, hidden: int) -> np.ndarray:
+    """MODELS x images of which the first 600 are trained on: 100 where right, on the others. `hidden` 0: linear."""
+    torch.manual_seed(hidden)
+    sizes = [images.shape[1], *([hidden] if hidden else []), 10]
+    weights = [torch.randn(MODELS, a, b) / math.sqrt(a) for a, b in itertools.pairwise(sizes)]
+    optimiser = torch.optim.Adam([each.requires_grad_() for each in weights], lr=3e-3)
+
+    def logits(batch: torch.Tensor) -> torch.Tensor:
+        for each in weights[:-1]:
+            batch = (batch @ each).relu()
+        return batch @ weights[-1]
+
+    for _ in range(20):
+        order = torch.stack([torch.randperm(600) for _ in range(MODELS)])
+        for rows in order.split(60, dim=1):
+            optimiser.zero_grad()
+            loss = torch.nn.functional.cross_entropy(
+                logits(images[rows]).flatten(0, 1), labels[rows].flatten(), reduction="sum"
+            )
+            loss.backward()
+            optimiser.step()
+    with torch.no_grad():
+        return 100.0 * (logits(images[600:]).argmax(-1) == labels[600:]).numpy()
+
+
+def on_mnist(folder: Path, tries: int) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    pixels = np.fromfile(folder / "t10k-images-idx3-ubyte", np.uint8)[16:].reshape(-1, 784)[:5000]
+    images = torch.from_numpy(pixels.astype(np.float32) / 255)
+    labels = torch.from_numpy(np.fromfile(folder / "t10k-labels-idx1-ubyte", np.uint8)[8:5008].astype(np.int64))
+    halves = [images * (torch.arange(784) % 2 == half) for half in (0, 1)]
+    contenders = {
+        "an MLP of 64 against one of 24": (train(images, labels, 64), train(images, labels, 24)),
+        "a linear model of even pixels against odd ones": (train(halves[0], labels, 0), train(halves[1], labels, 0)),
+    }
+    rng = np.random.default_rng(0)
+    for (name, (ours, theirs)), number, seeds in itertools.product(contenders.items(), (200, 1000), (2, 3, 5, 10)):
+
+        def draw(
+            ours: np.ndarray = ours, theirs: np.ndarray = theirs, number: int = number, seeds: int = seeds
+        ) -> list[Pair]:
+            rows, columns = rng.permutation(MODELS)[:seeds], rng.integers(0, ours.shape[1], number)
+            drawn = [each[rows][:, columns] for each in (ours, theirs)]
+            return [Pair(drawn[0], drawn[1], float(ours.mean() - theirs.mean()))]
+
+        found = percents(draw() for _ in range(tries))
+        truth = f"true difference {ours.mean() - theirs.mean():+.2f} points"
+        yield f"MNIST, {name} ({truth}); {number:,} images, {seeds} seeds", found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-tries", type=int, default=1000)
+    parser.add_argument("-mnist", type=Path)
+    parser.add_argument("-out", type=Path)
+    asked, rows = parser.parse_args(), dict[str, Any]()
+    of_folds = (
+        (f"folds; {n:,} images, {f} folds", folds(n, f, asked.tries)) for n, f in ((200, 5), (1000, 5), (1000, 10))
+    )
+    mnist = on_mnist(asked.mnist, asked.tries) if asked.mnist else ()
+    for name, found in itertools.chain(simulations(asked.tries), of_folds, mnist):
+        rows[name] = {
+            method: {what: round(float(value), 1) for what, value in one.items()} for method, one in found.items()
+        }
+        print(
+            f"{name}: " + "; ".join(f"{method} {list(one.values())}" for method, one in rows[name].items()), flush=True
+        )
+    if asked.out:
+        asked.out.write_text(json.dumps({"points": POINTS, "tries": asked.tries, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

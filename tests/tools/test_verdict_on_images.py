@@ -1,0 +1,127 @@
+"""The verdict for other images: its error rate, what each image adds to a metric, and the runs' predictions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.program import Result
+from tools.common.comparison import Judged
+from tools.common.differences import LIKE_THESE, THESE_ALONE, assumed_noise, interval, noise_of, over_images
+from tools.common.per_image import per_image, values_of_images
+from tools.compare.command import main
+from utils.record.history import History
+from utils.record.predictions import PREDICTIONS, read_predictions
+from vitamp.metrics import BALANCED, MACRO_F1, MAP, PLAIN, TOP1
+
+Call = Callable[..., Result]
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 10])
+def test_equal_contenders_that_differ_by_image_are_rarely_told_apart(seeds: int) -> None:
+    """As with frozen features: seeds hardly differ, so Student's t over seeds takes the choice of images for truth."""
+    random, claims, before = np.random.default_rng(seeds), 0, 0
+    for _ in range(300):
+        base = random.normal(2.2, 3, 200)
+        noise = (random.logistic(size=(seeds, 200)) * 0.1 for _ in range(2))
+        ours, theirs = (100.0 * (each < base + random.normal(0, 1, 200)) for each in noise)
+        values = (ours - theirs).mean(1)
+        claims += over_images(float(values.mean()), ours, theirs, 1).seen
+        before += interval(values.tolist(), 1, 100 / 200).seen
+    assert claims <= 0.07 * 300
+    assert before > 2 * claims
+
+
+def test_a_true_difference_is_seen() -> None:
+    random, seen = np.random.default_rng(0), 0
+    for _ in range(100):
+        base = random.normal(2.2, 3, 1000)
+        ours, theirs = (100.0 * (random.logistic(size=(3, 1000)) < base + more) for more in (0.6, 0.0))
+        found = over_images(float((ours - theirs).mean()), ours, theirs, 1)
+        seen += found.seen
+        assert found.holds_for == LIKE_THESE
+    assert seen > 80
+
+
+def test_few_images_that_differ_are_no_certainty() -> None:
+    """4 images that only one of the two has right: an exact test of McNemar says 12 %."""
+    theirs = np.full((1, 200), 100.0)
+    ours = theirs.copy()
+    ours[:, :4] = 0
+    assert not over_images(-2.0, ours, theirs, 1).seen
+    assert over_images(0.0, theirs, theirs, 1).seen is False, "equal runs have no noise, and no difference"
+
+
+def test_more_seeds_or_else_more_images_are_named() -> None:
+    random = np.random.default_rng(0)
+    base = random.normal(2.2, 3, 300)
+    noise = (random.logistic(size=(3, 300)) * 0.05 for _ in range(2))
+    ours, theirs = (100.0 * (each < base + random.normal(0, 1, 300)) for each in noise)
+    found = over_images(1.5, ours, theirs, 1)
+    assert not found.seen
+    assert found.runs_needed is None, "quiet seeds: more of them tell nothing about other images"
+    assert found.images_needed is not None
+    measured = noise_of(ours, theirs)
+    assert measured.planned(3, found.images_needed).reach(0.975, 0.8) < abs(found.value)
+    assert assumed_noise(3, 1000).reach(0.975, 0.8) > assumed_noise(10, 4000).reach(0.975, 0.8)
+
+
+def test_values_of_images_vary_as_the_metric_does() -> None:
+    """Their standard error, against the spread of the metric over samples drawn anew."""
+    random = np.random.default_rng(0)
+    for metric in (TOP1, BALANCED, MACRO_F1, MAP):
+        values, errors = [], []
+        for _ in range(300):
+            labels = random.choice(3, 300, p=[0.6, 0.3, 0.1])
+            guesses = np.where(random.random(300) < 0.7, labels, random.integers(0, 3, 300))
+            columns = {"guess": guesses}
+            if metric is MAP:
+                labels = (random.random((300, 3)) < 0.2).astype(np.int64)
+                columns = {"logits": labels + random.normal(0, 1, (300, 3))}
+            of_images = values_of_images(metric, labels, columns)
+            assert of_images is not None
+            values.append(of_images.mean())
+            errors.append(of_images.std(ddof=1) / np.sqrt(300))
+        assert np.mean(errors) == pytest.approx(np.std(values), rel=0.12), metric.name
+
+
+@pytest.mark.usefixtures("bf16_cpu")
+def test_compare_speaks_of_images_like_these(tiny: Path, tmp_path: Path, in_process: Callable[..., Call]) -> None:
+    out = tmp_path / "out"
+
+    def compare(*words: object, code: int = 0) -> Result:
+        small = ("TRAIN.MAX_UPDATES=4", "REPORT_FREQ=2", "-vary", "lr=1e-3,1e-5", "-output", out)
+        return in_process(main)("-cfg", tiny, *small, *words, code=code)
+
+    said = compare("-seeds", "2").text
+    assert "With 2 seeds and 360 validation images, a difference in accuracy of" in said
+    assert "assumed: runs of two settings disagree on 20 % of the images" in said
+    assert "95 % interval for images like these, 2 seeds" in said
+
+    run = out / "lr-1e-3-0"
+    last = History.of_run(run).of("val")[-1]
+    found = per_image(run, TOP1, PLAIN)
+    assert found is not None
+    assert found.values.mean() == pytest.approx(last["acc1"])
+
+    def holds_for() -> str:
+        return json.loads((out / "compare.json").read_text())["verdicts"][0]["accuracy"]["holds_for"]
+
+    assert holds_for() == LIKE_THESE
+    assert "measured on the finished runs" in compare("-seeds", "3").text
+    said = compare("-seeds", "3", "-these_images").text
+    assert "95 % interval for these images alone, 3 seeds" in said
+    assert holds_for() == THESE_ALONE
+    assert "leave one of the two out" in compare("-folds", "3", "-these_images", code=2).err
+
+    content = bytearray((run / PREDICTIONS).read_bytes())
+    content[-1] ^= 1
+    (run / PREDICTIONS).write_bytes(content)
+    assert read_predictions(run, last["update"]) is None, "damaged"
+    compare("-seeds", "3")
+    assert holds_for() == THESE_ALONE, "as of a run of an earlier version"
+    assert Judged(TOP1, PLAIN).words == "accuracy"

@@ -1,0 +1,160 @@
+"""Noise of a difference between two contenders: over seeds or folds, and over the images too."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+CONFIDENCE = 0.95
+POWER = 0.8
+"""Chance with which so many seeds, as are named, would show a difference of the size that was found."""
+MOST_ROUNDS = 50
+"""Beyond so many seeds or folds it is not said how many would show a difference: nobody trains them."""
+LIKE_THESE, THESE_ALONE = "images like these", "these images alone"
+"""Of which images a difference speaks"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of a contender from the baseline, over pairs of runs with the same seed or fold."""
+
+    value: float
+    low: float | None
+    high: float | None
+    """Ends of the 95 % interval, corrected for the number of comparisons; None with a single pair."""
+    runs: int
+    """Number of pairs."""
+    seen: bool = False
+    """Whether it is larger than the noise."""
+    runs_needed: int | None = None
+    """So many pairs would probably show a difference of this size; None if it is seen, if too many, or of folds."""
+    images_needed: float | None = None
+    """So many times the validation images would, where no number of seeds does."""
+    holds_for: str | None = None
+    """LIKE_THESE or THESE_ALONE; None of speed and memory."""
+
+
+def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, overlap: float = 0.0) -> Difference:
+    """Student's interval of the mean of `values`. `grain`: the resolution of the metric, a lower bound of the noise.
+
+    `overlap`: validation images per training image of folds. Folds share most of their training images, so their
+    values vary too little; Nadeau and Bengio (2003) correct for that by adding this ratio to the variance of the mean.
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Difference(mean, None, None, len(values))
+    # Standard deviation of the difference of two values rounded to the grain.
+    spread = math.hypot(statistics.stdev(values), grain / math.sqrt(6))
+    level = level_of(comparisons)
+    reach = students(spread * math.sqrt(1 / len(values) + overlap), len(values) - 1, level)
+    low, high = mean - reach, mean + reach
+    seen = not low <= 0 <= high
+    more = () if seen or overlap else range(len(values) + 1, MOST_ROUNDS + 1)
+    needed = (n for n in more if students(spread / math.sqrt(n), n - 1, level, POWER) < abs(mean))
+    return Difference(mean, low, high, len(values), seen, next(needed, None))
+
+
+def level_of(comparisons: int) -> float:
+    """Of the quantile at each end of an interval, corrected for the number of comparisons."""
+    return 1 - (1 - CONFIDENCE) / comparisons / 2
+
+
+def students(error: float, freedom: float, *levels: float) -> float:
+    """Student's quantiles of these levels, added up, times the standard error."""
+    from scipy import stats  # a second to import
+
+    return sum(float(stats.t.ppf(level, freedom)) for level in levels) * error
+
+
+class Noise(NamedTuple):
+    """Variance of a mean difference by its causes: two-way random effects, seeds crossed with images."""
+
+    seeds: int
+    images: int
+    by_seed: float
+    """Of the means of seeds; it has `by_both` in it"""
+    by_image: float
+    """Of the means of images; it has `by_both` in it, too"""
+    by_both: float
+    """Of what neither a seed nor an image explains alone"""
+    freedom: float
+    """Degrees of freedom of `by_seed`"""
+
+    def reach(self, *levels: float) -> float:
+        """Half the width of the interval: the larger of two, since few seeds estimate their variance badly.
+
+        Satterthwaite's degrees of freedom alone claim too much where whole runs shift and the seeds happen to agree.
+        The other sums the squares of two reaches: of images, and of what seeds shift beyond the noise of single images.
+        """
+        shift = max(self.by_seed - self.by_both, 0.0)
+        variance = max(self.by_image + shift, self.by_seed)
+        of_seeds = self.by_seed**2 / self.freedom if self.freedom else 0.0
+        doubt = of_seeds + self.by_image**2 / (self.images - 1)
+        freedom = max(variance**2 / doubt, 1.0) if doubt else 1.0
+        of_images = students(math.sqrt(max(self.by_image, self.by_both)), self.images - 1, *levels)
+        of_shift = students(math.sqrt(shift), self.freedom, *levels) if shift else 0.0
+        return max(students(math.sqrt(variance), freedom, *levels), math.hypot(of_images, of_shift))
+
+    def planned(self, seeds: int, times_images: float = 1.0) -> Noise:
+        """That of as many seeds, and so many times the images."""
+        shift, both = max(self.by_seed - self.by_both, 0.0) * self.seeds, self.by_both * self.seeds / times_images
+        of_images = max(self.by_image - self.by_both, 0.0) / times_images
+        by_seed, by_image = (shift + both) / seeds, of_images + both / seeds
+        images = round(self.images * times_images)
+        return Noise(seeds, images, by_seed, by_image, both / seeds, float(seeds - 1))
+
+
+def noise_of(ours: np.ndarray, theirs: np.ndarray) -> Noise:
+    """`ours`, `theirs`: seeds x images, what each adds to the mean of the metric."""
+    apart = ours - theirs
+    seeds, images = apart.shape
+    # Two made-up images, one for each side, as Bonett and Price (2012) do: few images that differ are no certainty.
+    most = np.full((seeds, 1), np.abs(apart).max())
+    columns = np.hstack((apart, most, -most)).mean(0)
+    by_image = float(columns.var(ddof=1)) / images
+    if seeds == 1:
+        return Noise(1, images, 0.0, by_image, 0.0, 0.0)
+    rows = apart.mean(1, keepdims=True)
+    rest = apart - rows - apart.mean(0) + apart.mean()
+    by_both = float((rest**2).sum()) / (seeds - 1) / (images - 1) / seeds / images
+    by_seed, freedom = float(rows.var(ddof=1)) / seeds, seeds - 1.0
+    if seeds == 2:
+        # Two seeds can agree by chance. The spread of each contender's own two runs says more (Welch).
+        own = [float(each.mean(1).var(ddof=1)) / seeds for each in (ours, theirs)]
+        by_seed = max(by_seed, sum(own))
+        freedom = sum(own) ** 2 / (own[0] ** 2 + own[1] ** 2) if any(own) else freedom
+    return Noise(seeds, images, by_seed, by_image, by_both, freedom)
+
+
+def over_images(value: float, ours: np.ndarray, theirs: np.ndarray, comparisons: int) -> Difference:
+    """The interval of a difference for other seeds and other images: see `noise_of`. `value`: the difference itself."""
+    noise, level = noise_of(ours, theirs), level_of(comparisons)
+    reach = noise.reach(level)
+    low, high = value - reach, value + reach
+    found = Difference(value, low, high, noise.seeds, not low <= 0 <= high, holds_for=LIKE_THESE)
+    if found.seen or noise.seeds == 1:
+        return found
+    for seeds in range(noise.seeds + 1, MOST_ROUNDS + 1):
+        if noise.planned(seeds).reach(level, POWER) < abs(value):
+            return replace(found, runs_needed=seeds)
+    times = (
+        times for times in range(2, MOST_ROUNDS) if noise.planned(noise.seeds, times).reach(level, POWER) < abs(value)
+    )
+    return replace(found, images_needed=next(times, None))
+
+
+DISAGREE, BY_SEED = 0.2, 0.5
+"""Assumed before anything is measured: fraction of images on which runs of two contenders disagree about right or
+wrong, and how much of that another seed would change."""
+
+
+def assumed_noise(seeds: int, images: int) -> Noise:
+    """Of the difference of two accuracies in percent."""
+    of_one = 100**2 * DISAGREE / images
+    both = of_one * BY_SEED / seeds
+    return Noise(seeds, images, both, of_one * (1 - BY_SEED) + both, both, max(seeds - 1.0, 1.0))

@@ -1,0 +1,46 @@
+"""predictions.safetensors: what a run's last validation predicted for each image, beside metrics.jsonl."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from vitamp.files import read_regular, write_atomically
+
+PREDICTIONS = "predictions.safetensors"
+UPDATE, DIGEST = "update", "sha256"
+
+
+def write_predictions(folder: Path, update: int, table: Mapping[str, np.ndarray]) -> None:
+    """`update`: after which the run was validated. `table`: a row per image, with `names` (hashes of them), `labels`.
+
+    Raises OSError.
+    """
+    rows = {**{name: np.ascontiguousarray(column) for name, column in table.items()}, UPDATE: np.array([update])}
+    write_atomically(folder / PREDICTIONS, save({**rows, DIGEST: _digest(rows)}))
+
+
+def read_predictions(folder: Path, update: int) -> dict[str, np.ndarray] | None:
+    """The table; None if it is missing, damaged, or of another update."""
+    try:
+        rows = load(read_regular(folder / PREDICTIONS))
+    except (OSError, SafetensorError):
+        return None
+    digest = rows.pop(DIGEST, None)
+    if digest is None or not np.array_equal(digest, _digest(rows)) or rows.pop(UPDATE).tolist() != [update]:
+        return None
+    return rows
+
+
+def _digest(rows: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Of all values in the file."""
+    digest = hashlib.sha256()
+    for name in sorted(rows):
+        digest.update(f"{name} {rows[name].dtype} {rows[name].shape} ".encode())
+        digest.update(rows[name].tobytes())
+    return np.frombuffer(digest.digest(), np.uint8)

@@ -444,6 +444,14 @@ def test_copies_of_test_images_are_found_in_each_other_split(check: Check, tree:
     assert "match no image" not in done.err, "a line may name a test image"
 
 
+def test_class_names_that_differ_by_case_alone_are_named(check: Check, tree: Path) -> None:
+    for split in ("train", "val"):
+        save_image(tree / split / "Ant" / "9.jpg", 900 + len(split))
+    done, _ = check(tree, "-num_classes", 4)
+    assert "classes whose names differ only in capital letters" in done.err
+    assert "Ant and ant. If they are one class" in done.err
+
+
 def test_nearly_equal_images_of_two_classes_are_defects(check: Check, tmp_path: Path) -> None:
     for number in range(8):
         for split in ("train", "val"):

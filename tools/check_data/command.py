@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     import torch
 
-    from datasets import auto_workers, open_dataset, open_test, warn_of_splits
-    from datasets.labels import ANY_LABEL
+    from datasets import auto_workers, open_dataset, open_test, source_of, warn_of_splits
+    from datasets.labels import ANY_LABEL, warn_alike_names
     from datasets.sources.split import TooFewToSplit
     from tools.check_data import findings as report
 
@@ -70,6 +70,8 @@ def main(argv: list[str]) -> int:
     if (test := open_test(data)) is not None:
         samples["test"] = test
     warn_of_splits(data, samples["training"], samples.get("validation"))
+    if (training := samples["training"]) is not None:
+        warn_alike_names(training.classes or (), source_of(data))
     workers = auto_workers(given=data.NUM_WORKERS)
     splits = []
     for title, found in samples.items():

@@ -72,7 +72,7 @@ class Stream:
 
     copying = False
     """Whether tensors are made on a stream beside the one that computes."""
-    coming: weakref.WeakSet[Piece] = weakref.WeakSet()
+    coming: ClassVar[weakref.WeakSet[Piece]] = weakref.WeakSet()
     """Pieces of memory that such a stream has still to write."""
     leaving: ClassVar[list[Callable[[], Any]]] = []
     """Copies to the host that were not waited for."""
@@ -208,7 +208,7 @@ def install() -> None:
     torch.cuda.set_per_process_memory_fraction = lambda fraction, *_: setattr(memory, "fraction", fraction)
     torch.cuda.Stream = torch.cuda.Event = torch.Event = Stream
     torch.cuda.stream, torch.Generator = on_stream, HostGenerator
-    Tensor.pin_memory = lambda self, device=None: self  # also in the loader's thread, where the mode is off
+    Tensor.pin_memory = lambda self, device=None: self  # noqa: ARG005 - also in the loader's thread, without the mode
     for owner, name in ((torch.autocast, "__init__"), (torch, "is_autocast_enabled"), (torch, "get_autocast_dtype")):
         setattr(owner, name, as_on_cpu(getattr(owner, name)))
 

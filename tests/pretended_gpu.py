@@ -141,7 +141,7 @@ class OnGpu(Tensor):
         args, kwargs = tree_map_only(OnGpu, lambda one: one.host, (args, kwargs or {}))
         if name == "aten::copy_" and type(given[0]) is not OnGpu and args[2:] == (True,):  # non_blocking
             Stream.leaving.append(partial(func, args[0], args[1].clone()))
-            return given[0]
+            return given[0].zero_()
         result = func(*args, **kwargs)
         known = {id(one.host if isinstance(one, OnGpu) else one): one for one in given}
         return tree_map_only(Tensor, lambda one: known[id(one)] if id(one) in known else OnGpu(one), result)

@@ -141,7 +141,7 @@ class OnGpu(Tensor):
         args, kwargs = tree_map_only(OnGpu, lambda one: one.host, (args, kwargs or {}))
         if name == "aten::copy_" and type(given[0]) is not OnGpu and args[2:] == (True,):  # non_blocking
             Stream.leaving.append(partial(func, args[0], args[1].clone()))
-            return given[0]
+            return given[0].zero_()
         result = func(*args, **kwargs)
         known = {id(one.host if isinstance(one, OnGpu) else one): one for one in given}
         return tree_map_only(Tensor, lambda one: known[id(one)] if id(one) in known else OnGpu(one), result)
@@ -208,7 +208,7 @@ def install() -> None:
     torch.cuda.set_per_process_memory_fraction = lambda fraction, *_: setattr(memory, "fraction", fraction)
     torch.cuda.Stream = torch.cuda.Event = torch.Event = Stream
     torch.cuda.stream, torch.Generator = on_stream, HostGenerator
-    Tensor.pin_memory = lambda self, *_, **__: self  # also in the loader's thread, where the mode is off
+    Tensor.pin_memory = lambda self, device=None: self  # noqa: ARG005 - also in the loader's thread, without the mode
     for owner, name in ((torch.autocast, "__init__"), (torch, "is_autocast_enabled"), (torch, "get_autocast_dtype")):
         setattr(owner, name, as_on_cpu(getattr(owner, name)))
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.program import Result, Vitamp, last_weights, metrics
-from tests.waiting import free_port
 
 FEW = ("DATA.BATCH_SIZE=64", "TRAIN.MAX_UPDATES=3", "DATA.BATCH_SIZE_EVAL=360", "REPORT_FREQ=1")
 DEEP = ("MODEL.EMBED_DIM=64", "MODEL.PATCH_SIZE=2", "DATA.BATCH_SIZE_EVAL=8", "TRAIN.MAX_UPDATES=2")
@@ -33,7 +32,9 @@ def on_gpu(vitamp: Vitamp, tiny: Path) -> OnGpu:
 
 
 def losses(run: Path) -> list[float]:
-    return [line["loss"] for event in ("train", "val") for line in metrics(run, event)]
+    """Those of training and validation, and the learning rates."""
+    rates = [1000 * line["lr"] for line in metrics(run, "train")]
+    return [line["loss"] for event in ("train", "val") for line in metrics(run, event)] + rates
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,8 @@ def test_gpu_trains_as_the_cpu_does(
     assert "cuda: Pretended GPU, 8 GiB, compute capability 9.0, CUDA " in run.out
     assert shown in run.out
     assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=2e-3)
-    assert len(losses(tmp_path / "gpu")) >= 4
+    assert "was skipped" not in run.out
+    assert len(losses(tmp_path / "gpu")) >= 7
 
 
 def test_loader_copies_images_by_a_stream(
@@ -124,17 +126,14 @@ def test_batch_is_found_that_fits(on_gpu: OnGpu, tmp_path: Path) -> None:
         run = on_gpu(*words, PRETENDED_MIB=mib)
         found = re.search(r"DATA.BATCH_SIZE auto: (\d+) fits \(([\d.]+) MiB of ([\d.]+) MiB\)", run.out)
         assert found, run.out
-        assert float(found[2]) <= 0.95 * float(found[3])
+        assert 0.8 < float(found[2]) / float(found[3]) <= 0.95
         sizes.append(int(found[1]))
     assert 8 <= sizes[0] < sizes[1]
 
 
 def test_dry_run_and_number_of_gpus(on_gpu: OnGpu, vitamp: Vitamp, tiny: Path) -> None:
-    assert re.search(r"of 8\.0 GiB|8\.6 GB|8\.0 GiB", on_gpu("-dry_run", *FP16).out)
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    joined = on_gpu("-dry_run", "-backend", "gloo", script="main_multi_gpu.py", **alone)
-    assert "Pretended GPU" in joined.out
+    assert re.search(r"memory +\S+ KiB of 8\.0 GiB at the peak", on_gpu("-dry_run", *FP16).out)
     multi = "main_multi_gpu.py"
     assert "-ngpus 2: only 1 GPU(s) are visible" in on_gpu("-ngpus", 2, script=multi, code=2).err
-    none = vitamp("-cfg", tiny, "-device", "cuda", script=multi, env={"CUDA_VISIBLE_DEVICES": ""}, code=2)
-    assert "sees no GPU here (CUDA_VISIBLE_DEVICES is '')" in none.err
+    none = vitamp("-cfg", tiny, "-device", "cuda", "-ngpus", 2, script=multi, env={"CUDA_VISIBLE_DEVICES": ""}, code=2)
+    assert none.text.count("sees no GPU here (CUDA_VISIBLE_DEVICES is '')") == 1

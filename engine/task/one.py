@@ -96,7 +96,7 @@ class _Accuracy(Tally):
         labelled.index_add_(0, batch.labels, real.to(right.dtype))
         predicted.index_add_(0, guesses, real.to(right.dtype))
         answers = (2 * guesses + five).where(real, 0).to(self._answers.dtype)
-        self._answers.index_add_(0, batch.indices.clamp(min=0), answers)
+        self._answers.index_add_(0, batch.indices.clamp(0, self._samples - 1), answers)
 
     def metrics(self, world: World) -> ValidationMeans:
         loss, top1, top5, counted = sum_over_ranks(self._sums, world).tolist()

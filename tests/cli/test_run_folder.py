@@ -57,7 +57,16 @@ def test_run_folder_has_all_files(finished: tuple[Path, Result]) -> None:
         for update in (44, 88)
         for name in ("model.safetensors", "ema.safetensors", "state.pt", "meta.json")
     }
-    plain = {".lock", "config.yaml", "log.txt", "ranks/0.log", "metrics.jsonl", "curves.png", "run.json"}
+    plain = {
+        ".lock",
+        "config.yaml",
+        "log.txt",
+        "ranks/0.log",
+        "metrics.jsonl",
+        "curves.png",
+        "run.json",
+        "predictions.safetensors",
+    }
     assert made - boards == plain | checkpoints | {"checkpoints/index.json"}
 
 

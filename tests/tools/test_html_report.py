@@ -432,7 +432,7 @@ def copied(run: Path, name: str, top1: float, *changes: str) -> Path:
     """A copy of the run with another result, and 'BEFORE -> AFTER' in its config.yaml."""
     copy = run.with_name(name)
     shutil.copytree(run, copy, dirs_exist_ok=True)
-    (copy / PREDICTIONS).unlink()  # of the run's own result
+    (copy / PREDICTIONS).unlink(missing_ok=True)  # of the run's own result
     text = (copy / "config.yaml").read_text(encoding="utf-8")
     for before, after in (change.split(" -> ") for change in changes):
         text, changed = re.subn(rf"(?m)^( *){before}$", rf"\g<1>{after}", text)

@@ -41,15 +41,20 @@ ADDED = 1
 """Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
 MOST_SINGLE = 0.1
 """Fraction of classes with a single image, above which too many others may have none for an interval"""
-FEW_CLASSES, FEWEST = 20, 5
-"""In the mean of so few classes, one with fewer images than that, or with none, has too much weight for an interval"""
+FEWEST_OF_TWO = 4
+"""Of two classes, one with fewer images has too much weight for an interval of their mean"""
 WIDEST = 60
 """Percentage points; an interval of macro F1 that is wider says nothing"""
 
 
+def too_few(images: np.ndarray) -> bool:
+    """Whether one of two classes has too few images for an interval of their mean. `images`: of each class."""
+    return len(images) == 2 and int(images.min()) < FEWEST_OF_TWO
+
+
 def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
     images = np.bincount(labels, minlength=classes)
-    if classes <= FEW_CLASSES and images.min() < FEWEST:
+    if too_few(images):
         return None
     present = images > 0
     images, right = images[present], np.bincount(labels[labels == guesses], minlength=classes)[present]
@@ -62,7 +67,7 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> 
     """The influence of an image depends on its class and on whether, or for which class, it is mistaken."""
     hit = labels == guesses
     images, right = np.bincount(labels, minlength=classes), np.bincount(labels[hit], minlength=classes)
-    if classes <= FEW_CLASSES and images.min() < FEWEST:
+    if too_few(images):
         return None
     of_either = images + np.bincount(guesses, minlength=classes)
     counted = int((of_either > 0).sum())

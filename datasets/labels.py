@@ -93,7 +93,7 @@ def warn_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str
 def warn_alike_names(classes: Sequence[object], owner: str) -> None:
     """Warn of classes, as a rule one, whose names differ only in capital letters or in how accents are encoded."""
     alike: dict[str, list[str]] = defaultdict(list)
-    for name in map(str, classes):
+    for name in dict.fromkeys(map(str, classes)):  # ImageNet has two classes named crane
         normal = unicodedata.normalize("NFKC", name)
         # Two encodings of an accent look the same, so the characters of the other one are shown.
         alike[normal.casefold()].append(name if name == normal else ascii(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -101,7 +102,8 @@ def tree(tmp_path: Path) -> Path:
     os.mkfifo(folder / "pipe.png")
     (folder / "endless.png").symlink_to("/dev/zero")
     with socket.socket(socket.AF_UNIX) as one:
-        one.bind(os.path.relpath(folder / "socket.png"))  # a socket's path has room for 107 bytes
+        with contextlib.chdir(folder):  # a socket's path has room for 107 bytes
+            one.bind("socket.png")
     return tmp_path / "tree"
 
 

@@ -101,9 +101,8 @@ def tree(tmp_path: Path) -> Path:
     folder = tmp_path / "tree" / "train" / "class_0"
     os.mkfifo(folder / "pipe.png")
     (folder / "endless.png").symlink_to("/dev/zero")
-    with socket.socket(socket.AF_UNIX) as one:
-        with contextlib.chdir(folder):  # a socket's path has room for 107 bytes
-            one.bind("socket.png")
+    with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(folder):  # a socket's path has room for 107 bytes
+        one.bind("socket.png")
     return tmp_path / "tree"
 
 

@@ -66,7 +66,7 @@ def test_every_level_learns_and_is_saved(train: Train, words: list[str], name: s
 def _on_a_cpu(name: str, words: list[str]) -> tuple[str, list[str]]:
     """There `-amp` is bf16, and nothing is TF32."""
     named = any("=" in word for word in words) or name in ("fp16", "fp32", "fp8")
-    return ("fp32" if name == "tf32" else name), words if named else [*words, f"AMP.DTYPE={name.split()[-1]}"]
+    return ("fp32" if name == "tf32" else name), words if named else [*words, f"AMP.DTYPE={name.split('-')[-1]}"]
 
 
 def test_what_half_precision_loses_is_its_digits(train: Train) -> None:

@@ -4,45 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from datasets import data_identity, identity_of
+from engine.amp.health import Health
+from engine.checkpoint.meta import progress_meta, weights_meta
 from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import estimate_seconds
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import PredictionsFile, on_device, validate
-from engine.inputs.batches import input_of
 from engine.machine.device import Run, global_batch
 from engine.machine.stopping import Deadline, Stopped, Stopping, signals
-from engine.measure.meters import MOST_SKIPS, NEVER, Best, Position, Reading, seconds_of
+from engine.measure.meters import MOST_SKIPS, NEVER, Best, Reading, seconds_of
 from engine.measure.throughput import Bottleneck, Throughput, find_bottleneck
 from engine.report.curves import Curves, title_of
 from engine.report.outcome import mark_of_best
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, setting_of
 from engine.task.base import Metrics
-from engine.update import TrainState, train_update
-from models.build import timm_call
-from models.parts import frozen_weights
-from utils.config import config_hash
-from utils.config.keys import values_to_keep
-from utils.config.schema import AmpConfig
-from utils.distributed.world import World, all_gather, broadcast, broadcast_buffers
+from engine.update import train_update
+from utils.distributed.world import all_gather, broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
-from utils.text import redacted_values
-from vitamp.checkpoints import CHECKPOINTS, LORA, folder_name, read_index
+from vitamp.checkpoints import CHECKPOINTS, folder_name
 from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
-from vitamp.registry import own_named
 
 if TYPE_CHECKING:
     from datasets import Window
     from engine.amp.op_lists import OpLists
-    from engine.amp.overflow import Blame
 
 
 class Trainer:
@@ -304,21 +296,7 @@ class Trainer:
         self._saved_at = position.update, position.validated
         self.reporter.flush()
         metrics = self._last_metrics if position.validated == position.update else {}
-        thresholds = {which.name: list(means.thresholds) for which, means in metrics.items() if means.thresholds}
-        ended = finished_epoch or (0 if position.step else position.epoch - 1)  # 0 also before the first epoch
-        meta = {
-            "epoch": ended or position.epoch,
-            "epoch_finished": ended > 0,
-            "update": position.update,
-            "metrics": {
-                f"{which.prefix}{name}": value
-                for which, means in metrics.items()
-                for name, value in means.fields().items()
-            },
-            "best": self.best.record(),
-            **({"thresholds": thresholds} if thresholds else {}),
-            **self._meta,
-        }
+        meta = progress_meta(position, finished_epoch, metrics, self.best) | self._meta
         snapshot = snapshot_of(parts, position, self.best, global_batch(self.config, self.world), meters, meta)
         self._saver.save(replace(snapshot, paused_at=began))
 
@@ -345,142 +323,3 @@ class Trainer:
 
     def best_words(self, before: str = "") -> str:
         return before + self.best.words() if self.best.figure is not None else ""
-
-
-def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
-    """What a checkpoint's meta.json says of its weights: all settings, classes, input preprocessing."""
-    config, data = run.config, run.config.DATA
-    own_code = {}
-    if config.USE:
-        from utils.own_code import FIELD, noted_files
-
-        own_code = {FIELD: noted_files()}
-    call = None  # of timm.create_model that builds this model, if timm alone can
-    if not (config.MODEL.MAE_PRETRAIN or (config.USE and own_named("model", config.MODEL.NAME.strip()) is not None)):
-        name, arguments = timm_call(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-        call = {"name": name, "arguments": arguments}
-    return {
-        "config_hash": config_hash(config),
-        "batch": {
-            "per_process": data.BATCH_SIZE,
-            "accumulated": config.TRAIN.ACCUM_ITER,
-            "processes": run.world.size,
-            "asked": run.asked.get("TRAIN.ACCUM_ITER", config.TRAIN.ACCUM_ITER),
-        },
-        "choices": ready.choices,
-        "samples": identity_of(ready.train_set, ready.train_loader.order),
-        "val_data": data_identity(ready.val_set),
-        "settings": redacted_values(values_to_keep(config)),
-        **own_code,
-        "model": config.MODEL.NAME,
-        "classes": ready.train_set.classes,
-        "num_classes": config.MODEL.NUM_CLASSES,
-        **({"frozen": frozen} if (frozen := frozen_weights(ready.model)) else {}),
-        **({LORA: ready.adapters} if ready.adapters else {}),
-        "input": input_of(data),
-        "timm": call,
-    }
-
-
-TIMES_TO_BLAME = 2
-"""A module that is blamed this often moves to fp32 (AMP.AUTO_FP32)."""
-
-
-@dataclass
-class Health:
-    """Watches for NaN, and where the loss is scaled for skipped updates."""
-
-    amp: AmpConfig
-    parts: TrainState
-    world: World
-    reporter: Reporter
-    op_lists: OpLists | None = None
-    """AMP's lists, until the operators in them that the model never calls are reported."""
-    _last: Blame | None = None
-
-    def report(self, position: Position, together: bool) -> None:
-        """Report what was found since the last call. `together`: all ranks call it now, since any may have found one.
-
-        One process reports skips at once; several ranks only when all of them call it.
-        """
-        if self.op_lists is not None and not together:  # after an update: the model has been computed
-            self.op_lists.warn_uncalled()
-            self.op_lists = None
-        if not self.parts.precision.scaler.is_enabled() or (self.world.size > 1 and not together):
-            return
-        from engine.amp.overflow import OverflowWatch
-
-        if (watch := self.parts.callback(OverflowWatch)) is None:
-            return
-        clearest: dict[int, Blame] = {}  # one report per update; of several ranks', the one that found the operation
-        for blame in all_gather(watch.take(), self.world):
-            if blame.update not in clearest or (blame.operation and not clearest[blame.update].operation):
-                clearest[blame.update] = blame
-        for _, blame in sorted(clearest.items()):
-            log.info("%s", blame.words())
-            report_skip(self.reporter, position, blame)
-            self._last = blame
-            # A backward overflow counts only at the smallest loss scale; a forward one does not depend on it.
-            counts = blame.is_forward or blame.scale <= 1
-            if not (self.amp.AUTO_FP32 and counts and self._is_in_model(blame)):
-                continue
-            blamed, module = watch.skips.blamed, blame.module
-            blamed[module] = blamed.get(module, 0) + 1
-            if blamed[module] == TIMES_TO_BLAME:
-                self.parts.force_fp32([module])
-                watch.begin_anew()
-                self.parts.meters.forget_skips()
-                log.info(
-                    "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", module, TIMES_TO_BLAME
-                )
-
-    def _is_in_model(self, blame: Blame) -> bool:
-        return blame.module != "" and blame.module in dict(self.parts.model.named_modules())
-
-    def too_many_skips(self, reading: Reading, update: int) -> AllRanksError | None:
-        """The error that ends the run, if too many updates in a row were skipped, up to `update`."""
-        if reading.skipped_in_a_row < MOST_SKIPS:
-            return None
-        blame, advice = self._last, "Use bf16, or lower TRAIN.BASE_LR"
-        if not self.amp.USE_DYNAMIC_LOSS_SCALING:
-            advice = "The scale is fixed (AMP.USE_DYNAMIC_LOSS_SCALING false): set a smaller AMP.INIT_LOSS_SCALING"
-        elif blame is not None and blame.module.startswith("teacher."):
-            advice = "The teacher overflows, whatever the loss scale: use bf16, or another TRAIN.TEACHER_MODEL"
-        elif self.amp.LEVEL not in ("NAIVE", "O3") and self.parts.sharding is None and not self.amp.AUTO_FP32:
-            # It may be switched on.
-            advice += "; AMP.AUTO_FP32=true moves modules that overflow to fp32"
-            if blame is not None and blame.is_forward and self._is_in_model(blame):
-                keep = f"AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true"
-                advice = f"Keep that module in fp32 ({keep}), or use bf16"
-        last = f" The last that was replayed to find the overflow: {blame.words()}." if blame else ""
-        return AllRanksError(
-            f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update}; the loss scale is "
-            f"{reading.scale:g}.{last} The weights from before these updates are saved. {advice}."
-        )
-
-    def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
-        """Raise AllRanksError for the gradient that was NaN: without loss scaling, no bad update is skipped."""
-        update = reading.first_bad
-        since = position.update - update  # in the same epoch: the device is read at the end of each
-        rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - since - 1)
-        last = read_index(folder / CHECKPOINTS)["last"]
-        amp = "; or use -amp off to see whether the precision is the cause" * (self.parts.precision.level != "O0")
-        raise AllRanksError(
-            f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
-            f"{position.step - since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
-            f"lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, or TRAIN.GRAD_CLIP=1.0{amp}. "
-            + (
-                f"The last checkpoint is {last}; resume from it with -resume."
-                if last
-                else "There is no checkpoint yet."
-            )
-        )
-
-
-def report_skip(reporter: Reporter, position: Position, blame: Blame) -> None:
-    """Write the line of a skipped update in its own epoch; a GPU may report it only in the next one."""
-    before = blame.update <= position.update - position.step
-    fields = {"update": blame.update, "samples": list(blame.sample_indices), **vars(blame)}
-    perf = {"noticed_at": fields.pop("noticed_at")}
-    del fields["sample_indices"]
-    reporter.event("skip", replace(position, epoch=position.epoch - before), perf, **fields)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.amp.health import Health
 from engine.amp.low_precision import forced_modules
 from engine.amp.overflow import Blame, OverflowWatch
 from engine.measure.meters import Position, TrainMeters
 from engine.task.one import OneLabel
-from engine.trainer import Health
 from tests.engine.small import CPU, FP16, build
 from tests.program import Vitamp, metrics
 from utils.distributed.world import ALONE

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from engine.amp.health import report_skip
 from engine.amp.overflow import Blame
 from engine.measure import throughput
 from engine.measure.meters import Position, Reading, clock, seconds_of
 from engine.measure.throughput import Perf, Throughput
 from engine.report.reporter import Reporter
 from engine.task.one import Means
-from engine.trainer import report_skip
 from tests.engine.small import CPU
 from utils.config import Config
 from utils.distributed.world import BY_HAND, SLURM, World

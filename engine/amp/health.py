@@ -1,0 +1,123 @@
+"""Watches a training for NaN and for skipped updates: reports them, and ends a run that no longer learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.measure.meters import MOST_SKIPS, Position, Reading
+from engine.report.reporter import Reporter
+from engine.update import TrainState
+from utils.config.schema import AmpConfig
+from utils.distributed.world import World, all_gather
+from utils.errors import AllRanksError
+from utils.log import log
+from vitamp.checkpoints import CHECKPOINTS, read_index
+
+if TYPE_CHECKING:
+    from engine.amp.op_lists import OpLists
+    from engine.amp.overflow import Blame
+
+TIMES_TO_BLAME = 2
+"""A module that is blamed this often moves to fp32 (AMP.AUTO_FP32)."""
+
+
+@dataclass
+class Health:
+    """Watches for NaN, and where the loss is scaled for skipped updates."""
+
+    amp: AmpConfig
+    parts: TrainState
+    world: World
+    reporter: Reporter
+    op_lists: OpLists | None = None
+    """AMP's lists, until the operators in them that the model never calls are reported."""
+    _last: Blame | None = None
+
+    def report(self, position: Position, together: bool) -> None:
+        """Report what was found since the last call. `together`: all ranks call it now, since any may have found one.
+
+        One process reports skips at once; several ranks only when all of them call it.
+        """
+        if self.op_lists is not None and not together:  # after an update: the model has been computed
+            self.op_lists.warn_uncalled()
+            self.op_lists = None
+        if not self.parts.precision.scaler.is_enabled() or (self.world.size > 1 and not together):
+            return
+        from engine.amp.overflow import OverflowWatch
+
+        if (watch := self.parts.callback(OverflowWatch)) is None:
+            return
+        clearest: dict[int, Blame] = {}  # one report per update; of several ranks', the one that found the operation
+        for blame in all_gather(watch.take(), self.world):
+            if blame.update not in clearest or (blame.operation and not clearest[blame.update].operation):
+                clearest[blame.update] = blame
+        for _, blame in sorted(clearest.items()):
+            log.info("%s", blame.words())
+            report_skip(self.reporter, position, blame)
+            self._last = blame
+            # A backward overflow counts only at the smallest loss scale; a forward one does not depend on it.
+            counts = blame.is_forward or blame.scale <= 1
+            if not (self.amp.AUTO_FP32 and counts and self._is_in_model(blame)):
+                continue
+            blamed, module = watch.skips.blamed, blame.module
+            blamed[module] = blamed.get(module, 0) + 1
+            if blamed[module] == TIMES_TO_BLAME:
+                self.parts.force_fp32([module])
+                watch.begin_anew()
+                self.parts.meters.forget_skips()
+                log.info(
+                    "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", module, TIMES_TO_BLAME
+                )
+
+    def _is_in_model(self, blame: Blame) -> bool:
+        return blame.module != "" and blame.module in dict(self.parts.model.named_modules())
+
+    def too_many_skips(self, reading: Reading, update: int) -> AllRanksError | None:
+        """The error that ends the run, if too many updates in a row were skipped, up to `update`."""
+        if reading.skipped_in_a_row < MOST_SKIPS:
+            return None
+        blame, advice = self._last, "Use bf16, or lower TRAIN.BASE_LR"
+        if not self.amp.USE_DYNAMIC_LOSS_SCALING:
+            advice = "The scale is fixed (AMP.USE_DYNAMIC_LOSS_SCALING false): set a smaller AMP.INIT_LOSS_SCALING"
+        elif blame is not None and blame.module.startswith("teacher."):
+            advice = "The teacher overflows, whatever the loss scale: use bf16, or another TRAIN.TEACHER_MODEL"
+        elif self.amp.LEVEL not in ("NAIVE", "O3") and self.parts.sharding is None and not self.amp.AUTO_FP32:
+            # It may be switched on.
+            advice += "; AMP.AUTO_FP32=true moves modules that overflow to fp32"
+            if blame is not None and blame.is_forward and self._is_in_model(blame):
+                keep = f"AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true"
+                advice = f"Keep that module in fp32 ({keep}), or use bf16"
+        last = f" The last that was replayed to find the overflow: {blame.words()}." if blame else ""
+        return AllRanksError(
+            f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update}; the loss scale is "
+            f"{reading.scale:g}.{last} The weights from before these updates are saved. {advice}."
+        )
+
+    def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
+        """Raise AllRanksError for the gradient that was NaN: without loss scaling, no bad update is skipped."""
+        update = reading.first_bad
+        since = position.update - update  # in the same epoch: the device is read at the end of each
+        rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - since - 1)
+        last = read_index(folder / CHECKPOINTS)["last"]
+        amp = "; or use -amp off to see whether the precision is the cause" * (self.parts.precision.level != "O0")
+        raise AllRanksError(
+            f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
+            f"{position.step - since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
+            f"lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, or TRAIN.GRAD_CLIP=1.0{amp}. "
+            + (
+                f"The last checkpoint is {last}; resume from it with -resume."
+                if last
+                else "There is no checkpoint yet."
+            )
+        )
+
+
+def report_skip(reporter: Reporter, position: Position, blame: Blame) -> None:
+    """Write the line of a skipped update in its own epoch; a GPU may report it only in the next one."""
+    before = blame.update <= position.update - position.step
+    fields = {"update": blame.update, "samples": list(blame.sample_indices), **vars(blame)}
+    perf = {"noticed_at": fields.pop("noticed_at")}
+    del fields["sample_indices"]
+    reporter.event("skip", replace(position, epoch=position.epoch - before), perf, **fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -13,12 +13,18 @@ import timm
 import torch
 from timm.layers.patch_dropout import PatchDropout
 from timm.models import PretrainedCfg
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from models.parts import count_parameters, pretrained_cfg
-from models.refusals import divisible_sizes, geometry_problems, shortcut_problems, unchangeable, unknown_name
+from models.refusals import (
+    contradiction,
+    divisible_sizes,
+    geometry_problems,
+    shortcut_problems,
+    unchangeable,
+    unknown_name,
+)
 from models.sizes import (
     DEFAULTS,
     NONE,
@@ -58,12 +64,16 @@ _plans: dict[tuple[str, ImageSize, int, Shortcuts], Plan] = {}
 
 @dataclass(frozen=True)
 class Plan:
-    """A build that was tried without weights: timm's name and arguments, and notes on differences from timm's model."""
+    """A build that was tried without weights: timm's name and arguments, and how the model differs from timm's."""
 
     timm_name: str
     arguments: dict[str, Any]
-    notes: list[str]
     weights: int
+    """Number of its weights"""
+    is_label: bool
+    """Whether MODEL.NAME is only a label"""
+    differing: list[str]
+    """Sizes that timm's model of that name does not have, in words"""
 
 
 def sizes_in(model: ModelConfig) -> dict[str, Any]:
@@ -79,7 +89,7 @@ def build_model(model: ModelConfig, image_size: ImageSize, channels: int, shortc
     Without the adapters of MODEL.LORA, which are added once the frozen weights are loaded.
     """
     plan = _plan(model, image_size, channels, shortcuts)
-    for note in plan.notes:
+    for note in _notes(model, plan):
         log.info(note, extra=DETAIL)
     module = timm.create_model(plan.timm_name, **plan.arguments)
     vars(module).update({LABEL: model.NAME.strip(), OWN_SCALE: model.INIT_VALUES})
@@ -180,59 +190,48 @@ def _plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: S
     wanted = given_sizes(model)
     timm_name, is_label = resolve(model, sizes_given=bool(wanted))
     reference = _without_weights(timm_name, {})
-    kind = type(reference).__name__
-    # TYPE vit, the default, contradicts no NAME.
-    of_deit = isinstance(reference, VisionTransformer)
-    if (model.TYPE == "swin" and "Swin" not in kind) or (model.TYPE == "deit" and not of_deit):
-        raise UserError(
-            f"MODEL.TYPE {model.TYPE} and MODEL.NAME {model.NAME} contradict each other: timm's model of that name is "
-            f"a {kind}. Set NAME to a {model.TYPE} model such as {DEFAULTS[model.TYPE]}, or leave TYPE out."
-        )
+    if message := contradiction(model, reference):
+        raise UserError(message)
     has, takes = sizes_of(reference), arguments_of(reference)
-    edited = {key: value for key, value in wanted.items() if key in takes and not same(key, value, has)}
+    changed = {name: value for name, value in wanted.items() if name in takes and not same(name, value, has)}
     rates, problems = _rate_arguments(model, reference)
-    arguments: dict[str, Any] = {"num_classes": 0 if model.MAE_PRETRAIN else model.NUM_CLASSES, "in_chans": channels}
+    arguments: dict[str, Any] = {"num_classes": model.NUM_CLASSES, "in_chans": channels}
+    patch = None
     if takes or pretrained_cfg(reference).get("fixed_input_size"):
         arguments["img_size"] = image_size
-    arguments |= {takes[key]: value for key, value in edited.items()} | rates
+        patch = changed.get("PATCH_SIZE") or patch_of(reference)
+    arguments |= {takes[name]: value for name, value in changed.items()} | rates
     if model.MAE_PRETRAIN:
         from models.masked import masking_problems
 
+        arguments["num_classes"] = 0
         problems += masking_problems(reference, model)
-    sizes, unsupported = {**has, **edited} if takes else {}, []
-    patch = edited.get("PATCH_SIZE") or patch_of(reference) if "img_size" in arguments else None
-    if shortcuts != NONE:
-        unsupported = shortcut_problems(shortcuts, reference, patch)
-        if not unsupported:
-            arguments |= {"patch_drop_rate": shortcuts.token_drop} if shortcuts.token_drop else {}
-            arguments |= {"dynamic_img_size": True} if shortcuts.sizes else {}
-    geometry = geometry_problems(reference, sizes, patch, image_size)
+    unsupported = shortcut_problems(shortcuts, reference, patch)
+    if not unsupported:
+        arguments |= shortcuts.arguments()
     built, weights = has, 0
-    if not geometry:
-        built, weights, geometry = _trial(timm_name, arguments, has, image_size)
-    for key_name, value in wanted.items():
-        if key_name not in takes and not same(key_name, value, built):
-            problems.append(unchangeable(key_name, value, reference, built))
-    problems += geometry + unsupported
+    unfit = geometry_problems(reference, has | changed if takes else {}, patch, image_size)
+    if not unfit:
+        built, weights, unfit = _trial(timm_name, arguments, has, image_size)
+    fixed = {name: value for name, value in wanted.items() if name not in takes and not same(name, value, built)}
+    problems += [unchangeable(name, value, reference, built) for name, value in fixed.items()]
+    problems += unfit + unsupported
     if problems:
         raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
-    differing = ", ".join(
-        f"{key} {one_line(value)} (timm's: {one_line(has.get(key))})" for key, value in edited.items()
-    )
-    notes = []
-    if is_label and not wanted:  # the banner shows sizes that are given
-        notes.append(f"MODEL.NAME {model.NAME} is only a label: the model has the sizes of timm's {timm_name}")
-    elif differing and not is_label:
-        notes.append(
-            f"MODEL.NAME {model.NAME} is only a label here: the model differs from timm's model of that name in "
-            f"{differing}"
-        )
-    if model.DROPOUT and "proj_drop_rate" in rates and "pos_drop_rate" not in rates:
-        notes.append(
-            "MODEL.DROPOUT applies inside the blocks only: timm's model has no dropout after the patch embedding"
-        )
-    _plans[key] = Plan(timm_name, arguments, notes, weights)
+    differing = [f"{name} {one_line(value)} (timm's: {one_line(has.get(name))})" for name, value in changed.items()]
+    _plans[key] = Plan(timm_name, arguments, weights, is_label, differing)
     return _plans[key]
+
+
+def _notes(model: ModelConfig, plan: Plan) -> Iterator[str]:
+    """How the model differs from what its settings seem to say."""
+    if plan.is_label and not given_sizes(model):  # the banner shows sizes that are given
+        yield f"MODEL.NAME {model.NAME} is only a label: the model has the sizes of timm's {plan.timm_name}"
+    elif plan.differing and not plan.is_label:
+        what = f"the model differs from timm's model of that name in {', '.join(plan.differing)}"
+        yield f"MODEL.NAME {model.NAME} is only a label here: {what}"
+    if model.DROPOUT and "proj_drop_rate" in plan.arguments and "pos_drop_rate" not in plan.arguments:
+        yield "MODEL.DROPOUT applies inside the blocks only: timm's model has no dropout after the patch embedding"
 
 
 def _without_weights(timm_name: str, arguments: dict[str, Any]) -> nn.Module:

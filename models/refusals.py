@@ -39,6 +39,18 @@ def unknown_name(model: ModelConfig, name: str, sizes_given: bool) -> str:
     return f"MODEL.NAME: '{name}' is not a timm model, and {why}.{similar}"
 
 
+def contradiction(model: ModelConfig, reference: nn.Module) -> str | None:
+    """Message for a MODEL.TYPE that timm's model of MODEL.NAME is not. TYPE vit, the default, contradicts no name."""
+    kind = type(reference).__name__
+    belongs = {"swin": "Swin" in kind, "deit": isinstance(reference, VisionTransformer)}
+    if belongs.get(model.TYPE, True):
+        return None
+    return (
+        f"MODEL.TYPE {model.TYPE} and MODEL.NAME {model.NAME} contradict each other: timm's model of that name is "
+        f"a {kind}. Set NAME to a {model.TYPE} model such as {DEFAULTS[model.TYPE]}, or leave TYPE out."
+    )
+
+
 def similar_models(name: str, more: Sequence[str] = ()) -> str:
     """' Did you mean A, B or C?': the models with most weights whose names begin so, or the most similar name.
 

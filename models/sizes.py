@@ -55,6 +55,11 @@ class Shortcuts(NamedTuple):
     sizes: tuple[ImageSize, ...] = ()
     """Image sizes that the model must support besides its own"""
 
+    def arguments(self) -> dict[str, Any]:
+        """timm's arguments for those in use."""
+        values = {"patch_drop_rate": self.token_drop, "dynamic_img_size": bool(self.sizes)}
+        return {name: value for name, value in values.items() if value}
+
 
 NONE = Shortcuts()
 

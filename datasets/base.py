@@ -17,6 +17,7 @@ from utils.config.kinds import AUTO
 from utils.config.train import TrainConfig
 from utils.log import log
 from utils.seeding import key
+from vitamp.sizes import ImageSize
 
 Key = tuple[int, int]
 """(epoch, sample index): besides the seed, all that determines a training sample."""
@@ -186,7 +187,7 @@ class ImageDataset(Dataset[Batch]):
             )
         return self
 
-    def at_size(self, size: int) -> ImageDataset:
+    def at_size(self, size: ImageSize) -> ImageDataset:
         """This split at another image size. Data held in memory is shared."""
         raise NotImplementedError(f"{type(self).__name__} has images of one size")
 

@@ -20,6 +20,7 @@ from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import TrainingError
 from utils.seeding import fork_host_rng, seed_host
+from vitamp.sizes import ImageSize
 
 
 class Images(ImageDataset):
@@ -44,7 +45,7 @@ class Images(ImageDataset):
         self.augmentation, self.pixels = train, Pixels(self.data, self.train, train)
         return self
 
-    def at_size(self, size: int) -> ImageDataset:
+    def at_size(self, size: ImageSize) -> ImageDataset:
         other = copy.copy(self)
         other.data = self.data.model_copy(update={"IMAGE_SIZE": size})
         other.pixels, other._new_broken = Pixels(other.data, self.train, self.augmentation), {}
@@ -70,9 +71,9 @@ class Images(ImageDataset):
             return self._load(keys)
 
     def _load(self, keys: list[Key]) -> Batch:
-        size = self.data.IMAGE_SIZE
+        channels, high, wide = self.data.shape
         # Channels last, as decoders and resizing work; the device makes planes of it when it converts to float.
-        images = torch.zeros(len(keys), size, size, self.data.IMAGE_CHANNELS, dtype=torch.uint8).permute(0, 3, 1, 2)
+        images = torch.zeros(len(keys), high, wide, channels, dtype=torch.uint8).permute(0, 3, 1, 2)
         several = self.samples.labels.shape[1:]
         labels = torch.zeros(len(keys), *several, dtype=torch.float32 if several else torch.int64)
         indices = torch.tensor([index for _, index in keys])

@@ -14,6 +14,7 @@ from datasets.base import PAD, PADDING, Batch, ImageDataset, Key, Samples, mean_
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from vitamp.resize import Resized
+from vitamp.sizes import ImageSize, sides
 
 
 class BatchAffine:
@@ -23,9 +24,9 @@ class BatchAffine:
 
     def __init__(self, data: DataConfig, device: torch.device) -> None:
         self.data = data
-        self.size = data.IMAGE_SIZE
-        centres = (torch.arange(self.size, dtype=torch.float32, device=device) * 2 + 1) / self.size - 1
-        self.x, self.y = centres[None, None, :], centres[None, :, None]
+        high, wide = sides(data.IMAGE_SIZE)
+        y, x = ((torch.arange(side, dtype=torch.float32, device=device) * 2 + 1) / side - 1 for side in (high, wide))
+        self.x, self.y, self.aspect = x[None, None, :], y[None, :, None], wide / high
 
     def matrices(self, uniform: np.ndarray) -> torch.Tensor:
         """Rows of five uniform numbers -> rows (a, b, c, d, e, f), which map an output pixel (x, y) to its source."""
@@ -35,11 +36,12 @@ class BatchAffine:
         shift_x, shift_y = 2 * data.SHIFT * shift_x, 2 * data.SHIFT * shift_y
         zoom, angle = 1 + data.ZOOM * zoom, np.deg2rad(data.ROTATE * angle)
         a, b = np.cos(angle) / zoom, np.sin(angle) / zoom
-        rows = np.stack([a, b, -a * shift_x - b * shift_y, -b, a, b * shift_x - a * shift_y], axis=1)
+        of_y, of_x = b / self.aspect, -b * self.aspect  # both axes go from -1 to 1, and angles are of pixels
+        rows = np.stack([a, of_y, -a * shift_x - of_y * shift_y, of_x, a, -of_x * shift_x - a * shift_y], axis=1)
         return torch.from_numpy(rows.astype(np.float32))
 
     def __call__(self, images: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Transform images (uint8, B x C x S x S); both arguments are on the device."""
+        """Transform images (uint8, B x C x H x W); both arguments are on the device."""
         # Elementwise products: the rounding of affine_grid's matrix product can depend on the batch size.
         a, b, c, d, e, f = matrices[:, :, None, None].unbind(1)
         grid = torch.stack([a * self.x + b * self.y + c, d * self.x + e * self.y + f], dim=-1)
@@ -108,7 +110,7 @@ class InMemory(ImageDataset):
             return Images(self.samples, self.data, self.train, self.seed).augment(train)
         return self
 
-    def at_size(self, size: int) -> ImageDataset:
+    def at_size(self, size: ImageSize) -> ImageDataset:
         other = copy.copy(self)
         other.data = self.data.model_copy(update={"IMAGE_SIZE": size})
         other.affine, other._transforms = BatchAffine(other.data, self.device) if self.affine else None, {}
@@ -121,16 +123,16 @@ class InMemory(ImageDataset):
         if self.train:
             crops, matrices = self._transforms_of(keys[0][0])
             if crops is not None:  # pad with a black margin, crop each image to its size at its own place, mirror some
-                side = images.shape[-1]
+                high, wide = images.shape[-2:]
                 top, left, mirrored, turned = crops[chosen][:, :, None].unbind(1)
                 if self.margin:
                     images = torch.nn.functional.pad(images, (self.margin,) * 4)
-                places = torch.arange(side, device=images.device)
-                columns = left + torch.where(mirrored > 0, side - 1 - places, places)
-                rows = top + torch.where(turned > 0, side - 1 - places, places)
+                row, column = torch.arange(high, device=images.device), torch.arange(wide, device=images.device)
+                columns = left + torch.where(mirrored > 0, wide - 1 - column, column)
+                rows = top + torch.where(turned > 0, high - 1 - row, row)
                 pixels = (rows[:, :, None] * images.shape[-1] + columns[:, None, :]).flatten(1)
                 images = images.flatten(2).gather(2, pixels[:, None].expand(-1, images.shape[1], -1))
-                images = images.unflatten(2, (side, side))
+                images = images.unflatten(2, (high, wide))
             if self.affine is not None and matrices is not None:
                 images = self.affine(images, matrices[chosen])
         images = images.expand(-1, self.data.IMAGE_CHANNELS, -1, -1).contiguous()
@@ -164,7 +166,7 @@ class InMemory(ImageDataset):
 
 
 def resized(images: torch.Tensor, data: DataConfig, squeezed: bool) -> torch.Tensor:
-    """Images (B x C x H x W) at the model's size: squeezed into the square, or the centre by DATA.CROP_MODE."""
+    """Images (B x C x H x W) at the model's size: squeezed, or the centre by DATA.CROP_MODE."""
     mode = "none" if squeezed else data.CROP_MODE
     if mode == "border":  # the mean may be no grey
         images = images.expand(-1, data.IMAGE_CHANNELS, -1, -1)

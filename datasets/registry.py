@@ -239,7 +239,7 @@ def _named(data: DataConfig) -> Source:
 
 
 def squeezes(data: DataConfig) -> bool:
-    """Whether validation squeezes the whole image into the square instead of cropping its centre."""
+    """Whether validation squeezes the whole image instead of cropping its centre."""
     source = source_named(data.DATASET)
     return data.CROP == "none" or (source is not None and source.arrays == "whole")
 

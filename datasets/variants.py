@@ -9,6 +9,7 @@ import torch
 
 from datasets.base import Batch, Broken, ImageDataset, Key, Samples
 from utils.config.train import TrainConfig
+from vitamp.sizes import ImageSize
 
 
 class Variant(ImageDataset):
@@ -43,7 +44,7 @@ class Repeated(Variant):
         super().__init__(inner)
         self.copies = inner.copies = copies
 
-    def at_size(self, size: int) -> ImageDataset:
+    def at_size(self, size: ImageSize) -> ImageDataset:
         return Repeated(self.inner.at_size(size), self.copies)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
@@ -68,7 +69,7 @@ class Sized(Variant):
     The size depends on the epoch alone, which is part of every key.
     """
 
-    def __init__(self, inner: ImageDataset, train: TrainConfig, full: int) -> None:
+    def __init__(self, inner: ImageDataset, train: TrainConfig, full: ImageSize) -> None:
         super().__init__(inner)
         self.train, self.full = train, full
         self.by_size = {full: inner} | {size: inner.at_size(size) for _, size in train.SIZE_SCHEDULE if size != full}

@@ -64,8 +64,8 @@ def check(config: Config) -> None:
                 raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
         steps, full = config.TRAIN.SIZE_SCHEDULE, config.DATA.IMAGE_SIZE
         if steps and steps[-1][1] != full:  # checked here, since the data or the weights may have given the full size
-            ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {steps[-1][1]}"
-            raise UserError(f"{ends}; it must end with DATA.IMAGE_SIZE {full}, the size of validation.")
+            ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {one_line(steps[-1][1])}"
+            raise UserError(f"{ends}; it must end with DATA.IMAGE_SIZE {one_line(full)}, the size of validation.")
         if config.TRAIN.AUGMENT:
             from datasets.transforms.augment import check_augmentations
 

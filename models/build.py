@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from models.parts import count_parameters, pretrained_cfg
-from models.refusals import contradiction, geometry_problems, shortcut_problems, unchangeable, unknown_name
+from models.refusals import (
+    contradiction,
+    divisible_sizes,
+    geometry_problems,
+    shortcut_problems,
+    unchangeable,
+    unknown_name,
+)
 from models.sizes import (
     DEFAULTS,
     NONE,
@@ -34,6 +42,7 @@ from utils.config.model import ModelConfig
 from utils.errors import UserError
 from utils.log import DETAIL, log
 from vitamp.registry import own_named
+from vitamp.sizes import ImageSize, sides, size_of
 
 LAYER_SCALE = ("init_values", "ls_init_value", "eta")
 """Names of the initial value of layer scale in timm's models"""
@@ -46,7 +55,11 @@ BYTES = 4
 INITIALISERS = {"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 """Operations that initialise weights"""
 MOST_BLOCKS = 10_000
-_plans: dict[tuple[str, int, int, Shortcuts], Plan] = {}
+UNFIT = (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError)
+"""What timm's models raise for arguments and images that do not suit them"""
+STEPS = (16, 32, 64)
+"""Sizes divisible by one of them are tried in place of one that a model does not take"""
+_plans: dict[tuple[str, ImageSize, int, Shortcuts], Plan] = {}
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ def sizes_in(model: ModelConfig) -> dict[str, Any]:
     return sizes_of(_without_weights(timm_name, {})) | sizes | {"POOL": model.POOL, "INIT_VALUES": model.INIT_VALUES}
 
 
-def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
+def build_model(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
     """A model with weights initialised by timm, from torch's random generator in its current state.
 
     Without the adapters of MODEL.LORA, which are added once the frozen weights are loaded.
@@ -86,7 +99,9 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
     return _finished(module, model, shortcuts)
 
 
-def build_without_weights(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
+def build_without_weights(
+    model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts = NONE
+) -> nn.Module:
     """The model as it is trained, on torch's meta device, without weights in memory."""
     plan = _plan(model, image_size, channels, shortcuts)
     with torch.device("meta"), _NoInitialisation():
@@ -122,7 +137,7 @@ def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn
 
 
 def check_model(
-    model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE, memory: int | None = None
+    model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts = NONE, memory: int | None = None
 ) -> None:
     """Raise what `build_model` would raise, without allocating weights. `memory`: the machine's, in bytes."""
     plan = _plan(model, image_size, channels, shortcuts)
@@ -137,10 +152,10 @@ def check_model(
         if model.LORA.RANK is not None:
             from models.lora import require_calls
 
-            require_calls(module, model.LORA, channels, image_size)
+            require_calls(module, model.LORA, (channels, *sides(image_size)))
 
 
-def timm_call(model: ModelConfig, image_size: int, channels: int) -> tuple[str, dict[str, Any]]:
+def timm_call(model: ModelConfig, image_size: ImageSize, channels: int) -> tuple[str, dict[str, Any]]:
     """Arguments of timm.create_model for using the weights without vitamp; without rates, which matter in training."""
     plan = _plan(model, image_size, channels, NONE)
     return plan.timm_name, {name: value for name, value in plan.arguments.items() if not name.endswith("_rate")}
@@ -164,7 +179,7 @@ def list_models(pattern: str | None) -> list[str]:
     return sorted(fnmatch.filter(names, pattern or "*"))
 
 
-def _plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts) -> Plan:
+def _plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts) -> Plan:
     """Check all about a build that can be checked without weights, and report all problems together.
 
     Cached, because the check before the run and the run itself both need it.
@@ -303,7 +318,7 @@ class _NoInitialisation(TorchFunctionMode):
 
 
 def _trial(
-    timm_name: str, arguments: dict[str, Any], has: dict[str, Any], image_size: int
+    timm_name: str, arguments: dict[str, Any], has: dict[str, Any], image_size: ImageSize
 ) -> tuple[dict[str, Any], int, list[str]]:
     """Build the model and run it once without weights.
 
@@ -315,15 +330,36 @@ def _trial(
         return has, 0, [f"{blocks:,} blocks; at most {MOST_BLOCKS:,} are supported"]
     try:
         module = _without_weights(timm_name, arguments).eval()
-    except (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+    except UNFIT as error:
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        return has, 0, [f"timm cannot build {timm_name} with {given}: {error or type(error).__name__}"]
+        why = f"timm cannot build {timm_name} with {given}: {error or type(error).__name__}"
+        return has, 0, [f"{why}{_other_sizes(timm_name, arguments, image_size)}"]
     if not arguments_of(module):  # image sizes of ViT and Swin are checked by arithmetic
         try:
-            with torch.no_grad():
-                module(torch.empty(1, arguments["in_chans"], image_size, image_size, device="meta"))
-        except NotImplementedError:
-            pass  # a model whose operations depend on values cannot run without them
-        except (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-            return has, 0, [f"DATA.IMAGE_SIZE {image_size}: {timm_name} does not support images of this size ({error})"]
+            _run_once(module, arguments["in_chans"], image_size)
+        except UNFIT as error:
+            why = f"DATA.IMAGE_SIZE {one_line(image_size)}: {timm_name} does not support images of this size ({error})"
+            return has, 0, [f"{why}{_other_sizes(timm_name, arguments, image_size)}"]
     return sizes_of(module), count_parameters(module)[0], []
+
+
+def _run_once(module: nn.Module, channels: int, image_size: ImageSize) -> None:
+    # A model whose operations depend on values cannot run without them.
+    with torch.no_grad(), contextlib.suppress(NotImplementedError):
+        module(torch.empty(1, channels, *sides(image_size), device="meta"))
+
+
+def _other_sizes(timm_name: str, arguments: dict[str, Any], image_size: ImageSize) -> str:
+    """'; possible: IMAGE_SIZE 192 or 224': the nearest sizes that timm's model takes, or its own; '' if none fits."""
+    known = timm.get_pretrained_cfg(timm_name)
+    own = [size_of(*known.input_size[1:])] if known is not None else []
+    for sizes in (*(divisible_sizes(image_size, step) for step in STEPS), own):
+        possible = list[str]()
+        for size in sizes:
+            with contextlib.suppress(*UNFIT):
+                given = {**arguments, "img_size": size} if "img_size" in arguments else arguments
+                _run_once(_without_weights(timm_name, given).eval(), arguments["in_chans"], size)
+                possible.append(one_line(size))
+        if possible:
+            return f"; possible: IMAGE_SIZE {' or '.join(possible)}"
+    return ""

@@ -109,7 +109,7 @@ def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) ->
     return chosen
 
 
-def require_calls(model: nn.Module, lora: LoraConfig, channels: int, image_size: int) -> None:
+def require_calls(model: nn.Module, lora: LoraConfig, shape: tuple[int, int, int]) -> None:
     """Raise UserError unless `model`, on the meta device, calls all layers that have adapters.
 
     Some of timm's attention layers, such as BEiT's, compute with the weight of qkv themselves.
@@ -123,7 +123,7 @@ def require_calls(model: nn.Module, lora: LoraConfig, channels: int, image_size:
         model.get_submodule(name).register_forward_pre_hook(partial(called, name))
     try:
         with torch.no_grad():
-            model.eval()(torch.empty(1, channels, image_size, image_size, device="meta"))
+            model.eval()(torch.empty(1, *shape, device="meta"))
     except NotImplementedError:
         pass  # an operation that depends on values: the layers after it count as not called
     if silent:

@@ -13,6 +13,7 @@ from models.sizes import DEFAULTS, RECIPES, Shortcuts, arguments_of
 from utils.config.kinds import one_line
 from utils.config.model import ModelConfig
 from utils.errors import either, nearest
+from vitamp.sizes import ImageSize, sides, size_of
 
 MOST_SUGGESTED = 3
 """Models suggested for a name that several begin with"""
@@ -61,7 +62,9 @@ def similar_models(name: str, more: Sequence[str] = ()) -> str:
     return f" Did you mean {either(most)}?" if most else nearest(name, [*timm.list_models(), *RECIPES, *more])
 
 
-def geometry_problems(reference: nn.Module, sizes: dict[str, Any], patch: int | None, image_size: int) -> list[str]:
+def geometry_problems(
+    reference: nn.Module, sizes: dict[str, Any], patch: int | None, image_size: ImageSize
+) -> list[str]:
     """Messages for heads that do not divide the width of a ViT or of a Swin's stages, and patches that do not fit.
 
     `sizes`: of the wanted model. `patch`: its patch size, also of a model whose other sizes cannot be chosen.
@@ -80,15 +83,21 @@ def geometry_problems(reference: nn.Module, sizes: dict[str, Any], patch: int | 
                 key = f"MODEL.NUM_HEADS[{stage}]" if isinstance(heads, tuple) else "MODEL.NUM_HEADS"
                 own = f"MODEL.EMBED_DIM {width}" + f": in stage {stage + 1}, the width {width << stage}" * bool(stage)
                 problems.append(f"{own} is not divisible by {key} {count}; give a number of heads that divides it")
-    if patch and image_size % patch:
-        below = image_size // patch * patch
-        possible = " or ".join(str(size) for size in (below, below + patch) if size)
+    if patch and (possible := divisible_sizes(image_size, patch)):
         other = ", or another PATCH_SIZE" if arguments_of(reference) else ""
-        problems.append(
-            f"DATA.IMAGE_SIZE {image_size} is not divisible by MODEL.PATCH_SIZE {patch}; possible: IMAGE_SIZE "
-            f"{possible}{other}"
-        )
+        fault = f"DATA.IMAGE_SIZE {one_line(image_size)} is not divisible by MODEL.PATCH_SIZE {patch}"
+        problems.append(f"{fault}; possible: IMAGE_SIZE {' or '.join(map(one_line, possible))}{other}")
     return problems
+
+
+def divisible_sizes(size: ImageSize, step: int) -> list[ImageSize]:
+    """The next smaller and the next larger size that `step` divides, each side by itself; none if it divides `size`."""
+    both = sides(size)
+    if not any(side % step for side in both):
+        return []
+    below = [side // step * step for side in both]
+    above = [-(-side // step) * step for side in both]
+    return [size_of(*both) for both in (below, above) if all(both)]
 
 
 def shortcut_problems(shortcuts: Shortcuts, reference: nn.Module, patch: int | None) -> list[str]:
@@ -102,7 +111,7 @@ def shortcut_problems(shortcuts: Shortcuts, reference: nn.Module, patch: int | N
             if value
         ]
     side = patch or 1
-    odd = [size for size in shortcuts.sizes if size % side]
+    odd = [one_line(size) for size in shortcuts.sizes if divisible_sizes(size, side)]
     return [f"TRAIN.SIZE_SCHEDULE: image size {size} is not divisible by the patch size {side}" for size in odd]
 
 

@@ -10,6 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from utils.config.model import ModelConfig
+from vitamp.sizes import ImageSize
 
 # Model of each TYPE for a NAME that is no timm model. PaddleViT's default for NAME is the TYPE itself.
 DEFAULTS = {
@@ -51,7 +52,7 @@ class Shortcuts(NamedTuple):
 
     token_drop: float = 0.0
     """Fraction of the patch tokens dropped in training"""
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[ImageSize, ...] = ()
     """Image sizes that the model must support besides its own"""
 
     def arguments(self) -> dict[str, Any]:

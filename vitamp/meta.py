@@ -123,7 +123,8 @@ class Meta(WeightsMeta):
 class Input(Fields):
     """Preprocessing of images, in meta.json and in the header of a file of weights alone."""
 
-    image_size: Number = 1
+    image_size: Number | Annotated[list[Number], Field(min_length=2, max_length=2)] = 1
+    """One number for a square, else height and width"""
     crop_pct: float = 1.0
     crop_mode: str = ""
     interpolation: str = ""

@@ -10,6 +10,7 @@ from datasets.sources.split import no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.seeding import key
+from vitamp.sizes import ImageSize
 
 POOL = 128
 """Number of different images; sample i is image i modulo this."""
@@ -23,7 +24,7 @@ class Synthetic(ImageDataset):
     def __init__(self, samples: int, data: DataConfig, num_classes: int, seed: int, device: torch.device) -> None:
         self.samples, self.device = samples, device
         self.data, self.num_classes, self.seed = data, num_classes, seed
-        shape = (POOL, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+        shape = (POOL, *data.shape)
         generator = np.random.Generator(np.random.Philox(key=key(seed, "synthetic")))
         self.images = torch.from_numpy(generator.integers(0, 256, shape, dtype=np.uint8)).to(device)
         self.labels = torch.arange(POOL, device=device) % num_classes
@@ -34,7 +35,7 @@ class Synthetic(ImageDataset):
     def sample_labels(self) -> np.ndarray:
         return np.arange(self.samples) % POOL % self.num_classes
 
-    def at_size(self, size: int) -> ImageDataset:
+    def at_size(self, size: ImageSize) -> ImageDataset:
         data = self.data.model_copy(update={"IMAGE_SIZE": size})
         return Synthetic(self.samples, data, self.num_classes, self.seed, self.device)
 

@@ -23,6 +23,7 @@ from datasets.transforms.augment import ImageChange, affine_changes, image_chang
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from vitamp.resize import resized_size
+from vitamp.sizes import sides
 
 TRIES = 10
 """Random shapes to try before falling back to a centre crop, as in torchvision and timm."""
@@ -46,35 +47,42 @@ class View(NamedTuple):
     rows: int
 
 
-def square(box: Box, size: int) -> View:
-    """The whole `box`, resized to `size` x `size`."""
-    return View(box, box.left, box.top, box.width / size, box.height / size, size, size)
+def whole(box: Box, data: DataConfig) -> View:
+    """The whole `box`, resized to the model's input."""
+    rows, columns = sides(data.IMAGE_SIZE)
+    return View(box, box.left, box.top, box.width / columns, box.height / rows, columns, rows)
 
 
 def random_view(data: DataConfig, width: int, height: int) -> View:
-    """A random crop with the distribution of torchvision's RandomResizedCrop."""
-    draw, (least, most), (narrowest, widest) = random.random, data.CROP_SCALE, data.CROP_RATIO
+    """A random crop with the distribution of torchvision's RandomResizedCrop.
+
+    Its shape is relative to that of the model's input, so that training does not see what validation never does.
+    """
+    rows, columns = sides(data.IMAGE_SIZE)
+    draw, (least, most) = random.random, data.CROP_SCALE
+    aspect = columns / rows
+    narrowest, widest = (ratio * aspect for ratio in data.CROP_RATIO)
     narrow, wide = math.log(narrowest), math.log(widest)
     for _ in range(TRIES):
         area = width * height * (least + (most - least) * draw())
         ratio = math.exp(narrow + (wide - narrow) * draw())
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            return square(Box(int(draw() * (width - w + 1)), int(draw() * (height - h + 1)), w, h), data.IMAGE_SIZE)
+            return whole(Box(int(draw() * (width - w + 1)), int(draw() * (height - h + 1)), w, h), data)
     ratio = min(max(width / height, narrowest), widest)
     w, h = min(width, max(1, round(height * ratio))), min(height, max(1, round(width / ratio)))
-    return square(Box((width - w) // 2, (height - h) // 2, w, h), data.IMAGE_SIZE)
+    return whole(Box((width - w) // 2, (height - h) // 2, w, h), data)
 
 
 def squeezed_view(data: DataConfig, width: int, height: int) -> View:
-    """The whole image, squeezed into a square."""
-    return square(Box(0, 0, width, height), data.IMAGE_SIZE)
+    """The whole image, squeezed into the model's input."""
+    return whole(Box(0, 0, width, height), data)
 
 
 def middle_view(data: DataConfig, width: int, height: int) -> View:
     """The centre of the resized image, which can be smaller than the model's input."""
-    wide, high = resized_size(data.CROP_MODE, math.floor(data.IMAGE_SIZE / data.CROP_PCT), width, height)
-    columns, rows = min(wide, data.IMAGE_SIZE), min(high, data.IMAGE_SIZE)
+    wide, high = resized_size(data.CROP_MODE, data.IMAGE_SIZE, data.CROP_PCT, width, height)
+    rows, columns = (min(least) for least in zip((high, wide), sides(data.IMAGE_SIZE), strict=True))
     across, down = width / wide, height / high
     left, top = round((wide - columns) / 2), round((high - rows) / 2)
     reach, last = REACH[data.INTERPOLATION], (left + columns - 0.5, top + rows - 0.5)
@@ -146,7 +154,7 @@ class Pixels:
     """
 
     def __init__(self, data: DataConfig, train: bool, augmentation: TrainConfig | None = None) -> None:
-        self.size, self.channels = data.IMAGE_SIZE, data.IMAGE_CHANNELS
+        self.channels, self.rows, self.columns = data.shape
         self.reader = Reader(data)
         squeezed = data.CROP != "random" if train else data.CROP == "none"
         self.views = partial(squeezed_view if squeezed else random_view if train else middle_view, data)
@@ -159,7 +167,7 @@ class Pixels:
             self.changes = [*(image_changes(data, augmentation) if augmentation else ()), *affine_changes(data)]
 
     def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """Write the pixels to `out` (uint8, C x S x S, best in channels-last). Raises Unreadable for a bad image."""
+        """Write the pixels to `out` (uint8, C x H x W, best in channels-last). Raises Unreadable for a bad image."""
         pixels, view = self.decode(encoded)
         place = out.numpy().transpose(1, 2, 0)
         # All steps work channels-last: if `out` is, resizing writes straight into it, without a copy.
@@ -173,14 +181,14 @@ class Pixels:
             return stored.cut(view.box), view
 
     def finish(self, pixels: np.ndarray, place: np.ndarray) -> None:
-        """Pad, mirror and augment the resized pixels, and copy them to `place` (S x S x C) unless they are in it.
+        """Pad, mirror and augment the resized pixels, and copy them to `place` (H x W x C) unless they are in it.
 
         Pixels smaller than `place` get a border: of the mean colour by CROP_MODE border, black by a CROP_PCT above 1.
         """
         high, wide, _ = pixels.shape
-        if high < self.size or wide < self.size:
+        if high < self.rows or wide < self.columns:
             place[:] = self.border
-            place = place[(self.size - high) // 2 :, (self.size - wide) // 2 :][:high, :wide]
+            place = place[(self.rows - high) // 2 :, (self.columns - wide) // 2 :][:high, :wide]
         if self.pad:
             # A black margin, and a crop of the original size at a random place.
             top, left = (int(random.random() * (2 * self.pad + 1)) for _ in range(2))
@@ -197,6 +205,6 @@ class Pixels:
                 image = image.convert("RGB")
             for change in self.changes:
                 image = change(image)
-            pixels = np.asarray(image).reshape(self.size, self.size, self.channels)
+            pixels = np.asarray(image).reshape(self.rows, self.columns, self.channels)
         if pixels is not place:
             np.copyto(place, pixels)  # broadcasts one channel to three

@@ -69,8 +69,7 @@ def show_precisions(config: Config) -> str:
     model, inputs, precision = tuned.model, tuned.inputs, tuned.precision
     if precision.computes_in_copy:
         model, _ = half_copy_of(model, precision)
-    size = (2, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)
-    images = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+    images = torch.randint(0, 256, (2, *config.DATA.shape), dtype=torch.uint8, device=device)
 
     def run_forward() -> None:
         with precision.autocast():

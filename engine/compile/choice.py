@@ -102,7 +102,7 @@ def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]
     if missing := _missing_tool(device):
         return NONE, f"auto: {missing}"
     without_weights = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    flops = training_flops(without_weights, data.IMAGE_CHANNELS, data.IMAGE_SIZE) or 0.0
+    flops = training_flops(without_weights, data.shape) or 0.0
     train, full = config.TRAIN, data.IMAGE_SIZE
     # Each size of images, with all tokens or fewer, is compiled by itself.
     epochs = range(1, train.NUM_EPOCHS + 1)
@@ -120,11 +120,11 @@ def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]
     return BLOCKS if config.TRAIN.GRAD_CHECKPOINT != "none" and has_blocks(parts.model) else WHOLE, words
 
 
-def training_flops(model: nn.Module, channels: int, image_size: int) -> float | None:
-    """FLOPs of one image in training; None if they cannot be counted. `model` is on the meta device."""
+def training_flops(model: nn.Module, shape: tuple[int, int, int]) -> float | None:
+    """FLOPs in training of one image of this shape; None if unknown. `model` is on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    images = torch.empty(2, channels, image_size, image_size, device="meta")  # batch norm cannot train on one
+    images = torch.empty(2, *shape, device="meta")  # batch norm cannot train on one
     try:
         with FlopCounterMode(display=False) as counter:
             model.train()(images).sum().backward()

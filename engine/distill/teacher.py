@@ -34,6 +34,7 @@ from models.weights.find import locate
 from models.weights.fit import load_pretrained
 from utils.config import Config
 from utils.config.families import TAUGHT
+from utils.config.kinds import one_line
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 from utils.log import log
@@ -43,6 +44,7 @@ from vitamp.checkpoints import META, run_folder_of
 from vitamp.meta import Input, check_fields
 from vitamp.metrics import ONE_LABEL
 from vitamp.registry import own_named
+from vitamp.sizes import ImageSize, sides, size_of
 from vitamp.tensors import fp32_modules, read_weights
 from vitamp.weights import chosen_at, read_header
 
@@ -117,7 +119,7 @@ class Distillation(Callback):
 
     def rows(self) -> dict[str, str]:
         source, (total, _) = self.teacher.source, count_parameters(self.teacher.model)
-        return {"teacher": f"{source.where}, {total:,} parameters, frozen; images of {source.image_size}"}
+        return {"teacher": f"{source.where}, {total:,} parameters, frozen; images of {one_line(source.image_size)}"}
 
     def noted(self) -> dict[str, str]:
         """For run.json and checkpoints; `check_teacher_matches` compares it."""
@@ -143,7 +145,7 @@ class TeacherModel:
 
     model: nn.Module
     where: str
-    image_size: int
+    image_size: ImageSize
     mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: int
@@ -175,9 +177,9 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """Logits in fp32."""
-        size, device, level = self.source.image_size, images.device.type, self._precision.level
-        if images.shape[-1] != size:
-            images = F.interpolate(images, size=(size, size), mode="bicubic", antialias=True, align_corners=False)
+        size, device, level = sides(self.source.image_size), images.device.type, self._precision.level
+        if images.shape[-2:] != size:
+            images = F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
         if not self._same_normalisation:
             images = torch.addcmul(self._offset, images, self._factor)
         # Under autocast at every level of AMP: the teacher keeps fp32 weights even where the student has a half copy.
@@ -232,13 +234,14 @@ def load_teacher(config: Config, precision: Precision) -> Teacher:
             f"{config.MODEL.NUM_CLASSES}. Teacher and model must have the same classes."
         )
     teacher = Teacher(source, config, precision)
-    size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
     try:  # one empty image, so that a mismatch is found before training
-        shape = tuple(teacher(torch.zeros(1, channels, size, size, device=precision.device)).shape)
+        shape = tuple(teacher(torch.zeros(1, *config.DATA.shape, device=precision.device)).shape)
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
-        raise UserError(f"{KEY} {source.where}: cannot take images of size {source.image_size} ({error}).") from None
+        raise UserError(
+            f"{KEY} {source.where}: cannot take images of size {one_line(source.image_size)} ({error})."
+        ) from None
     if shape != (1, source.classes):
         raise UserError(f"{KEY} {source.where}: its output for one image has shape {shape}, not {(1, source.classes)}.")
     return teacher
@@ -321,7 +324,8 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
             f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
             "classifier, too."
         )
-    size = header.get("image_size", pretrained.input_size[-1])
+    size = header.get("image_size", pretrained.input_size[1:])
+    size = size_of(*sides(size))
     mean, std = (tuple(header.get(key, getattr(pretrained, key))) for key in ("mean", "std"))
     if len(mean) != channels:  # grey images, and a teacher trained on colour
         mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)

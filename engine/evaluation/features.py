@@ -122,7 +122,7 @@ def features_of(
     training = model.training
     model.eval()
     try:
-        empty = torch.zeros(1, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
+        empty = torch.zeros(1, *data.shape, dtype=torch.uint8)
         shape = images, _columns(seeing, empty).shape[1]
         about = _about(seeing, config, data)
         kind = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
@@ -271,8 +271,8 @@ class FeatureSet(Variant):
 
 def sees_features_alone(seeing: Seeing, data: DataConfig) -> bool:
     """Whether the model's output is that of its classifier for the features, as of `_of_features`."""
-    model, size, device = seeing.model, data.IMAGE_SIZE, seeing.precision.device
-    pixels = seeing.inputs(torch.zeros(1, data.IMAGE_CHANNELS, size, size, device=device))
+    model = seeing.model
+    pixels = seeing.inputs(torch.zeros(1, *data.shape, device=seeing.precision.device))
     training, agrees = model.training, False
     model.eval()
     with torch.no_grad(), seeing.precision.autocast(training=False), contextlib.suppress(Exception):

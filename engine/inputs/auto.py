@@ -31,6 +31,7 @@ from utils.errors import UserError
 from vitamp.files import read_json
 from vitamp.meta import META, Input, check_fields, unchecked_meta
 from vitamp.metrics import NO_LABELS, ONE_LABEL
+from vitamp.sizes import in_pixels, sides, size_of
 from vitamp.weights import read_header
 
 SIZES = range(32, 97)
@@ -93,15 +94,18 @@ def with_patch_size(loaded: Loaded) -> Loaded:
     config, size = loaded.config, loaded.config.DATA.IMAGE_SIZE
     if config.MODEL.PATCH_SIZE != AUTO:
         return loaded
-    fitting = [patch for patch in PATCHES if size % patch == 0]
+    both = sides(size)
+    fitting = [patch for patch in PATCHES if not any(side % patch for side in both)]
     if not fitting:
+        other = ",".join(str((side + 7) // 8 * 8) for side in dict.fromkeys(both))
         raise UserError(
             f"{loaded.sources[PATCH_SIZE]}: {PATCH_SIZE} auto: no patch of {PATCHES[0]} to {PATCHES[-1]} pixels "
-            f"divides {IMAGE_SIZE} {size}. Use a multiple of 8, such as -image_size {(size + 7) // 8 * 8}."
+            f"divides {IMAGE_SIZE} {one_line(size)}. Use a multiple of 8, such as -image_size {other}."
         )
-    patch = min(fitting, key=lambda patch: abs(size / patch - PATCHES_PER_ROW))
-    note = f"{PATCH_SIZE} {patch}: {size // patch} x {size // patch} patches of an image of {size} x {size}"
-    return loaded.with_values({PATCH_SIZE: Entry(patch, f"{IMAGE_SIZE} {size}")}, [note])
+    patch = min(fitting, key=lambda patch: abs(min(both) / patch - PATCHES_PER_ROW))
+    patches = in_pixels([side // patch for side in both])
+    note = f"{PATCH_SIZE} {patch}: {patches} patches of an image of {in_pixels(size)}"
+    return loaded.with_values({PATCH_SIZE: Entry(patch, f"{IMAGE_SIZE} {one_line(size)}")}, [note])
 
 
 def with_packing(loaded: Loaded) -> Loaded:
@@ -222,8 +226,8 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     if not isinstance(fields, dict):
         return None
     size = fields.get("input_size")  # timm's
-    if isinstance(size, list | tuple) and len(size) == 3 and size[1] == size[2]:
-        fields = {**fields, "image_size": size[1]}
+    if isinstance(size, list | tuple) and len(size) == 3:
+        fields = {**fields, "image_size": size_of(*size[1:])}
     if fields.get("crop") == "none":
         fields = {**fields, "crop_mode": "squash", "crop_pct": 1.0}
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}

@@ -13,6 +13,7 @@ from datasets.registry import squeezes
 from models.sizes import Shortcuts
 from utils.config.data import DataConfig
 from utils.config.schema import Config
+from vitamp.sizes import sides
 
 
 class TransformedBatch(NamedTuple):
@@ -77,4 +78,4 @@ def input_of(data: DataConfig) -> dict[str, Any]:
 
 def shortcuts_of(config: Config) -> Shortcuts:
     train, full = config.TRAIN, config.DATA.IMAGE_SIZE
-    return Shortcuts(train.TOKEN_DROP, tuple(sorted({size for _, size in train.SIZE_SCHEDULE} - {full})))
+    return Shortcuts(train.TOKEN_DROP, tuple(sorted({size for _, size in train.SIZE_SCHEDULE} - {full}, key=sides)))

@@ -8,7 +8,9 @@ from timm.layers.patch_dropout import PatchDropout
 from torch import nn
 
 from engine.callback import Callback, Figure
+from utils.config.kinds import one_line
 from utils.config.train import TrainConfig
+from vitamp.sizes import ImageSize
 
 
 class TokenDrop(Callback):
@@ -35,7 +37,7 @@ class TokenDrop(Callback):
 class GrowingImages(Callback):
     """TRAIN.SIZE_SCHEDULE: training images grow. The data set makes them (`variants.Sized`); this is for the log."""
 
-    def __init__(self, train: TrainConfig, full: int) -> None:
+    def __init__(self, train: TrainConfig, full: ImageSize) -> None:
         """`full`: size of the images in epochs for which the schedule has none."""
         self._train, self._full, self._size = train, full, full
 
@@ -43,9 +45,12 @@ class GrowingImages(Callback):
         self._size = self._train.size_in(epoch, self._full)
 
     def figures(self) -> dict[str, Figure]:
-        return {"image_size": Figure(self._size, f"Size: {self._size}")}
+        if isinstance(self._size, int):
+            return {"image_size": Figure(self._size, f"Size: {self._size}")}
+        high, wide = self._size
+        return {"image_height": Figure(high, f"Height: {high}"), "image_width": Figure(wide, f"Width: {wide}")}
 
     def rows(self) -> dict[str, str]:
         sizes = [0, *(self._train.size_in(epoch, self._full) for epoch in range(1, max(1, self._train.NUM_EPOCHS) + 1))]
-        steps = (f"{size} from epoch {k}" for k, (before, size) in enumerate(pairwise(sizes), 1) if size != before)
-        return {"shortcuts": f"images of {', '.join(steps)}"}
+        changes = ((k, one_line(size)) for k, (before, size) in enumerate(pairwise(sizes), 1) if size != before)
+        return {"shortcuts": f"images of {', '.join(f'{size} from epoch {k}' for k, size in changes)}"}

@@ -21,6 +21,7 @@ from utils.config import Config
 from utils.distributed.world import World, sum_over_ranks
 from vitamp.meta import BestState, Count, Fields
 from vitamp.metrics import metric_named, set_of
+from vitamp.sizes import sides
 
 SAMPLES = 3
 """Index into the rows of sums; before it are the loss and the two counts of the task."""
@@ -189,11 +190,14 @@ def updates_left(config: Config, position: Position, per_epoch: int) -> int:
 def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:
     """About what is computed until these numbers of epochs, in epochs that train on all pixels and tokens."""
     train, full = config.TRAIN, config.DATA.IMAGE_SIZE
+    pixels = math.prod(sides(full))
     with_all = max(0, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL)
     last, starts = train.NUM_EPOCHS - 1, (math.ceil(train.epochs_before(start)) for start, _ in train.SIZE_SCHEDULE)
     changes = sorted({0, with_all, max(last, 0), train.NUM_EPOCHS, *(start for start in starts if start < last)})
     shares = [
-        (train.size_in(start + 1, full) / full) ** 2 * (1 - train.TOKEN_DROP * train.drops_tokens_in(start + 1))
+        math.prod(sides(train.size_in(start + 1, full)))
+        / pixels
+        * (1 - train.TOKEN_DROP * train.drops_tokens_in(start + 1))
         for start in changes[:-1]
     ]
     return np.interp(epochs, changes, np.cumsum([0, *(np.diff(changes) * shares)]))

@@ -371,6 +371,5 @@ class Trial:
 
     def _batch(self, size: int) -> Batch:
         data, device = self._config.DATA, self._device
-        shape = (size, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
-        images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+        images = torch.randint(0, 256, (size, *data.shape), dtype=torch.uint8, device=device)
         return Batch(images, task_of(self._config).example(size, device), torch.arange(size))

@@ -37,6 +37,7 @@ from utils.errors import TrainingError, UserError
 from utils.log import log, unheard
 from utils.seeding import fork_host_rng
 from utils.text import counted
+from vitamp.sizes import ImageSize
 
 SET_UP = 3
 """First updates, which allocate and start processes: they are not timed."""
@@ -111,11 +112,11 @@ def settle_epochs(run: Run) -> Run:
     if train.COMPILE == choice.AUTO and saved <= choice.REQUIRED_RATIO * choice.SECONDS_TO_COMPILE:
         train = train.model_copy(update={"COMPILE": choice.NONE})
 
-    def phase(of: TrainConfig, epoch: int) -> tuple[int, bool]:
+    def phase(of: TrainConfig, epoch: int) -> tuple[ImageSize, bool]:
         """What an epoch's time depends on: the size of its images, and whether tokens are dropped."""
         return of.size_in(epoch, full), of.drops_tokens_in(epoch)
 
-    paces: dict[tuple[int, bool], float] = {}
+    paces: dict[tuple[ImageSize, bool], float] = {}
     position = Position()
     with unheard(), fork_host_rng():  # the run logs these lines itself, and draws from its own beginning
         trial = replace(run, config=config.model_copy(update={"TRAIN": train}))

@@ -15,6 +15,7 @@ from utils.config.kinds import AUTO
 from utils.errors import TrainingError
 from utils.text import counted
 from vitamp.checkpoints import CHECKPOINTS, read_index
+from vitamp.sizes import in_pixels
 
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
@@ -54,7 +55,7 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
     lines = [f"out of memory {where}: {taken}."]
     batch = (data.BATCH_SIZE_EVAL if validating else None) or data.BATCH_SIZE
     if batch != AUTO:
-        size = f"{data.IMAGE_SIZE} x {data.IMAGE_SIZE} x {data.IMAGE_CHANNELS}"
+        size = f"{in_pixels(data.IMAGE_SIZE)} x {data.IMAGE_CHANNELS}"
         lines.append(f"  {counted(batch, 'image')} at a time, of {size}.")
     return "\n".join([*lines, "Ways out:", *(f"  {way}" for way in ways)])
 

@@ -24,6 +24,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.log import IN_LINE
 from utils.text import counted
+from vitamp.sizes import in_pixels
 
 
 def banner(run: Run, ready: Ready, folder: Path | None) -> str:
@@ -76,7 +77,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
 
 def _data(config: Config, ready: Ready) -> str:
     classes = ready.task.words()
-    size = f"{config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_CHANNELS}"
+    size = f"{in_pixels(config.DATA.IMAGE_SIZE)} x {config.DATA.IMAGE_CHANNELS}"
     if not isinstance(ready, ReadyToTrain):
         from engine.evaluation.data import title_of
 

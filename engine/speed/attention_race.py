@@ -88,7 +88,7 @@ def race_attention(built: BuiltModel) -> Choice:
     wanted, before, precision = built.config.attention, built.before.get("attention"), built.precision
     data, device = built.config.DATA, precision.device
     random = torch.Generator(device).manual_seed(built.config.SEED)
-    size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+    size = (data.BATCH_SIZE, *data.shape)
     images = built.inputs(torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random))
     # Autograd has its own thread per GPU, and CUDA initialises a thread with its first kernel. cuBLAS, with which an
     # attention layer's backward pass begins, checks for that before it starts a kernel, and would warn.

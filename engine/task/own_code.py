@@ -24,6 +24,7 @@ from utils.own_code import OWN_ERRORS, OwnCodeError, own_lines
 from utils.seeding import fork_host_rng
 from vitamp.metrics import ONE_LABEL
 from vitamp.registry import own_named
+from vitamp.sizes import in_pixels
 
 
 class WithOwnMetrics(Tally):
@@ -89,7 +90,7 @@ FOR_METRICS, MOST_FOR_METRICS = 64, 2048
 
 def try_own_code(config: Config) -> None:
     """Raise UserError, with the user's line, for what fails on made-up data."""
-    size, channels, named = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, ", ".join(config.own_files)
+    (channels, *size), named = config.DATA.shape, ", ".join(config.own_files)
     with fork_host_rng():
         try:
             if (own := own_named("loss", config.TRAIN.LOSS)) and not config.MODEL.MAE_PRETRAIN:
@@ -110,7 +111,7 @@ def try_own_code(config: Config) -> None:
                         raise UserError(f"{named} has no gradient with respect to the logits.")
                     value.backward()
             for name in () if config.EVAL else own_augmentations(config.TRAIN):  # whose file is not executed then
-                pixels = np.random.randint(0, 256, (size, size, 3), dtype=np.uint8)
+                pixels = np.random.randint(0, 256, (*size, 3), dtype=np.uint8)
                 OwnChange(name)(Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]))
             if (own := own_named("model", config.MODEL.NAME)) and not config.MODEL.MAE_PRETRAIN:
                 named = f"{own.file}: model {own.name}"
@@ -138,12 +139,12 @@ def _try_model(config: Config, named: str) -> None:
         name = config.MODEL.NAME.strip()
         module = timm.create_model(name, num_classes=classes, in_chans=channels, img_size=size).eval()
         try:
-            logits = module(torch.empty(SAMPLES, channels, size, size))
+            logits = module(torch.empty(SAMPLES, *config.DATA.shape))
         except NotImplementedError:  # an operation that needs values
             return
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if shape != (SAMPLES, classes):
         raise UserError(
-            f"{named} returned {shape} for {SAMPLES} images of {size} x {size} x {channels}; it must return logits of "
-            f"{SAMPLES} x {classes} (MODEL.NUM_CLASSES)."
+            f"{named} returned {shape} for {SAMPLES} images of {in_pixels(size)} x {channels}; it must return logits "
+            f"of {SAMPLES} x {classes} (MODEL.NUM_CLASSES)."
         )

@@ -56,7 +56,7 @@ def square(
 ) -> torch.Tensor:
     """Pixels of an image after preprocessing, with the random numbers of `seed`."""
     random.seed(seed)
-    out = torch.full((data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE), 77, dtype=torch.uint8)
+    out = torch.full(data.shape, 77, dtype=torch.uint8)
     with decoded_by(decoder):
         Pixels(data, train)(image, out)
     return out

@@ -82,7 +82,8 @@ def test_memory_sample_does_not_depend_on_its_batch(values: dict[str, Any]) -> N
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_memory_validation_equals_pil(values: dict[str, Any], short: int, interpolation: str) -> None:
     dataset = opened(train=False, INTERPOLATION=interpolation, **values)
-    size, cut = dataset.data.IMAGE_SIZE, (short - dataset.data.IMAGE_SIZE) // 2
+    size = dataset.data.shape[1]
+    cut = (short - size) // 2
     for index in (0, 11):
         image = Image.fromarray(samples().pixels[index])
         resized = image.resize((short, short), Image.Resampling[interpolation.upper()])

@@ -16,6 +16,7 @@ from engine.preflight import resolve
 from tests.program import save_image
 from utils.config import Loaded, load_config
 from utils.errors import UserError
+from vitamp.sizes import ImageSize
 
 DEIT = "deit_small_patch16_224.fb_in1k"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -127,7 +128,7 @@ def of_images(folder: Path, *sizes: tuple[int, int], **words: str) -> Loaded:
     return resolve(load_config(None, words=auto | {key.replace("__", "."): value for key, value in words.items()}))
 
 
-def sizes_of(loaded: Loaded) -> tuple[int, int | None]:
+def sizes_of(loaded: Loaded) -> tuple[ImageSize, int | None]:
     return loaded.config.DATA.IMAGE_SIZE, loaded.config.MODEL.PATCH_SIZE
 
 

@@ -37,7 +37,7 @@ def in_program(run: Path, image: Path, weights: str = "auto") -> Tensor:
     """Logits of one image, computed as by predict.py in fp32."""
     trained = load_trained(run, weights, device="cpu", amp="off")
     data = trained.config.DATA
-    pixels = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
+    pixels = torch.empty(data.shape, dtype=torch.uint8)
     open_given([], data).pixels(image.read_bytes(), pixels)
     return trained.logits(pixels[None])
 

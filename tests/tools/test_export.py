@@ -271,7 +271,7 @@ def test_documented_code_prepares_images_as_validation_does(
     odd = isinstance(kind, str)
     (ODD_FILES[kind] if odd else ODD_FILES["alpha"].convert("RGB").resize(kind)).save(tmp_path / "a.png")
     data = DataConfig.model_validate(values)
-    wanted = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
+    wanted = torch.empty(data.shape, dtype=torch.uint8)
     with contextlib.nullcontext() if odd else decoded_by("pil"):
         Pixels(data, train=False)((tmp_path / "a.png").read_bytes(), wanted)
     about = {"crop": "middle", "interpolation": "bicubic", "input": "pixels", "image_size": data.IMAGE_SIZE}

@@ -91,7 +91,7 @@ class LoopSession(Session):
 def random_batches(config: Config, device: torch.device) -> list[Batch]:
     """Random images and labels on the device, equal in every process."""
     data, generator = config.DATA, torch.Generator(device).manual_seed(config.SEED)
-    size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+    size = (data.BATCH_SIZE, *data.shape)
     batches = []
     for _ in range(BATCHES):
         images = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)

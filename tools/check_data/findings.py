@@ -28,6 +28,7 @@ from utils.config.data import DataConfig
 from utils.errors import TrainingError
 from utils.log import log
 from utils.program import started_as
+from vitamp.sizes import ImageSize, sides
 
 SIDE, CELLS, BLOCKS = 32, 16, 8
 """Pixels along each side of a thumbnail; its cells, compared in lightness, and its blocks, compared in colour"""
@@ -319,7 +320,7 @@ class _Image(NamedTuple):
         return self.found(f"{alike} {name}{where}{labels}", copy_of=name)
 
 
-def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Findings:
+def find_problems(splits: list[Split], num_classes: int, image_size: ImageSize) -> Findings:
     """Findings of all splits, of which training comes first."""
     counts = _counts(splits, num_classes)
     rows = {split.title: split.samples.labels for split in splits if split.samples.labels.ndim == 2}
@@ -330,6 +331,7 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
     findings.notes[UNVALIDATED] = [name for name, count in of_validation.items() if not count and name not in empty]
     findings.notes[TINY] = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
     copies: dict[bytes, list[_Image]] = {}
+    high, wide = sides(image_size)
     for split in splits:
         for index, scan in enumerate(split.scans):
             image = _Image(split, index)
@@ -343,7 +345,7 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
                 findings.defects[LABELS].append(image.found(about))
             if mode := scan.header.mode:
                 findings.notes[MODES].append(image.found(mode))
-            if 0 < min(size := scan.header.size) < image_size:
+            if min(size := scan.header.size) > 0 and (size[0] < wide or size[1] < high):
                 findings.notes[SMALL].append(image.found(f"{size[0]} x {size[1]}"))
             if scan.digest:
                 copies.setdefault(scan.digest, []).append(image)

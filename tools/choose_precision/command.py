@@ -30,6 +30,7 @@ import numpy as np
 from tools.common.command_line import MODES, OVERWRITE, Tool, about_one_device, above_zero, check_one_training, tool
 from tools.common.output_file import if_interrupted, writing
 from tools.common.tables import in_columns
+from utils.config.kinds import one_line
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.flags import Flag, whole
 from utils.log import log, unheard
@@ -212,7 +213,8 @@ def main(argv: list[str]) -> int:
     names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
     if (size := config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)) != config.DATA.IMAGE_SIZE:
-        log.info("images have %d pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size", size)
+        words = "images have %s pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size"
+        log.info(words, one_line(size))
     if config.TRAIN.COMPILE == "auto" and device.type == "cuda":
         log.info("TRAIN.COMPILE auto compiles nothing here; set TRAIN.COMPILE=whole if your run will be compiled")
     for name, why in left_out.items():

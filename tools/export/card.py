@@ -28,6 +28,7 @@ from utils.record.run_folder import is_run_folder
 from vitamp.checkpoints import run_folder_of
 from vitamp.colours import OPAQUE
 from vitamp.metrics import LOSS, MACRO_F1, ONE_LABEL
+from vitamp.sizes import in_pixels, sides
 
 TASK = "image-classification"
 UNKNOWN = "unknown"
@@ -158,10 +159,10 @@ def _loading(export: Export, about: dict[str, Any], title: str) -> str:
 
 
 def _data(about: dict[str, Any], names: list[str] | None, dataset: str | None, samples: dict[str, int]) -> str:
-    size, colours = about["image_size"], "grey" if about["channels"] == 1 else "RGB"
-    how = f"resized to {size} x {size} without keeping the aspect ratio"
+    size, colours = in_pixels(about["image_size"]), "grey" if about["channels"] == 1 else "RGB"
+    how = f"resized to {size} without keeping the aspect ratio"
     if about["crop"] != "none":
-        how = f"{RESIZED[about['crop_mode']]}, then the centre cropped to {size} x {size}"
+        how = f"{RESIZED[about['crop_mode']]}, then the centre cropped to {size}"
         how += f" (`crop_pct` {about['crop_pct']:g})"
     listed = ", ".join(_code(name) for name in (names or [])[:MOST_CLASSES])
     more = f", and {len(names) - MOST_CLASSES:,} more in config.json" if names and len(names) > MOST_CLASSES else ""
@@ -242,9 +243,8 @@ class Hub(Format):
 def _data_config(export: Export) -> dict[str, Any]:
     """The preprocessing of validation, in the words of timm.data."""
     about = export.metadata(False)
-    size = about["image_size"]
     return {
-        "input_size": (about["channels"], size, size),
+        "input_size": (about["channels"], *sides(about["image_size"])),
         "mean": tuple(about["mean"]),
         "std": tuple(about["std"]),
         **{key: about[key] for key in ("interpolation", "crop_pct", "crop_mode")},

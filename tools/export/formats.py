@@ -43,6 +43,7 @@ from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import pool_by
 from vitamp.registry import own_named
+from vitamp.sizes import in_pixels
 from vitamp.weights import EXPORTED, MADE_BY, encoded
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2}
@@ -110,7 +111,7 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
         log.warning("The images of the run cannot be read: %s", error)
         log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
         data = trained.config.DATA
-        size = (NOISE_IMAGES, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+        size = (NOISE_IMAGES, *data.shape)
         pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         names = [f"noise {number}" for number in range(NOISE_IMAGES)]
         return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
@@ -238,7 +239,7 @@ class Export:
     @property
     def input_summary(self) -> str:
         kind, data = "uint8, pixels" if self.with_preprocess else "float32, normalised", self.trained.config.DATA
-        size = f"N x {data.IMAGE_CHANNELS} x {data.IMAGE_SIZE} x {data.IMAGE_SIZE}"
+        size = f"N x {data.IMAGE_CHANNELS} x {in_pixels(data.IMAGE_SIZE)}"
         return f"'{INPUT}' {size} ({kind}) to '{LOGITS}' N x {self.trained.config.MODEL.NUM_CLASSES}, any N"
 
     def metadata(self, program: bool) -> dict[str, Any]:

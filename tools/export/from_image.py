@@ -27,6 +27,7 @@ from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.text import counted
+from vitamp.sizes import sides
 
 PIXELS = "pixels"
 SHAPES = {"portrait": (1.1, 2.03), "landscape": (2.03, 1.1), "tiny": (0.3, 0.2), "exact": (1.0, 1.0)}
@@ -43,13 +44,24 @@ MODES = {"bicubic": ("cubic", ", cubic_coeff_a = -0.5, exclude_outside = 1"), "b
 SIZES = {
     "center": """
   short = Min (height, width)
-  height_by_side = Mul (height, side)
-  width_by_side = Mul (width, side)
+  height_by_side = Mul (height, side_high)
+  width_by_side = Mul (width, side_high)
   high = Div (height_by_side, short)
   wide = Div (width_by_side, short)""",
     "squash": """
-  high = Identity (side)
-  wide = Identity (side)""",
+  high = Identity (side_high)
+  wide = Identity (side_wide)""",
+    "center, not square": """
+  sides = Concat <axis = 0> (side_high, side_wide)
+  exact_sides = Cast <to = 11> (sides)
+  stored = Concat <axis = 0> (height, width)
+  exact_stored = Cast <to = 11> (stored)
+  ratios = Div (exact_stored, exact_sides)
+  ratio = ReduceMin <keepdims = 1> (ratios)
+  exact_size = Div (exact_stored, ratio)
+  rounded_size = Round (exact_size)
+  whole_size = Cast <to = 7> (rounded_size)
+  high, wide = Split <axis = 0, num_outputs = 2> (whole_size)""",
 }
 """DATA.CROP_MODE -> nodes that compute the size before the crop, as `vitamp.resize.resized_size` does"""
 GREY = """
@@ -74,7 +86,7 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     mode, crop_pct = crop_of(data)
     if mode not in SIZES or crop_pct > 1:
         above = f"PCT {crop_pct:g} is not supported, only up to 1"
-        why = above if crop_pct > 1 else f"MODE {mode} is not supported, only {' and '.join(SIZES)}"
+        why = above if crop_pct > 1 else f"MODE {mode} is not supported, only center and squash"
         raise UserError(f"-with_resize: DATA.CROP_{why}. {ADVICE}")
     stored, own, names = images.samples, images.pixels, list(images.names)
     if stored is None:  # held in memory, or noise: only made images have another size
@@ -85,8 +97,8 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
         bases = [source() for source in sources[:RESHAPED]]
     made, validation = dict[str, np.ndarray](), open_given([], data).pixels
     for number, base in enumerate(bases):
-        for name, sides in SHAPES.items():
-            wide, high = (max(1, round(side * data.IMAGE_SIZE)) for side in sides)
+        for name, fractions in SHAPES.items():
+            wide, high = (max(1, round(side * own)) for side, own in zip(fractions, data.shape[:0:-1], strict=True))
             image = Image.fromarray(base).resize((wide, high), Image.Resampling.BICUBIC)
             made[f"{name} {number}"] = np.asarray(image)
             own = torch.cat([own, torch.empty(1, *own.shape[1:], dtype=torch.uint8)])
@@ -161,17 +173,21 @@ def prepend(data: DataConfig, model: ir.Model) -> None:
 
 
 def resize_model(data: DataConfig) -> onnx.ModelProto:
-    """A model of these nodes alone: `image`, H x W x 3, to `pixels`, 1 x C x S x S, both uint8."""
+    """A model of these nodes alone: `image`, H x W x 3, to `pixels`, 1 x C x H x W of the model, both uint8."""
     mode, crop_pct = crop_of(data)
-    size, side = data.IMAGE_SIZE, math.floor(data.IMAGE_SIZE / crop_pct)
+    size = sides(data.IMAGE_SIZE)
+    high, wide = (math.floor(side / crop_pct) for side in size)
+    mode += ", not square" * (mode == "center" and high != wide)
     channels = GREY if data.IMAGE_CHANNELS == 1 else "\n  channels = Identity (batch)"
     # As PIL: first the columns, then the rows, each rounded to whole numbers.
     return onnx.parser.parse_model(f"""
 <ir_version: 8, opset_import: ["" : {OPSET}]>
-prepare (uint8[H, W, 3] {IMAGE}) => (uint8[1, {data.IMAGE_CHANNELS}, {size}, {size}] {PIXELS})
+prepare (uint8[H, W, 3] {IMAGE}) => (uint8[1, {data.IMAGE_CHANNELS}, {size[0]}, {size[1]}] {PIXELS})
 {{
-  size = Constant <value_ints = [{size}]> ()
-  side = Constant <value_ints = [{side}]> ()
+  size2 = Constant <value_ints = [{size[0]}]> ()
+  size3 = Constant <value_ints = [{size[1]}]> ()
+  side_high = Constant <value_ints = [{high}]> ()
+  side_wide = Constant <value_ints = [{wide}]> ()
   half = Constant <value_float = 0.5> ()
   least = Constant <value_float = 0.0> ()
   most = Constant <value_float = 255.0> ()
@@ -183,7 +199,8 @@ prepare (uint8[H, W, 3] {IMAGE}) => (uint8[1, {data.IMAGE_CHANNELS}, {size}, {si
   floats = Cast <to = 1> (channels)
   outer = Constant <value_ints = [1, {data.IMAGE_CHANNELS}]> ()
   sizes3 = Concat <axis = 0> (outer, height, wide)
-  sizes2 = Concat <axis = 0> (outer, high, size){_along(data, 3, "floats", "wide")}{_along(data, 2, "cropped3", "high")}
+  sizes2 = Concat <axis = 0> (outer, high, size3)
+{_along(data, 3, "floats", "wide")}{_along(data, 2, "cropped3", "high")}
   {PIXELS} = Cast <to = 2> (cropped2)
 }}""")
 
@@ -196,11 +213,11 @@ def _along(data: DataConfig, axis: int, source: str, length: str) -> str:
   resized{axis} = Resize <antialias = 1, mode = "{mode}"{exact}> ({source}, , , sizes{axis})
   whole{axis} = Round (resized{axis})
   clipped{axis} = Clip (whole{axis}, least, most)
-  spare{axis} = Sub ({length}, size)
+  spare{axis} = Sub ({length}, size{axis})
   spare_float{axis} = Cast <to = 1> (spare{axis})
   halved{axis} = Mul (spare_float{axis}, half)
   start_float{axis} = Round (halved{axis})
   start{axis} = Cast <to = 7> (start_float{axis})
-  end{axis} = Add (start{axis}, size)
+  end{axis} = Add (start{axis}, size{axis})
   axis{axis} = Constant <value_ints = [{axis}]> ()
   cropped{axis} = Slice (clipped{axis}, start{axis}, end{axis}, axis{axis})"""

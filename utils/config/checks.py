@@ -16,6 +16,7 @@ from utils.config.schema import Config
 from utils.config.train import LOSSES
 from utils.errors import either, nearest
 from vitamp.metrics import KNN
+from vitamp.sizes import in_pixels, sides
 
 Problem = tuple[str, str]
 """(the key to change, what is wrong with its value)"""
@@ -60,11 +61,12 @@ def _train(config: Config) -> Iterator[Problem]:
     if train.NUM_EPOCHS > 0 >= train.epochs_of_schedule and not config.EVAL:
         yield "TRAIN.COOLDOWN_EPOCHS", f"{train.COOLDOWN_EPOCHS} leaves no epoch of {epochs} for the schedule"
     if train.CUTMIX_MINMAX is not None and full != AUTO:
-        least = min([full, *(size for _, size in train.SIZE_SCHEDULE)])
+        smallest = min([full, *(size for _, size in train.SIZE_SCHEDULE)], key=lambda size: min(sides(size)))
+        least = min(sides(smallest))
         low, high = (int(least * side) for side in train.CUTMIX_MINMAX)
         if low == high:
-            sides = f"{one_line(train.CUTMIX_MINMAX)} must be at least one pixel apart"
-            yield "TRAIN.CUTMIX_MINMAX", f"{sides} (in images of {least} x {least}), as in [0.2, 0.8]"
+            text = f"{one_line(train.CUTMIX_MINMAX)} must be at least one pixel apart"
+            yield "TRAIN.CUTMIX_MINMAX", f"{text} (in images of {in_pixels(smallest)}), as in [0.2, 0.8]"
     if train.SIZE_SCHEDULE and train.NUM_EPOCHS and not config.EVAL:
         from utils.config.words import size_problems
 

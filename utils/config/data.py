@@ -24,10 +24,12 @@ from utils.config.kinds import (
     PositiveOrAuto,
     PositiveUnlessAuto,
     Ratios,
+    SizeOrAuto,
     as_integer,
     read_fold,
 )
 from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS, TaskKind
+from vitamp.sizes import sides
 
 DropLast = Annotated[
     Literal["batch", "update"] | bool, AfterValidator(lambda value: "batch" if value is True else value)
@@ -52,8 +54,10 @@ class DataConfig(Section):
         "A data set or layout (docs/datasets.md); not set: recognised in DATA_PATH; the default if that is missing.",
     )
     COLUMNS: Columns | None = setting(None, "Columns of a csv table: file=NAME,label=NAME (docs/datasets.md).")
-    IMAGE_SIZE: PositiveOrAuto = setting(
-        224, "Side of the model's input in pixels; auto: of the weights, or the median image (docs/small_images.md)."
+    IMAGE_SIZE: SizeOrAuto = setting(
+        224,
+        "Side of the model's input in pixels, or [height, width] (docs/image_shapes.md); auto: of the weights, or the "
+        "median image (docs/small_images.md).",
     )
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
     CROP_PCT: float = setting(0.875, "Validation: centre crop as a fraction of the short side.", _CROPPED, gt=0, le=2)
@@ -131,6 +135,11 @@ class DataConfig(Section):
     )
     EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.")
     CACHE: str | None = setting(None, "Folder for compiled code, hf:NAME and indices of tars; null: ~/.cache/vitamp.")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the model's input."""
+        return self.IMAGE_CHANNELS, *sides(self.IMAGE_SIZE)
 
     @property
     def val_batch(self) -> int:

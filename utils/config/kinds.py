@@ -91,6 +91,15 @@ def as_integer(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
+def _as_size(value: Any) -> Any:
+    """One number for a square, else height and width, from a number, `224,448`, `224x448` or a list."""
+    both = _as_tuple(value.replace("x", ",") if isinstance(value, str) else value)
+    if not isinstance(both, list | tuple):
+        return both
+    both = [*map(as_integer, both)]
+    return both[0] if len(both) == 1 or (len(both) == 2 and both[0] == both[1]) else both
+
+
 def folded(value: Any) -> Any:
     return value.strip().casefold() if isinstance(value, str) else value
 
@@ -136,7 +145,10 @@ Betas = Annotated[tuple[FractionBelowOne, FractionBelowOne], BeforeValidator(_as
 Fractions = Annotated[tuple[Fraction, Fraction], BeforeValidator(_as_tuple)]
 FractionsAboveZero = Annotated[tuple[FractionAboveZero, FractionAboveZero], BeforeValidator(_as_tuple)]
 Ratios = Annotated[tuple[AboveZero, AboveZero], BeforeValidator(_as_tuple)]
-SizeSteps = tuple[tuple[NonNegative, Positive], ...]
+_Size = Annotated[
+    Positive | Annotated[tuple[Positive, Positive], _in_words("[height, width]", "array")], BeforeValidator(_as_size)
+]
+SizeSteps = tuple[tuple[NonNegative, _Size], ...]
 """Pairs (start, size)"""
 Names = Annotated[tuple[str, ...], BeforeValidator(as_names)]
 OWN_SETTING = re.compile(r"\s*([A-Za-z_]\w*)\.([A-Za-z_]\w*)\s*=\s*(.*?)\s*", re.DOTALL)
@@ -146,6 +158,19 @@ OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), _in_words("a name tha
 _Auto = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]}]})
 _or_auto = WrapValidator(lambda value, check: AUTO if folded(value) == AUTO else check(value))
 PositiveOrAuto = Annotated[Positive, _or_auto, _Auto]
+SizeOrAuto = Annotated[
+    _Size,
+    _or_auto,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "array", "description": "[height, width]"},
+                {"type": "string", "enum": [AUTO]},
+            ]
+        }
+    ),
+]
 CountOrAuto = Annotated[
     Count, _or_auto, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"enum": [AUTO]}]})
 ]

@@ -24,6 +24,7 @@ from utils.config.kinds import (
     Positive,
     SizeSteps,
 )
+from vitamp.sizes import ImageSize
 
 _MUON = only_with("TRAIN.OPTIMIZER.NAME=*Muon")
 _RAND, _AUTO, _TRIVIAL = "TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.AUGMENT=trivial"
@@ -206,7 +207,7 @@ class TrainConfig(Section):
         warmup = round(self.WARMUP_EPOCHS * epochs, 6)
         return self.model_copy(update={"NUM_EPOCHS": epochs, "WARMUP_EPOCHS": warmup})
 
-    def size_in(self, epoch: int, full: int) -> int:
+    def size_in(self, epoch: int, full: ImageSize) -> ImageSize:
         """The size of training images in an epoch; `full` without a schedule, and in the last epoch."""
         if epoch >= self.NUM_EPOCHS:
             return full

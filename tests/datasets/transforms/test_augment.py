@@ -35,8 +35,8 @@ def picture(side: int = 24, seed: int = 0) -> Image.Image:
 def change(data: DataConfig, seed: int, image: Image.Image | None = None, **train: Any) -> torch.Tensor:
     """One image through the training transform, with the random numbers of sample `seed`."""
     seed_host(0, "sample", 1, seed)
-    out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
-    image = image or picture(data.IMAGE_SIZE).convert("L" if data.IMAGE_CHANNELS == 1 else "RGB")
+    out = torch.empty(data.shape, dtype=torch.uint8)
+    image = image or picture(data.shape[1]).convert("L" if data.IMAGE_CHANNELS == 1 else "RGB")
     Pixels(data, True, TrainConfig.model_validate(train))(np.asarray(image), out)
     return out
 

@@ -21,7 +21,7 @@ from utils.config.data import DataConfig
 
 def pixels_of(data: DataConfig, train: bool, image: np.ndarray) -> np.ndarray:
     """Pixels as height x width x channels."""
-    out = torch.full((data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE), 7, dtype=torch.uint8)
+    out = torch.full(data.shape, 7, dtype=torch.uint8)
     Pixels(data, train)(image, out)
     return out.permute(1, 2, 0).numpy()
 

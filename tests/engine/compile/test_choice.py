@@ -154,5 +154,5 @@ def test_missing_python_headers_prevent_compiling(gpu: Path) -> None:
 def test_flops_of_known_models(name: str, gflops: float) -> None:
     """Attention included; backward takes twice the forward pass, but for the pixels, which want no gradient."""
     model = build_without_weights(ModelConfig(NAME=name, TYPE="x"), 224, 3)
-    assert training_flops(model, 3, 224) == pytest.approx(gflops * 1e9, rel=1e-7)
-    assert training_flops(nn.Identity(), 3, 8) is None, "unknown"
+    assert training_flops(model, (3, 224, 224)) == pytest.approx(gflops * 1e9, rel=1e-7)
+    assert training_flops(nn.Identity(), (3, 8, 8)) is None, "unknown"

@@ -65,6 +65,8 @@ class Copies:
     """Images of the one that were compared with all images of their size in the other"""
     examples: list[tuple[str, str]] = field(default_factory=list)
     """Names in the one and in the other"""
+    relabelled: int = 0
+    """Those found whose label is another in the other"""
     training: int = 0
     """Images of the other that they were compared with; fewer than all where time was too short"""
 
@@ -150,9 +152,13 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
         copies.compared += len(validating)
         for digest, index in digests:
             if digest in twins:
+                other = np.any(validation.labels[index] != train.labels[twins[digest]])
                 copies.found += 1
-                if len(copies.examples) < MOST_NAMED:
-                    copies.examples.append((validation.name(index), train.name(twins[digest])))
+                copies.relabelled += int(other)
+                if (copies.relabelled if other else copies.found) <= MOST_NAMED:
+                    names = validation.name(index), train.name(twins[digest])
+                    copies.examples.insert(0 if other else len(copies.examples), names)
+    del copies.examples[MOST_NAMED:]
     return copies
 
 
@@ -278,7 +284,9 @@ def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
         yield f"Classes without validation images, of which no metric tells: {of}. Validation needs images of them."
     for one, other, copies in found.pairs():
         for copy, original in copies.examples[:1]:
-            of = f"{copies.found:,} of {copies.compared:,} {one} images. {copy} has the bytes of {original}"
+            of = f"{copies.found:,} of {copies.compared:,} {one} images"
+            of += f", {copies.relabelled:,} of them with another label there" * (copies.relabelled > 0)
+            of += f". {copy} has the bytes of {original}"
             lists = f"`{check}` lists them"
             if other == "training":
                 lists = f"`{check} -fix exclude.txt` lists the copies; train with DATA.EXCLUDE=exclude.txt"

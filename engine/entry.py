@@ -85,7 +85,7 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         return EXIT_FAILED
     except (SystemExit, KeyboardInterrupt) as leave:
         if own := _in_own_code(leave):
-            _report(own, aloud=True)
+            _report(_of_this_rank(own), aloud=True)
             return EXIT_FAILED
         if isinstance(leave, KeyboardInterrupt):
             raise
@@ -98,8 +98,7 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
             group.watchdog.expect_lost_rank()
             time.sleep(SECONDS_TO_FIND_LOST_RANK)
             signals.exit_if_asked(ENDED)
-        name = _rank_name()
-        _report((f"{name} failed:\n" if name else "") + (_in_own_code(error) or traceback.format_exc()), aloud=True)
+        _report(_of_this_rank(_in_own_code(error) or traceback.format_exc()), aloud=True)
         return EXIT_FAILED
 
 
@@ -119,6 +118,11 @@ def _group() -> Any:
 
 def _rank_name() -> str | None:
     return group.rank_name if (group := _group()) else None
+
+
+def _of_this_rank(failure: str) -> str:
+    name = _rank_name()
+    return f"{name} failed:\n{failure}" if name else failure
 
 
 def _in_own_code(error: BaseException) -> str:
@@ -168,6 +172,10 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     if command.action == "print_config":
         if given:
             _use_own_code(loaded, given, command.trust)
+        if (optimizer := loaded.config.TRAIN.OPTIMIZER.NAME) != default_of("TRAIN.OPTIMIZER.NAME"):
+            from engine.optim.build import optimizer_name
+
+            optimizer_name(optimizer)
         if loaded.config.DATA.DATA_PATH is not None:
             from engine.preflight import with_data_set
 

@@ -46,6 +46,15 @@ class Flag:
         return self.value.startswith("[")
 
 
+def device(text: str) -> str:
+    """What -device takes; other programs take the number of a GPU."""
+    if (gpus := text.removeprefix("cuda:"))[:1].isdecimal():
+        raise ValueError(
+            f"takes cpu, cuda or mps; for these GPUs, write CUDA_VISIBLE_DEVICES={gpus} before the command"
+        )
+    return text
+
+
 @dataclass(frozen=True)
 class Positional:
     """A positional argument, such as the run that a tool reads."""
@@ -208,7 +217,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("profile", "write a torch profiler trace of N updates", "N", ("PROFILE",)),
     ),
     "Devices and processes": (
-        Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",), default_text="the best available"),
+        Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",), default_text="the best available", kind=device),
         Flag("ngpus", "number of processes that main_multi_gpu.py starts; -1: one per visible GPU", "N", ("NGPUS",)),
         Flag(
             "threads",

@@ -140,29 +140,26 @@ def features_of(
                 np.save(folder / "new.npy", _copy_kept(dataset.single_images(), folder, empty))
                 os.replace(folder / "new.npy", folder / COMPLETE)
         table, complete = (open_memmap(folder / name, "r+") for name in (TABLE, COMPLETE))
+        broken = BrokenInValidation("image")
 
         def compute(rows: np.ndarray, bar: Progress) -> None:
             """Of these images, in blocks."""
             of_blocks = np.split(rows, np.flatnonzero(np.diff(rows // BLOCK)) + 1)
             plan = [block[first : first + batch] for block in of_blocks for first in range(0, len(block), batch)]
             ends, computed = {int(block[-1]) for block in of_blocks if len(block)}, list[np.ndarray]()
-            broken = BrokenInValidation("image")
             loader = ValLoader(dataset, batch, 0, 1, workers, seeing.precision.device, broken, lambda *_: plan)
             try:
-                for one in loader:
-                    try:  # before a broken image, whose index is -1, is written as the last row
-                        broken.raise_together(ALONE)
-                    except AllRanksError as error:  # nothing is trained yet; a TrainingError ends others at once
-                        raise (UserError if world.size == 1 else TrainingError)(str(error)) from None
-                    computed.append(one.indices.cpu().numpy())
-                    table[computed[-1]] = found = _columns(seeing, one.images).cpu().numpy()
+                for wanted, one in zip(plan, loader, strict=True):
+                    read = one.indices.cpu().numpy() >= 0  # -1 of a broken image
+                    computed.append(wanted[read])
+                    table[computed[-1]] = found = _columns(seeing, one.images).cpu().numpy()[read]
                     if not np.isfinite(found).all():
                         raise UserError("The model has NaN or infinite features; nothing can be compared.")
-                    if int(computed[-1][-1]) in ends:
+                    if int(wanted[-1]) in ends:
                         table.flush()
                         complete[np.concatenate(computed)] = True
                         computed.clear()
-                    bar.update(len(found))
+                    bar.update(len(wanted))
             finally:
                 loader.close()
 
@@ -177,8 +174,14 @@ def features_of(
         with Progress(None, len(missing), "images", "features", shown=world.first) as bar:
             mine = missing // BLOCK % world.size == world.rank
             compute(missing[mine], bar)  # others may have begun already
-            while world.first and len(missing := np.flatnonzero(~complete)):  # of a process that is slower
+            # Those of a process that is slower, or that could not read them
+            while world.first and len(missing := np.setdiff1d(np.flatnonzero(~complete), [*broken.images])):
                 compute(missing[missing // BLOCK == missing[-1] // BLOCK], bar)
+        if world.first:
+            try:
+                broken.raise_together(ALONE)
+            except AllRanksError as error:  # nothing is trained yet; a TrainingError ends others at once
+                raise (UserError if world.size == 1 else TrainingError)(str(error)) from None
         return Features(table, labels.astype(np.int64 if labels.ndim == 1 else np.float32), _pools(model, shape[1]))
     finally:
         model.train(training)

@@ -47,6 +47,7 @@ def test_too_few_open_files_are_refused(tiny: Path) -> None:
         (["-dataset", "synthetic", "-num_classes", 5, "SAVE_BEST_BY=acc5"], ["acc5: always 100 % with 5 classes"]),
         (["-dataset", "digit"], ["DATA.DATASET", "'digit'", "Did you mean digits", "digits, imagefolder, imagen"]),
         (["TRAIN.OPTIMIZER.NAME=AdamX"], ["TRAIN.OPTIMIZER.NAME", "AdamX", "Did you mean"]),
+        (["TRAIN.OPTIMIZER.NAME=AdamX", "-print_config"], ["TRAIN.OPTIMIZER.NAME", "AdamX", "Did you mean"]),
         (["MODEL.TYPE=timm", "MODEL.NAME=vit_tny_patch16_224"], ["vit_tny_patch16_224", "Did you mean"]),
         (["-resume", "nowhere"], ["nowhere", "no such file or folder"]),
         (["-resume", "~nobody_here/x"], ["-resume ~nobody_here/x: no such file or folder"]),

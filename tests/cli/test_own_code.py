@@ -233,24 +233,35 @@ def test_own_code_cannot_end_a_training_as_done(vitamp: Vitamp, tiny: Path, tmp_
     assert f"{file}, {ENDS[what]}" in done.err
 
 
-LEAVING = f"""import os
+LEAVING = f"""import os, sys
 from torch.nn import functional as F
 {LOSS}def leaving(logits, targets):
     if os.fork() == 0:
         os._exit(0)  # a process of its own
     os.wait()
     if len(logits) > 4 and os.environ.get("RANK", "none") in os.environ["LEAVING"]:
-        os._exit(0)
+        WAY
     return F.cross_entropy(logits, targets)
 """
 
 
-@pytest.mark.parametrize("ranks", ["0", "1", "0, 1"])
-def test_ranks_that_leave_are_named(vitamp: Vitamp, tiny: Path, tmp_path: Path, ranks: str) -> None:
-    (file := tmp_path / "mine.py").write_text(LEAVING)
+LEFT = "RuntimeError: os._exit(0) before the run has ended"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way", "error"),
+    [
+        *((ranks, "os._exit(0)", LEFT) for ranks in ("0", "1", "0, 1")),
+        ("1", "sys.exit('no more')", "SystemExit: no more"),
+    ],
+)
+def test_ranks_that_leave_are_named(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, ranks: str, way: str, error: str
+) -> None:
+    (file := tmp_path / "mine.py").write_text(LEAVING.replace("WAY", way))
     words = ("-cfg", tiny, "-use", file, "TRAIN.LOSS=leaving", "-output", tmp_path / "run", "-ngpus", 2)
     done = vitamp(*words, script="main_multi_gpu.py", env={"LEAVING": ranks}, code=1)
-    failed = f"{file}, line 10: RuntimeError: os._exit(0) before the run has ended"
+    failed = f"{file}, line 10: {error}"
     named = re.findall(rf"error: rank (\d) on \S+ \(process \d+\) failed:\n{re.escape(failed)}", done.err)
     assert named
     assert set(named) <= set(ranks), "of both, the launcher may end the second before it has reported"

@@ -112,14 +112,17 @@ def test_the_test_split_is_counted_and_its_copies_are_named(icons: Path, vitamp:
     for index in range(4):
         write(icons / f"test/bell/{index}.png", 5000 + index)
     shutil.copy(icons / "train/cog/1.png", icons / "test/bell/4.png")
+    for index in range(5, 9):
+        shutil.copy(icons / f"train/bell/{index}.png", icons / "test/bell")
     shutil.copy(icons / "test/bell/0.png", icons / "val/bell/test0.png")
     done = lines(icons, tmp_path / "run", vitamp)
-    assert "Data: 56 training, 14 validation, 5 test images in 3 classes" in done.out
+    assert "Data: 56 training, 14 validation, 9 test images in 3 classes" in done.out
+    found = {"training": "5 of 9 test images, 1 of them with another label there", "validation": "1 of 9 test images"}
     for other, original, copy in (("training", "train/cog/1", "4"), ("validation", "val/bell/test0", "0")):
-        text = f"Copies of {other} images, on which a model does better than on new ones: 1 of 5 test images. "
+        text = f"Copies of {other} images, on which a model does better than on new ones: {found[other]}. "
         assert f"{text}{icons}/test/bell/{copy}.png has the bytes of {icons}/{original}.png." in done.err
     told = json.loads((tmp_path / "run/data.json").read_text())
-    assert {title: one["found"] for title, one in told["copies_in_test"].items()} == {"training": 1, "validation": 1}
+    assert {title: one["found"] for title, one in told["copies_in_test"].items()} == {"training": 5, "validation": 1}
     (icons / "test/unknown").mkdir()
     write(icons / "test/unknown/0.png", 1)
     again = lines(icons, tmp_path / "again", vitamp)

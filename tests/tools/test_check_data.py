@@ -408,6 +408,11 @@ def test_fix_removes_from_training_what_validation_has(check: Check, leaks: Path
     assert set(near) == {f"leak{number}.png" for number in range(len(CHANGES))}
     assert near["leak0.png"].endswith("val/ant/0.png in the validation split, but bee instead of ant")
     assert near["leak1.png"].endswith("val/bee/1.png in the validation split")
+    other = sum(about.endswith("but bee instead of ant") for about in near.values())
+    head, *shown = done.out.partition("DEFECT: nearly the same in two splits")[2].splitlines()
+    assert head.endswith(f": {len(CHANGES)}, {other} with another label in another split")
+    shown = done.out.rpartition("DEFECT: nearly the same in two splits")[2].splitlines()[1:]
+    assert all("but bee instead of ant" in line for line in shown[: min(other, 5)]), "those first"
     assert [Path(one["name"]).name for one in told["notes"]["nearly_duplicate"]] == ["again.jpg"]
     assert [Path(one["name"]).name for one in told["notes"]["of_one_colour"]] == ["white.png"]
     assert told["notes"]["tiny_classes"] == ["few (2)"]

@@ -204,12 +204,13 @@ def test_changed_images_weights_and_inputs_are_computed_anew(
     assert [counts(*more) for more in (("-weights", "ema"), ("DATA.IMAGENET_MEAN=0.4",))] == [(2, 0)] * 2
     Image.new("L", (8, 8)).save(tmp_path / "data" / "dark" / "0.png")
     assert counts() == (0, 1), "only the new image is computed"
-    before, gone = kept(cache), tmp_path / "data" / "grey" / "gone.png"
-    gone.symlink_to("nowhere")
+    before, gone = kept(cache), [tmp_path / "data" / "grey" / name for name in ("0gone.png", "lost.png")]
+    for file in gone:
+        file.symlink_to("nowhere")
     for world, code in ((ALONE, 2), (World(0, 2), 1)):
         with mock.patch("tools.evaluate.command.read_world", return_value=world):
-            said = say(digits_run, *greys, "-probe", "-pool", "mean", code=code).err
-        assert f"1 image cannot be read: {gone} (it does not exist)" in said
+            said = say(digits_run, *greys, "-probe", "-batch_size", 4, "DATA.IMAGENET_MEAN=0.3", code=code).err
+        assert f"2 images cannot be read: {gone[0]} (it does not exist); {gone[1]} (it does" in said, "all of them"
     (new,) = (content[128:] for name, content in kept(cache).items() if name not in before and "complete" in name)
     assert 0 in new, "what could not be read is not kept"
 

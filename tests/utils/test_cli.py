@@ -156,6 +156,8 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
         ("-amp -1", "unrecognised argument '-1'. -amp alone"),
         ("-list_models a b", "unrecognised argument 'b'."),
         ("A..Z=3", "unrecognised argument 'A..Z=3'. Settings have the form KEY=VALUE"),
+        ("--device 0,1", "-device 0,1: takes cpu, cuda or mps; for these GPUs, write CUDA_VISIBLE_DEVICES=0,1 before"),
+        ("--device cuda:1", "CUDA_VISIBLE_DEVICES=1 before the command"),
         ("-dry_run -print_config", "-dry_run and -print_config exclude each other"),
     ],
 )

@@ -265,6 +265,8 @@ class Found(NamedTuple):
     """Kind of problem of an unreadable image"""
     copy_of: str = ""
     """Name of the image that it is a copy of"""
+    contradicts: bool = False
+    """It is a copy of an image of another split that has another label"""
 
 
 @dataclass
@@ -309,15 +311,16 @@ class _Image(NamedTuple):
         numbers = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(label).tolist()
         return ";".join(names[one] if 0 <= one < len(names) else f"label {one}" for one in numbers) or "no label"
 
-    def found(self, about: str, kind: str = "", copy_of: str = "") -> Found:
-        return Found(self.split.title, self.split.samples.name(self.number), about, kind, copy_of)
+    def found(self, about: str, kind: str = "") -> Found:
+        return Found(self.split.title, self.split.samples.name(self.number), about, kind)
 
     def copy_of(self, other: _Image, alike: str = "the same bytes as") -> Found:
         """Finding of this image, which has the bytes of `other`, or nearly its pixels."""
         labels = "" if self.label == other.label else f", but {self.label} instead of {other.label}"
         name = other.split.samples.name(other.number)
         where = "" if self.split is other.split else f" in the {other.split.title} split"
-        return self.found(f"{alike} {name}{where}{labels}", copy_of=name)
+        found = self.found(f"{alike} {name}{where}{labels}")
+        return found._replace(copy_of=name, contradicts=bool(labels and where))
 
 
 def find_problems(splits: list[Split], num_classes: int, image_size: ImageSize) -> Findings:
@@ -451,7 +454,11 @@ def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
         if split in findings.unlabelled:
             without = f"{findings.unlabelled[split]:,} images without a label"
             summary[-1] += f", with {sum(counts.values()):,} labels; {without}"
-    summary += [f"{heading}: {len(found):,}" for heading, found in kinds.items() if found]
+    for heading, found in kinds.items():
+        if found:
+            other = sum(isinstance(one, Found) and one.contradicts for one in found)
+            more = f", {other:,} with another label in another split" if other else ""
+            summary.append(f"{heading}: {len(found):,}{more}")
     if modes := Counter(found.about for found in findings.notes.get(MODES, ())):
         summary.append(f"note: colour modes: {', '.join(f'{mode} {count:,}' for mode, count in modes.items())}")
     blocks = [summary, advice, _table(findings.classes)]
@@ -471,7 +478,7 @@ def _table(classes: dict[str, dict[str, int]]) -> list[str]:
 def _lines(found: Sequence[str | Found], prefix: str) -> list[str]:
     """Lines of one kind of finding. Of two copies, each may be listed for -json and -fix; here one line names both."""
     lines: dict[str | frozenset[str], str] = {}
-    for one in found:
+    for one in sorted(found, key=lambda one: isinstance(one, str) or not one.contradicts):  # those first
         if isinstance(one, str):
             lines[one] = f"    {one}"
             continue

@@ -154,5 +154,6 @@ def test_names_with_line_breaks_are_one_line_of_log_and_lists(tmp_path: Path, vi
     assert "cannot be read" not in again.err
     assert "match no image" not in again.err
     relabelled = settings(DATASET="imagefolder", DATA_PATH=str(data), EXCLUDE=str(run / "broken.txt"))
-    (tmp_path / "list.csv").write_text("path,given,proposed,decision\n" + "train/a/y\\nval.jpg,a,b,drop\n")
-    assert len(part(relabelled.model_copy(update={"RELABEL": str(tmp_path / "list.csv")}))) == 8
+    for name in ("train/a/y\\nval.jpg", '"train/a/y\nval.jpg"'):
+        (tmp_path / "list.csv").write_text(f"path,given,proposed,decision\n{name},a,b,drop\n")
+        assert len(part(relabelled.model_copy(update={"RELABEL": str(tmp_path / "list.csv")}))) == 8

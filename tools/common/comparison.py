@@ -167,11 +167,11 @@ def difference_in_metric(
     theirs: dict[int, Metrics],
     comparisons: int,
     judged: Judged,
-    of_images: tuple[np.ndarray, np.ndarray] | None = None,
+    of_images: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> Difference | None:
     """Difference in the metric after the last epoch; in percentage points, if it is in percent.
 
-    `of_images`: what each image adds to the metric of our runs and theirs; None: it holds for these images alone.
+    `of_images`: of `paired_images`; None: it holds for these images alone.
     Images of folds are counted already: each validates once, so the folds vary by their images, too.
     """
     pairs = _pairs(ours, theirs, judged.of)
@@ -199,14 +199,22 @@ def images_of(runs: ByName, judged: Judged, parent: Path = Path()) -> Images:
 
 def paired_images(
     images: Images, name: str, against: str, seeds: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Seeds x images of each contender; None unless all these runs were validated on the same images."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Seeds x images of each contender, and contenders x seeds of all that have these seeds.
+
+    None unless all runs of the two were validated on the same images.
+    """
     found = [images.get((who, seed)) for who in (name, against) for seed in seeds]
     every = [one for one in found if one is not None]
     if not every or len(every) < len(found) or any(not np.array_equal(one.names, every[0].names) for one in every):
         return None
-    values = np.stack([one.values for one in every])
-    return values[: len(seeds)], values[len(seeds) :]
+    values, means = np.stack([one.values for one in every]), list[list[float]]()
+    for contender in dict.fromkeys(who for who, _ in images):
+        of_one = [images.get((contender, seed)) for seed in seeds]
+        known = [float(one.values.mean()) for one in of_one if one is not None]
+        if len(known) == len(seeds):
+            means.append(known)
+    return values[: len(seeds)], values[len(seeds) :], np.array(means)
 
 
 def judge(
@@ -568,7 +576,7 @@ def _one_run_each(
     said = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with "
     said += "one seed each" if number_of(rows[0]) == number_of(rows[1]) else "one run each, of different seeds"
     if paired is not None and judged.metric.percent and not overlap_of(rows):
-        found, images = over_images(difference, paired[0], paired[1], comparisons), len(paired[0][0])
+        found, images = over_images(difference, *paired, comparisons), len(paired[0][0])
         low, high = found.low or 0.0, found.high or 0.0
     elif judged.metric.counts_images and images:
         low, high = chance((ours, theirs), images, comparisons)

@@ -15,6 +15,8 @@ POWER = 0.8
 """Chance with which so many seeds, as are named, would show a difference of the size that was found."""
 MOST_ROUNDS = 50
 """Beyond so many seeds or folds it is not said how many would show a difference: nobody trains them."""
+FEW, HIDDEN = 4, 0.2
+"""Degrees of freedom below which the seeds' variance is not that of pairs alone, and what is added to it"""
 LIKE_THESE, THESE_ALONE = "images like these", "these images alone"
 """Of which images a difference speaks"""
 
@@ -66,9 +68,9 @@ def level_of(comparisons: int) -> float:
 
 def students(error: float, freedom: float, *levels: float) -> float:
     """Student's quantiles of these levels, added up, times the standard error."""
-    from scipy import stats  # a second to import
+    from scipy.special import stdtrit  # a moment to import
 
-    return sum(float(stats.t.ppf(level, freedom)) for level in levels) * error
+    return sum(float(stdtrit(freedom, level)) for level in levels) * error
 
 
 class Noise(NamedTuple):
@@ -86,31 +88,32 @@ class Noise(NamedTuple):
     """Degrees of freedom of `by_seed`"""
 
     def reach(self, *levels: float) -> float:
-        """Half the width of the interval: the larger of two, since few seeds estimate their variance badly.
+        """Half the width of the interval: the squares of the reaches of images and of seeds, added up.
 
-        Satterthwaite's degrees of freedom alone claim too much where whole runs shift and the seeds happen to agree.
-        The other sums the squares of two reaches: of images, and of what seeds shift beyond the noise of single images.
+        Few seeds estimate their variance badly, so `by_both`, which many images estimate well, belongs to the images.
+        It belongs to the seeds as far as whole runs shift: a shift may be larger than it looks.
         """
         shift = max(self.by_seed - self.by_both, 0.0)
-        variance = max(self.by_image + shift, self.by_seed)
-        of_seeds = self.by_seed**2 / self.freedom if self.freedom else 0.0
-        doubt = of_seeds + self.by_image**2 / (self.images - 1)
-        freedom = max(variance**2 / doubt, 1.0) if doubt else 1.0
-        of_images = students(math.sqrt(max(self.by_image, self.by_both)), self.images - 1, *levels)
-        of_shift = students(math.sqrt(shift), self.freedom, *levels) if shift else 0.0
-        return max(students(math.sqrt(variance), freedom, *levels), math.hypot(of_images, of_shift))
+        with_seeds = self.by_both * shift / self.by_seed if shift else 0.0
+        of_images = max(self.by_image, self.by_both) - with_seeds
+        of_seeds = students(math.sqrt(shift + with_seeds), self.freedom, *levels) if shift else 0.0
+        return math.hypot(students(math.sqrt(of_images), self.images - 1, *levels), of_seeds)
 
     def planned(self, seeds: int, times_images: float = 1.0) -> Noise:
         """That of as many seeds, and so many times the images."""
         shift, both = max(self.by_seed - self.by_both, 0.0) * self.seeds, self.by_both * self.seeds / times_images
         of_images = max(self.by_image - self.by_both, 0.0) / times_images
         by_seed, by_image = (shift + both) / seeds, of_images + both / seeds
-        images = round(self.images * times_images)
-        return Noise(seeds, images, by_seed, by_image, both / seeds, float(seeds - 1))
+        images, freedom = round(self.images * times_images), self.freedom * (seeds - 1) / (self.seeds - 1)
+        return Noise(seeds, images, by_seed, by_image, both / seeds, freedom)
 
 
-def noise_of(ours: np.ndarray, theirs: np.ndarray) -> Noise:
-    """`ours`, `theirs`: seeds x images, what each adds to the mean of the metric."""
+def noise_of(ours: np.ndarray, theirs: np.ndarray, every: np.ndarray) -> Noise:
+    """`ours`, `theirs`: seeds x images, what each adds to the mean of the metric.
+
+    `every`: contenders x seeds, the metric of all contenders, these two among them: seeds are few, and more runs say
+    more of their variance.
+    """
     apart = ours - theirs
     seeds, images = apart.shape
     # Two made-up images, one for each side, as Bonett and Price (2012) do: few images that differ are no certainty.
@@ -122,18 +125,21 @@ def noise_of(ours: np.ndarray, theirs: np.ndarray) -> Noise:
     rows = apart.mean(1, keepdims=True)
     rest = apart - rows - apart.mean(0) + apart.mean()
     by_both = float((rest**2).sum()) / (seeds - 1) / (images - 1) / seeds / images
-    by_seed, freedom = float(rows.var(ddof=1)) / seeds, seeds - 1.0
-    if seeds == 2:
-        # Two seeds can agree by chance. The spread of each contender's own two runs says more (Welch).
-        own = [float(each.mean(1).var(ddof=1)) / seeds for each in (ours, theirs)]
-        by_seed = max(by_seed, sum(own))
-        freedom = sum(own) ** 2 / (own[0] ** 2 + own[1] ** 2) if any(own) else freedom
+    of_runs = every - every.mean(0) - every.mean(1, keepdims=True) + every.mean()
+    freedom = (len(every) - 1.0) * (seeds - 1)
+    by_seed = max(float(rows.var(ddof=1)), 2 * float((of_runs**2).sum()) / freedom) / seeds
+    if freedom < FEW:
+        # So few can agree by chance. The spread of each contender's own runs says more (Welch); and the fewer, the more
+        # often a shift hides behind `by_both`, of which a part is added.
+        own = every.var(1, ddof=1) / seeds
+        by_seed = max(by_seed, 2 * float(own.mean())) + HIDDEN * by_both / freedom
+        freedom = (seeds - 1) * float(own.sum() ** 2 / (own**2).sum()) if own.any() else freedom
     return Noise(seeds, images, by_seed, by_image, by_both, freedom)
 
 
-def over_images(value: float, ours: np.ndarray, theirs: np.ndarray, comparisons: int) -> Difference:
+def over_images(value: float, ours: np.ndarray, theirs: np.ndarray, every: np.ndarray, comparisons: int) -> Difference:
     """The interval of a difference for other seeds and other images: see `noise_of`. `value`: the difference itself."""
-    noise, level = noise_of(ours, theirs), level_of(comparisons)
+    noise, level = noise_of(ours, theirs, every), level_of(comparisons)
     reach = noise.reach(level)
     low, high = value - reach, value + reach
     found = Difference(value, low, high, noise.seeds, not low <= 0 <= high, holds_for=LIKE_THESE)
@@ -157,4 +163,4 @@ def assumed_noise(seeds: int, images: int) -> Noise:
     """Of the difference of two accuracies in percent."""
     of_one = 100**2 * DISAGREE / images
     both = of_one * BY_SEED / seeds
-    return Noise(seeds, images, both, of_one * (1 - BY_SEED) + both, both, max(seeds - 1.0, 1.0))
+    return Noise(seeds, images, both, of_one * (1 - BY_SEED) + both, both, 0.0)

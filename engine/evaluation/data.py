@@ -51,7 +51,7 @@ def settings_for_evaluation(
             config = _with(config, changes)
         if unread := unread_path(config.DATA):
             raise UserError(unread)
-    place, data_of_run, part = source_of(config.DATA), _is_data_of_run(config, saved), config.DATA.PART
+    place, data_of_run, part = source_of(config.DATA), whose_data(config, saved), config.DATA.PART
     if data_of_run in ("same place", "moved") and part in ("train", "all"):
         which = "are" if part == "train" else "include"
         notes.append(
@@ -104,7 +104,8 @@ def _other_layout(data: DataConfig, needs_labels: bool) -> tuple[str, str] | Non
         return found if found and found[0] != data.DATASET else None
 
 
-def _is_data_of_run(config: Config, saved: Chosen | None) -> Literal["same place", "moved", "other", "unknown"]:
+def whose_data(config: Config, saved: Chosen | None) -> Literal["same place", "moved", "other", "unknown"]:
+    """Whether DATA names the data of the run that trained the weights `saved`."""
     own, samples = (settings_of(saved), saved.samples) if saved else ({}, None)
     if "DATA.DATASET" not in own:
         return "unknown"
@@ -183,7 +184,7 @@ def title_of(data: DataConfig) -> str:
 def copies_evaluated(config: Config, saved: Chosen, images: int) -> str:
     """One line, if `images` are those of the run's validation split, and some are also in training."""
     run = run_folder_of(saved.place)
-    if run is None or config.DATA.PART not in ("val", AUTO) or _is_data_of_run(config, saved) != "same place":
+    if run is None or config.DATA.PART not in ("val", AUTO) or whose_data(config, saved) != "same place":
         return ""
     return copies_in_words(run, images)
 

@@ -28,6 +28,7 @@ from tools.common.report_page.charts import Chart, Curve, Reliability, Style, ch
 from tools.common.report_page.page import write_report
 from tools.common.report_page.runs import Headline, opening_of, read_runs
 from tools.report.command import main
+from utils.errors import UserError
 from utils.record.predictions import PREDICTIONS
 from utils.text import wilson
 from vitamp.metrics import BALANCED, PLAIN, TOP1
@@ -229,7 +230,9 @@ def test_page_of_a_probe_shows_whole_images(digits_run: Path, page: Page, tmp_pa
 def test_missing_weights_leave_the_rest_of_the_page(digits_run: Path, page: Page, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(digits_run, copied, ignore=shutil.ignore_patterns("*.safetensors"))
-    text = page(copied, predictions=True).text
+    with pytest.raises(UserError, match="is missing"):
+        page(copied, predictions=True)
+    text = (tmp_path / "page.html").read_text()
     assert "The model could not be evaluated:" in text
     assert "best top-1" in text
 

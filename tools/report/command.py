@@ -23,6 +23,7 @@ OWN = (
     Flag("out", "file to write", "FILE.html", default_text="report.html in the run's folder"),
     OVERWRITE,
     replace(PART, about="evaluate the best checkpoint on this split of the run's data", default="val", default_text=""),
+    Flag("data_path", "where the run's images are now, if they were moved", "DIR"),
     Flag("no_predictions", "leave out predictions, and do not evaluate the best checkpoint"),
     *TRUST,
 )
@@ -32,8 +33,10 @@ TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folde
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    if line.asked.no_predictions and "part" in line.given:
-        raise UserError(f"-part {line.asked.part}: -no_predictions evaluates no split; leave one of them out.")
+    for name in ("part", "data_path"):
+        if line.asked.no_predictions and name in line.given:
+            value = vars(line.asked)[name]
+            raise UserError(f"-{name} {value}: -no_predictions evaluates no split; leave one of them out.")
     asked, out = line.asked, line.file("out", ".html", ".htm")
     check_one_process("report.py")
 
@@ -42,7 +45,8 @@ def main(argv: list[str]) -> int:
     from tools.common.report_page.runs import folders_of
 
     verdict = verdict_of(folders_of(asked.runs))
-    page = write_report(asked.runs, out, "\n".join(verdict) or None, not asked.no_predictions, part=asked.part)
+    how = {"part": asked.part, "data_path": asked.data_path}
+    page = write_report(asked.runs, out, "\n".join(verdict) or None, not asked.no_predictions, **how)
     for line in verdict:
         log.info("%s", line)
     log.info("Report: %s", page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -90,5 +91,27 @@ def values_by_key(config: Config) -> dict[str, Any]:
 
 
 def values_to_keep(config: Config) -> dict[str, Any]:
-    """The settings of a run by dotted key, as saved in a checkpoint."""
-    return {key: value for key, value in values_by_key(config).items() if key not in OF_ONE_START}
+    """The settings of a run by dotted key, as saved in a checkpoint: its paths hold from every folder."""
+    here, values = os.getcwd(), values_by_key(config)
+    return {key: absolute(key, value, here) for key, value in values.items() if key not in OF_ONE_START}
+
+
+WITH_PATH = {
+    **dict.fromkeys(("DATA.DATA_PATH", "DATA.EXCLUDE", "DATA.RELABEL", "DATA.CACHE", "MODEL.PRETRAINED", "USE"), ""),
+    "DATA.DATASET": "hf:",
+    "TRAIN.KNN": r"\w+=|(?=.*/)",  # a word alone may be the name of a data set
+    "TRAIN.TEACHER_MODEL": r"([\w.]+=)?",
+}
+"""Settings that may have a path -> pattern of what is before it"""
+
+
+def absolute(key: str, value: Any, folder: str) -> Any:
+    """A setting, its path absolute if it exists in `folder`; a name of timm's or a URL stays. `folder` '': as it is."""
+    if key in WITH_PATH and isinstance(value, tuple | list):
+        return type(value)(absolute(key, one, folder) for one in value)
+    before = re.match(WITH_PATH[key], value) if key in WITH_PATH and isinstance(value, str) else None
+    if not folder or before is None or not (path := os.path.expanduser(value[before.end() :])):
+        return value
+    place = path if os.path.isabs(path) else os.path.join(folder, path.removeprefix("./"))
+    there = os.path.exists(place) or os.path.exists(f"{place}.pdparams")  # PaddleViT leaves the ending out
+    return f"{before[0]}{place}" if there or place == path else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.checks import conflicts, notes, warnings
-from utils.config.keys import EPOCHS, WARMUP, default_of, nested, settings, value_of, values_by_key
+from utils.config.keys import EPOCHS, WARMUP, absolute, default_of, nested, settings, value_of, values_by_key
 from utils.config.kinds import AUTO, OWN_SETTING, as_integer, as_names, as_yaml, folded, one_line
 from utils.config.read import Entry, Layer, read_files, read_words, type_of
 from utils.config.schema import Config
@@ -74,6 +75,13 @@ def load_config(
 
             lines.append(without_words(layer.name, gone))
             layer.entries = {key: entry for key, entry in layer.entries.items() if key not in gone}
+    for layer in files:
+        if not is_of_user(f"{layer.name}:"):
+            from utils.config.resumed import start_of
+
+            start = start_of(Path(layer.name).parent)
+            located = {key: replace(one, value=absolute(key, one.value, start)) for key, one in layer.entries.items()}
+            layer.entries = located
     given = _merged(layers)
     if unknown := {key: entry for key, entry in given.items() if key not in settings()}:
         from utils.foreign_flags import unknown_keys
@@ -193,8 +201,9 @@ def differences(old: Config, new: Config) -> list[str]:
     # -batch_size sets BATCH_SIZE_EVAL, too; null means the same.
     follows = all(config.DATA.BATCH_SIZE_EVAL in (None, config.DATA.BATCH_SIZE) for config in (old, new))
     found = []
-    for key, now in values_by_key(new).items():
-        before = value_of(old, key)
+    here = os.getcwd()
+    for key in settings():
+        before, now = (absolute(key, value_of(config, key), here) for config in (old, new))
         same = before == now or (isinstance(now, str) and redacted(now) == before)  # a saved URL has no password
         if not same and not (follows and key == "DATA.BATCH_SIZE_EVAL"):
             found.append(f"{key}: {one_line(before)} -> {one_line(now)}")

@@ -5,18 +5,29 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from utils.config.keys import AUTO_BY_DATA, DATASET, EPOCHS, IMAGE_SIZE, WARMUP, nested, settings, value_of
+from utils.config.keys import (
+    AUTO_BY_DATA,
+    DATASET,
+    EPOCHS,
+    IMAGE_SIZE,
+    WARMUP,
+    absolute,
+    nested,
+    settings,
+    value_of,
+)
 from utils.config.kinds import AUTO, folded, is_no_value
 from utils.config.read import Entry, read_files
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import warn_once
-from utils.record.run_folder import CONFIG
+from utils.record.run_folder import CONFIG, read_about
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_at, checkpoints_in, run_folder_of
 from vitamp.meta import unchecked_meta
 
@@ -29,11 +40,20 @@ FROM_WEIGHTS = (
 """Settings that a new run takes from its pretrained weights, and a resumed one from itself, if they are not set."""
 
 
-def known_settings(saved: Mapping[str, Any], where: object) -> dict[str, Any]:
+def known_settings(saved: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """The saved settings of a run that this version has; a run of an earlier version may have others."""
     if gone := [key for key in saved if key not in settings()]:
         warn_once(without_words(where, gone), logging.INFO)
-    return {key: value for key, value in saved.items() if key in settings()}
+    start = start_of(run_folder_of(where))
+    return {key: absolute(key, value, start) for key, value in saved.items() if key in settings()}
+
+
+def start_of(run: Path | None) -> str:
+    """The folder in which a run was started: a run of an earlier version has paths from there. '' if unknown."""
+    with suppress(UserError):
+        folder = read_about(run).get("folder") if run else None
+        return folder if isinstance(folder, str) else ""
+    return ""
 
 
 def without_words(where: object, gone: Iterable[str]) -> str:
@@ -61,7 +81,8 @@ def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] | None = ())
             values = {key: entry.value for key, entry in read_files(str(run / CONFIG))[-1].entries.items()}
         elif values is None:
             values = unchecked_meta(checkpoints_at(path)[-1]).get("settings")
-        known = {key: value for key, value in (values or {}).items() if key in settings()}
+        start = start_of(run)
+        known = {key: absolute(key, value, start) for key, value in (values or {}).items() if key in settings()}
         saved = Config.model_validate(nested(known))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return {}

@@ -19,11 +19,12 @@ from datasets import ImageDataset
 from datasets.base import Box
 from datasets.decoding import Reader
 from datasets.labels import images_of_classes
-from engine.evaluation.data import check_split
+from engine.evaluation.data import check_split, whose_data
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
 from tools.common.report_page.runs import Headline
+from utils.cli import CommandLine
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.text import counted, wilson
@@ -47,13 +48,16 @@ THUMBNAIL = 112
 Shown = dict[str, Any]
 
 
-def evaluate(folder: Path, part: str, deciding: Metric) -> Shown | str:
+def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = None) -> Shown | str:
     """Evaluation of the run in `folder` on a split of its data, or the reason why there is none.
 
-    `deciding`: the metric of the headline.
+    `deciding`: the metric of the headline. `data_path`: where the data is now, if it was moved.
     """
     try:
-        trained = load_trained(folder, calibrated=True, needs_labels=False)
+        given = CommandLine(flags={"DATA.DATA_PATH": (data_path, "-data_path")} if data_path else {})
+        trained = load_trained(folder, calibrated=True, needs_labels=False, given=given)
+        if data_path and whose_data(trained.config, trained.chosen) not in ("same place", "moved"):
+            raise UserError(f"-data_path {data_path}: not the images of the run, which evaluate.py can evaluate, too.")
         check_split(trained.config, trained.chosen, part)
         dataset, image = split_of_run(trained, part), IMAGE_OF[part]
         kind = {ONE_LABEL: _one_label, NO_LABELS: _without_labels}.get(trained.task.kind, _several_labels)

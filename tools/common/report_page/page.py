@@ -23,9 +23,11 @@ from tools.common.report_page.charts import (
     styles_of,
 )
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, opening_of, read_runs, summary
+from utils.errors import UserError
 from utils.log import log
 from utils.program import started_as
 from utils.text import Interval, some_of, wilson
+from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 from vitamp.files import write_atomically
 from vitamp.metrics import TASKS
 
@@ -112,10 +114,12 @@ def write_report(
     predictions: bool = True,
     part: str = "val",
     contenders: Contenders | None = None,
+    data_path: str | None = None,
 ) -> Path:
     """Write the page and return its path. `out` None: report.html in the folder of the runs, which is always replaced.
 
-    `predictions`: evaluate the best checkpoints, on the split `part`.
+    `predictions`: evaluate the best checkpoints, on the split `part`; of data that was moved, at `data_path`. Raises
+    UserError if one cannot be: a page without predictions is written, but replaces none.
     `contenders`: as the verdict compares them; None for those of the runs' settings, judged by the task's metric.
     """
     read, judged = read_runs(runs), contenders.judged if contenders else None
@@ -129,7 +133,16 @@ def write_report(
 
         for run in read:
             log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-            evaluations.append(evaluate(run.folder, part, judged.metric if judged else run.deciding))
+            evaluations.append(evaluate(run.folder, part, judged.metric if judged else run.deciding, data_path))
+    # A run that has not saved yet has nothing to evaluate.
+    failed = [
+        f"{run.name} could not be evaluated: {found}"
+        for run, found in zip(read, evaluations, strict=False)
+        if isinstance(found, str) and checkpoints_in(run.folder / CHECKPOINTS)
+    ]
+    advice = "-data_path names moved images; -no_predictions writes a page without predictions."
+    if failed and out.exists():
+        raise UserError("\n  ".join([*failed, f"{out} stays as it is. {advice}"]))
     headlines = [None if isinstance(found, str) else found["headline"] for found in evaluations]
     rows = summary(read, judged.metric if judged else None)
     by_name = dict(rows)
@@ -173,6 +186,8 @@ def write_report(
         evaluations=evaluations,
         **SIZES,
     )
+    if failed:
+        raise UserError("\n  ".join([*failed, f"{out} is written without its predictions. {advice}"]))
     return out
 
 

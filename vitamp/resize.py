@@ -24,7 +24,7 @@ def resized_size(mode: str, side: int, width: int, height: int) -> tuple[int, in
 
 @dataclass(frozen=True)
 class Resized:
-    """Pixels (C x H x W, uint8) at the model's size."""
+    """Pixels (C x H x W; uint8, or float32 of other images than photographs) at the model's size."""
 
     size: int
     mode: str
@@ -32,7 +32,7 @@ class Resized:
     `none`: the whole image becomes the square"""
     crop_pct: float
     interpolation: str
-    border: tuple[int, ...]
+    border: tuple[float, ...]
     """Colour around an image that is smaller than the model's, with mode border; else it is black, as in timm"""
 
     def __call__(self, pixels: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from utils.config.keys import AUTO_BY_DATA, DATASET, EPOCHS, IMAGE_SIZE, WARMUP, nested, settings, value_of
+from utils.config.keys import AUTO_BY_DATA, DATASET, EPOCHS, IMAGE_SIZE, MEASURED, WARMUP, nested, settings, value_of
 from utils.config.kinds import AUTO, folded, is_no_value
 from utils.config.read import Entry, read_files
 from utils.config.schema import Config
@@ -22,7 +22,7 @@ from vitamp.meta import unchecked_meta
 
 FROM_WEIGHTS = (
     *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
-    *("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD"),
+    *MEASURED,
     *("MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
     *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE", "MODEL.POOL", "MODEL.INIT_VALUES"),
 )

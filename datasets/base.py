@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     """A batch of samples. Where `indices` is -1 the row is padding: a black image with label 0."""
 
     images: torch.Tensor
-    """uint8, B x C x H x W"""
+    """uint8, B x C x H x W; float32 if DATA.BITS or DATA.IMAGE_CHANNELS are those of other images than photographs"""
     labels: torch.Tensor
     """int64, B; with several labels per sample (DATA.MULTI_LABEL) float32, B x C, of zeros and ones"""
     indices: torch.Tensor
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 Encoded = bytes | np.ndarray
-"""An encoded image file, or raw pixels (height x width x channels, uint8)."""
+"""An encoded image file, or raw pixels (height x width x channels, uint8). Several files are one zip."""
 
 Colour = tuple[int, int, int]
 
@@ -160,6 +160,20 @@ def mean_colour(data: DataConfig) -> Colour:
     shades = [min(255, max(0, round(255 * value))) for value in data.IMAGENET_MEAN]
     red, green, blue = shades if len(shades) == data.IMAGE_CHANNELS == 3 else [shades[0]] * 3
     return red, green, blue
+
+
+def shades_of_mean(data: DataConfig) -> tuple[float, ...]:
+    """The stored values that normalisation maps to 0, by channel."""
+    if data.is_plain:
+        return mean_colour(data)[: data.IMAGE_CHANNELS]
+    low, high = data.value_range
+    mean = data.IMAGENET_MEAN if len(data.IMAGENET_MEAN) > 1 else data.IMAGENET_MEAN * data.IMAGE_CHANNELS
+    return tuple(low + (high - low) * value for value in mean)
+
+
+def dtype_of(data: DataConfig) -> torch.dtype:
+    """Type of the values in a batch."""
+    return torch.uint8 if data.is_plain else torch.float32
 
 
 PAD = 4

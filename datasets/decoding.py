@@ -17,7 +17,10 @@ from PIL import Image, UnidentifiedImageError
 
 from datasets.base import Box, Colour, Encoded, Unreadable, background_of
 from utils.config.data import DataConfig
+from utils.errors import UserError
 from utils.log import log
+from vitamp.bands import ENDINGS as ARRAYS
+from vitamp.bands import NUMPY, ZIP, checked, is_dicom, read_bands
 from vitamp.colours import as_rgb_or_grey
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -27,6 +30,13 @@ ENDINGS = (
     *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
 )
 """File extensions of these formats: the one list for class folders, tar files and the tools."""
+
+
+def endings_of(data: DataConfig) -> tuple[str, ...]:
+    """File extensions of the images that these settings read. Beside photographs, arrays hold something else."""
+    return ENDINGS if data.is_plain else (*ENDINGS, *ARRAYS)
+
+
 MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**27)
 """PIL's limit against small files that decode to more than the memory holds; it applies to all decoders."""
 
@@ -55,6 +65,13 @@ class ArrayStored(Stored):
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box
         return in_channels(self.pixels[top : top + height, left : left + width], self.channels)
+
+
+class BandsStored(ArrayStored):
+    """Bands that become floats, in which each of their values is exact."""
+
+    def cut(self, box: Box) -> np.ndarray:
+        return super().cut(box).astype(np.float32)
 
 
 class PilStored(Stored):
@@ -245,7 +262,7 @@ def orientation_of(image: Image.Image) -> Any:
     return without_xmp.getexif().get(ORIENTATION)
 
 
-TRANSPARENT, GREY = "transparent", "grey"
+TRANSPARENT, GREY, DEEP = "transparent", "grey", "16 bits and more"
 
 
 class Header(NamedTuple):
@@ -257,9 +274,14 @@ class Header(NamedTuple):
     """Whether its EXIF data says that it is to be turned"""
 
 
-def header_of(encoded: Encoded, channels: int) -> Header:
+def header_of(encoded: Encoded, data: DataConfig) -> Header:
     if isinstance(encoded, np.ndarray):
         return Header("", encoded.shape[1::-1])
+    if not data.is_plain:
+        with decoding_errors(encoded):  # only what the model takes passes
+            stored = Reader(data).open(encoded)
+        return Header("", (stored.width, stored.height))
+    channels = data.IMAGE_CHANNELS
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
             return Header(_unusual_mode(image, channels), image.size, orientation_of(image) in TURNS)
@@ -271,7 +293,7 @@ def _unusual_mode(image: Image.Image, channels: int) -> str:
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         return TRANSPARENT
     if image.mode.startswith("I") or image.mode == "F":
-        return "16 bits and more"
+        return DEEP
     if image.mode in ("L", "1"):
         return "" if channels == 1 else GREY
     names = {"RGB": "" if channels == 3 else "coloured", "P": "palette"}
@@ -285,13 +307,20 @@ class Reader:
     """Opens images. A bad image can raise any exception; `decoding_errors` turns it into Unreadable."""
 
     def __init__(self, data: DataConfig) -> None:
-        self.channels, self.turns = data.IMAGE_CHANNELS, data.EXIF_ROTATE
+        self.channels, self.turns, self.bits = data.IMAGE_CHANNELS, data.EXIF_ROTATE, data.BITS
+        self.is_plain = data.is_plain
         self.background = background_of(data)
         self.by_simplejpeg = decoder_of_jpeg() == "simplejpeg"
 
     def open(self, encoded: Encoded) -> Stored:
+        if not self.is_plain:
+            given = isinstance(encoded, np.ndarray)
+            pixels = checked(encoded, self.channels, self.bits) if given else self._bands(encoded)
+            return BandsStored(pixels, self.channels)
         if isinstance(encoded, np.ndarray):
             return ArrayStored(encoded, self.channels)
+        if encoded.startswith((NUMPY, ZIP)) or is_dicom(encoded):
+            return ArrayStored(self._bands(encoded), self.channels)
         # PIL warns of odd EXIF data and large sizes in images that it can read, which is noise during training.
         with warnings.catch_warnings(action="ignore"):
             stored: Stored | None = None
@@ -306,6 +335,10 @@ class Reader:
                 return Turned(stored, orientation) if isinstance(orientation, int) and orientation in TURNS else stored
             return stored
 
+    def _bands(self, encoded: bytes) -> np.ndarray:
+        with warnings.catch_warnings(action="ignore"):
+            return read_bands(encoded, self.channels, self.bits)
+
 
 EMPTY, UNKNOWN_FORMAT = "the file is empty", "not an image in a known format"
 TOO_LARGE = f"its header claims more than {MOST_PIXELS:,} pixels"
@@ -316,7 +349,7 @@ def decoding_errors(encoded: Encoded) -> Iterator[None]:
     """Raise Unreadable in place of whatever decoding this image raises, except when memory runs out."""
     try:
         yield
-    except MemoryError:
+    except (MemoryError, UserError):
         raise  # not the file's fault
     except Exception as error:  # the decoder of a damaged file can raise nearly anything
         reason = str(error) or type(error).__name__

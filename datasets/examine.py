@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from datasets.base import ImageDataset, Samples, Unreadable
-from datasets.decoding import TRANSPARENT, Header, header_of
+from datasets.decoding import DEEP, TRANSPARENT, Header, header_of
 from datasets.labels import distinct_names, images_of_classes
 from datasets.registry import comes_unsplit, open_test
 from utils.config import Config
@@ -184,7 +184,7 @@ def _headers(samples: Samples, count: int, data: DataConfig) -> Iterator[Header]
     """Headers of `count` images, always the same ones; without images whose file cannot be read."""
     for index in np.random.default_rng(0).permutation(len(samples))[:count].tolist():
         with contextlib.suppress(OSError, Unreadable):
-            yield header_of(samples.read(index), data.IMAGE_CHANNELS)
+            yield header_of(samples.read(index), data)
 
 
 def median_side(samples: Samples, data: DataConfig) -> int | None:
@@ -253,6 +253,8 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
     of += "" if found.looked_at == found.images["training"] else " looked at"
     if number := found.modes.get(TRANSPARENT):
         notes.append(f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {number:,} {of}")
+    if number := found.modes.get(DEEP):
+        notes.append(f"With 16 bits, of which 8 are read: {number:,} {of}. DATA.BITS=16 reads all (docs/bands.md)")
     if found.turned and not data.EXIF_ROTATE:
         notes.append(
             f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "

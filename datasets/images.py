@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, part_of
+from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, dtype_of, part_of
 from datasets.damage import FAILURES_OF_STORAGE, Failure, allowed, failure_or
 from datasets.exclude import line_of, name_prefix, relabelled, without_excluded
 from datasets.transforms.pixels import Pixels
@@ -73,7 +73,7 @@ class Images(ImageDataset):
     def _load(self, keys: list[Key]) -> Batch:
         channels, high, wide = self.data.shape
         # Channels last, as decoders and resizing work; the device makes planes of it when it converts to float.
-        images = torch.zeros(len(keys), high, wide, channels, dtype=torch.uint8).permute(0, 3, 1, 2)
+        images = torch.zeros(len(keys), high, wide, channels, dtype=dtype_of(self.data)).permute(0, 3, 1, 2)
         several = self.samples.labels.shape[1:]
         labels = torch.zeros(len(keys), *several, dtype=torch.float32 if several else torch.int64)
         indices = torch.tensor([index for _, index in keys])

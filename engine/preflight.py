@@ -70,6 +70,10 @@ def check(config: Config) -> None:
             from datasets.transforms.augment import check_augmentations
 
             check_augmentations(config.TRAIN)
+        if not config.DATA.is_plain:
+            from datasets.transforms.bands import check_bands
+
+            check_bands(config.DATA, config.TRAIN)
         if (weights := config.TRAIN.CLASS_WEIGHTS) not in (None, BALANCED):  # earlier versions took files
             raise UserError(f"{KEY}: expected {BALANCED} or null, got {weights!r}")
         one_by_one = config.TRAIN.mixes and config.TRAIN.MIXUP_MODE == "elem"
@@ -159,6 +163,11 @@ def resolve(loaded: Loaded) -> Loaded:
         from engine.inputs.auto import with_image_size, with_patch_size
 
         loaded = with_patch_size(with_image_size(loaded))
+    data = loaded.config.DATA
+    if not data.is_plain or AUTO in (data.RANGE, data.IMAGENET_MEAN, data.IMAGENET_STD):
+        from engine.inputs.measured import with_measurements
+
+        loaded = with_measurements(loaded)
     if not loaded.config.EVAL:
         return loaded
     from engine.evaluation.data import evaluated_weights, settings_for_evaluation

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vitamp.registry import augmentation, dataset, loss, metric, model
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor, nn
 
 __all__ = ["__version__", "augmentation", "dataset", "load", "loss", "metric", "model"]
 __version__ = "0.3.0"
 
 
-def load(path: str | Path, weights: str = "auto") -> tuple[nn.Module, Callable[[Image.Image], Tensor]]:
+def load(path: str | Path, weights: str = "auto") -> tuple[nn.Module, Callable[[Any], Tensor]]:
     """The trained model, in evaluation mode on the CPU, and the transform of one image that validation applies.
+
+    The transform takes one of Pillow's images. Where DATA.BITS or DATA.IMAGE_CHANNELS are those of other images than
+    photographs, it takes the path of a file, a list of an image's files, or an array of the stored values.
 
     `path`: a run (its best checkpoint), a checkpoint, or a file of weights that vitamp wrote. `weights`: `model`,
     `ema`, or `auto`, which takes those that validated better. `model.vitamp` says which they are, and has the names of

@@ -25,7 +25,7 @@ def resized_size(mode: str, size: ImageSize, crop_pct: float, width: int, height
 
 @dataclass(frozen=True)
 class Resized:
-    """Pixels (C x H x W, uint8) at the model's size."""
+    """Pixels (C x H x W; uint8, or float32 of other images than photographs) at the model's size."""
 
     size: ImageSize
     mode: str
@@ -33,7 +33,7 @@ class Resized:
     `none`: the whole image is squeezed"""
     crop_pct: float
     interpolation: str
-    border: tuple[int, ...]
+    border: tuple[float, ...]
     """Colour around an image that is smaller than the model's, with mode border; else it is black, as in timm"""
 
     def __call__(self, pixels: Tensor) -> Tensor:

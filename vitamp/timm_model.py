@@ -5,11 +5,12 @@ Only JSON and tensors are read, and nothing is executed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 from PIL import Image, ImageOps
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
+from vitamp.bands import arranged, checked, read_bands, together
 from vitamp.colours import as_rgb_or_grey
 from vitamp.errors import INSTALLED, UserError, started
 from vitamp.metrics import CHOICES
@@ -47,7 +49,7 @@ class Origin:
     """With several labels per image: the probability (sigmoid) from which on each class is predicted"""
 
 
-def load_model(path: Path, weights: str) -> tuple[nn.Module, Callable[[Image.Image], Tensor]]:
+def load_model(path: Path, weights: str) -> tuple[nn.Module, Callable[[Any], Tensor]]:
     """See `vitamp.load`. ValueError, or FileNotFoundError, if there is no such model, or timm cannot build it."""
     if weights not in CHOICES:
         raise ValueError(f"weights={weights!r}: takes 'auto', 'model' or 'ema'")
@@ -100,13 +102,21 @@ def _export(path: Path) -> str:
 
 
 def transform_of(about: Mapping[str, Any]) -> v2.Compose:
-    """One of Pillow's images -> C x S x S, normalised. `about`: the input that the weights are described with."""
+    """One of Pillow's images -> C x S x S, normalised. `about`: the input that the weights are described with.
+
+    Of other bits or channels than those of photographs: a file or an array -> the same.
+    """
     channels, background = about["channels"], about.get("background")
     upright = Upright(channels, bool(about.get("exif_rotate")), tuple(background) if background else None)
     mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")
-    border = [min(255, max(0, round(255 * value))) for value in about["mean"]]
+    if bits := about.get("bits"):
+        (low, high), opened = about["range"], [Opened(channels, bits)]
+        border = [low + (high - low) * value for value in about["mean"]]
+    else:
+        low, high, opened = 0, 255, [upright, v2.PILToTensor()]
+        border = [min(255, max(0, round(255 * value))) for value in about["mean"]]
     resized = Resized(about["image_size"], mode, about["crop_pct"], about["interpolation"], tuple(border))
-    return v2.Compose([upright, v2.PILToTensor(), resized, Normalised(tuple(about["mean"]), tuple(about["std"]))])
+    return v2.Compose([*opened, resized, Normalised(tuple(about["mean"]), tuple(about["std"]), low, high)])
 
 
 @dataclass(frozen=True)
@@ -126,12 +136,34 @@ class Upright:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """The values of a file, of several files of one image, or of an array (height x width x channels, or as PyTorch)"""
+
+    channels: int
+    bits: int | str
+
+    def __call__(self, image: str | Path | Sequence[str | Path] | np.ndarray) -> Tensor:
+        if isinstance(image, np.ndarray):
+            pixels = checked(arranged(image, self.channels), self.channels, self.bits)
+        else:
+            paths = [image] if isinstance(image, str | Path) else image
+            contents = [Path(path).read_bytes() for path in paths]
+            whole = contents[0] if len(contents) == 1 else together(contents)
+            pixels = read_bands(whole, self.channels, self.bits)
+        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32))
+
+
+@dataclass(frozen=True)
 class Normalised:
     """(pixel / 255 - mean) / std, computed as in validation: one multiplication and one addition."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    low: float = 0
+    high: float = 255
+    """Values that become 0 and 1"""
 
     def __call__(self, pixels: Tensor) -> Tensor:
         mean, std = (torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1) for values in (self.mean, self.std))
-        return torch.addcmul((-mean / std).float(), pixels.float(), (1 / (255 * std)).float())
+        span = self.high - self.low
+        return torch.addcmul(((-self.low / span - mean) / std).float(), pixels.float(), (1 / (span * std)).float())

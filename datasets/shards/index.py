@@ -193,6 +193,8 @@ def _as_os_error() -> Iterator[None]:
 
 
 IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")
+ARRAY_KINDS = ("npz", "dcm")
+"""Of a sample without an image of IMAGE_KINDS"""
 LABEL_KINDS = ("cls", "json")
 LARGEST_LABEL = 1 << 20
 """Most bytes of a label member."""
@@ -209,6 +211,7 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
     UserErrors name the offset of the damage.
     """
     images: dict[str, tuple[str, int, int]] = {}
+    arrays: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
     for member in _members(file, size, where):
         # 'a/b.c.jpg' is 'c.jpg' of 'a/b': as in WebDataset, the extension begins at the first dot.
@@ -222,6 +225,8 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
             if key in images:
                 raise UserError(f"{where}: {member.name} and {images[key][0]} are two images of one sample.")
             images[key] = member.name, member.offset_data, member.size
+        elif kind in ARRAY_KINDS:
+            arrays[key] = member.name, member.offset_data, member.size
         elif kind in LABEL_KINDS and (kind == "cls" or key not in labels):
             label = _label(file, member, where)
             if label is not None:
@@ -229,6 +234,11 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
         elif kind not in LABEL_KINDS:
             dotted = kind.rpartition(".")[2] in (*IMAGE_KINDS, *LABEL_KINDS)
             skipped.add(member.name, "more than one dot in the name" if dotted else None)
+    for key, array in arrays.items():
+        if key in images or key not in labels:
+            skipped.add(array[0])
+        else:
+            images[key] = array
     for key, (name, _, _) in images.items():
         if key not in labels:
             raise UserError(f"{where}: {name} has no label: there is no {key}.cls beside it, nor any in {key}.json.")

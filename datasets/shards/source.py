@@ -228,6 +228,7 @@ class ShardSamples(Samples):
         self.labels = index.label[rows]
         # Only .npy ends in y among the extensions of images, and one letter is faster to look up than the name.
         self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
+        self._is_array &= shards.data.is_plain  # bands are read by vitamp/bands.py, whatever their file
         self.stored = "pixels" if self._is_array.all() else "tar files"
         self.remote = self.store.remote
         self._prefetched: dict[int, list[np.ndarray]] = {}

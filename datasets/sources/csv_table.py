@@ -6,7 +6,7 @@ import csv
 import io
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from datasets.labels import (
     warn_alike_names,
     warn_empty_classes,
 )
-from datasets.sources.files import FileSamples, check_first_files, check_path, no_file, split_files
+from datasets.sources.files import OF_SEVERAL, FileSamples, check_first_files, check_path, no_file, split_files
 from datasets.sources.split import SPLIT_NAMES, TRAIN, named_parts, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.config.kinds import COLUMN
@@ -36,6 +36,8 @@ SEPARATORS = (";", "|", ",")
 """Between the labels of an image; the first that occurs in the training table separates"""
 
 PATHS = ("path", "image_path", "image", "file", "filename")
+NUMBERED = re.compile(rf"(?:{'|'.join(PATHS)})_?([0-9]{{1,4}})", re.IGNORECASE)
+"""Names of columns that each hold a file of the same image"""
 TARGETS = ("target", "label", "class")
 PLURALS = ("targets", "labels", "classes")
 """Names of the column that may hold several labels, besides TARGETS"""
@@ -49,7 +51,8 @@ LAYOUT = """Expected layout:
 or a single file, given as DATA.DATA_PATH: {root}/all.csv
 It is split by its column split, which holds train, val or test; without one by DATA.VAL_FRACTION.
 Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true
-a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1."""
+a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1.
+Columns file_1, file_2 and so on are files of one image, with its channels in this order."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         for row, path in enumerate(table.paths):
             other, before = row_of.setdefault(path, (table, row))
             if {*other.sets[before]} != {*table.sets[row]}:
-                what = f"{table.where(row)}: {path} has other labels in {other.where(before)}."
+                what = f"{table.where(row)}: {path.partition(OF_SEVERAL)[0]} has other labels in {other.where(before)}."
                 raise UserError(f"{what} An image has one label, or, with DATA.MULTI_LABEL, all of them in one line.")
         check_first_files(table.file, table.paths, data)
 
@@ -273,9 +276,9 @@ def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = Non
     rows = _rows(file, data)
     _, header = next(rows)
     split = _split_column(header, data) if split_name else None
-    path, targets = _places(file, header, data, split)
+    paths_at, targets = _places(file, header, data, split)
     group = header.index(data.GROUP) if data.GROUP in header else None
-    last = max(path, *targets, group or 0)
+    last = max(*paths_at, *targets, group or 0)
     paths, texts, numbers, groups = [], [], [], []
     for number, fields in rows:
         if split is not None and _split_named(fields, split) != split_name:
@@ -283,7 +286,7 @@ def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = Non
         where = f"{file}:{number}"
         if len(fields) <= last:
             raise UserError(f"{where} has {len(fields)} fields; the header has {len(header)}.")
-        paths.append(check_path(fields[path], where))
+        paths.append(OF_SEVERAL.join(check_path(fields[place], where) for place in paths_at))
         texts.append([one_line(fields[place]) for place in targets])
         numbers.append(number)
         if group is not None:
@@ -321,42 +324,79 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
     return labels
 
 
-def _places(file: Path, header: list[str], data: DataConfig, split: int | None) -> tuple[int, list[int]]:
-    """Places of the column of paths, and of the one of labels, or of one per class. `split`: that of splits.
+def _places(file: Path, header: list[str], data: DataConfig, split: int | None) -> tuple[list[int], list[int]]:
+    """Places of the columns of paths, and of the one of labels, or of one per class. `split`: that of splits.
 
-    With DATA.MULTI_LABEL and no column of labels, all columns but the path are classes. Two columns may have any names.
+    With DATA.MULTI_LABEL and no column of labels, all columns but those of paths are classes.
     """
     given = dict(re.findall(COLUMN, data.COLUMNS or ""))
-    paths = (given["file"],) if "file" in given else PATHS
-    targets = (given["label"],) if "label" in given else (*TARGETS, *PLURALS) if data.MULTI_LABEL else TARGETS
-    columns = [name.casefold() for name in header]
-    path, target = (
-        next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
-        for names in (paths, targets)
-    )
+    path_names = (given["file"],) if "file" in given else PATHS
+    target_names = (given["label"],) if "label" in given else (*TARGETS, *PLURALS) if data.MULTI_LABEL else TARGETS
     own = [place for place in range(len(header)) if header[place] != data.GROUP and place != split]
-    layout = LAYOUT.format(root=file.parent)
-    advice = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
-    if len(own) == 2 and None in (path, target) and not data.MULTI_LABEL and not given:
-        if any(header[place].lower().endswith(ENDINGS) for place in own):
-            raise UserError(f"{file} has no header: its first line is {', '.join(header)}. {advice}")
-        path = next(place for place in own if place != target) if path is None else path
-        target = next(place for place in own if place != path)
-        warn_once(f"{file}: the column {header[path]!r} is read as the path, {header[target]!r} as the label. {advice}")
-    if path is None or (target is None and (not data.MULTI_LABEL or "label" in given)):
-        names = paths if path is None else targets
-        suggestion = next((text for name in columns if (text := nearest(name, names))), "")
-        raise UserError(
-            f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
-            f"{advice} {layout}"
-        )
-    classes = [place for place in own if place != path] if target is None else [target]
-    if target is None and len(classes) < 2:
-        raise UserError(f"{file} has neither a column called {' or '.join(targets)} nor one column per class. {layout}")
-    names = header if target is None else columns  # classes may be a and A
-    if repeated := next((header[place] for place in (path, *classes) if names.count(names[place]) > 1), None):
-        raise UserError(f"{file}: two columns are called {repeated!r}; remove or rename one.")
-    return path, classes
+    path, target = _first(header, path_names), _first(header, target_names)
+    paths = [] if path is None else [path]
+    if not paths and "file" not in given:
+        paths = _numbered(file, header)
+
+    if len(own) == 2 and not (paths and target is not None) and not data.MULTI_LABEL and not given:
+        paths, target = _of_two(file, header, own, paths, target)
+    if not paths:
+        raise _no_column(file, header, path_names)
+    if target is not None:
+        targets, names = [target], [name.casefold() for name in header]
+    elif data.MULTI_LABEL and "label" not in given:
+        targets, names = [place for place in own if place not in paths], header  # classes may be a and A
+    else:
+        raise _no_column(file, header, target_names)
+    if target is None and len(targets) < 2:
+        what = f"neither a column called {' or '.join(target_names)} nor one column per class"
+        raise UserError(f"{file} has {what}. {LAYOUT.format(root=file.parent)}")
+    for place in (*paths, *targets):
+        if names.count(names[place]) > 1:
+            raise UserError(f"{file}: two columns are called {header[place]!r}; remove or rename one.")
+    return paths, targets
+
+
+ADVICE = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
+
+
+def _first(header: list[str], names: Sequence[str]) -> int | None:
+    """Place of the column with the first of these names that there is, in any case."""
+    columns = [name.casefold() for name in header]
+    return next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
+
+
+def _numbered(file: Path, header: list[str]) -> list[int]:
+    """Places of columns such as file_1, file_2, each with a file of the same image, in the order of their numbers."""
+    found = {int(match[1]): place for place, name in enumerate(header) if (match := NUMBERED.fullmatch(name))}
+    if not found:
+        return []
+    numbers = sorted(found)
+    names = ", ".join(header[found[number]] for number in numbers)
+    if gap := next((number for number in range(numbers[0], numbers[-1]) if number not in found), None):
+        raise UserError(f"{file}: the columns {names} are the files of an image, but there is none with number {gap}.")
+    warn_once(f"{file}: the columns {names} are the files of an image, in the order of its channels.", logging.INFO)
+    return [found[number] for number in numbers]
+
+
+def _of_two(
+    file: Path, header: list[str], own: list[int], paths: list[int], target: int | None
+) -> tuple[list[int], int]:
+    """Two columns may have any names: the path comes first where neither is known."""
+    if any(header[place].lower().endswith(ENDINGS) for place in own):
+        raise UserError(f"{file} has no header: its first line is {', '.join(header)}. {ADVICE}")
+    path = paths[0] if paths else next(place for place in own if place != target)
+    target = next(place for place in own if place != path)
+    warn_once(f"{file}: the column {header[path]!r} is read as the path, {header[target]!r} as the label. {ADVICE}")
+    return [path], target
+
+
+def _no_column(file: Path, header: list[str], names: Sequence[str]) -> UserError:
+    suggestion = next((text for name in header if (text := nearest(name.casefold(), names))), "")
+    return UserError(
+        f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
+        f"{ADVICE} {LAYOUT.format(root=file.parent)}"
+    )
 
 
 def _whole_number(text: str) -> int | None:

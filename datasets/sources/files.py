@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Part, Samples
+from datasets.base import Part, Samples, Unreadable
 from datasets.decoding import ENDINGS
 from datasets.exclude import below, excluded, name_prefix
 from datasets.labels import check_label
@@ -19,6 +19,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once
 from utils.text import one_line
+from vitamp.bands import together
 from vitamp.files import kind_of_path, only_regular, read_regular
 
 MOST_NAMES, MOST_KINDS = 2, 8
@@ -135,8 +136,12 @@ class PathTable:
         return os.fsdecode(self.block[begin:end])
 
 
+OF_SEVERAL = "\0"
+"""Between the paths of the files of one image, which have no such character"""
+
+
 class FileSamples(Samples):
-    """Image files below one folder; with '' for it, in any folders."""
+    """Image files below one folder; with '' for it, in any folders. One image may be several files."""
 
     def __init__(
         self, root: Path | str, paths: Iterable[str] | PathTable, labels: np.ndarray, classes: list[str] | None
@@ -146,16 +151,25 @@ class FileSamples(Samples):
         self.paths = paths if isinstance(paths, PathTable) else PathTable(paths)
 
     def read(self, index: int) -> bytes:
-        return read_regular(self._path(index))
+        first, *others = self._paths(index)
+        if not others:
+            return read_regular(first)
+        contents = []
+        for path in (first, *others):
+            try:
+                contents.append(read_regular(path))
+            except FileNotFoundError:
+                raise Unreadable(f"its file {one_line(path)} does not exist") from None
+        return together(contents)
 
     def name(self, index: int) -> str:
-        return one_line(self._path(index))
+        return one_line(self._paths(index)[0])
 
     def size(self, index: int) -> int:
-        return os.stat(self._path(index)).st_size
+        return sum(os.stat(path).st_size for path in self._paths(index))
 
-    def _path(self, index: int) -> str:
-        return os.path.join(self.root, self.paths[index])
+    def _paths(self, index: int) -> list[str]:
+        return [os.path.join(self.root, path) for path in self.paths[index].split(OF_SEVERAL)]
 
     def names(self) -> Iterator[bytes]:
         yield from (self.paths.block, self.paths.ends.tobytes())
@@ -241,9 +255,10 @@ def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataCo
     """Raise UserError unless the first images that `file` names exist, or are left out."""
     left_out, prefix = excluded(data) if data.EXCLUDE else {}, name_prefix(data)
     for index in range(min(PROBED, len(paths))):
-        image = file.parent / paths[index]
-        if not image.is_file() and below(str(image), prefix) not in left_out:
-            raise UserError(f"{file} names {paths[index]}, but {no_file(image)}. Paths are relative to the file.")
+        of_image = paths[index].split(OF_SEVERAL)
+        for path in of_image if below(str(file.parent / of_image[0]), prefix) not in left_out else ():
+            if not (image := file.parent / path).is_file():
+                raise UserError(f"{file} names {path}, but {no_file(image)}. Paths are relative to the file.")
 
 
 def leads_out(path: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import TITLES, UNSPLIT, Part, Parts, Source, part_of, parts_read
-from datasets.decoding import ENDINGS
+from datasets.decoding import ARRAYS, ENDINGS, endings_of
 from datasets.labels import check_class_count, log_unused_outputs, warn_alike_names, warn_empty_classes
 from datasets.sources.files import (
     HIDDEN_FOLDER,
@@ -52,7 +52,7 @@ def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
             what = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(same)}"
             raise UserError(f"DATA.DATA_PATH (-data_path): {root}: {what}. Call them train, val and test.")
     check_class_count(len(classes), num_classes, f"The data set in {root}")
-    files = class_files(folder, classes)
+    files = class_files(folder, classes, endings_of(data))
     if not len(files):
         raise _no_images(folder, root)
     return split_files(files, data, part) if folder == root else files
@@ -111,15 +111,15 @@ def layout_of(root: Path) -> str | None:
     return None
 
 
-def class_files(folder: Path, classes: list[str]) -> FileSamples:
+def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = ENDINGS) -> FileSamples:
     """All images in the class folders, in the order of class and path."""
     skipped = SkippedFiles()
     for entry in sorted(folder.iterdir()):
         if is_hidden(entry.name) and entry.is_dir():
             skipped.add(entry.name, HIDDEN_FOLDER)
-        elif entry.name.lower().endswith(ENDINGS) and entry.is_file():
+        elif entry.name.lower().endswith(endings) and entry.is_file():
             skipped.add(entry.name, "images beside the class folders")
-    by_class = [sorted(images_below(str(folder / name), skipped)) for name in classes]
+    by_class = [sorted(images_below(str(folder / name), skipped, endings=endings)) for name in classes]
     skipped.warn(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]
     labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in by_class])
@@ -179,11 +179,12 @@ def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
 
 
 def _has_images(folder: Path) -> bool:
-    return next(images_below(str(folder)), None) is not None
+    return next(images_below(str(folder), endings=(*ENDINGS, *ARRAYS)), None) is not None
 
 
 def _no_images(folder: Path | str, root: Path) -> UserError:
-    what = f"there are no images in class folders of {folder} (they end in {' '.join(ENDINGS)})"
+    arrays = f"{' '.join(ARRAYS)} need DATA.BITS or DATA.IMAGE_CHANNELS, docs/bands.md"
+    what = f"there are no images in class folders of {folder} (they end in {' '.join(ENDINGS)}; {arrays})"
     alone = _split_folders(root) == [TRAIN]
     advice = f"\nTo split {TRAIN}/ by DATA.VAL_FRACTION: -data_path {root / TRAIN}" if alone else ""
     return UserError(f"DATA.DATA_PATH (-data_path): {what}. {LAYOUT.format(root=root)}{advice}")

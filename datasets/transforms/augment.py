@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
     """
     changes: list[ImageChange] = []
     if train.RAND_AUGMENT:
-        changes.append(_rand_augment(data, train))
+        names = timm_augment.rand_augment_choices("", increasing=True)
+        changes.append(rand_augment(data, train, names))
     elif train.AUTO_AUGMENT:
         changes.append(timm_augment.AutoAugment(timm_augment.auto_augment_policy("original", _options(data))))
     changes += [POLICIES[name](data) for name in train.AUGMENT if name in POLICIES]
@@ -106,12 +107,13 @@ def affine_changes(data: DataConfig) -> list[ImageChange]:
     return [v2.RandomApply([affine], p=data.AFFINE_PROB)]
 
 
-def _rand_augment(data: DataConfig, train: TrainConfig) -> ImageChange:
+def rand_augment(data: DataConfig, train: TrainConfig, names: Iterable[str]) -> ImageChange:
+    """RandAugment of timm's operations of these names."""
     operations = timm_augment.rand_augment_ops(
         magnitude=train.RAND_AUGMENT_MAGNITUDE,
         prob=PROBABILITY,
         hparams=_options(data),
-        transforms=timm_augment.rand_augment_choices("", increasing=True),
+        transforms=[*names],
     )
     for operation in operations:
         if operation.name.startswith("Posterize"):

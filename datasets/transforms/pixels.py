@@ -1,4 +1,6 @@
-"""Preprocessing of one image: from the stored file to uint8 pixels of the model's size, not yet normalised.
+"""Preprocessing of one image: from the stored file to pixels of the model's size, not yet normalised.
+
+Photographs stay in uint8. Bands, of other depths or numbers of channels, are float32, in which no value is lost.
 
 Numbers come before pixels: the header gives the size, the sample's random numbers the crop, and only then is the image
 decoded. The crop and the resizing do not depend on the decoder.
@@ -17,9 +19,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from datasets.base import PAD, Box, Encoded, mean_colour
+from datasets.base import PAD, Box, Encoded, shades_of_mean
 from datasets.decoding import Reader, decoder_of_jpeg, decoding_errors
 from datasets.transforms.augment import ImageChange, affine_changes, image_changes
+from datasets.transforms.bands import BandsChange, bands_changes
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from vitamp.resize import resized_size
@@ -100,7 +103,7 @@ The result is the output array if resizing can write into it, else a new array.
 
 
 class TorchResize:
-    """Resizes with torch, directly on uint8."""
+    """Resizes with torch, directly on uint8 or float32."""
 
     def __init__(self, interpolation: str) -> None:
         # torch.nn.functional.interpolate accepts no size together with a scale, and no output tensor.
@@ -124,7 +127,7 @@ class TorchResize:
         scales = zip(shape, pixels.shape, (view.down, view.across), strict=False)
         if any(made == stored and scale != 1 for made, stored, scale in scales):
             return self.by_pil(pixels, view)  # the kernel ignores the scale of an axis whose length does not change
-        made = place if place is not None and place.shape == shape else np.empty(shape, dtype=np.uint8)
+        made = place if place is not None and place.shape == shape else np.empty(shape, dtype=pixels.dtype)
         # Channels-last, in and out, as the kernel works; planes would cost a slow conversion.
         source, out = (torch.from_numpy(array).permute(2, 0, 1)[None] for array in (pixels, made))
         self.kernel(source, shape[:2], False, 1 / view.down, 1 / view.across, out=out)
@@ -142,9 +145,10 @@ class PilResize:
         right, bottom = left + view.columns * view.across, top + view.rows * view.down
         height, width, channels = pixels.shape
         within = (left, top, min(right, width), min(bottom, height))  # rounding can exceed the image by a tiny bit
-        image = Image.fromarray(pixels.squeeze(2) if channels == 1 else pixels)
-        small = image.resize((view.columns, view.rows), self.filter, box=within)
-        return np.asarray(small).reshape(view.rows, view.columns, channels)
+        parts = [pixels] if pixels.dtype == np.uint8 else np.split(pixels, channels, axis=2)
+        images = [Image.fromarray(part.squeeze(2) if part.shape[2] == 1 else part) for part in parts]
+        small = [np.asarray(one.resize((view.columns, view.rows), self.filter, box=within)) for one in images]
+        return np.dstack(small).reshape(view.rows, view.columns, channels)
 
 
 class Pixels:
@@ -161,13 +165,16 @@ class Pixels:
         self.resize: Resize = (PilResize if decoder_of_jpeg() == "pil" else TorchResize)(data.INTERPOLATION)
         self.pad = PAD if train and data.CROP == "pad" else 0
         self.flip, self.vertical_flip = (data.FLIP, data.VERTICAL_FLIP) if train else (0.0, 0.0)
-        self.border = mean_colour(data)[: self.channels] if data.CROP_MODE == "border" else (0,) * self.channels
+        self.border = shades_of_mean(data) if data.CROP_MODE == "border" else (0,) * self.channels
         self.changes: list[ImageChange] = []
-        if train:
+        self.changes_of_bands: list[BandsChange] = []
+        if train and data.is_plain:
             self.changes = [*(image_changes(data, augmentation) if augmentation else ()), *affine_changes(data)]
+        elif train:
+            self.changes_of_bands = bands_changes(data, augmentation)
 
     def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """Write the pixels to `out` (uint8, C x H x W, best in channels-last). Raises Unreadable for a bad image."""
+        """Write the pixels to `out` (C x H x W, best in channels-last). Raises Unreadable for a bad image."""
         pixels, view = self.decode(encoded)
         place = out.numpy().transpose(1, 2, 0)
         # All steps work channels-last: if `out` is, resizing writes straight into it, without a copy.
@@ -198,6 +205,8 @@ class Pixels:
             pixels = torch.from_numpy(pixels).flip(1).numpy()  # seven times as fast as numpy
         if self.vertical_flip > 0 and random.random() < self.vertical_flip:
             pixels = torch.from_numpy(pixels).flip(0).numpy()
+        for change in self.changes_of_bands:
+            pixels = change(pixels)
         if self.changes:
             grey = pixels.shape[2] == 1
             image = Image.fromarray(pixels[:, :, 0] if grey else pixels)

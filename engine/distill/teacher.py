@@ -294,6 +294,9 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
                 f"{KEY} {setting}: trained on images with {data.IMAGE_CHANNELS} channels, but DATA.IMAGE_CHANNELS is "
                 f"{config.DATA.IMAGE_CHANNELS}."
             )
+        if data.value_range != config.DATA.value_range:
+            low, high = data.value_range
+            raise UserError(f"{KEY} {setting}: trained on values from {low:g} to {high:g} (DATA.BITS, DATA.RANGE).")
         model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
         if own:
             own.values = values

@@ -126,7 +126,7 @@ def features_of(
         shape = images, _columns(seeing, empty).shape[1]
         about = _about(seeing, config, data)
         kind = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-        folder = cache_folder(data, f"features/{kind}-{_images(dataset)[:16]}")
+        folder = cache_folder(data, f"features/{kind}-{contents_of(dataset)[:16]}")
         needed, free = 4 * shape[0] * shape[1], shutil.disk_usage(folder).free
         with process_lock(folder / ".lock", "makes room for features"):
             if not (folder / COMPLETE).exists():
@@ -241,7 +241,7 @@ def _weights(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _images(dataset: ImageDataset) -> str:
+def contents_of(dataset: ImageDataset) -> str:
     """A hash of names, labels and order, of pixels in memory, and of sizes and times of files."""
     digest, samples = hashlib.sha256(data_identity(dataset).encode()), dataset.single_images()
     if samples is not None and samples.stored == "files":

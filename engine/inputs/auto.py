@@ -23,7 +23,7 @@ from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run
 from utils.config import DataConfig, Loaded
 from utils.config.checks import is_typed
-from utils.config.keys import CLASSES, IMAGE_SIZE, PATCH_SIZE, value_of
+from utils.config.keys import CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
 from utils.config.words import choices
@@ -45,13 +45,13 @@ PATCHES_PER_ROW = 8
 def with_classes(loaded: Loaded) -> Loaded:
     config = loaded.config
     try:
-        number = count_classes(_of_any_size(config.DATA), train=True)
+        number = count_classes(of_any_size(config.DATA), train=True)
     except UserError:
         if config.task == NO_LABELS:  # of a data set without classes of its own
             return loaded.with_values({CLASSES: Entry(1, "no labels are read")}, [])
         if not config.EVAL:
             raise
-        number = count_classes(_of_any_size(config.DATA), train=False)  # an evaluation needs no training split
+        number = count_classes(of_any_size(config.DATA), train=False)  # an evaluation needs no training split
     number = max(number, 1)  # the check of the data reports negative labels, with their lines
     name = source_of(config.DATA)
     if number == 1 and config.task == ONE_LABEL and not config.EVAL:
@@ -60,9 +60,10 @@ def with_classes(loaded: Loaded) -> Loaded:
     return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [note])
 
 
-def _of_any_size(data: DataConfig) -> DataConfig:
-    """For a look at the data while DATA.IMAGE_SIZE may still be `auto`."""
-    return data.model_copy(update={"IMAGE_SIZE": SIZES[-1]}) if data.IMAGE_SIZE == AUTO else data
+def of_any_size(data: DataConfig) -> DataConfig:
+    """For a look at the data while settings may still be `auto`."""
+    some = {"IMAGE_SIZE": SIZES[-1], "RANGE": None, "IMAGENET_MEAN": (0.5,), "IMAGENET_STD": (0.5,)}
+    return data.model_copy(update={key: value for key, value in some.items() if getattr(data, key) == AUTO})
 
 
 def with_image_size(loaded: Loaded) -> Loaded:
@@ -72,7 +73,7 @@ def with_image_size(loaded: Loaded) -> Loaded:
     from datasets.examine import median_side
 
     name, classes = source_of(config.DATA), config.MODEL.NUM_CLASSES
-    data = _of_any_size(config.DATA)
+    data = of_any_size(config.DATA)
     samples = open_dataset(data, not config.EVAL, classes, config.SEED, torch.device("cpu")).single_images()
     side = None if samples is None else median_side(samples, data)
     if side is None:
@@ -113,7 +114,8 @@ def with_packing(loaded: Loaded) -> Loaded:
     how = ShardSet(open_store(loaded.config.DATA.DATA_PATH), loaded.config.DATA).how
     for name, key in (("upright", "DATA.EXIF_ROTATE"), ("background", "DATA.BACKGROUND")):
         packed = f"{how.get(name)}".lower()
-        own = one_line(value_of(loaded.config, key)), one_line(background_of(loaded.config.DATA))  # mean: a colour
+        behind = background_of(of_any_size(loaded.config.DATA))  # mean: a colour
+        own = one_line(value_of(loaded.config, key)), one_line(behind)
         # Kept files have both unless they were packed before.
         if (how.get("kind") == "keep" and "background" not in how) or packed in ("none", *own):
             continue
@@ -136,9 +138,11 @@ FIELDS = {
     "interpolation": INTERPOLATION,
     "mean": "DATA.IMAGENET_MEAN",
     "std": "DATA.IMAGENET_STD",
+    "range": "DATA.RANGE",
 }
 """Field of a checkpoint's meta.json, and of a header of weights -> setting."""
 COLOURS = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
+BITS = "DATA.BITS"
 TIMMS_CONFIG = "config.json"
 """File beside the weights in a folder that timm saved for the hub."""
 
@@ -188,8 +192,11 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
             "Other values than those of its training cost accuracy: set them if you know them"
         )
         return replace(loaded, warnings=(*loaded.warnings, warning))
-    theirs, where = known
-    if loaded.config.DATA.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
+    (theirs, where), data = known, loaded.config.DATA
+    bits, plain = theirs.pop(BITS), len(theirs.get(COLOURS[0], ())) in (1, 3)
+    if bits != data.BITS or not (plain if data.is_plain else len(theirs.get(COLOURS[0], ())) == data.IMAGE_CHANNELS):
+        theirs = {key: value for key, value in theirs.items() if key not in MEASURED}  # of other values
+    elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
         theirs = theirs | {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
     taken, notes = {key: value for key, value in theirs.items() if key in unset}, []
     for key in (INTERPOLATION, CROP_MODE):
@@ -236,7 +243,7 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     if not known:
         return None
     values = {name: tuple(map(float, value)) if isinstance(value, list) else value for name, value in known.items()}
-    return {FIELDS[name]: value for name, value in values.items()}, str(where)
+    return {BITS: fields.get("bits", 8), **{FIELDS[name]: value for name, value in values.items()}}, str(where)
 
 
 def of_timms_name(name: str, where: str) -> Preprocessing | None:

@@ -40,7 +40,10 @@ def per_channel(values: tuple[float, ...], channels: int) -> list[float]:
 
 
 class Inputs(nn.Module):
-    """Converts uint8 images to normalised floats: (x / 255 - mean) / std, as one multiplication and one addition."""
+    """Converts images to normalised floats: (x / 255 - mean) / std, as one multiplication and one addition.
+
+    With other bits or a DATA.RANGE, x - low and high - low are in the places of x and 255.
+    """
 
     factor: Tensor
     offset: Tensor
@@ -52,8 +55,10 @@ class Inputs(nn.Module):
         self.layout = torch.contiguous_format
         """Memory format of the images: channels_last if SPEED chooses it."""
         shape = (1, -1, 1, 1)
-        self.register_buffer("factor", (1 / (255 * std)).float().reshape(shape), persistent=False)
-        self.register_buffer("offset", (-mean / std).float().reshape(shape), persistent=False)
+        low, high = data.value_range
+        span = high - low
+        self.register_buffer("factor", (1 / (span * std)).float().reshape(shape), persistent=False)
+        self.register_buffer("offset", ((-low / span - mean) / std).float().reshape(shape), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         floats = images.to(torch.float32, memory_format=self.layout)  # the bytes may be in another memory format
@@ -62,7 +67,7 @@ class Inputs(nn.Module):
 
 def input_of(data: DataConfig) -> dict[str, Any]:
     """How validation makes the model's input from an image, in the words that exported files use too."""
-    return {
+    about = {
         "image_size": data.IMAGE_SIZE,
         "channels": data.IMAGE_CHANNELS,
         "crop": "none" if squeezes(data) else "middle",
@@ -74,6 +79,7 @@ def input_of(data: DataConfig) -> dict[str, Any]:
         "exif_rotate": data.EXIF_ROTATE,
         "background": background_of(data),
     }
+    return about if data.is_plain else about | {"bits": data.BITS, "range": list(data.value_range)}
 
 
 def shortcuts_of(config: Config) -> Shortcuts:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from datasets import Batch, MicroBatch, Window, open_dataset
+from datasets.base import dtype_of
 from engine.amp.overflow import OverflowWatch
 from engine.machine.device import Run, global_batch, synchronize, with_batch
 from engine.machine.memory import GIB, STATUS, cgroups, in_gib, is_out_of_memory, meminfo, peak_memory_gb, take_peak
@@ -371,5 +372,5 @@ class Trial:
 
     def _batch(self, size: int) -> Batch:
         data, device = self._config.DATA, self._device
-        images = torch.randint(0, 256, (size, *data.shape), dtype=torch.uint8, device=device)
+        images = torch.randint(0, 256, (size, *data.shape), dtype=dtype_of(data), device=device)
         return Batch(images, task_of(self._config).example(size, device), torch.arange(size))

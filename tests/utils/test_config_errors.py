@@ -54,7 +54,7 @@ def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> No
             "LOG_STYLE: flet\n",
             "run.yaml:1: LOG_STYLE: expected auto, paddlevit or fleet, got flet. Did you mean fleet?",
         ),
-        ("DATA: {IMAGE_CHANNELS: 2}\n", "run.yaml:1: DATA.IMAGE_CHANNELS: expected 1 or 3, got 2."),
+        ("DATA: {IMAGE_CHANNELS: 0}\n", "run.yaml:1: DATA.IMAGE_CHANNELS: expected whole number >= 1, got 0."),
         ("DATA: {BATCH_SIZE: true}\n", "DATA.BATCH_SIZE: expected whole number >= 1 or auto, got true."),
         ("DATA: {BATCH_SIZE: 2.5}\n", "DATA.BATCH_SIZE: expected whole number >= 1 or auto, got 2.5."),
         (
@@ -153,7 +153,7 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
     [
         ("DATA.IMAGENET_MEAN=[1,2]", "DATA.IMAGENET_MEAN: [1.0, 2.0] has 2 numbers"),
         ("DATA.IMAGENET_STD=[0.1,0.2,0.3] DATA.IMAGE_CHANNELS=1", "DATA.IMAGENET_STD: [0.1, 0.2, 0.3] has 3"),
-        ("DATA.IMAGENET_STD=0", "DATA.IMAGENET_STD: expected list of numbers > 0, got 0."),
+        ("DATA.IMAGENET_STD=0", "DATA.IMAGENET_STD: expected list of numbers > 0 or auto, got 0."),
         ("DATA.CROP_SCALE=[0.5,0.2]", "DATA.CROP_SCALE: [0.5, 0.2] must be"),
         ("DATA.CROP_SCALE=[0,1]", "DATA.CROP_SCALE: expected list of two numbers > 0 and <= 1, got [0, 1]."),
         ("DATA.CROP_RATIO=[2,1]", "DATA.CROP_RATIO: [2.0, 1.0] must be"),

@@ -17,12 +17,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from datasets import decoding
-from datasets.base import Encoded, Samples
+from datasets.base import Encoded, Samples, dtype_of
 from datasets.damage import Failure, failure_or
 from datasets.exclude import line_of, name_prefix, text_of
 from datasets.labels import distinct_names, images_of_classes
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
+from engine.inputs.batches import Inputs
 from tools.common.turns import progress_bar
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
@@ -46,7 +47,9 @@ SMALLEST, LARGEST = 16, 128
 FAINT = 15.0
 """Contrast of blocks below which the limits shrink with it"""
 LIGHTNESS = {1: np.ones(1, np.float32), 3: np.array([0.299, 0.587, 0.114], np.float32)}
-"""Weights of channels, by their number: JPEG keeps lightness better than colour."""
+"""Weights of channels, by their number: JPEG keeps lightness better than colour. Bands count alike."""
+SHADES = 48
+"""Of a standard deviation in thumbnails of bands"""
 MOST_BRIGHTER, MOST_CONTRAST = 30.0, 1.25
 """Difference of brightness, in shades, and ratio of contrasts that copies may have"""
 BITS, BANDS = 64, 4
@@ -72,12 +75,13 @@ class Thumbnails:
         self.cells = np.zeros((count, 1, CELLS, CELLS), np.float16)
         self.blocks = np.zeros((count, channels, BLOCKS, BLOCKS), np.float16)
         self.codes = np.zeros(count, np.uint64)
+        lightness = LIGHTNESS.get(channels, np.full(channels, 1 / channels, np.float32))
         directions = np.random.default_rng(0).standard_normal((channels * BLOCKS**2, BITS)).astype(np.float32)
         for begin in range(0, count, 1024):
             part = slice(begin, begin + 1024)
             planes = thumbnails[part].astype(np.float32)
             self.flat[part] = np.sqrt(planes.var((2, 3)).mean(1)) < FLAT
-            self.cells[part] = np.einsum("nchw,c->nhw", _squares(planes, SIDE // CELLS), LIGHTNESS[channels])[:, None]
+            self.cells[part] = np.einsum("nchw,c->nhw", _squares(planes, SIDE // CELLS), lightness)[:, None]
             self.blocks[part] = blocks = _squares(planes, SIDE // BLOCKS)
             self.brightness[part] = blocks.mean((1, 2, 3))
             # The contrast of blocks, since resizing takes contrast from thin lines.
@@ -223,13 +227,13 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
 
 class _Scanner(Dataset[Any]):
     def __init__(self, samples: Samples, data: DataConfig) -> None:
-        self.samples, self.channels = samples, data.IMAGE_CHANNELS
+        self.samples, self.data, self.inputs = samples, data, Inputs(data)
         # Images are decoded whole: training's fastest decoders may stop at the end of a crop and miss damage behind it.
         # And they are resized whole, to the thumbnails that are compared with each other.
         whole = {"CROP": "none", "IMAGE_SIZE": SIDE}
         self.pixels = Pixels(data.model_copy(update=whole), train=False)
         self.by_simplejpeg = decoding.decoder_of_jpeg() == "simplejpeg"
-        self.out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=torch.uint8)
+        self.out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=dtype_of(data))
         self.storage_failures = 0  # in a row
 
     def __getitems__(self, indices: list[int]) -> list[Scan]:
@@ -251,8 +255,14 @@ class _Scanner(Dataset[Any]):
         if self.by_simplejpeg and isinstance(encoded, bytes) and encoded.startswith(decoding.JPEG_START):
             damage = decoding.damage_of(encoded)
         digest = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
-        header = decoding.header_of(encoded, self.channels)
-        return Scan("", "", digest, header, damage, self.out.numpy().tobytes())
+        header = decoding.header_of(encoded, self.data)
+        if self.data.is_plain:
+            return Scan("", "", digest, header, damage, self.out.numpy().tobytes())
+        blank = [str(number + 1) for number, band in enumerate(self.out) if band.min() == band.max()]
+        header = header._replace(mode=f"blank: band {', '.join(blank)}" if blank else "")
+        # Shades by mean and deviation, so that images of 12 of 16 bits are no copies of each other.
+        shades = (self.inputs(self.out[None])[0] * SHADES + 128).round().clamp(0, 255).byte()
+        return Scan("", "", digest, header, damage, shades.numpy().tobytes())
 
 
 class Found(NamedTuple):
@@ -439,7 +449,7 @@ HEADINGS = {
     NEAR_OVERLAP: "nearly the same in two splits (encoded again, resized)",
     NEAR_DUPLICATES: "nearly the same within a split",
     FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",
-    MODES: "stored in another colour mode; converted when read (transparent images by DATA.BACKGROUND)",
+    MODES: "stored in another colour mode, converted when read (transparent images by DATA.BACKGROUND); or blank",
     SMALL: "smaller than IMAGE_SIZE; enlarged when read",
 }
 

@@ -17,7 +17,7 @@ from engine.machine.late_compiler import import_compiler_late
 from tools.common.output_file import check_output_file, if_interrupted, written
 from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
-from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, PATCH_SIZE, value_of
+from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO
 from utils.distributed.launchers import world_from_launcher
 from utils.distributed.world import RANK_VARIABLES
@@ -41,7 +41,7 @@ PAGES = {
     "show_batch.py": "augmentation",
 }
 """Documentation page of a tool, where it has another name."""
-SAY = {CLASSES: 1000, IMAGE_SIZE: 224, PATCH_SIZE: 16}
+SAY = {CLASSES: 1000, IMAGE_SIZE: 224, PATCH_SIZE: 16, **dict.fromkeys(MEASURED, 0.5), MEASURED[0]: "0,4095"}
 """Numbers to suggest in place of `auto` to tools that read no data"""
 WEIGHTS = Flag("weights", CHOICES_IN_WORDS, "|".join(CHOICES), default=BETTER, choices=CHOICES)
 """For tools that load a trained model."""

@@ -86,7 +86,7 @@ OWN = (
         default="fp32",
         choices=DTYPES,
     ),
-    Flag("with_preprocess", "the model takes pixels (0 to 255) and normalises them itself"),
+    Flag("with_preprocess", "the model takes pixels (0 to 255, or by DATA.BITS) and normalises them itself"),
     Flag("with_resize", "onnx: the model takes one RGB image of any size, and returns probabilities"),
     Flag("images", "check on images in this folder instead of validation images", "DIR", kind=Path),
     replace(PART, about="check on images of this split of the run's data", default_text="val"),
@@ -158,6 +158,8 @@ def main(argv: list[str]) -> int:
     if weights and own_named("model", name := trained.config.MODEL.NAME):
         raise UserError(f"-to {weights[0]}: timm does not have {name}, a model of your own; use -to torch or onnx.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
+    if asked.with_resize and not trained.config.DATA.is_plain:
+        raise UserError("-with_resize: takes 8-bit RGB images, and this model others; use -with_preprocess.")
     if asked.with_resize:
         from tools.export.from_image import whole_images
 

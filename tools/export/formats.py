@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from datasets import PADDING, ImageDataset
 from datasets.base import TITLES, Samples
+from datasets.decoding import endings_of
 from datasets.given import open_given
 from datasets.registry import crop_of
 from datasets.sources.files import SkippedFiles, images_below
@@ -64,7 +65,7 @@ def thresholds_of(trained: Trained) -> Tensor | None:
 @dataclass(frozen=True)
 class CheckImages:
     pixels: Tensor
-    """uint8, N x C x S x S. Of images of any size: what the nodes of the file make from them"""
+    """As in a batch, N x C x S x S. Of images of any size: what the nodes of the file make from them"""
     names: list[str]
     source: str
     """Where they are from, for the log"""
@@ -100,7 +101,8 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
         if not folder.is_dir():
             raise UserError(f"-images {folder}: not a folder; name a folder with images.")
         skipped = SkippedFiles()
-        paths = [str(folder / path) for path in images_below(str(folder), skipped)]
+        endings = endings_of(trained.config.DATA)
+        paths = [str(folder / path) for path in images_below(str(folder), skipped, endings=endings)]
         skipped.warn(str(folder))
         if not paths:
             raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
@@ -112,7 +114,10 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
         log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
         data = trained.config.DATA
         size = (NOISE_IMAGES, *data.shape)
-        pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        low, high = data.value_range
+        pixels = torch.rand(size, generator=torch.Generator().manual_seed(0)) * (high - low) + low
+        if data.is_plain:
+            pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         names = [f"noise {number}" for number in range(NOISE_IMAGES)]
         return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
     return _choose(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part]}")
@@ -238,7 +243,9 @@ class Export:
 
     @property
     def input_summary(self) -> str:
-        kind, data = "uint8, pixels" if self.with_preprocess else "float32, normalised", self.trained.config.DATA
+        data = self.trained.config.DATA
+        pixels = "uint8, pixels" if data.is_plain else "float32, stored values"
+        kind = pixels if self.with_preprocess else "float32, normalised"
         size = f"N x {data.IMAGE_CHANNELS} x {in_pixels(data.IMAGE_SIZE)}"
         return f"'{INPUT}' {size} ({kind}) to '{LOGITS}' N x {self.trained.config.MODEL.NUM_CLASSES}, any N"
 

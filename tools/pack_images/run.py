@@ -30,7 +30,7 @@ from datasets.decoding import Reader, Turned, decoding_errors
 from datasets.exclude import name_prefix
 from datasets.labels import ANY_LABEL
 from datasets.shards.hub import kind_of
-from datasets.shards.index import IMAGE_KINDS, Folder, TarWriter
+from datasets.shards.index import ARRAY_KINDS, IMAGE_KINDS, Folder, TarWriter
 from datasets.shards.source import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.sources.split import TooFewToSplit
 from tools.common.turns import progress_bar
@@ -41,6 +41,7 @@ from utils.machine.cpus import cores
 from utils.program import die_with_parent
 from utils.seeding import key
 from utils.text import counted, redacted, some_of
+from vitamp.bands import ZIP
 from vitamp.files import parse_json, replacing, write_atomically
 
 
@@ -63,8 +64,11 @@ class Encoder:
         # A file that is kept would follow the settings of training, not those of the other packed images.
         plain = self.kind == "keep" or not (isinstance(stored, Turned) or stored.transparent)
         if small and plain and not raw:
-            ending = name.rpartition(".")[2].lower()
-            return ending if ending in IMAGE_KINDS and ending != "npy" else kind_of(bytes(encoded)), bytes(encoded)
+            ending, content = name.rpartition(".")[2].lower(), bytes(encoded)
+            if content.startswith(ZIP):  # perhaps several files, of which the name is the first's
+                return "npz", content
+            known = ending in (*IMAGE_KINDS, *ARRAY_KINDS) and (ending != "npy" or not self.reader.is_plain)
+            return ending if known else kind_of(content), content
 
         image, file = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]), io.BytesIO()
         if not small:  # Pillow's filter averages over all pixels, so there is no aliasing

@@ -96,14 +96,15 @@ def main(argv: list[str]) -> int:
     log.setLevel("WARNING")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
+    from datasets.decoding import endings_of
     from datasets.given import open_given
     from engine.evaluation.data import check_split
     from engine.trained.model import load_trained, name_of, split_of_run, together
     from tools.predict.images import FORMS, Chosen, find_images, predict_images, write_features
 
-    paths = find_images(asked.images) if asked.images else []
     how: Any = {"calibrated": not asked.no_calibration, "needs_labels": asked.features is None}
     trained = together(asked.models, lambda at: load_trained(at, asked.weights, asked.device, asked.amp, **how))
+    paths = find_images(asked.images, endings_of(trained.config.DATA)) if asked.images else []
     for one in (trained, *trained.others):
         one.flip = bool(asked.tta)
     if asked.part is None:

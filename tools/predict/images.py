@@ -148,26 +148,23 @@ class Chosen:
         return [row if finite else None for row, finite in zip(rows, logits.amax(1).isfinite().tolist(), strict=True)]
 
 
-NO_IMAGES = f"no images found (files ending in {' '.join(ENDINGS)})"
-
-
-def find_images(words: list[str]) -> list[str]:
+def find_images(words: list[str], endings: tuple[str, ...] = ENDINGS) -> list[str]:
     """Paths in the order of the arguments; those of a folder or glob are sorted."""
-    skipped = SkippedFiles()
-    by_word = {word: _paths_of(word, skipped) for word in words}
+    skipped, none = SkippedFiles(), f"no images found (files ending in {' '.join(endings)})"
+    by_word = {word: _paths_of(word, skipped, endings) for word in words}
     skipped.warn(", ".join(words[:2]) + (", ..." if len(words) > 2 else ""))
     found = [path for word in words for path in by_word[word]]
     empty = [word for word, paths in by_word.items() if not paths and word != "-"]
     if not found and empty:
-        raise UserError(f"{', '.join(empty)}: {NO_IMAGES}.")
+        raise UserError(f"{', '.join(empty)}: {none}.")
     if not found:
         raise UserError("standard input names no images.")
     for word in empty:
-        log.warning("%s: %s; skipped.", word, NO_IMAGES)
+        log.warning("%s: %s; skipped.", word, none)
     return found
 
 
-def _paths_of(word: str, skipped: SkippedFiles) -> list[str]:
+def _paths_of(word: str, skipped: SkippedFiles, endings: tuple[str, ...]) -> list[str]:
     if word == "-":  # names separated by newlines, or by zero bytes, as `find -print0` prints them
         content = sys.stdin.buffer.read()
         names = content.split(b"\0") if b"\0" in content else [name.rstrip(b"\r") for name in content.split(b"\n")]
@@ -180,7 +177,7 @@ def _paths_of(word: str, skipped: SkippedFiles) -> list[str]:
         raise UserError(f"{word}: {reason}.")
     found = []
     for one in matched:
-        below = (os.path.join(one, file) for file in images_below(one, skipped))
+        below = (os.path.join(one, file) for file in images_below(one, skipped, endings=endings))
         found += below if os.path.isdir(one) else [one]
     return found
 

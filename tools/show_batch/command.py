@@ -42,6 +42,10 @@ def main(argv: list[str]) -> int:
 
     check_dataset(loaded.config.DATA, loaded.config.MODEL.NUM_CLASSES)
     check_augmentations(loaded.config.TRAIN)
+    if not loaded.config.DATA.is_plain:
+        from datasets.transforms.bands import check_bands
+
+        check_bands(loaded.config.DATA, loaded.config.TRAIN)
     for note in loaded.notes:
         log.info(note)
     shown = first_images(loaded.config, count)

@@ -24,6 +24,7 @@ from tools.common.output_file import writing
 from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.seeding import seed_all
+from vitamp.bands import false_colour, shown_bands
 
 SIDE_INCHES = 1.7
 SMALLEST_FRACTION = 0.005
@@ -32,10 +33,10 @@ LONGEST_NAME = 18
 
 
 class Shown(NamedTuple):
-    """One image as the model sees it, but with pixels from 0 to 255."""
+    """One image as the model sees it, but with pixels from 0 to 255, or as they are stored with DATA.BITS."""
 
     pixels: np.ndarray
-    """uint8, height x width x channels"""
+    """Height x width x channels"""
     labels: tuple[tuple[str, float], ...]
     """(class, fraction), the larger fraction first"""
 
@@ -62,7 +63,9 @@ def first_images(config: Config, count: int) -> list[Shown]:
                 seed_all(config.SEED, "micro", update, share.number)
                 seen = change(inputs(batch.images), batch.labels)
                 # Normalised images back to pixels. Noise of random erasing can leave 0..255 and is clipped.
-                pixels = ((seen.images - inputs.offset) / inputs.factor).round().clamp(0, 255).to(torch.uint8)
+                pixels = (seen.images - inputs.offset) / inputs.factor
+                if config.DATA.is_plain:
+                    pixels = pixels.round().clamp(0, 255).to(torch.uint8)
                 several = seen.targets if seen.targets.dim() > 1 else F.one_hot(seen.labels)
                 for image, target in zip(pixels.permute(0, 2, 3, 1).cpu().numpy(), several, strict=True):
                     values, labels = target.float().sort(descending=True, stable=True)
@@ -82,11 +85,14 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
     size = (SIDE_INCHES * max(columns, 3), SIDE_INCHES * 1.25 * rows + 0.5)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    figure.suptitle("{}, {} x {}".format(config.DATA.DATASET, *shown[0].pixels.shape), fontsize=9, parse_math=False)
+    plain, (high, wide, channels) = config.DATA.is_plain, shown[0].pixels.shape
+    title = f"{config.DATA.DATASET}, {high} x {wide}{'' if plain else f', {shown_bands(channels)}'}"
+    figure.suptitle(title, fontsize=9, parse_math=False)
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, one in zip(axes.flat, shown, strict=False):
-        axis.imshow(one.pixels.squeeze(-1) if one.pixels.shape[-1] == 1 else one.pixels, cmap="gray", vmin=0, vmax=255)
+        pixels = one.pixels if plain else np.atleast_3d(np.asarray(false_colour(one.pixels)))
+        axis.imshow(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels, cmap="gray", vmin=0, vmax=255)
         title = "\n".join(f"{name}: {100 * fraction:.0f} %" for name, fraction in one.labels)
         title = (one.labels[0][0] if len(one.labels) == 1 else title).encode(errors="backslashreplace").decode()
         axis.set_title(title, fontsize=7, parse_math=False)

@@ -43,6 +43,8 @@ def _data(config: Config) -> Iterator[Problem]:
     data = config.DATA
     needed = "1" if data.IMAGE_CHANNELS == 1 else f"1 or {data.IMAGE_CHANNELS}"
     for key, values in (("DATA.IMAGENET_MEAN", data.IMAGENET_MEAN), ("DATA.IMAGENET_STD", data.IMAGENET_STD)):
+        if values == AUTO:
+            continue
         equal_for_grey = data.IMAGE_CHANNELS == 1 and len(set(values)) == 1
         if len(values) not in (1, data.IMAGE_CHANNELS) and not equal_for_grey:
             count = f"{one_line(values)} has {len(values)} numbers"
@@ -110,7 +112,7 @@ def warnings(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
             f"{', '.join(rates)}: multiplied by (global batch / {reference:g}), because {SCALE} is {reference:g} "
             f"({sources[SCALE]}). Set {SCALE}=null to train at the given learning rate"
         )
-    if max(config.DATA.IMAGENET_MEAN) > 1:
+    if config.DATA.IMAGENET_MEAN != AUTO and config.DATA.is_plain and max(config.DATA.IMAGENET_MEAN) > 1:
         mean = one_line(config.DATA.IMAGENET_MEAN)
         yield f"DATA.IMAGENET_MEAN {mean}: images are scaled to 0..1 before; divide mean and std by 255"
     base, epochs = train.BASE_LR, 0 if train.NUM_EPOCHS == AUTO else train.NUM_EPOCHS

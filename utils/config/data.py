@@ -18,11 +18,12 @@ from utils.config.kinds import (
     FractionBelowOne,
     FractionsAboveZero,
     NonNegative,
-    Numbers,
-    NumbersAboveZero,
+    NumbersAboveZeroOrAuto,
+    NumbersOrAuto,
     Positive,
     PositiveOrAuto,
     PositiveUnlessAuto,
+    RangeOrAuto,
     Ratios,
     SizeOrAuto,
     as_integer,
@@ -59,7 +60,15 @@ class DataConfig(Section):
         "Side of the model's input in pixels, or [height, width] (docs/image_shapes.md); auto: of the weights, or the "
         "median image (docs/small_images.md).",
     )
-    IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
+    IMAGE_CHANNELS: Positive = setting(3, "3 for RGB, 1 for grey; others for files of so many bands (docs/bands.md).")
+    BITS: Annotated[Literal[8, 16, "float"], BeforeValidator(as_integer)] = setting(
+        8, "Bits of a stored value; 16, float: no value is lost on the way to the model (docs/bands.md)."
+    )
+    RANGE: RangeOrAuto = setting(
+        None,
+        "Stored values that become 0 and 1; auto: the smallest and the largest of the training split; null: 0 and 255, "
+        "0 and 65535 or, of floats, 0 and 1.",
+    )
     CROP_PCT: float = setting(0.875, "Validation: centre crop as a fraction of the short side.", _CROPPED, gt=0, le=2)
     CROP_MODE: Literal["center", "squash", "border"] = setting(
         "center",
@@ -70,8 +79,14 @@ class DataConfig(Section):
     NUM_WORKERS: int | None = setting(
         None, "Loading processes per rank; null: one per core that it has, at most 16; see THREADS.", ge=0, le=1024
     )
-    IMAGENET_MEAN: Numbers = setting((0.5, 0.5, 0.5), "Mean for normalisation, subtracted from images scaled to 0..1.")
-    IMAGENET_STD: NumbersAboveZero = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation.")
+    IMAGENET_MEAN: NumbersOrAuto = setting(
+        (0.5, 0.5, 0.5),
+        "Mean for normalisation, subtracted from images scaled to 0..1; auto: measured on the training split, as by "
+        "default with other BITS or IMAGE_CHANNELS than 8-bit RGB and grey.",
+    )
+    IMAGENET_STD: NumbersAboveZeroOrAuto = setting(
+        (0.5, 0.5, 0.5), "Standard deviation for normalisation; auto as for IMAGENET_MEAN."
+    )
     SAMPLER: Literal["shuffle", "balanced"] = setting(
         "shuffle",
         "Training: shuffle: no image twice in an epoch. balanced: each class equally often, in an epoch of the "
@@ -146,6 +161,16 @@ class DataConfig(Section):
         """Images per process in validation; 64 where no training has settled what `auto` is."""
         given = self.BATCH_SIZE_EVAL or self.BATCH_SIZE
         return 64 if given == AUTO else int(given)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether images are RGB or grey with 8 bits, so that all decoders and augmentations take them."""
+        return self.BITS == 8 and self.IMAGE_CHANNELS in (1, 3)
+
+    @property
+    def value_range(self) -> tuple[float, float]:
+        """The stored values that are scaled to 0 and 1."""
+        return self.RANGE or (0.0, {8: 255.0, 16: 65535.0}.get(self.BITS, 1.0))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     @property
     def task(self) -> TaskKind:

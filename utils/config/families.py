@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from utils.config.kinds import one_line
+from utils.config.kinds import AUTO, one_line
 from utils.config.read import TYPE, Entry, type_of
 from vitamp.metrics import NO_LABELS, SEVERAL_LABELS
 
@@ -80,6 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TAUGHT = ("deit", "levit", "pit", "xcit")
 """Families that PaddleViT distils, always from the same teacher"""
 RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
+CHANNELS, DEPTH = "DATA.IMAGE_CHANNELS", "DATA.BITS"
 
 
 def defaults_by(given: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
@@ -90,10 +91,12 @@ def defaults_by(given: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]
         from utils.config.paddlevit import families
 
         of_family = families()[kind].defaults if kind in families() else {}
-    grey = "DATA.IMAGE_CHANNELS" in given and str(given["DATA.IMAGE_CHANNELS"].value).strip() == "1"
-    family = {key: value for key, value in of_family.items() if not grey or key not in RGB_ONLY}
+    channels, bits = (str(given[key].value).strip() if key in given else "" for key in (CHANNELS, DEPTH))
+    plain = channels in ("", "1", "3") and bits in ("", "8")
+    rgb = channels in ("", "3") and plain
+    family = {key: value for key, value in of_family.items() if rgb or key not in RGB_ONLY}
     on = [by for by in IMPLIED if by in given and str(given[by].value).strip().casefold() in TRUE_WORDS]
-    entries: dict[str, Entry] = {}
+    entries = {} if plain else {key: Entry(AUTO, f"default ({CHANNELS}, {DEPTH})") for key in RGB_ONLY}
     notes = []
     for by, word, values in [(TYPE, kind, family), *((by, "true", IMPLIED[by]) for by in on)]:
         entries |= {key: Entry(value, f"default ({kind if by == TYPE else by})") for key, value in values.items()}

@@ -29,7 +29,11 @@ OF_ONE_START = ("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFI
 DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
 EPOCHS, WARMUP = "TRAIN.NUM_EPOCHS", "TRAIN.WARMUP_EPOCHS"
 IMAGE_SIZE, PATCH_SIZE = "DATA.IMAGE_SIZE", "MODEL.PATCH_SIZE"
-AUTO_BY_DATA = (CLASSES, IMAGE_SIZE, PATCH_SIZE)
+MEASURED = ("DATA.RANGE", "DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
+"""Settings for which `auto` is measured on the pixels of the training split."""
+CHANGE_DEFAULTS = ("DATA.MULTI_LABEL", "MODEL.MAE_PRETRAIN", "DATA.IMAGE_CHANNELS", "DATA.BITS")
+"""Settings that change the defaults of others; see families.py."""
+AUTO_BY_DATA = (CLASSES, IMAGE_SIZE, PATCH_SIZE, *MEASURED)
 """Settings for which engine/preflight.py replaces `auto` by a number, mostly from the data."""
 
 

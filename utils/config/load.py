@@ -13,7 +13,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.checks import conflicts, notes, warnings
-from utils.config.keys import EPOCHS, WARMUP, absolute, default_of, nested, settings, value_of, values_by_key
+from utils.config.keys import (
+    CHANGE_DEFAULTS,
+    EPOCHS,
+    WARMUP,
+    absolute,
+    default_of,
+    nested,
+    settings,
+    value_of,
+    values_by_key,
+)
 from utils.config.kinds import AUTO, OWN_SETTING, as_integer, as_names, as_yaml, folded, one_line
 from utils.config.read import Entry, Layer, read_files, read_words, type_of
 from utils.config.schema import Config
@@ -117,7 +127,7 @@ def load_config(
         of_run = resolved_by_run(given, None if cfg is None else (WARMUP,) if proportional else ())
         set_before |= of_run
     entries = set_before
-    if type_of(given) != "vit" or "DATA.MULTI_LABEL" in given or "MODEL.MAE_PRETRAIN" in given:
+    if type_of(given) != "vit" or not given.keys().isdisjoint(CHANGE_DEFAULTS):
         from utils.config.families import defaults_by
 
         defaults, about = defaults_by(set_before)

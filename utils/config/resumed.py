@@ -16,6 +16,7 @@ from utils.config.keys import (
     DATASET,
     EPOCHS,
     IMAGE_SIZE,
+    MEASURED,
     WARMUP,
     absolute,
     nested,
@@ -33,7 +34,7 @@ from vitamp.meta import unchecked_meta
 
 FROM_WEIGHTS = (
     *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
-    *("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD"),
+    *MEASURED,
     *("MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
     *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE", "MODEL.POOL", "MODEL.INIT_VALUES"),
 )

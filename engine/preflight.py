@@ -17,7 +17,7 @@ from engine.task.losses import BALANCED, KEY, loss_named
 from models.build import check_model
 from utils.config import Config, Loaded
 from utils.config.checks import is_typed
-from utils.config.keys import DATASET, value_of
+from utils.config.keys import DATASET, IMAGE_SIZE, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
 from utils.errors import UserError
@@ -150,6 +150,10 @@ def resolve(loaded: Loaded) -> Loaded:
             note = f"MODEL.PRETRAINED {own}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
             source, loaded = own, loaded.with_values({"MODEL.PRETRAINED": Entry(own, "timm's of MODEL.NAME")}, [note])
         loaded = with_preprocessing(with_sizes(loaded, source), source)
+    if loaded.is_default(IMAGE_SIZE):
+        from engine.inputs.auto import with_own_shape
+
+        loaded = with_own_shape(loaded)
     if loaded.config.DATA.DATASET == "shards" and not loaded.config.EVAL:
         from engine.inputs.auto import with_packing
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from utils.program import start_again, tool
 from utils.text import counted
 from vitamp.checkpoints import CHECKPOINTS, LORA, MODEL, Checkpoint, folder_name, run_folder_of
 from vitamp.metrics import KNN, PLAIN
+from vitamp.sizes import sides
 from vitamp.tensors import open_tensors, read_state
 
 if TYPE_CHECKING:
@@ -323,7 +325,11 @@ def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
 def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
     """Raise UserError for another optimiser or other use of the same weights; in an evaluation, log other input."""
     named = config.MODEL.model_copy(update={"NUM_HEADS": None})  # with the heads of timm's model
-    of_model = ("MODEL.POOL", one_line), ("MODEL.NUM_HEADS", lambda n: one_line(n or sizes_in(named).get("NUM_HEADS")))
+    of_model = (
+        ("MODEL.POOL", one_line),
+        ("MODEL.NUM_HEADS", lambda n: one_line(n or sizes_in(named).get("NUM_HEADS"))),
+        ("DATA.IMAGE_SIZE", lambda size: Fraction(*sides(size))),  # as many patches can form another grid
+    )
     of_input = [(key, one_line) for key in FROM_WEIGHTS if key.startswith("DATA.")]
     of_muon = [("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX", bool)] * config.TRAIN.OPTIMIZER.NAME.casefold().endswith("muon")
     others = of_input if config.EVAL else (("TRAIN.OPTIMIZER.NAME", optimizer_name), *of_muon)
@@ -331,7 +337,7 @@ def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
         before, now = checkpoint.meta["settings"].get(key, default_of(key)), value_of(config, key)
         if before != now and as_built(before) != as_built(now):
             changed = f"{key}: the run was trained with {one_line(before)}, but it is {one_line(now)} now."
-            if not key.startswith("DATA."):
+            if (key, as_built) not in of_input:
                 raise UserError(f"{changed} Set it back, leave out -cfg, or start a new run with -pretrained.")
             log.info(changed)
 

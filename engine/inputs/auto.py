@@ -91,6 +91,16 @@ def with_image_size(loaded: Loaded) -> Loaded:
     return loaded.with_values({IMAGE_SIZE: Entry(size, f"median image of {name}")}, [note])
 
 
+def with_own_shape(loaded: Loaded) -> Loaded:
+    """Take the size of timm's model where that is no square, such as that of Sapiens 2."""
+    known = timm_weights(loaded.config.MODEL.NAME.strip())
+    size = 0 if known is None else size_of(*known.input_size[1:])
+    if isinstance(size, int):
+        return loaded
+    where = f"timm's {loaded.config.MODEL.NAME}"
+    return loaded.with_values({IMAGE_SIZE: Entry(size, where)}, [f"{IMAGE_SIZE} {one_line(size)}: that of {where}"])
+
+
 def with_patch_size(loaded: Loaded) -> Loaded:
     config, size = loaded.config, loaded.config.DATA.IMAGE_SIZE
     if config.MODEL.PATCH_SIZE != AUTO:

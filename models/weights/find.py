@@ -6,6 +6,7 @@ import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import timm
@@ -19,8 +20,9 @@ from utils.config.model import ModelConfig
 from utils.errors import UserError, nearest
 from vitamp.checkpoints import CHECKPOINTS, checkpoint_of, checkpoints_in, files_of
 from vitamp.files import NotRegular, only_regular
-from vitamp.meta import unchecked_meta
+from vitamp.meta import Input, check_fields, unchecked_meta
 from vitamp.metrics import BETTER, PLAIN, SETS
+from vitamp.sizes import ImageSize, sides, size_of
 from vitamp.weights import choose_weights, read_header
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
@@ -60,12 +62,25 @@ def weights_of_name(name: str, source: str) -> str | None:
     return f"{name}.{tag}" if tag and "." not in name else name
 
 
+def _saved(file: Path, field: str) -> dict[str, Any]:
+    """A field of the meta.json beside weights, or of their header; another program's may say anything."""
+    saved = (unchecked_meta(file.parent) or read_header(file)).get(field)
+    return saved if isinstance(saved, dict) else {}
+
+
 def model_of_run(file: Path) -> ModelConfig | None:
     """The model of the run that saved these weights; None without its meta.json beside them or its settings inside."""
-    saved = (unchecked_meta(file.parent) or read_header(file)).get("settings")
-    saved = saved if isinstance(saved, dict) else {}  # another program's header may say anything
+    saved = _saved(file, "settings")
     known = {key: value for key, value in saved.items() if key.startswith("MODEL.") and key in settings()}
     return ModelConfig.model_validate(nested(known)["MODEL"]) if known else None
+
+
+def size_of_run(file: Path) -> ImageSize | None:
+    """The size of the images that these weights were trained on, if what saved them says it."""
+    if (size := _saved(file, "input").get("image_size")) is None:
+        return None
+    check_fields(Input, {"image_size": size}, file)
+    return size_of(*sides(size))
 
 
 def check_file(path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import inspect
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from timm.layers.pos_embed import resample_abs_pos_embed
 from timm.models import adapt_input_conv, load_state_dict
+from timm.models.mlp_mixer import MlpMixer
 from torch import Tensor, nn
 
 from models.build import OWN_SCALE, sizes_in
 from models.masked import DECODER, MaskedAutoencoder
-from models.parts import classifiers, is_inside, names_in_cfg
+from models.parts import classifiers, is_inside, names_in_cfg, pretrained_cfg
 from models.sizes import RESIZED, SIZE_WORDS, given_sizes, sizes_of
-from models.weights.find import PADDLE, locate, model_of_run, unreadable
+from models.weights.find import PADDLE, locate, model_of_run, size_of_run, unreadable
 from models.weights.paddle import (
     EMA_KEYS,
     OF_A_CLASSIFIER,
@@ -37,6 +40,7 @@ from utils.log import log
 from vitamp.checkpoints import LORA, sha256_of, verified_base
 from vitamp.meta import META, Adapters, check_fields, unchecked_meta
 from vitamp.pooling import OWN_POOL
+from vitamp.sizes import ImageSize, in_pixels, sides
 from vitamp.tensors import JoinedShards, Merged, is_adapter
 
 COUNTER = ".num_batches_tracked"
@@ -45,6 +49,8 @@ MOST_NAMED = 5
 """Tensors of each kind that an error names"""
 FRESH = "freshly initialised"
 OTHER_SIZE = "timm cannot resize the position embedding of this kind of model; use the DATA.IMAGE_SIZE of the weights"
+BY_PATCH = "pos_embed|patch_pos|attention_bias"
+"""In the names of weights that depend on the grid of patches"""
 STARTS = {"zero": "starts at zeros", "probe": "is replaced by a linear probe"}
 """Of a new classifier, by MODEL.NEW_CLASSIFIER; any other stays as it is"""
 REPLACED = f"{{}} {FRESH} ({{}} classes in the file, {{}} in the model)"
@@ -173,10 +179,39 @@ def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weigh
     parameters = inspect.signature(convert).parameters
     # DeiT III's first files name their layer scale gamma_1; for other files the option has no effect.
     options = {"adapt_layer_scale": True} if "adapt_layer_scale" in parameters else {}
+    trained = size_of_run(file)
+    if trained is not None:  # where timm looks it up: the weights' grid of patches may be no square
+        vars(module)["pretrained_model_args"] = {"img_size": trained}
     try:
-        return dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
+        found = dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"{_misfit(module, weights, file, name)}: {error or type(error).__name__}.") from None
+    if isinstance(trained, tuple) and trained == _image_size(module):  # timm can take a table for that of a square
+        target = module.state_dict()
+        found |= {key: weights[key] for key in found if key in weights and weights[key].shape == target[key].shape}
+    if _left_behind(module, weights, found, trained):
+        raise UserError(f"{_misfit(module, weights, file, name, OTHER_SIZE)}.")
+    return found
+
+
+def _left_behind(module: nn.Module, given: Weights, weights: Weights, trained: ImageSize | None) -> bool:
+    """Whether timm kept weights that depend on the grid of patches, although the model has another one.
+
+    Most of its models compare the number of patches alone, and 14 x 14 are as many as 7 x 28.
+    """
+    if (own := _image_size(module)) is None:
+        return False
+    high, wide = sides(trained or pretrained_cfg(module).get("input_size", (0, *own))[1:])
+    if (high, wide) == own or high * wide != math.prod(own):
+        return False
+    of_grid = [key for key in given if re.search(BY_PATCH, key) and given[key].ndim in (2, 3)]
+    return isinstance(module, MlpMixer) or any(given[key] is weights.get(key) for key in of_grid)
+
+
+def _image_size(module: nn.Module) -> tuple[int, int] | None:
+    """Of the images that a model with patches is built for; None if any size will do."""
+    embedding: Any = getattr(module, "patch_embed", None) or getattr(module, "stem", None)
+    return getattr(embedding, "img_size", None)
 
 
 def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
@@ -298,6 +333,12 @@ def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:
         changes.append(REPLACED.format("head", head, module.num_classes))
     try:
         module.load_pretrained(str(file))
+        grid = module.patch_embed.grid_size
+        if position and position == own and grid[0] != grid[1]:
+            # timm's reader resizes only to another number of patches. Those of such files form a square.
+            prefix = position[1] - math.prod(grid)
+            module.pos_embed.data = resample_abs_pos_embed(module.pos_embed.data, [*grid], num_prefix_tokens=prefix)
+            changes.append(f"pos_embed resized to {in_pixels(grid)} patches")
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"Pretrained weights {file} do not fit {name}: {error}.") from None
     return f"{len(names)} arrays", changes

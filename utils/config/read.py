@@ -109,18 +109,15 @@ def _leaves(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple
 
 
 def _plain(node: yaml.Node) -> Any:
-    """The value as text, None, or a list of texts or of lists of texts. No setting has a deeper value."""
-    if isinstance(node, yaml.ScalarNode):
-        return None if node.tag.endswith(":null") else node.value
-    if isinstance(node, yaml.SequenceNode):
-        return [
-            [_text_of(inner) for inner in item.value] if isinstance(item, yaml.SequenceNode) else _text_of(item)
-            for item in node.value
-        ]
-    return {}
+    """The value as text, None, or a list of texts and lists."""
+    if isinstance(node, yaml.MappingNode):
+        return {}
+    return None if node.tag.endswith(":null") else _text_of(node)
 
 
 def _text_of(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        return [_text_of(item) for item in node.value]
     return node.value if isinstance(node, yaml.ScalarNode) else []
 
 

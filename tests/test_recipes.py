@@ -116,6 +116,11 @@ def test_a_recipe_builds_timms_model_of_its_name(name: str) -> None:
     assert f"{parameters:,} parameters" in header(name)
 
 
+def test_linear_probe_minimises_plain_cross_entropy() -> None:
+    train = settings("linear_probe_vit_base").TRAIN
+    assert {train.SMOOTHING, train.WEIGHT_DECAY, train.MIXUP_ALPHA, train.CUTMIX_ALPHA} == {0.0}
+
+
 def test_four_precisions_of_one_training_differ_in_their_amp_lines_only() -> None:
     names = [f"caltech101_vit_{how}" for how in ("fp32", "torch_amp", "naive", "apex_o1")]
     written = [yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")) for name in names]

@@ -98,7 +98,7 @@ def fit(
     for rows, _, _ in chunks():
         products += (centred := rows.to(exact) - mean).T @ centred / count
     deviation = products.diagonal().sqrt()
-    deviation = deviation.clamp(min=1e-6 * float(deviation.max()) or 1.0)  # of columns without information
+    deviation = deviation.clamp(min=1e-3 * float(deviation.max()) or 1.0)  # else nearly dead columns get huge weights
     # In these directions, scaled for each strength, the loss is curved nearly alike: L-BFGS needs few steps.
     curves, directions = torch.linalg.eigh((products / deviation.outer(deviation)).cpu())
     curves, directions = curves[-count:].clamp(min=0).to(device) / 4, directions[:, -count:].to(device)  # others are 0

@@ -28,6 +28,7 @@ from tools.common.turns import Budget
 from tools.compare import runs
 from utils import progress
 from utils.errors import TrainingError
+from vitamp.metrics import TOP1
 
 Call = Callable[..., Result]
 CLASSES = ("ant", "bee", "cat")
@@ -314,6 +315,9 @@ def test_proof_compares_four_trainings_per_seed(check: Call, tiny: Path, digits_
     assert about["compared"] == ["all labels", "without suspects", "relabelled", "without random images"]
     assert len(about["runs"]) == 8
     assert re.search(r"It helped: |It was not shown to help\.", done.out)
+    assert re.search(r"without suspects: top-1 .* \([+-].* to [+-].* points for images like these\)", done.out)
+    assert [each["holds_for"] for each in about["at_best"]] == ["images like these"] * 3
+    assert about["verdicts"][0]["accuracy"]["holds_for"] == "images like these"
     wrong = re.search(r"(\d+) labels of the validation split look wrong, too\. On its other (\d+) images", done.out)
     assert wrong, done.out
     assert int(wrong[1]) + int(wrong[2]) == 150
@@ -361,7 +365,10 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
 def test_proof_looks_at_the_weights_that_it_compares(digits_run: Path) -> None:
     run, last = runs.Run("", 0, search.load_trained(digits_run).config, digits_run), metrics(digits_run, "val")[-1]
     for which in (search.PLAIN, search.AVERAGE):
-        assert prove._accuracy(run, np.arange(360), which) == pytest.approx(last[f"{which.prefix}acc1"])
+        of_images = prove._of_images(search.trained_last(run, which), TOP1)
+        assert of_images.mean() == pytest.approx(last[f"{which.prefix}acc1"])
+    best = prove._of_images(search.load_trained(digits_run), TOP1).mean()
+    assert best == pytest.approx(max(line["acc1"] for line in metrics(digits_run, "val")), abs=0.3)
 
 
 # Refusals.

@@ -6,7 +6,7 @@ Each seed has a search of its own. A validation split that no search reads decid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.machine.device import describe_device, pick_device
-from engine.trained.model import batches_of, guesses, split_of_run
+from engine.trained.model import Trained, batches_of, guesses, load_trained, split_of_run
 from tools.check_labels.search import (
     Images,
     Method,
@@ -27,7 +27,9 @@ from tools.check_labels.search import (
     trained_last,
 )
 from tools.common.command_line import ToolLine
-from tools.common.comparison import judged_by, spread
+from tools.common.comparison import Judged, judged_by, spread
+from tools.common.differences import over_images
+from tools.common.per_image import values_of_images
 from tools.common.turns import alternating_order
 from tools.compare.command import report, write
 from tools.compare.runs import Plan, Run, check_runs, read_seeds, train_all
@@ -35,8 +37,9 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, EXIT_FAILED
 from utils.log import log
+from utils.record.run_folder import write_json
 from vitamp.files import write_atomically
-from vitamp.metrics import TOP1, WeightSet
+from vitamp.metrics import TOP1, Metric
 
 ALL, WITHOUT, RELABELLED, RANDOM = ARMS = ("all labels", "without suspects", "relabelled", "without random images")
 DECISIONS = {WITHOUT: "drop", RELABELLED: "relabel", RANDOM: "drop"}
@@ -87,6 +90,8 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     if RANDOM in better:
         log.info("Leaving out random images helped too, so the wrong labels may not be the reason.")
     log.info("It helped: %s." if helped else "It was not shown to help.%s", " and ".join(helped))
+    if len(seeds) > 1:
+        write_json(out / "compare.json", {**about, "at_best": at_best(runs, judged)})
     if judged.metric is TOP1 and wrong:
         remaining = np.setdiff1d(np.arange(len(others.labels)), [one.image for one in wrong])
         log.info(
@@ -95,9 +100,30 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
             *(len(wrong), len(remaining)),
         )
         for arm in ARMS:
-            shares = [_accuracy(run, remaining, judged.weights) for run in runs if run.contender == arm]
-            log.info("  %s: top-1 %s %%", arm, spread(shares))
+            lasts = [trained_last(run, judged.weights) for run in runs if run.contender == arm]
+            log.info("  %s: top-1 %s %%", arm, spread([_of_images(last, TOP1)[remaining].mean() for last in lasts]))
     return EXIT_DONE
+
+
+def at_best(runs: Sequence[Run], judged: Judged) -> list[dict[str, Any]]:
+    """Compare the checkpoints that a user gets: the best, and of their weights those that validated better."""
+    found = {
+        arm: np.stack([_of_images(load_trained(run.folder), judged.metric) for run in runs if run.contender == arm])
+        for arm in ARMS
+    }
+    every, verdicts = np.stack([each.mean(1) for each in found.values()]), list[dict[str, Any]]()
+    log.info("At each run's best checkpoint, which these very images chose:")
+    for arm in (WITHOUT, RELABELLED, RANDOM):
+        value = float(found[arm].mean() - found[ALL].mean())
+        one = over_images(value, found[arm], found[ALL], every, len(ARMS) - 1)
+        verdicts.append({"mode": arm, "against": ALL, **asdict(one)})
+        said = "within noise" if not one.seen else "higher" if value > 0 else "lower"
+        means = [spread(found[each].mean(1).tolist()) for each in (arm, ALL)]
+        log.info(
+            "  %s: %s %s against %s: %s (%+.1f to %+.1f points for %s)",
+            *(arm, judged.metric.words, *means, said, one.low, one.high, one.holds_for),
+        )
+    return verdicts
 
 
 def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[Suspect]:
@@ -113,8 +139,12 @@ def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[
     return chosen
 
 
-def _accuracy(run: Run, rows: np.ndarray, which: WeightSet) -> float:
-    """Top-1 of a run on some of its validation images."""
-    trained = trained_last(run, which)
-    right = [guesses(logits)[:, 0] == labels for logits, labels, _ in batches_of(trained, split_of_run(trained))]
-    return 100 * float(torch.cat(right).cpu()[rows].float().mean())
+def _of_images(trained: Trained, metric: Metric) -> np.ndarray:
+    """What each validation image adds to the metric, in percent."""
+    logits, labels, _ = (
+        torch.cat(each).cpu() for each in zip(*batches_of(trained, split_of_run(trained)), strict=True)
+    )
+    columns = {"guess": guesses(logits)[:, 0].numpy(), "logits": logits.numpy()}
+    values = values_of_images(metric, labels.numpy(), columns)
+    assert values is not None, "top-1 or mAP"
+    return values

@@ -10,6 +10,7 @@ from datasets.registry import (
     comes_unsplit,
     count_classes,
     has_labels,
+    has_test,
     names,
     open_dataset,
     open_test,

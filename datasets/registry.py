@@ -190,6 +190,11 @@ def validates_on_test(data: DataConfig) -> bool:
     return "test" in parts and parts["test"] == parts.get("val")
 
 
+def has_test(data: DataConfig) -> bool:
+    """Whether the data has a split test that is not used for validation."""
+    return "test" in distinct(_named(data).parts(data))
+
+
 def has_labels(data: DataConfig) -> bool:
     """Whether the data has labels that mean something."""
     return _named(data).labelled

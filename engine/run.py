@@ -21,7 +21,7 @@ from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
 from engine.measure.meters import clock, updates_left
 from engine.report.banner import banner
-from engine.report.outcome import in_context, next_commands
+from engine.report.outcome import FOLDS, flatters, in_context, next_commands, strange
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, build_for_training
 from engine.trainer import Trainer
@@ -32,12 +32,13 @@ from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import CONTROL, DETAIL, IN_LINE, brief_terminal, log, print_on_terminal
 from utils.program import FOLDER_FILE
-from utils.record.history import is_end, last_line
+from utils.record.history import History, is_end, last_line
+from utils.record.predictions import read_predictions
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words, missing_from
 from utils.text import counted, some_of
 from vitamp.checkpoints import folder_name
-from vitamp.metrics import metric_named
+from vitamp.metrics import AVERAGE, metric_named
 
 if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
@@ -211,8 +212,11 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     if world.first:
         by, figure = metric_named(trainer.best.by), trainer.best.figure
         context = in_context(by, figure, len(ready.val_set), largest_class(ready))
+        validations = History.of_run(folder).of("val")
+        if context and figure is not None:
+            context = f"{context} {flatters(len(validations), folder, config.DATA)}".rstrip()
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
-        for line in filter(None, (context, copies_in_words(folder), commands)):
+        for line in filter(None, (context, *_strange(ready, folder), copies_in_words(folder), commands)):
             log.info(line)
     place = f"; {_whereabouts(run, ready, folder, trainer)}" if world.first else ""
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
@@ -221,6 +225,17 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     if world.first and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_text(f"{folder}\n", encoding="utf-8")
     return code
+
+
+def _strange(ready: ReadyToTrain, folder: Path) -> list[str]:
+    """What looks wrong with the validation images, by the last validation's predictions."""
+    table = read_predictions(folder, ready.position.update) or {}
+    guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
+    if guesses is None:
+        return []
+    names = [*(ready.val_set.classes or ())]
+    names += map(str, range(len(names), ready.task.classes))
+    return strange(table["labels"].astype(int), guesses.astype(int), names, ready.choices.get(FOLDS))
 
 
 def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:

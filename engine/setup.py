@@ -31,6 +31,7 @@ from engine.measure.meters import Best, Position, TrainMeters, updates_left
 from engine.measure.throughput import DATA, Setting, Stages
 from engine.optim.build import build_optimizer, scaled_learning_rates
 from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
+from engine.report.outcome import FOLDS
 from engine.speed.tuning import speed_up
 from engine.task import task_of
 from engine.task.base import Task
@@ -170,7 +171,9 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     elif checkpoint is None and config.MODEL.starts_at_probe:
         from engine.evaluation.linear import start_at_probe
 
-        start_at_probe(run, ready)
+        ready.choices[FOLDS] = start_at_probe(run, ready)
+    elif checkpoint is not None and FOLDS in (saved := checkpoint.meta.get("choices", {})):
+        ready.choices[FOLDS] = saved[FOLDS]
     norms = [module for module in ready.model.modules() if isinstance(module, BATCH_NORM)]
     if world.size > 1 and any(norm.training for norm in norms):  # frozen: statistics stay
         from engine.parallel.ddp import settle_batch_norms

@@ -158,7 +158,7 @@ class FolderLock:
             if about.keys() >= self._about.keys():
                 who = f"pid {about['pid']} on host {about['host']}, since {about['since']}"
             raise UserError(
-                f"{folder}: another run is using this folder ({who}). Wait for it, end it, or name another -output."
+                f"{folder}: a run is training in this folder ({who}). Wait for it, end it, or name another -output."
             )
         self._handle = handle
         with os_errors_as_user_errors(path):

@@ -26,13 +26,16 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import unheard
+from utils.record.history import History
 from utils.record.resumed_run import config_of, resumed_run, settings_of
 from utils.record.run_folder import copies_in_words
-from vitamp.checkpoints import run_folder_of
+from vitamp.checkpoints import CHECKPOINTS, read_index, run_folder_of
 from vitamp.metrics import NO_LABELS
 from vitamp.weights import Chosen, chosen_at
 
 PART, CROP = "DATA.PART", "DATA.CROP"
+OF_RUN = ("same place", "moved")
+"""What `whose_data` says of the run's own images"""
 OF_SPLIT = ("FOLD", "SPLIT_SEED", "VAL_FRACTION", "GROUP")
 
 
@@ -52,7 +55,7 @@ def settings_for_evaluation(
         if unread := unread_path(config.DATA):
             raise UserError(unread)
     place, data_of_run, part = source_of(config.DATA), whose_data(config, saved), config.DATA.PART
-    if data_of_run in ("same place", "moved") and part in ("train", "all"):
+    if data_of_run in OF_RUN and part in ("train", "all"):
         which = "are" if part == "train" else "include"
         notes.append(
             f"{PART} {part}: these {which} the images that the model was trained on, so the result does not show how "
@@ -187,6 +190,16 @@ def copies_evaluated(config: Config, saved: Chosen, images: int) -> str:
     if run is None or config.DATA.PART not in ("val", AUTO) or whose_data(config, saved) != "same place":
         return ""
     return copies_in_words(run, images)
+
+
+def validations_of(config: Config, saved: Chosen) -> int:
+    """Number of validations, on the images that DATA names, of which `saved` is the best; 0 for others."""
+    run = run_folder_of(saved.place)
+    if run is None or config.DATA.PART not in ("val", AUTO):
+        return 0
+    if read_index(run / CHECKPOINTS)["best"] != saved.place.name or whose_data(config, saved) not in OF_RUN:
+        return 0
+    return len(History.of_run(run).of("val"))
 
 
 def evaluated_weights(config: Config) -> Chosen | None:

@@ -164,8 +164,11 @@ def fit(
     return one, guesses.numpy()
 
 
-def start_at_probe(run: Run, ready: Seeing) -> None:
-    """Fit the model's new classifier to the features of the training images. A collective call."""
+def start_at_probe(run: Run, ready: Seeing) -> float:
+    """Fit the model's new classifier to the features of the training images. A collective call.
+
+    Returns the figure in folds, in percent.
+    """
     config, model, classes = run.config, ready.model, int(run.config.MODEL.NUM_CLASSES)
     heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
     fits = len(heads) > 1 or sees_features_alone(ready, config.DATA)  # two do by their mean, see below
@@ -193,3 +196,4 @@ def start_at_probe(run: Run, ready: Seeing) -> None:
         for head in heads:  # the two of a distilled model have the mean of their logits
             head.weight.copy_(found.weight.view_as(head.weight))
             head.bias.copy_(found.bias)
+    return found.figure

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 
 from datasets import count_classes, open_dataset, source_of
@@ -28,6 +29,7 @@ from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
 from utils.config.words import choices
 from utils.errors import UserError
+from utils.text import some_of
 from vitamp.files import read_json
 from vitamp.meta import META, Input, check_fields, unchecked_meta
 from vitamp.metrics import NO_LABELS, ONE_LABEL
@@ -208,7 +210,11 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
         theirs = {key: value for key, value in theirs.items() if key not in MEASURED}  # of other values
     elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
         theirs = theirs | {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
-    taken, notes = {key: value for key, value in theirs.items() if key in unset}, []
+    taken, notes = {key: value for key, value in theirs.items() if key in unset}, list[str]()
+    if where.startswith("timm's "):
+        named, maybe = _of_siblings(model.NAME, source)
+        notes += maybe
+        loaded = replace(loaded, warnings=(*loaded.warnings, *named))
     for key in (INTERPOLATION, CROP_MODE):
         if key in taken and taken[key] not in choices(key):
             mine, unsupported = value_of(loaded.config, key), taken.pop(key)
@@ -223,6 +229,31 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     return loaded.with_values({key: Entry(value, where) for key, value in taken.items()}, notes)
 
 
+def _of_siblings(name: str, source: str) -> tuple[list[str], list[str]]:
+    """A warning that weights are of another model, with another mean and std; or a note that they may be.
+
+    timm's tf_efficientnet_b0 and efficientnet_b0, for example, have weights of the same names and shapes.
+    """
+    own, model, found = of_timms_name(name, ""), name.partition(".")[0], local_weights(source)
+    named, others, different = _timm_name_of(found.file) if found else source, [], []
+    if named and named.partition(".")[0] != model:
+        others = [named]
+    elif not named:
+        twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
+        others = [*timm.list_pretrained(f"{model}.*"), *timm.list_pretrained(f"{twin}.*")]
+    for one in others:
+        of_other = of_timms_name(one, "")
+        if own and of_other and any(own[0].get(key) != of_other[0].get(key) for key in COLOURS):
+            different.append(one)
+    if not different:
+        return [], []
+    where = f"MODEL.PRETRAINED {source}: weights of {some_of(different, 2)}"
+    if named:
+        builds = f"-model {named.partition('.')[0]} builds their model"
+        return [f"{where}, trained with another mean and std than {name}, and perhaps computed otherwise. {builds}"], []
+    return [], [f"{where} would fit, too, and need another mean and std. If it has these, give the file that name"]
+
+
 def preprocessing_of(source: str) -> Preprocessing | None:
     """The preprocessing that MODEL.PRETRAINED (a run, a checkpoint, a file, or a timm name) itself says, or None."""
     if (found := local_weights(source)) is None:
@@ -234,8 +265,12 @@ def preprocessing_of(source: str) -> Preprocessing | None:
         return _of_fields(fields, file)
     if config.is_file():
         return _of_fields(read_json(config).get("pretrained_cfg"), config)
-    name = next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
+    name = _timm_name_of(file)
     return of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
+
+
+def _timm_name_of(file: Path) -> str | None:
+    return next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
 
 
 def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:

@@ -155,9 +155,11 @@ def settle_epochs(run: Run) -> Run:
         left -= per_epoch * max(paces.values()) + validation
     epochs = broadcast(bisect_right(range(1, LONGEST_RUN + 1), left, key=needed), world)
     if epochs == 0:
+        enough = 10 * math.ceil((seconds_of(given) + 1.2 * (needed(1) - left)) / 10)  # a longer trial takes more, too
         raise UserError(
             f"TRAIN.NUM_EPOCHS auto: MAX_TIME {given} is too short: one epoch takes about {needed(1):.3g} s, and start "
-            f"and end leave {max(left, 0):.3g} s."
+            f"and end leave {max(left, 0):.3g} s. -max_time {clock(enough)} would do for one epoch. Faster: a smaller "
+            "model or DATA.IMAGE_SIZE, or MODEL.FREEZE=backbone, which trains the classifier alone."
         )
     config = config.model_copy(update={"TRAIN": config.TRAIN.spanning(epochs)})
     each = " to ".join(f"{pace:.3g}" for pace in sorted({min(paces.values()), max(paces.values())}))

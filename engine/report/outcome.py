@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
+from datasets import has_test
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
+from utils.config.data import DataConfig
+from utils.errors import UserError
 from utils.program import start_again, tool
 from utils.text import counted, wilson
 from vitamp.metrics import NO_LABELS, TOP1, Metric, always_guessing
 
 SAME = 1e-6
 """Percent within which two accuracies are equal"""
+FEWEST_IMAGES, NEARLY_ALL = 10, 0.9
+"""Images of a class, and the fraction of them taken for one other class, from which on this is strange"""
+FAR = 15.0
+"""Percentage points that validation may be below the folds of the training images"""
+FOLDS = "probe_in_folds"
+"""Key under which a run's choices keep the top-1 that its probe had in folds"""
 
 
 def against_guessing(guess: float | None, top1: float | None) -> str:
@@ -42,6 +55,43 @@ def in_context(metric: Metric, value: float | None, images: int, guess: float | 
         parts.append(always_guessing(guess) + (f": this model is {against} guessing" if against else ""))
     words = "; ".join(parts)
     return f"{words[0].upper()}{words[1:]}." if words else ""
+
+
+def flatters(validations: int, run: Path, data: DataConfig) -> str:
+    """A sentence about a metric of the best checkpoint on the images that chose it; '' after one validation."""
+    if validations < 2:
+        return ""
+    words = f"This is the best of {validations} validations on these images, so it flatters"
+    with suppress(UserError):
+        if has_test(data):
+            return f"{words}: `{tool('evaluate')} {shlex.quote(str(run))} -part test` does not."
+    return f"{words}."
+
+
+def strange(labels: np.ndarray, guesses: np.ndarray, names: Sequence[str], in_folds: float | None) -> list[str]:
+    """What looks wrong with images rather than with the model, and what it may be.
+
+    `in_folds`: percent, top-1 of a classifier on training images that it did not see. Of a class that is taken for
+    another nothing is said if the other classes are not recognised either, as by a model that has learnt little.
+    """
+    said, hit, top1 = [], labels == guesses, 100 * float((labels == guesses).mean())
+    if in_folds is not None and wilson(top1, len(labels)).high < in_folds - FAR:
+        said.append(
+            f"Only {top1:.1f} % of these images are recognised, and {in_folds:.1f} % in folds of the training images: "
+            "these images may be from another source, or their class folders swapped."
+        )
+    images, number, taken = np.bincount(labels), int(max(labels.max(), guesses.max())) + 1, dict[int, tuple[int, int]]()
+    for pair, times in zip(*np.unique(labels * number + guesses, return_counts=True), strict=True):
+        one, other = divmod(int(pair), number)
+        if one != other and images[one] >= FEWEST_IMAGES and times >= NEARLY_ALL * images[one]:
+            taken[one] = other, int(times)
+    for one, (other, times) in taken.items():
+        words, (back, others) = f"{times} of {images[one]} images of {names[one]} are", taken.get(other, (None, 0))
+        if back == one and one < other:
+            said.append(f"{words} taken for {names[other]}, and {others} the other way: are their folders swapped?")
+        elif back != one and np.count_nonzero(images) > 2 and hit[labels != one].mean() > 0.5:
+            said.append(f"{words} taken for {names[other]}: are they of that class, or from another source?")
+    return said
 
 
 def next_commands(run: Run, position: Position, best: Best, folder: Path, paused: bool = False) -> str:

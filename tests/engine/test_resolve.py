@@ -99,6 +99,20 @@ def test_weights_that_say_nothing_get_the_preprocessing_of_timms_model(tmp_path:
     assert not loaded.warnings
 
 
+def test_weights_of_a_sibling_with_another_mean_get_one_line(tmp_path: Path) -> None:
+    mine, tf = (tmp_path / f"{name}.safetensors" for name in ("mine", "tf_efficientnet_lite0"))
+    for file in (mine, tf):
+        save_file({"a": torch.zeros(1)}, file)
+    at = {"EVAL": "true", "MODEL__TYPE": "efficientnet"}
+    unsure = resolved(MODEL__PRETRAINED=str(mine), MODEL__NAME="efficientnet_lite0", **at)
+    assert f"{mine}: weights of tf_efficientnet_lite0.in1k would fit, too, and need another" in "\n".join(unsure.notes)
+    (said,) = resolved(MODEL__PRETRAINED=str(tf), MODEL__NAME="efficientnet_lite0", **at).warnings
+    assert "-model tf_efficientnet_lite0 builds their model" in said
+    same = resolved(MODEL__PRETRAINED=str(tf), MODEL__NAME="tf_efficientnet_lite0", **at)
+    assert not same.warnings
+    assert "would fit" not in "\n".join(same.notes)
+
+
 def test_weights_of_a_model_unknown_to_timm_are_warned_of_in_evaluation_too(tmp_path: Path) -> None:
     file = tmp_path / "mine.safetensors"
     save_file({"a": torch.zeros(1)}, file)

@@ -113,6 +113,14 @@ def test_a_loading_process_that_outlives_the_run_does_not_hold_the_lock(tmp_path
         os.waitpid(child, 0)
 
 
+def test_resuming_a_run_that_trains_and_has_not_saved_says_so(vitamp: Vitamp, tmp_path: Path) -> None:
+    with FolderLock() as mine:
+        mine.take(tmp_path)
+        (tmp_path / "config.yaml").write_text("THREADS: 1\n")
+        assert f"{tmp_path}: a run is training in this folder (pid" in vitamp("-resume", tmp_path, code=2).err
+    assert "no usable checkpoint found" in vitamp("-resume", tmp_path, code=2).err
+
+
 def test_it_shows_that_it_lives(tmp_path: Path) -> None:
     with FolderLock() as mine:
         mine.take(tmp_path)
@@ -126,7 +134,7 @@ def test_lock_that_is_removed_is_taken_again(tmp_path: Path) -> None:
         first.take(tmp_path)
         (tmp_path / run_lock.NAME).unlink()
         until((tmp_path / run_lock.NAME).exists, 10)
-        with pytest.raises(UserError, match="another run is using this folder"), FolderLock() as second:
+        with pytest.raises(UserError, match="a run is training in this folder"), FolderLock() as second:
             second.take(tmp_path)
     with FolderLock() as third:
         third.take(tmp_path)

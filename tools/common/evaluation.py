@@ -25,6 +25,7 @@ from torch import Tensor
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluation.data import data_for_evaluation, title_of
+from engine.report.outcome import FOLDS, strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses
@@ -320,6 +321,11 @@ class OneLabel(Evaluation):
     def largest_class_percent(self) -> float:
         """Top-1 of a model that always guesses the most frequent class."""
         return 100 * int(self.support.max()) / self.images
+
+    def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
+        """What looks wrong with the images, and what it may be. `in_folds`: None: of the run's own probe."""
+        folds = trained.chosen.choices.get(FOLDS) if in_folds is None else in_folds
+        return strange(self.rows.label.numpy(), self.rows.guess.numpy(), trained.names(), folds)
 
     def words(self) -> str:
         """What was evaluated."""

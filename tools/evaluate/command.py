@@ -154,8 +154,9 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Log the metrics, and return what the JSON file says of the evaluation."""
-    from engine.evaluation.data import copies_evaluated
+    from engine.evaluation.data import copies_evaluated, validations_of
     from engine.inputs.batches import input_of
+    from engine.report.outcome import flatters
     from tools.common.evaluation import OneLabel, SeveralLabels, open_part, table_of, with_bar
 
     one_label, chosen, config = trained.task.kind == ONE_LABEL, trained.chosen, trained.config
@@ -198,8 +199,13 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         *found.class_table(trained),
     ]
     log.info("%s", "\n".join(text))
+    best_of = [validations_of(config, one.chosen) for one in models]
+    said = (
+        flatters(max(best_of), Path(asked.models[0]), config.DATA),
+        *(found.strange(trained) if isinstance(found, OneLabel) else ()),
+    )
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
-    for words in filter(None, dict.fromkeys(copies)):
+    for words in filter(None, (*said, *dict.fromkeys(copies))):
         log.info("%s", words)
     return {
         "model": config.MODEL.NAME,
@@ -208,6 +214,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         "tta": asked.tta,
         "temperature": {chosen.which.name: trained.temperature},
         "data": data.title,
+        "best_of_validations": max(best_of),
         "classes": trained.names(),
         "figures": {"mean" if trained.others else chosen.which.name: found.as_json()},
     }

@@ -83,6 +83,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         "knn": count,
     }
     log.info("%s of %s, in %s", config.MODEL.NAME, trained.chosen.place, trained.precision.name)
+    said: dict[str, list[str]] = {}
     rows = [["", "strength", "in folds", f"{which.mark or which.name}, {TITLES[part_of(data, False)]}"]]
     if asked.probe:
         log.info("%s", words)
@@ -98,6 +99,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
             result, best = kind.of(of_data, outputs), of_data.task.kind.best
             value = measured(result.values[best], result.intervals[best.name])
             rows.append([f"linear {best.words}, {pool}", f"{one.strength:.2g}", f"{one.figure:.2f} %", value])
+            said[pool] = result.strange(of_data, one.figure) if isinstance(result, OneLabel) else []
             found["probes"][pool] = {"strength": one.strength, "folds": one.figure, **result.as_json()}
         found["chosen"] = max(pools, key=lambda pool: found["probes"][pool]["folds"])
     if not data.MULTI_LABEL:
@@ -118,6 +120,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         strength = found["probes"][found["chosen"]]["strength"]
         edge = ", the weakest that is tried" if strength == STRENGTHS[-1] else ""
         log.info("Chosen by the folds: linear, %s, strength %.2g%s.", found["chosen"], strength, edge)
+        for line in said[found["chosen"]]:
+            log.info("%s", line)
         if asked.out:
             save_probe(trained, data, found["chosen"], asked.out)
     return found

@@ -19,7 +19,8 @@ from datasets import ImageDataset
 from datasets.base import Box
 from datasets.decoding import Reader
 from datasets.labels import images_of_classes
-from engine.evaluation.data import check_split, whose_data
+from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
+from engine.report.outcome import flatters
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
@@ -57,7 +58,7 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
     try:
         given = CommandLine(flags={"DATA.DATA_PATH": (data_path, "-data_path")} if data_path else {})
         trained = load_trained(folder, calibrated=True, needs_labels=False, given=given)
-        if data_path and whose_data(trained.config, trained.chosen) not in ("same place", "moved"):
+        if data_path and whose_data(trained.config, trained.chosen) not in OF_RUN:
             raise UserError(f"-data_path {data_path}: not the images of the run, which evaluate.py can evaluate, too.")
         check_split(trained.config, trained.chosen, part)
         dataset, image = split_of_run(trained, part), IMAGE_OF[part]
@@ -67,7 +68,11 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
             weights += f"; {calibration}"
             if (kept := trained.chosen.calibration) is not None and kept.images == len(dataset):
                 weights += "; if it was fitted on these images, their calibration errors are too low"
-        return {"weights": weights, "image": image, **kind(trained, dataset, image, deciding)}
+        shown = kind(trained, dataset, image, deciding)
+        number = validations_of(trained.config, trained.chosen) if part == "val" and shown["headline"] else 0
+        if said := flatters(number, folder, trained.config.DATA):
+            shown["headline"].remarks.insert(0, said)
+        return {"weights": weights, "image": image, **shown}
     except (UserError, TrainingError) as error:
         return str(error)
 
@@ -116,6 +121,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         first = pairs[0]
         times = f"{first['images']:,} of {first['of_class']:,} images"
         remarks.append(f"A frequent mistake: {first['true']} is taken for {first['guess']} ({times}).")
+    remarks += found.strange(trained)
     if never := [row["name"] for row in classes if not row["recall"]]:  # these come first
         which = f": {', '.join(never)}" if len(never) <= MOST_NAMED else ""
         words = f"{counted(len(never), 'class')} of {len(found.present):,} {'is' if len(never) == 1 else 'are'}"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine.measure.meters import clock
 from engine.measure.throughput import shown_rate
+from engine.report.outcome import flatters
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
@@ -195,7 +196,7 @@ class Headline(NamedTuple):
     """The same metric without looking at the images"""
     guessing: str
     """How that is done"""
-    remarks: Sequence[str] = ()
+    remarks: list[str]
 
 
 def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
@@ -268,4 +269,5 @@ def _validated(run: Run) -> Headline | None:
     guess, guessing = deciding.without_learning or (None, "")
     if deciding is TOP1:
         guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
-    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing)
+    said = flatters(len(run.history.of("val")), run.folder, run.config.DATA) if run.config else ""
+    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, [said] if said else [])

@@ -1,0 +1,76 @@
+"""What the end of a run, evaluate.py and the report say of a figure that flatters, and of doubtful images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from engine.report.outcome import strange
+from tests.program import Vitamp, run_program
+
+COLOURS = {"leaf": (20, 160, 30), "rose": (200, 20, 40), "sky": (40, 90, 220)}
+RECIPE = """\
+DATA: {DATASET: imagefolder, DATA_PATH: flowers, IMAGE_SIZE: 8, BATCH_SIZE: 12, NUM_WORKERS: 0, CHECK: "off"}
+MODEL: {NAME: tiny, NUM_CLASSES: 3, PATCH_SIZE: 4, EMBED_DIM: 16, DEPTH: 1, NUM_HEADS: 2}
+TRAIN: {NUM_EPOCHS: 6, WARMUP_EPOCHS: 0, BASE_LR: 5e-3}
+THREADS: 1
+DEVICE: cpu
+"""
+SWAPPED = "12 of 12 images of leaf are taken for rose, and 12 the other way: are their folders swapped?"
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    """A run on images of one colour each, whose validation folders of two classes are swapped."""
+    drawn = np.random.default_rng(0)
+    for split in ("train", "val", "test"):
+        for name, colour in COLOURS.items():
+            wrong = {"leaf": "rose", "rose": "leaf"}.get(name, name) if split == "val" else name
+            (place / "flowers" / split / wrong).mkdir(parents=True)
+            for number in range(12):
+                pixels = np.clip(drawn.normal(colour, 12, (12, 12, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(place / "flowers" / split / wrong / f"{number}.png")
+    (place / "own.yaml").write_text(RECIPE)
+    done = run_program("-cfg", "own.yaml", "-output", "run", cwd=place, streams=place, code=0)
+    (place / "said.txt").write_text(done.out)
+    return place / "run"
+
+
+def test_the_best_of_several_validations_and_swapped_folders_are_named(
+    run: Path, vitamp: Vitamp, tmp_path: Path
+) -> None:
+    test = "-part test` does not"
+    flatters = "This is the best of 6 validations on these images, so it flatters: `"
+    end = (run.parent / "said.txt").read_text()
+    assert SWAPPED in end
+    assert flatters in end
+    assert f"scripts/evaluate.py run {test}" in end
+    out, evaluate = ("-json", tmp_path / "e.json", "-overwrite"), "scripts/evaluate.py"
+    name = json.loads((run / "checkpoints" / "index.json").read_text())["best"]
+    for place, part, number in ((run, "val", 6), (run / "checkpoints" / name, "val", 6), (run, "test", 0)):
+        said = vitamp(place, "-part", part, *out, script=evaluate, code=0).out
+        assert (flatters in said) == (SWAPPED in said) == (part == "val")
+        assert json.loads((tmp_path / "e.json").read_text())["best_of_validations"] == number
+    vitamp(run, script="scripts/report.py", code=0)
+    page = (run / "report.html").read_text()
+    assert SWAPPED in page
+    assert flatters in page.replace("&#39;", "'")
+
+
+def test_only_what_stands_out_is_strange() -> None:
+    names, labels = ["a", "b", "c"], np.repeat([0, 1, 2], 20)
+    taken = np.where(labels == 0, 1, labels)
+    (said,) = strange(labels, taken, names, None)
+    assert said == "20 of 20 images of a are taken for b: are they of that class, or from another source?"
+    assert not strange(labels, np.ones(60, int), names, None), "a model that has learnt nothing"
+    few = np.repeat([0, 1, 2], [9, 20, 20])
+    assert not strange(few, np.where(few == 0, 1, few), names, None), "too few images"
+    two = np.repeat([0, 1], 20)
+    assert not strange(two, np.ones(40, int), names, None), "always the same class"
+    (said,) = strange(two, np.where(np.arange(40) % 2, two, 1 - two), names, 95.0)
+    assert said.startswith("Only 50.0 % of these images are recognised, and 95.0 % in folds of the training images:")
+    assert not strange(two, np.where(np.arange(40) % 8, two, 1 - two), names, 95.0), "87.5 % of 40"

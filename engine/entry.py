@@ -10,16 +10,16 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.machine import late_compiler, stopping
 from engine.machine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
-from utils.config import Loaded, format_config, load_config
+from utils.config import Config, Loaded, format_config
 from utils.config.checks import is_typed
-from utils.config.keys import OF_ONE_START, default_of
-from utils.config.kinds import AUTO
+from utils.config.keys import default_of
 from utils.distributed.world import ALONE, BY_HAND, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, World
 from utils.errors import (
     EXIT_DONE,
@@ -32,11 +32,9 @@ from utils.errors import (
 )
 from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
 from utils.program import die_with_starting_tool, started_as
-from utils.record.resumed_run import written_before_restart
-from utils.record.run_folder import CONFIG, is_of_user
+from utils.record.resumed_run import load_command
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 from utils.text import redacted
-from vitamp.checkpoints import run_folder_of
 
 SECONDS_TO_FIND_LOST_RANK = 12
 SECONDS_FOR_OTHER_RANK = 5
@@ -154,21 +152,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         names = list_models(command.pattern)
         print("\n".join(names) if names else f"no model name matches {command.pattern!r}")
         return EXIT_DONE if names else EXIT_USAGE
-    cfg, flags, run = command.cfg, command.flags, None
-    if cfg is None:  # of a resumed run, its own config.yaml, so that resuming needs no -cfg
-        named = {**{key: value for key, (value, _) in flags.items()}, **command.words}
-        wanted, output = named.get("MODEL.RESUME"), named.get("OUTPUT")
-        if place := output if wanted == "auto" else wanted:
-            path = Path(os.path.expanduser(place))
-            run = path if wanted == "auto" else run_folder_of(path)  # with auto, perhaps killed before it saved
-    if run is not None and (run / CONFIG).exists():
-        cfg, flags = str(run / CONFIG), {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
-    loaded = load_config(cfg, flags, command.words)
-    if written_before_restart(loaded.config):
-        loaded = load_config(cfg, flags, {**command.words, "MODEL.RESUME": AUTO})
-        log.info("torchrun has restarted this job, which resumes its run.")
-    source = loaded.sources["USE"]
-    given = is_typed(source) or (run is None and is_of_user(source))  # a resumed folder may be someone else's
+    loaded, given = load_command(command)
     if command.action == "print_config":
         if given:
             _use_own_code(loaded, given, command.trust)
@@ -194,37 +178,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
         print(show_precisions(config))
         return EXIT_DONE
-    # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
-    world = None if many else _launched_as()
-    launched = any(name in os.environ for name in (*RANK_VARIABLES.values(), *SIZES_OF_OTHERS))
-    if world is None and (launched or command.ranks):
-        from utils.distributed.launchers import read_world
-
-        world = read_world(command.ranks)
-    if world is not None and not world.first:  # a rank set with -rank is known only now
-        start_log(to_terminal=False)
-    terminal = world is None or world.launcher != OPENMPI  # mpirun gives ranks one even where its output is a file
-    if terminal and loaded.config.LOG_STYLE == "auto" and command.action == "train" and not loaded.config.EVAL:
-        shorten_on_terminal()
-    if not many and world is not None and world.size > 1:
-        raise UserError(
-            f"{started_as('main_single_gpu.py')} was started {world.size} times ({world.launcher}), and each "
-            "process would train a model of its own. "
-            f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
-        )
-    started = (world or ALONE).local_size
-    if is_typed(loaded.sources["NGPUS"]) and loaded.config.NGPUS not in (-1, started) and (world or not many):
-        log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
-    try:
-        _use_own_code(loaded, given, command.trust)
-        return _train(script, argv, loaded, world, command, many)
-    except Exception as error:
-        if world is not None and world.size > 1 and _rank_name() is None:  # it has not joined
-            from utils.distributed.group import refuse
-
-            if not refuse(world, error) and not logs_to_terminal():
-                start_log(to_terminal=True)  # nobody else would print the error
-        raise
+    return _train(script, argv, command, loaded, given, many)
 
 
 def _use_own_code(loaded: Loaded, given: bool, trust: bool) -> None:
@@ -235,30 +189,71 @@ def _use_own_code(loaded: Loaded, given: bool, trust: bool) -> None:
         use_own_code(loaded.config, given, trust)
 
 
-def _train(script: str, argv: list[str], loaded: Loaded, world: World | None, command: CommandLine, many: bool) -> int:
-    """Train or evaluate in this process, or start one per device if no launcher gave it a rank."""
-    from engine.preflight import check, resolve
+def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, given: bool, many: bool) -> int:
+    """Train or evaluate: alone, as one rank of several, or by starting one process per device."""
+    config, world = loaded.config, _world(command.ranks, many)
+    if not world.first:  # a rank set with -rank is known only now
+        start_log(to_terminal=False)
+    trains = command.action == "train" and not config.EVAL
+    # mpirun gives ranks a terminal even where its output is a file.
+    if trains and config.LOG_STYLE == "auto" and world.launcher != OPENMPI:
+        shorten_on_terminal()
+    if not many and world.size > 1:
+        raise UserError(
+            f"{started_as('main_single_gpu.py')} was started {world.size} times ({world.launcher}), and each "
+            "process would train a model of its own. "
+            f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
+        )
+    starts = many and not world.launched
+    if not starts and is_typed(loaded.sources["NGPUS"]) and config.NGPUS not in (-1, world.local_size):
+        log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
+    try:
+        _use_own_code(loaded, given, command.trust)
+        number = _processes(config) if starts else 1
+        if world.size > 1:
+            from utils.distributed.launch import die_with_launcher
 
-    number = 1
-    if many and world is None:
-        from engine.machine.device import visible_devices, visible_gpus
+            die_with_launcher()
+        from engine.preflight import check, resolve
 
-        number = visible_devices(loaded.config)
-        if number == 1:
-            none = "no CUDA GPU is used; -ngpus N starts N processes"
-            visible = "one GPU is visible" if visible_gpus(loaded.config) else none
-            log.info("One process: %s.", "-ngpus 1" if loaded.config.NGPUS == 1 else visible)
-    elif world is not None and world.size > 1:
-        from utils.distributed.launch import die_with_launcher
+        loaded = resolve(loaded)
+        check(loaded.config)
+        if number > 1:
+            from utils.distributed.launch import self_launch
 
-        die_with_launcher()
-    loaded = resolve(loaded)
-    check(loaded.config)
-    if number > 1:
-        from utils.distributed.launch import self_launch
+            os.environ[stopping.LAUNCHER_BEGAN] = str(stopping.BEGAN)
+            return self_launch(script, argv, number)
+        from engine.run import run
 
-        os.environ[stopping.LAUNCHER_BEGAN] = str(stopping.BEGAN)
-        return self_launch(script, argv, number)
-    from engine.run import run
+        return run(loaded, world, dry=command.action == "dry_run")
+    except Exception as error:
+        if world.size > 1 and _rank_name() is None:  # it has not joined
+            from utils.distributed.group import refuse
 
-    return run(loaded, world or ALONE, dry=command.action == "dry_run")
+            if not refuse(world, error) and not logs_to_terminal():
+                start_log(to_terminal=True)  # nobody else would print the error
+        raise
+
+
+def _world(ranks: Mapping[str, Any], many: bool) -> World:
+    """This process among the ranks, as its launcher or the flags -host -port -rank -world_size give it."""
+    # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
+    if not many and (launched := _launched_as()) is not None:
+        return launched
+    if ranks or any(name in os.environ for name in (*RANK_VARIABLES.values(), *SIZES_OF_OTHERS)):
+        from utils.distributed.launchers import read_world
+
+        return read_world(ranks) or ALONE
+    return ALONE
+
+
+def _processes(config: Config) -> int:
+    """Number of processes to start, one per device."""
+    from engine.machine.device import visible_devices, visible_gpus
+
+    number = visible_devices(config)
+    if number == 1:
+        none = "no CUDA GPU is used; -ngpus N starts N processes"
+        visible = "one GPU is visible" if visible_gpus(config) else none
+        log.info("One process: %s.", "-ngpus 1" if config.NGPUS == 1 else visible)
+    return number

@@ -17,13 +17,13 @@ from engine.task.losses import BALANCED, KEY, loss_named
 from models.build import check_model
 from utils.config import Config, Loaded
 from utils.config.checks import is_typed
-from utils.config.keys import DATASET, IMAGE_SIZE, value_of
+from utils.config.keys import DATASET, IMAGE_SIZE, value_of, values_by_key
 from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
+from utils.config.resumed import resume_of
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output, is_of_user
-from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 from vitamp.metrics import metric_named
 
 LEAST_FILES = 256
@@ -104,8 +104,8 @@ def check(config: Config) -> None:
 
 
 def _starts_anew(config: Config) -> bool:
-    run = resumed_run(config)
-    return config.MODEL.RESUME in (None, AUTO) and (run is None or not checkpoints_in(run / CHECKPOINTS))
+    resume = resume_of(values_by_key(config))
+    return resume is None or resume.begins_anew
 
 
 # Settings that only the data and the pretrained weights know: layout, number of classes, preprocessing, image size.

@@ -133,23 +133,12 @@ class Parser(argparse.ArgumentParser):
                 continue
             before, value = self.known.get(match[1].replace("-", "_")), match[2]
             if before is None:
-                if value is None:  # all words up to the next flag or KEY=VALUE; a path comes alone
-                    own = []
-                    while rest and not (FLAG.fullmatch(rest[0]) or WORD.fullmatch(rest[0]) or (own and "/" in rest[0])):
-                        own.append(rest.pop(0))
-                    value = ",".join(own)
-                unknown.append((text.partition("=")[0], value))
+                unknown.append((text.partition("=")[0], _take_foreign_value(rest) if value is None else value))
                 continue
-            if value is not None and not before.value:
+            if value is None:
+                value = self._take_value(before, rest)
+            elif not before.value:
                 raise UserError(f"{text}: -{before.name} takes no value; leave out '={value}'")
-            # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
-            follows = bool(before.value and value is None and rest and not FLAG.fullmatch(rest[0]))
-            if follows and self.settings and "=" not in before.value and (word := WORD.fullmatch(rest[0])):
-                follows = word[1] not in settings()  # in `-output $EMPTY SEED=1`, no value
-            if follows and (not before.optional_value or before.accepts(rest[0])):
-                value = rest.pop(0)
-            elif value is None and before.value and not before.optional_value:
-                value = ""
             flags.append(f"-{before.name}" if value is None else f"-{before.name}={value}")
         if unknown or strays:
             from utils.foreign_flags import unknown_flags
@@ -158,8 +147,27 @@ class Parser(argparse.ArgumentParser):
         positionals += files
         return vars(self.parse_args([*flags, *["--"] * bool(positionals), *positionals])), words
 
+    def _take_value(self, flag: Flag, rest: list[str]) -> str | None:
+        """Remove the next word, if it is the flag's value; None for a flag without one, '' if the value is missing."""
+        missing = "" if flag.value and not flag.optional_value else None
+        # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
+        if not flag.value or not rest or FLAG.fullmatch(rest[0]):
+            return missing
+        word = WORD.fullmatch(rest[0]) if self.settings and "=" not in flag.value else None
+        if word and word[1] in settings():  # as in `-output $EMPTY SEED=1`
+            return missing
+        return missing if flag.optional_value and not flag.accepts(rest[0]) else rest.pop(0)
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; -h lists all arguments.")
+
+
+def _take_foreign_value(rest: list[str]) -> str:
+    """Remove all words up to the next flag or KEY=VALUE; a path comes alone."""
+    own: list[str] = []
+    while rest and not (FLAG.fullmatch(rest[0]) or WORD.fullmatch(rest[0]) or (own and "/" in rest[0])):
+        own.append(rest.pop(0))
+    return ",".join(own)
 
 
 def help_text(flag: Flag) -> str:

@@ -77,6 +77,14 @@ def by_table(name: str, value: str, known: Iterable[str], takes_settings: bool =
     return ""
 
 
+def without_file(word: str) -> str:
+    """The problem with a setting of own code, such as focal.gamma=3, where USE names no file."""
+    key, _, value = word.partition("=")
+    name = key.rpartition(".")[2]  # of another program, such as trainer.max_epochs=3
+    advice = f" Did you mean -{name}?" if name in BY_NAME else by_table(name, value, BY_NAME)
+    return f"{word}: no such setting; one of your own code needs its file: -use FILE.{advice}"
+
+
 def why_not(spelt: str) -> str:
     """Why there is no such flag, word or key here, or no longer; '' if the table does not say it."""
     for table, words in ((ABSENT, ""), (GONE, "It is gone: ")):

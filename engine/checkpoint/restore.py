@@ -30,10 +30,10 @@ from engine.update import TrainState
 from models.build import sizes_in
 from models.parts import base_weights, frozen_weights
 from utils.config import Config, differences, load_config
-from utils.config.keys import OF_ONE_START, default_of, value_of
-from utils.config.kinds import AUTO, OWN_SETTING, one_line
+from utils.config.keys import OF_ONE_START, default_of, value_of, values_by_key
+from utils.config.kinds import OWN_SETTING, one_line
 from utils.config.model import LoraConfig
-from utils.config.resumed import FROM_WEIGHTS, known_settings
+from utils.config.resumed import FROM_WEIGHTS, known_settings, resume_of
 from utils.distributed.world import World, broadcast
 from utils.errors import UserError
 from utils.log import IN_FULL, log
@@ -291,8 +291,8 @@ def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     each = checkpoint.meta["batch"]["per_process"]
     each = each if saved % (each * world.size) == 0 else saved // world.size
     kept = f"impossible with {world.size} processes, which do not divide it"
-    if saved % world.size == 0:
-        place = Path(str(config.OUTPUT if config.MODEL.RESUME == AUTO else config.MODEL.RESUME))
+    if saved % world.size == 0 and (resume := resume_of(values_by_key(config))):
+        place = resume.place
         elsewhere = (
             config.OUTPUT is not None and Path(config.OUTPUT).resolve() != (run_folder_of(place) or place).resolve()
         )

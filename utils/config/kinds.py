@@ -159,6 +159,12 @@ SizeSteps = tuple[tuple[NonNegative, _Size], ...]
 Names = Annotated[tuple[str, ...], BeforeValidator(as_names)]
 OWN_SETTING = re.compile(r"\s*([A-Za-z_]\w*)\.([A-Za-z_]\w*)\s*=\s*(.*?)\s*", re.DOTALL)
 """A setting of the user's own code: focal.gamma=1.5"""
+
+
+def is_own_setting(value: Any) -> bool:
+    return isinstance(value, str) and OWN_SETTING.fullmatch(value) is not None
+
+
 OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), _in_words("a name that USE registers")]
 # To its readers it is a number: what is found replaces "auto" before anything is built.
 _Auto = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]}]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ from utils.config.keys import (
     value_of,
     values_by_key,
 )
-from utils.config.kinds import AUTO, OWN_SETTING, as_integer, as_names, as_yaml, folded, one_line
-from utils.config.read import Entry, Layer, read_files, read_words, type_of
+from utils.config.kinds import AUTO, as_integer, as_names, as_yaml, folded, is_own_setting, one_line
+from utils.config.read import Entry, Layer, read_recipe, read_typed, type_of
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.flags import BY_NAME
-from utils.record.run_folder import CONFIG, is_of_user
+from utils.record.run_folder import CONFIG
 from utils.text import redacted
 
 DEFAULT = "default"
@@ -62,96 +61,90 @@ def load_config(
     cfg: str | None = None, flags: Mapping[str, tuple[Any, str]] | None = None, words: Mapping[str, str] | None = None
 ) -> Loaded:
     """Load and check the settings; one UserError reports all problems."""
-    lines = []
-    if cfg is not None and not Path(cfg).is_file():
-        from utils.config.recipes import recipe_file
-
-        cfg, line = recipe_file(cfg)
-        lines += [line] if line else []
-    files = read_files(cfg) if cfg is not None else []
-    typed = read_words({key: value for key, value in (words or {}).items() if key.isupper()})
-    typed.entries = {key: Entry(value, source) for key, (value, source) in (flags or {}).items()} | typed.entries
+    files, lines = read_recipe(cfg)
+    typed = read_typed(flags or {}, words or {})
     layers = [*files, typed]
-    if any(type_of(layer.entries) != "vit" for layer in layers) or not _merged(layers).keys() <= settings().keys():
+    if any(type_of(layer.entries) != "vit" or layer.entries.keys() - settings() for layer in layers):
         from utils.config.paddlevit import translate
 
         lines += translate(layers)
     problems = [problem for layer in layers for problem in layer.problems]
+    unknown: dict[str, Entry] = {}
     for layer in layers:
-        # The config.yaml of a run by an earlier version may have settings that are gone, or were sections.
-        gone = [key for key, entry in layer.entries.items() if key not in settings() or entry.value == {}]
-        if gone and not is_of_user(f"{layer.name}:"):
-            from utils.config.resumed import without_words
+        gone = layer.take_unknown()
+        if layer.of_user:
+            unknown |= gone
+            continue
+        from utils.config.resumed import start_of, without_words
 
+        if gone:
             lines.append(without_words(layer.name, gone))
-            layer.entries = {key: entry for key, entry in layer.entries.items() if key not in gone}
-    for layer in files:
-        if not is_of_user(f"{layer.name}:"):
-            from utils.config.resumed import start_of
-
-            start = start_of(Path(layer.name).parent)
-            located = {key: replace(one, value=absolute(key, one.value, start)) for key, one in layer.entries.items()}
-            layer.entries = located
+        start = start_of(Path(layer.name).parent)
+        for key, entry in layer.entries.items():
+            layer.entries[key] = replace(entry, value=absolute(key, entry.value, start))
     given = _merged(layers)
-    if unknown := {key: entry for key, entry in given.items() if key not in settings()}:
+    if unknown:
         from utils.foreign_flags import unknown_keys
 
         problems += unknown_keys(given, unknown)
-        given = {key: entry for key, entry in given.items() if key not in unknown}
+    problems += _keep_own_settings(given, layers)
 
-    # Settings of own code stay where another layer names its files: -use FILE with -resume.
-    use = [one for layer in layers if "USE" in layer.entries for one in as_names(layer.entries["USE"].value or ())]
-    use += (own := [f"{key}={value}" for key, value in (words or {}).items() if not key.isupper()])
-    use = [one for one in use if isinstance(one, str) and OWN_SETTING.fullmatch(one)]
-    if of_own := {one.partition("=")[0].strip(): one for one in use}:
-        before = given.get("USE", Entry((), typed.name))
-        if before.value:
-            code = [one for one in as_names(before.value) if one not in use]
-            given["USE"] = Entry([*code, *of_own.values()], before.source)
-        elif own:
-            from utils.foreign_flags import by_table
-
-            key, _, value = own[0].partition("=")
-            name = key.rpartition(".")[2]  # of another program, such as trainer.max_epochs=3
-            advice = f" Did you mean -{name}?" if name in BY_NAME else by_table(name, value, BY_NAME)
-            problems.append(
-                f"{typed.name}: {own[0]}: no such setting; one of your own code needs its file: -use FILE.{advice}"
-            )
-
-    pair, recipe = {EPOCHS, WARMUP}, _merged(files)  # a recipe's warm-up belongs to its number of epochs
-    proportional = pair & typed.entries.keys() == {EPOCHS} and pair & recipe.keys() != {WARMUP}
-    set_before, of_run, defaults = dict(given), {}, {}
+    recipe, of_run, defaults = _merged(files), {}, {}
+    # A warm-up belongs to the number of epochs that it was chosen with.
+    warmup_alone = WARMUP in typed.entries or (WARMUP in recipe and EPOCHS not in recipe)
+    proportional = EPOCHS in typed.entries and not warmup_alone
     if "MODEL.RESUME" in given:
         from utils.config.resumed import resolved_by_run
 
-        of_run = resolved_by_run(given, None if cfg is None else (WARMUP,) if proportional else ())
-        set_before |= of_run
-    entries = set_before
+        kept = [WARMUP] if proportional else []
+        of_run = resolved_by_run(given, None if cfg is None else kept)
     if type_of(given) != "vit" or not given.keys().isdisjoint(CHANGE_DEFAULTS):
         from utils.config.families import defaults_by
 
-        defaults, about = defaults_by(set_before)
-        entries, lines = {**defaults, **set_before}, [*lines, *about]
-    config, sources = _checked(entries, problems)
+        defaults, about = defaults_by(given | of_run)
+        lines += about
+    loaded = Loaded(*_checked(defaults | given | of_run, problems), tuple(lines))
     if proportional and WARMUP not in of_run:
-        below = {EPOCHS: Entry(default_of(EPOCHS), DEFAULT), **defaults, **recipe}
-        before, now, warmup = as_integer(below[EPOCHS].value), config.TRAIN.NUM_EPOCHS, config.TRAIN.WARMUP_EPOCHS
-        # With auto, the warm-up is a fraction: of a run of one epoch.
-        length, of = (1 if folded(value) == AUTO else value for value in (now, before))
-        if warmup and length and isinstance(of, int) and of not in (0, length):
-            part, by = round(warmup * length / of, 6), sources[EPOCHS]
-            config, sources = _checked({**entries, WARMUP: Entry(part, f"{by}, in proportion")}, [])
-            lines.append(
-                f"{WARMUP} {part:g}: the recipe's {warmup:g} of {before} epochs, in proportion to {EPOCHS} {now} ({by})"
-            )
-    lines += [
-        note + _of_family(sources, note) for note in notes(config, {key: one.source for key, one in given.items()})
-    ]
-    return Loaded(config, sources, tuple(lines), () if config.EVAL else tuple(warnings(config, sources)))
+        loaded = _with_warmup_in_proportion(loaded, defaults | recipe)
+    sources = {key: entry.source for key, entry in given.items()}
+    later = [note + _of_family(loaded.sources, note) for note in notes(loaded.config, sources)]
+    warned = () if loaded.config.EVAL else tuple(warnings(loaded.config, loaded.sources))
+    return replace(loaded, notes=(*loaded.notes, *later), warnings=warned)
 
 
 def _merged(layers: Iterable[Layer]) -> dict[str, Entry]:
     return {key: entry for layer in layers for key, entry in layer.entries.items()}
+
+
+def _keep_own_settings(given: dict[str, Entry], layers: Sequence[Layer]) -> list[str]:
+    """Settings of own code stay where another layer names its files: -use FILE with -resume. Returns problems."""
+    own: dict[str, str] = {}
+    for layer in layers:
+        named = layer.entries["USE"].value if "USE" in layer.entries else None
+        for one in filter(is_own_setting, (*as_names(named or ()), *layer.own_words)):
+            own[one.partition("=")[0].strip()] = one
+    use, words = given.get("USE"), layers[-1].own_words
+    if own and use is not None and use.value:
+        files = [one for one in as_names(use.value) if not is_own_setting(one)]
+        given["USE"] = Entry([*files, *own.values()], use.source)
+    elif own and words:
+        from utils.foreign_flags import without_file
+
+        return [f"{layers[-1].name}: {without_file(words[0])}"]
+    return []
+
+
+def _with_warmup_in_proportion(loaded: Loaded, below: Mapping[str, Entry]) -> Loaded:
+    """The warm-up as the same part of the epochs on the command line as `below` it. Whole epochs keep it as it is."""
+    before = as_integer(below[EPOCHS].value if EPOCHS in below else default_of(EPOCHS))
+    now, warmup, by = loaded.config.TRAIN.NUM_EPOCHS, loaded.config.TRAIN.WARMUP_EPOCHS, loaded.sources[EPOCHS]
+    # With auto, the warm-up is a fraction: of a run of one epoch.
+    length, of = (1 if folded(value) == AUTO else value for value in (now, before))
+    if not (warmup and length and isinstance(of, int)) or of in (0, length):
+        return loaded
+    part = round(warmup * length / of, 6)
+    line = f"{WARMUP} {part:g}: the recipe's {warmup:g} of {before} epochs, in proportion to {EPOCHS} {now} ({by})"
+    return loaded.with_values({WARMUP: Entry(part, f"{by}, in proportion")}, [line])
 
 
 def config_of_run(folder: Path) -> Config:

@@ -16,6 +16,7 @@ import yaml
 from utils.config.keys import canonical, sections, settings
 from utils.config.kinds import as_names, is_no_value
 from utils.errors import UserError
+from utils.record.run_folder import is_of_user
 from vitamp.files import only_regular
 
 
@@ -43,6 +44,18 @@ class Layer:
     entries: dict[str, Entry] = field(default_factory=dict)
     """By dotted key; also keys that are none of ours"""
     problems: list[str] = field(default_factory=list)
+    own_words: list[str] = field(default_factory=list)
+    """NAME.SETTING=VALUE of own code, beside those in USE"""
+
+    @property
+    def of_user(self) -> bool:
+        """Whether it is no file of a run."""
+        return is_of_user(f"{self.name}:")
+
+    def take_unknown(self) -> dict[str, Entry]:
+        """Remove what is no setting: of a run by an earlier version, what is gone, or was a section."""
+        was_section = [] if self.of_user else [key for key, entry in self.entries.items() if entry.value == {}]
+        return {key: self.entries.pop(key) for key in [*self.entries] if key not in settings() or key in was_section}
 
     def set(self, key: str, value: Any, source: str) -> None:
         """Set a value. `AMP: true` turns the section on; no other section takes a value, and empty sets nothing."""
@@ -59,6 +72,16 @@ class Layer:
         if before is not None and before.value != value:
             self.problems.append(f"{source}: {key} is set twice: {before.source} has another value")
         self.entries[key] = Entry(value, source)
+
+
+def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
+    """The layers of -cfg, a file or the name of a recipe that comes with vitamp, and lines for the log."""
+    lines: list[str] = []
+    if cfg is not None and not Path(cfg).is_file():
+        from utils.config.recipes import recipe_file
+
+        cfg, lines = recipe_file(cfg)
+    return [] if cfg is None else read_files(cfg), lines
 
 
 def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
@@ -121,10 +144,13 @@ def _text_of(node: yaml.Node) -> Any:
     return node.value if isinstance(node, yaml.ScalarNode) else []
 
 
-def read_words(words: Mapping[str, str]) -> Layer:
-    """The layer of KEY=VALUE words. Each value is a YAML scalar or list; text is kept as written."""
+def read_typed(flags: Mapping[str, tuple[Any, str]], words: Mapping[str, str]) -> Layer:
+    """The layer of the command line. Each KEY=VALUE word is a YAML scalar or list, whose text is kept as written."""
     layer = Layer("command line")
     for key, raw in words.items():
+        if not key.isupper():
+            layer.own_words.append(f"{key}={raw}")
+            continue
         field = settings().get(canonical(key))
         try:
             node = yaml.compose(raw, Loader=yaml.SafeLoader)
@@ -139,4 +165,5 @@ def read_words(words: Mapping[str, str]) -> Layer:
             layer.problems.append(f"{layer.name}: BASE belongs in a YAML file")
         else:
             layer.set(key, value, layer.name)
+    layer.entries = {key: Entry(value, source) for key, (value, source) in flags.items()} | layer.entries
     return layer

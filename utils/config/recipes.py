@@ -9,16 +9,16 @@ from utils.errors import UserError, closest, either
 from utils.program import ROOT
 
 
-def recipe_file(cfg: str) -> tuple[str, str]:
+def recipe_file(cfg: str) -> tuple[str, list[str]]:
     """The file of a recipe, and a line for the log; or `cfg`, if it is a path."""
     # Files that begin with an underscore are parts of others.
     shipped = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
     path = Path(cfg)
     if cfg in shipped:
         file = _as_seen(shipped[cfg])
-        return str(file), f"-cfg {cfg}: {file}, a recipe that comes with vitamp"
+        return str(file), [f"-cfg {cfg}: {file}, a recipe that comes with vitamp"]
     if path.exists():
-        return cfg, ""
+        return cfg, []
     if path.suffix in (".yaml", ".yml") and path.stem in shipped:
         raise UserError(f"{cfg}: no such file. Did you mean -cfg {path.stem}, a recipe that comes with vitamp?")
     if path.name == cfg and not path.suffix:
@@ -26,7 +26,7 @@ def recipe_file(cfg: str) -> tuple[str, str]:
         suggestion = f" Did you mean {either(similar)}?" if similar else ""
         where = f"The recipes are in {_as_seen(ROOT / 'configs')}; {_as_seen(ROOT / 'docs/recipes.md')} describes them."
         raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {where}")
-    return cfg, ""
+    return cfg, []
 
 
 def _as_seen(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What is read of a run's saved settings: a resumed run keeps the values that its data and weights gave it."""
+"""What -resume names, and what is read of a run's saved settings: it keeps those that its data and weights gave it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,36 +63,67 @@ def without_words(where: object, gone: Iterable[str]) -> str:
     return f"{where} is of another version of vitamp; its settings that this version does not have: {', '.join(gone)}"
 
 
+@dataclass(frozen=True)
+class Resume:
+    """What -resume names: a run, or a checkpoint; with `auto` the run in -output, which may not have begun."""
+
+    place: Path
+    auto: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.place.parent if self.place.is_file() else self.place
+
+    @property
+    def run(self) -> Path | None:
+        """The run's folder; None for a checkpoint that is in none."""
+        return self.place if self.auto else run_folder_of(self.place)
+
+    @property
+    def begins_anew(self) -> bool:
+        return self.auto and not checkpoints_in(self.place / CHECKPOINTS)
+
+    def saved_settings(self) -> Mapping[str, Any]:
+        """Those of the checkpoint that is named, else of the run's config.yaml, else of its newest checkpoint."""
+        values = unchecked_meta(self.folder).get("settings")
+        if values is None and self.run is not None and (self.run / CONFIG).is_file():
+            values = {key: entry.value for key, entry in read_files(str(self.run / CONFIG))[-1].entries.items()}
+        elif values is None:
+            values = unchecked_meta(checkpoints_at(self.place)[-1]).get("settings")
+        start = start_of(self.run)
+        return {key: absolute(key, value, start) for key, value in (values or {}).items()}
+
+
+def resume_of(values: Mapping[str, Any]) -> Resume | None:
+    """What settings by dotted key, checked or not, say to resume; None if nothing."""
+    auto = values.get("MODEL.RESUME") == AUTO
+    place = values.get("OUTPUT" if auto else "MODEL.RESUME")
+    return Resume(Path(os.path.expanduser(place)), auto) if place and isinstance(place, str) else None
+
+
 def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] | None = ()) -> dict[str, Entry]:
     """The resumed run's data set, preprocessing and model, for settings that are open now.
 
     And its values of `kept`; None: of all other settings. The data may have grown by a class since, and the weights may
     be gone. Nothing, if the run's settings cannot be read, which loading reports later.
     """
-    resume, output = (given[key].value if key in given else None for key in ("MODEL.RESUME", "OUTPUT"))
-    name = output if resume == AUTO else resume
-    if not isinstance(name, str) or not name:
+    resume = resume_of({key: entry.value for key, entry in given.items()})
+    if resume is None or resume.begins_anew:  # perhaps from other weights
         return {}
-    path = Path(os.path.expanduser(name))
-    if resume == AUTO and not checkpoints_in(path / CHECKPOINTS):  # it starts anew, perhaps from other weights
-        return {}
-    folder, run = path.parent if path.is_file() else path, run_folder_of(path)
     try:
-        values = unchecked_meta(folder).get("settings")
-        if values is None and run is not None and (run / CONFIG).is_file():
-            values = {key: entry.value for key, entry in read_files(str(run / CONFIG))[-1].entries.items()}
-        elif values is None:
-            values = unchecked_meta(checkpoints_at(path)[-1]).get("settings")
-        start = start_of(run)
-        known = {key: absolute(key, value, start) for key, value in (values or {}).items() if key in settings()}
+        known = {key: value for key, value in resume.saved_settings().items() if key in settings()}
         saved = Config.model_validate(nested(known))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return {}
-    keys = [key for key in (DATASET, *FROM_WEIGHTS) if key not in given or is_no_value(str(given[key].value))]
-    keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
-    if EPOCHS in given and folded(given[EPOCHS].value) == AUTO:
-        keys += (EPOCHS, WARMUP)
-    keys += known.keys() - {"USE", *given} if kept is None else kept  # code needs consent
-    values = {key: value_of(saved, key) for key in keys if known}
-    found = values if kept is None else {key: value for key, value in values.items() if value != AUTO}
-    return {key: Entry(value, f"run in {run or folder}") for key, value in found.items()}
+    if not known:
+        return {}
+    texts = {key: str(entry.value) for key, entry in given.items()}
+    keys = [key for key in (DATASET, *FROM_WEIGHTS) if is_no_value(texts.get(key, ""))]
+    keys += [key for key in (*AUTO_BY_DATA, EPOCHS) if folded(texts.get(key)) == AUTO]
+    if EPOCHS in keys:
+        keys.append(WARMUP)
+    if kept is None:
+        keys += known.keys() - {"USE", *given}  # code needs consent
+    else:
+        keys = [key for key in (*keys, *kept) if value_of(saved, key) != AUTO]
+    return {key: Entry(value_of(saved, key), f"run in {resume.run or resume.folder}") for key in keys}

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from utils.config.data import DataConfig
 from utils.config.fields import Section, excludes, needs, only_with, setting
-from utils.config.kinds import OWN_SETTING, AboveZero, Count, Names, OwnName, Place, Positive, Time, as_names
+from utils.config.kinds import AboveZero, Count, Names, OwnName, Place, Positive, Time, as_names, is_own_setting
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
 from vitamp.metrics import METRICS, NO_LABELS, ONE_LABEL, TASKS, TaskKind
@@ -173,12 +173,12 @@ class Config(Section):
 
     @property
     def own_files(self) -> tuple[str, ...]:
-        return tuple(one for one in self.USE if not OWN_SETTING.fullmatch(one))
+        return tuple(one for one in self.USE if not is_own_setting(one))
 
     @property
     def own_settings(self) -> tuple[str, ...]:
         """NAME.SETTING=VALUE of what the files register."""
-        return tuple(one for one in self.USE if OWN_SETTING.fullmatch(one))
+        return tuple(one for one in self.USE if is_own_setting(one))
 
     def wants(self, name: str) -> bool | None:
         """Whether SPEED forces a way of computing (True) or leaves it out (False); None: it is chosen."""

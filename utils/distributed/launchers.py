@@ -30,53 +30,60 @@ _VARIABLES = {
 def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = os.environ) -> World | None:
     """The rank that a launcher gave this process, or the flags -host -port -rank -world_size; None without either."""
     given = given or {}
-    by_name: dict[str, Any] = {**dict.fromkeys(RANK_FLAGS), **given}
-    host, port, rank, size = by_name.values()
     missing = " ".join(f"-{name}" for name in RANK_FLAGS if name not in given)
     needed = f"-host, -port, -rank and -world_size are needed together; missing: {missing}"
-    if missing and (rank is not None or size is not None):  # host and port alone may complete what a launcher says
+    has_rank = "rank" in given or "world_size" in given  # host and port alone may complete what a launcher says
+    if has_rank and missing:
         raise UserError(needed)
-    if rank is not None and rank >= size:
-        raise UserError(f"-rank {rank} is not below -world_size {size}; ranks count from 0.")
+    if has_rank and given["rank"] >= given["world_size"]:
+        raise UserError(f"-rank {given['rank']} is not below -world_size {given['world_size']}; ranks count from 0.")
     world = world_from_launcher(env)
     if world is not None and world.launcher in (BY_HAND, TORCHRUN):
-        if rank is not None and (world.rank, world.size) != (rank, size):
+        if has_rank and (world.rank, world.size) != (given["rank"], given["world_size"]):
             raise UserError(
-                f"-rank {rank} -world_size {size}, but the launcher made this process rank "
+                f"-rank {given['rank']} -world_size {given['world_size']}, but the launcher made this process rank "
                 f"{world.rank} of {world.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
             )
-        # The address in the environment, as torchrun and others that set RANK give it.
-        host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
-        if not host or not port.isdigit():
-            raise UserError(
-                f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE): MASTER_ADDR must be the host of rank 0 and "
-                f"MASTER_PORT a free port of it, but they are {host!r} and {port!r}; torchrun sets both."
-            )
-        served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return replace(world, rendezvous=(host, int(port)), served=served)
-    if rank is not None:
+        return _at_address(world, env)
+    if has_rank:
         # A command line does not say how many ranks are on this machine: one per machine is assumed.
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
-        return World(rank, by_name["world_size"], *local, BY_HAND, (host, port))
-    if world is None:
-        if given and env.get("WORLD_SIZE") != "1":  # a script may give host and port to any number of machines
-            raise UserError(f"Without a launcher, {needed}.")
-        for name in SIZES_OF_OTHERS:  # one of several processes without a rank: each would train a model of its own
-            if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in env:
-                raise UserError(
-                    f"this is one of {env[name]} processes ({name}), but its rank or local rank is in no "
-                    "environment variable that vitamp reads. Use torchrun or srun, or give each process -host, -port, "
-                    "-rank and -world_size."
-                )
-        return None
-    job = None  # a name that no other job has
+        return World(given["rank"], given["world_size"], *local, BY_HAND, (given["host"], given["port"]))
+    if world is not None:
+        job = _job(world, env)
+        by_job = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else DEFAULT_PORT
+        port = given.get("port") or int(env.get("MASTER_PORT", "0")) or by_job
+        return replace(world, rendezvous=(given.get("host") or _host(world, env), port), job=job)
+    if given and env.get("WORLD_SIZE") != "1":  # a script may give host and port to any number of machines
+        raise UserError(f"Without a launcher, {needed}.")
+    for name in SIZES_OF_OTHERS:  # one of several processes without a rank: each would train a model of its own
+        if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in env:
+            raise UserError(
+                f"this is one of {env[name]} processes ({name}), but its rank or local rank is in no "
+                "environment variable that vitamp reads. Use torchrun or srun, or give each process -host, -port, "
+                "-rank and -world_size."
+            )
+    return None
+
+
+def _at_address(world: World, env: Mapping[str, str]) -> World:
+    """With the address in the environment, as torchrun and others that set RANK give it."""
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise UserError(
+            f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE): MASTER_ADDR must be the host of rank 0 and "
+            f"MASTER_PORT a free port of it, but they are {host!r} and {port!r}; torchrun sets both."
+        )
+    served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(world, rendezvous=(host, int(port)), served=served)
+
+
+def _job(world: World, env: Mapping[str, str]) -> str | None:
+    """A name that no other job has; None if the launcher does not say."""
     if world.launcher == SLURM:
-        job = f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
-    elif name := env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE"):
-        job = f"{world.launcher} {name}"
-    by_job = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else DEFAULT_PORT
-    port = port or int(env.get("MASTER_PORT", "0")) or by_job
-    return replace(world, rendezvous=(host or _host(world, env), port), job=job)
+        return f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
+    name = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
+    return f"{world.launcher} {name}" if name else None
 
 
 def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:

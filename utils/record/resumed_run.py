@@ -1,4 +1,4 @@
-"""The run folder that -resume names, the folder that a run writes to, and the settings of trained weights."""
+"""Settings of a command and of trained weights; the run folder that -resume names, and the one that a run writes to."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.cli import CommandLine
-from utils.config import Config, load_config
+from utils.config import Config, Loaded, load_config
+from utils.config.checks import is_typed
+from utils.config.keys import OF_ONE_START, default_of, values_by_key
 from utils.config.kinds import AUTO
-from utils.record.run_folder import CONFIG, is_run_folder
-from vitamp.checkpoints import run_folder_of
+from utils.config.resumed import known_settings, resume_of
+from utils.log import log
+from utils.record.run_folder import CONFIG, is_of_user, is_run_folder
 
 if TYPE_CHECKING:
     from vitamp.weights import Chosen
@@ -19,13 +22,28 @@ if TYPE_CHECKING:
 
 def resumed_run(config: Config) -> Path | None:
     """The folder of the run to resume; None without one."""
-    resume = config.MODEL.RESUME
-    if resume is None:
+    resume = resume_of(values_by_key(config))
+    if resume is None or (resume.auto and not is_run_folder(resume.place)):
         return None
-    if resume != AUTO:
-        return run_folder_of(Path(resume))
-    assert config.OUTPUT is not None  # checked with the config
-    return Path(config.OUTPUT) if is_run_folder(Path(config.OUTPUT)) else None
+    return resume.run
+
+
+def load_command(command: CommandLine) -> tuple[Loaded, bool]:
+    """The settings that a command line asks for, and whether the code that they name in USE is the user's own.
+
+    A resumed run has its own config.yaml, so that resuming needs no -cfg.
+    """
+    cfg, flags, run = command.cfg, command.flags, None
+    if cfg is None and (resume := resume_of({key: value for key, (value, _) in flags.items()} | command.words)):
+        run = resume.run
+    if run is not None and (run / CONFIG).exists():  # with auto, it may have been killed before it wrote one
+        cfg, flags = str(run / CONFIG), {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
+    loaded = load_config(cfg, flags, command.words)
+    if written_before_restart(loaded.config):
+        loaded = load_config(cfg, flags, {**command.words, "MODEL.RESUME": AUTO})
+        log.info("torchrun has restarted this job, which resumes its run.")
+    source = loaded.sources["USE"]
+    return loaded, is_typed(source) or (run is None and is_of_user(source))  # a resumed folder may be someone else's
 
 
 def written_before_restart(config: Config) -> bool:
@@ -58,8 +76,6 @@ def target_folder(config: Config) -> str | None:
 
 def settings_of(chosen: Chosen) -> dict[str, Any]:
     """The settings, by dotted key, of the run that trained these weights."""
-    from utils.config.resumed import known_settings
-
     return known_settings(chosen.meta["settings"], chosen.place)
 
 

@@ -16,7 +16,6 @@ from utils.config.kinds import as_integer, folded, is_no_value, one_line, parse_
 from utils.config.read import TYPE, Entry, Layer, type_of
 from utils.config.resumed import FROM_WEIGHTS
 from utils.errors import UserError, closest
-from utils.record.run_folder import is_of_user
 
 FILE = Path(__file__).with_name("families.yaml")
 NAME, IMAGE_SIZE = "MODEL.NAME", "DATA.IMAGE_SIZE"
@@ -58,9 +57,39 @@ class Family:
             name = re.sub(pattern, replacement, name)
         return name if name in self.models else None
 
-    def differing(self, model: str, sizes: Mapping[str, Entry]) -> list[str]:
-        """The keys of sizes that timm's model has not."""
-        return [key for key, entry in sizes.items() if _plain(entry.value) != _plain(self.models[model].get(key))]
+    def differing(self, model: str | None, sizes: Mapping[str, Entry]) -> list[str]:
+        """The keys of sizes that timm's model has not; all if there is no model."""
+        has = self.models.get(model or "", {})
+        return [key for key, entry in sizes.items() if _plain(entry.value) != _plain(has.get(key))]
+
+    def sizes_in(self, layers: Sequence[Layer]) -> dict[str, Entry]:
+        """Take the entries that restate a model's sizes out of the layers; those with a value are returned."""
+        known, found = {key for model in self.models.values() for key in model}, dict[str, Entry]()
+        for layer in layers:
+            for key in [key for key in layer.entries if key.startswith("MODEL.")]:
+                short = key.removeprefix("MODEL.")
+                short = self.renamed.get(short, short)
+                if short in known:
+                    found[short] = layer.entries.pop(key)
+        return {key: entry for key, entry in found.items() if not is_no_value(str(entry.value))}
+
+    def model_of(self, name: Entry, sizes: Mapping[str, Entry], typed: bool) -> tuple[str | None, list[str]]:
+        """The timm model of a name and sizes, and a line where it is that of the sizes. `typed`: the name counts."""
+        asked = self.timm_name(str(name.value))
+        if not (differing := self.differing(asked, sizes)):
+            return asked, []
+        words = [f"MODEL.{key} {sizes[key].value}".replace("'", "") for key in differing]
+        equal = [model for model in self.models if not self.differing(model, sizes)]
+        if not typed and (named := closest(str(name.value), equal, cutoff=0.0)):
+            has = f"it has the file's {', '.join(words)}"
+            return named, [f"{name.source}: timm's {named} is taken for {name.value}: {has}"]
+        timms = self.models.get(asked or "", {})
+        words = [f"{one} (timm's: {one_line(timms.get(key))})" for one, key in zip(words, differing, strict=True)]
+        why = f"timm's {asked}, whose sizes cannot be changed" if asked else f"none of timm's {self.title}"
+        raise UserError(
+            f"{sizes[differing[0]].source}: {', '.join(words)}: MODEL.NAME {name.value} is {why}; leave the keys "
+            "out, or name another model"
+        )
 
 
 @cache
@@ -93,44 +122,25 @@ def translate(layers: Sequence[Layer]) -> list[str]:
         return notes + _distilled(layers, given)
     if name is None:
         raise UserError(f"{given[TYPE].source}: {NAME} is not set; timm has {', '.join(family.models)}")
-    known, found = {key for model in family.models.values() for key in model}, dict[str, Entry]()
-    for layer in layers:
-        for key in [key for key in layer.entries if key.startswith("MODEL.")]:
-            short = key.removeprefix("MODEL.")
-            short = family.renamed.get(short, short)
-            if short in known:
-                found[short] = layer.entries.pop(key)
-    sizes = {key: entry for key, entry in found.items() if entry.value is not None and not is_no_value(entry.value)}
-    asked = named = family.timm_name(str(name.value))
-    differing = list(sizes) if asked is None else family.differing(asked, sizes)
-    if differing:
-        has = {} if asked is None else family.models[asked]
-        equal = [model for model in family.models if not family.differing(model, sizes)]
-        named = None if NAME in layers[-1].entries else closest(str(name.value), equal, cutoff=0.0)
-        words = [f"MODEL.{key} {sizes[key].value}".replace("'", "") for key in differing]
-        if named is None:
-            words = [f"{one} (timm's: {one_line(has.get(key))})" for one, key in zip(words, differing, strict=True)]
-            why = f"timm's {asked}, whose sizes cannot be changed" if asked else f"none of timm's {family.title}"
-            raise UserError(
-                f"{sizes[differing[0]].source}: {', '.join(words)}: MODEL.NAME {name.value} is {why}; leave the keys "
-                "out, or name another model"
-            )
-        notes.append(f"{name.source}: timm's {named} is taken for {name.value}: it has the file's {', '.join(words)}")
-    if named is None:
+    typed, sizes = layers[-1], family.sizes_in(layers)
+    model, of_sizes = family.model_of(name, sizes, typed=NAME in typed.entries)
+    if model is None:
         return notes
+    notes += of_sizes
     for layer in layers:
         if NAME in layer.entries:
-            layer.entries[NAME] = Entry(named, layer.entries[NAME].source)
+            layer.entries[NAME] = Entry(model, layer.entries[NAME].source)
     size, image = given.get(IMAGE_SIZE), sizes.get(family.image)
-    if size is not None and image is not None and str(size.value) != image.value[0]:
+    if size is not None and image is not None and str(size.value) != image.value[0] and IMAGE_SIZE not in typed.entries:
         # PaddleViT loads smaller images and enlarges them in the model.
         layer = next(layer for layer in reversed(layers) if IMAGE_SIZE in layer.entries)
-        if layer is not layers[-1]:  # the command line
-            layer.entries[IMAGE_SIZE] = Entry(image.value[0], image.source)
-            notes.append(f"{image.source}: images of {image.value[0]} pixels, the size that timm's {named} takes")
-    words = [f"MODEL.NAME {name.value}" + (f" is timm's {named}" if str(name.value) != named else "")]
-    words += [f"the file restates its sizes ({', '.join(sizes)})"] if sizes else []
-    return [*notes, "; ".join(words)] if not differing and (str(name.value) != named or sizes) else notes
+        layer.entries[IMAGE_SIZE] = Entry(image.value[0], image.source)
+        notes.append(f"{image.source}: images of {image.value[0]} pixels, the size that timm's {model} takes")
+    renamed = f" is timm's {model}" if str(name.value) != model else ""
+    restated = f"; the file restates its sizes ({', '.join(sizes)})" if sizes else ""
+    if (renamed or restated) and not of_sizes:
+        notes.append(f"MODEL.NAME {name.value}{renamed}{restated}")
+    return notes
 
 
 def _update(layer: Layer) -> None:
@@ -139,7 +149,7 @@ def _update(layer: Layer) -> None:
         entry, (possible, why) = layer.entries[key], FIXED[key]
         value = str(entry.value).strip().casefold()
         if not (is_no_value(value) or value == possible):
-            if not is_of_user(f"{layer.name}:"):  # a run of an earlier version, of which loading says what is gone
+            if not layer.of_user:  # a run of an earlier version, of which loading says what is gone
                 continue
             layer.problems.append(f"{entry.source}: {key} {entry.value} is not possible: {why}; leave the key out")
         del layer.entries[key]
@@ -185,7 +195,7 @@ def _distilled(layers: Sequence[Layer], given: Mapping[str, Entry]) -> list[str]
     layer = next(layer for layer in layers if layer.entries.get(NAME) is name)
     named = re.sub("^(deit_[a-z]+)(_patch)", r"\1_distilled\2", str(name.value))
     # Files that are not PaddleViT's do not restate the sizes; a run of an earlier version keeps its model.
-    if named == name.value or WIDTH not in layer.entries or not is_of_user(f"{layer.name}:"):
+    if named == name.value or WIDTH not in layer.entries or not layer.of_user:
         return []
     layer.entries[NAME] = Entry(named, name.source)
     return [f"{by.source}: MODEL.NAME {name.value} is timm's {named}, with token and classifier for {DISTILLED_BY}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,8 @@ from engine.checkpoint.run_folder import (
 from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
-from engine.measure.meters import clock, updates_left
+from engine.measure.meters import clock, is_complete, updates_left
+from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
 from engine.report.outcome import FOLDS, flatters, in_context, next_commands, strange
 from engine.report.reporter import Reporter
@@ -37,7 +37,7 @@ from utils.record.predictions import read_predictions
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words, missing_from
 from utils.text import counted, some_of
-from vitamp.checkpoints import folder_name
+from vitamp.checkpoints import Checkpoint, folder_name
 from vitamp.metrics import AVERAGE, metric_named
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
 
                     evaluate_only(this, dry)
                     return EXIT_DONE
-                return train(this, None if dry else lock, lists)
+                return dry_run(this) if dry else train(this, lock, lists)
         except Exception as error:
             signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
             if is_out_of_memory(error):
@@ -93,45 +93,73 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             leave()
 
 
-def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
-    """Train from start to end, and return the exit code. `lock` None: a dry run."""
+def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
+    """Train from start to end, and return the exit code."""
     world = given.world
-    if lock is not None:
-        on_rank_0(world, lambda: lock_existing_folder(given.config, lock))
+    on_rank_0(world, lambda: lock_existing_folder(given.config, lock))
+    run, checkpoint = _settle(given)
+    ready = _build(run, checkpoint)
+    folder = make_run_folder(run, "train", lock)
+    _introduce(run, ready, checkpoint, folder)
+    if checkpoint and _has_finished(run, ready, checkpoint, folder):
+        return EXIT_DONE
+    if run.config.MODEL.LORA.RANK is not None:
+        from engine.checkpoint.state import keep_base
+
+        ready.adapters = on_rank_0(world, lambda: keep_base(folder, ready.model, run.config.MODEL, checkpoint))
+    write_run_files(run, ready, folder)
+    ready.parts.assemble()
+    return _fit(run, ready, folder, lists)
+
+
+def dry_run(given: Run) -> int:
+    """Build what a training needs, try a few updates, log what it would cost, and return the exit code."""
+    from engine.memory.batch_size import check_batch
+    from engine.memory.dry_run import try_out
+
+    run, checkpoint = _settle(given)
+    on_every_rank(run.world, lambda: check_batch(run))
+    ready = _build(run, checkpoint, dry=True)
+    _introduce(run, ready, checkpoint, None)
+    try_out(run, ready, updates_left(run.config, ready.position, ready.train_loader.order.updates))
+    return EXIT_DONE
+
+
+def _settle(run: Run) -> tuple[Run, Checkpoint | None]:
+    """`run` with its batch and number of epochs, and the checkpoint that it resumes. A collective call."""
     checkpoint = None
-    if given.config.MODEL.RESUME is not None:
+    if run.config.MODEL.RESUME is not None:
         from engine.checkpoint.find import chosen_checkpoint
 
-        checkpoint = chosen_checkpoint(given.config, world)
-    signals.saved = checkpoint is not None if world.first else None
-    run, config = given, given.config
-    if checkpoint is not None or config.DATA.BATCH_SIZE == AUTO or config.TRAIN.GLOBAL_BATCH is not None:
-        from engine.memory.batch_size import settle_batch
-
-        run = settle_batch(given, checkpoint)
-        config = run.config
-    if config.TRAIN.NUM_EPOCHS == AUTO:
+        checkpoint = chosen_checkpoint(run.config, run.world)
+    signals.saved = checkpoint is not None if run.world.first else None
+    run = settle_batch(run, checkpoint)
+    if run.config.TRAIN.NUM_EPOCHS == AUTO:
         from engine.memory.dry_run import settle_epochs
 
         run = settle_epochs(run)
-        config = run.config
-    if lock is None:
-        from engine.memory.batch_size import check_batch
+    return run, checkpoint
 
-        on_every_rank(world, lambda: check_batch(run))
-    ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, dry=lock is None))
-    if world.size > 1:
+
+def _build(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyToTrain:
+    """Build the training on all ranks, with the same images, and log advice on its precision."""
+    ready = on_every_rank(run.world, lambda: build_for_training(run, checkpoint, dry))
+    if run.world.size > 1:
         from engine.machine.environment import check_images
 
-        check_images(ready, world)
+        check_images(ready, run.world)
     if warning := ready.precision.choice.warning:
         log.warning(warning)
     if ready.precision.level != "O0" and run.device.type == "cuda":
         from engine.amp.low_precision import tile_size_hint
 
-        if advice := tile_size_hint(ready.model, config.DATA.BATCH_SIZE):
+        if advice := tile_size_hint(ready.model, run.config.DATA.BATCH_SIZE):
             log.info(advice)
-    folder = None if lock is None else make_run_folder(run, "train", lock)
+    return ready
+
+
+def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, folder: Path | None) -> None:
+    """Log what is trained, from where, and what is wrong with the images. `folder` None: a dry run."""
     text = banner(run, ready, folder)
     log.info(text, extra=DETAIL)
     if (brief := brief_terminal()) and folder is not None:
@@ -141,43 +169,33 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
     if checkpoint:
         from engine.checkpoint.restore import log_resumption
 
-        log_resumption(checkpoint, config, ready.parts, ready.position)
-    if world.first and config.DATA.CHECK != "off" and ready.train_set.single_images() is not None:
+        log_resumption(checkpoint, run.config, ready.parts, ready.position)
+    if run.world.first and run.config.DATA.CHECK != "off" and ready.train_set.single_images() is not None:
         from datasets.examine import check_data
 
-        check_data(config, ready.train_set, ready.val_set, folder)
-    if folder is None:
-        from engine.memory.dry_run import try_out
+        check_data(run.config, ready.train_set, ready.val_set, folder)
 
-        try_out(run, ready, updates_left(config, ready.position, ready.train_loader.order.updates))
-        return EXIT_DONE
-    if checkpoint:
-        position, limit, patience = ready.position, config.TRAIN.MAX_UPDATES or sys.maxsize, config.TRAIN.PATIENCE
-        open_end = position.update == limit and position.validated < limit  # stopped within the last validation
-        reached = position.epoch > config.TRAIN.NUM_EPOCHS or (position.update >= limit and not open_end)
-        # A run that was killed between its last checkpoint and its last line goes through its end below.
-        last = last_line(folder)
-        over = broadcast(not last or is_end(last), world)
-        if not (reached and over):  # TRAIN.PATIENCE counts validations since the best only if that is still to beat
-            from engine.checkpoint.restore import best_to_beat
 
-            ready.best = best_to_beat(ready.best, data_identity(ready.val_set), folder, checkpoint, config, world)
-            reached = patience is not None and position.step == 0 and ready.best.stale >= patience
-        if reached and over:
-            place = resumed_run(config) or folder
-            if world.first:
-                log.info(next_commands(run, position, ready.best, place))
-            validated = f", best {ready.best.words()}" if ready.best.figure is not None else ""
-            updates = counted(position.update, "update")
-            log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
-            return EXIT_DONE
-    if config.MODEL.LORA.RANK is not None:
-        from engine.checkpoint.state import keep_base
+def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:
+    """Whether the resumed run has nothing left to do, which is logged; if it has, set the metric that it is to beat."""
+    config, world, position = run.config, run.world, ready.position
+    # A run that was killed between its last checkpoint and its last line goes through its end again.
+    last = last_line(folder)
+    ended = broadcast(not last or is_end(last), world)
+    finished = ended and is_complete(config, position)
+    if not finished:  # TRAIN.PATIENCE counts validations since the best only if that is still to beat
+        from engine.checkpoint.restore import best_to_beat
 
-        ready.adapters = on_rank_0(world, lambda: keep_base(folder, ready.model, config.MODEL, checkpoint))
-    write_run_files(run, ready, folder)
-    ready.parts.assemble()
-    return _fit(run, ready, folder, lists)
+        ready.best = best_to_beat(ready.best, data_identity(ready.val_set), folder, checkpoint, config, world)
+        finished = ended and position.step == 0 and ready.best.is_given_up(config.TRAIN.PATIENCE)
+    if finished:
+        place = resumed_run(config) or folder
+        if world.first:
+            log.info(next_commands(run, position, ready.best, place))
+        validated = f", best {ready.best.words()}" if ready.best.figure is not None else ""
+        updates = counted(position.update, "update")
+        log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
+    return finished
 
 
 def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> int:

@@ -38,7 +38,7 @@ from engine.task.base import Task
 from engine.task.losses import WeightedCrossEntropy, class_weights, loss_named
 from engine.update import TrainState
 from models.build import build_model
-from models.parts import BATCH_NORM, classifiers
+from models.parts import classifiers
 from utils.config import Config
 from utils.distributed.world import ALONE, World, broadcast, on_every_rank
 from utils.log import DETAIL, log
@@ -92,11 +92,15 @@ class ReadyToTrain(Ready):
     """Of a run with MODEL.LORA: the entry of meta.json that names its frozen weights; on rank 0 alone."""
 
 
+def choices_of(resumed: Checkpoint | None) -> Choices:
+    return resumed.meta.get("choices", {}) if resumed else NO_CHOICES
+
+
 def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Ready:
     """Build the model and the validation data. The weights of `checkpoint` are not loaded yet."""
     config, world, device = run.config, run.world, run.device
-    data, saved_choices = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
-    tuned = tuned_model(config, device, world, saved_choices, replaced=checkpoint is not None)
+    data = config.DATA
+    tuned = tuned_model(config, device, world, choices_of(checkpoint), replaced=checkpoint is not None)
     tuned.choices = {PRECISION: tuned.precision.name} | tuned.choices
     if run.auto_batch_size:
         tuned.choices[BATCH_CHOICE] = data.BATCH_SIZE
@@ -160,7 +164,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     `dry`: keep no features, and fit nothing to them.
     """
     config, world, device = run.config, run.world, run.device
-    sharding = None
+    train, choices, sharding = config.TRAIN, choices_of(checkpoint), None
     if config.DIST.STRATEGY == "fsdp":
         from engine.parallel.fsdp import build_sharding
 
@@ -174,27 +178,23 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         ready.choices[FOLDS] = start_at_probe(run, ready)
     elif checkpoint is not None and FOLDS in (saved := checkpoint.meta.get("choices", {})):
         ready.choices[FOLDS] = saved[FOLDS]
-    norms = [module for module in ready.model.modules() if isinstance(module, BATCH_NORM)]
-    if world.size > 1 and any(norm.training for norm in norms):  # frozen: statistics stay
+    if world.size > 1:
         from engine.parallel.ddp import settle_batch_norms
 
         settle_batch_norms(ready.model, config, device)
     train_set, loader = training_data(config, world, device)
+    updates = loader.order.updates
     if world.first:
         knn = (ready.neighbours.bank, ready.neighbours.images) if ready.neighbours else ()
         warn_of_splits(config.DATA, *(each.single_images() for each in (train_set, ready.val_set, *knn)))
-    train, updates = config.TRAIN, loader.order.updates
-    choices = checkpoint.meta.get("choices", {}) if checkpoint else {}
-    if sharding is not None and checkpoint is not None and ready.precision.level in ("O1", "O2"):
-        from engine.amp.low_precision import force_fp32
-        from vitamp.tensors import read_state
+    if checkpoint and sharding:  # which decides in what dtype to gather weights when it shards them
+        from engine.checkpoint.restore import restore_fp32
 
-        # FSDP decides once, when it shards them, in which dtype it gathers weights.
-        force_fp32(ready.model, read_state(checkpoint, mapped=True)["fp32_modules"], device.type)
+        restore_fp32(ready.model, checkpoint, ready.precision)
     parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
     position = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates)
     best = Best(kind=config.SAVE_BEST_BY)
-    if checkpoint is not None:
+    if checkpoint:
         from engine.checkpoint.restore import check_and_restore, check_classes
 
         position, best = check_and_restore(parts, checkpoint, identity_of(train_set, loader.order), config, world)
@@ -206,19 +206,15 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
 
         if (found := see_features(run, ready, parts, train_set)) is not None:
             train_set, loader = found, TrainLoader(found, loader.order, config.SEED, 0, device)
-    elif config.freezes_backbone and train.NUM_EPOCHS > 1:
+    elif config.freezes_backbone and not config.trains_on_features and train.NUM_EPOCHS > 1:
         log.info(
             "MODEL.FREEZE backbone: it is computed in each of %d epochs, because the images change at random. "
             "%s -probe computes it once, and fits the classifier in seconds.",
             *(train.NUM_EPOCHS, started_as("scripts/evaluate.py")),
         )
     loader.on_arrival = partial(parts.stages.mark, DATA)
-    how, why = "none", "as asked for"
-    if config.trains_on_features:
-        why = "features are kept, so no model is computed"
-    elif train.COMPILE == "auto":
-        why = f"auto: on {device.type} compiling takes longer than it saves"
-    if may_compile(config, device, choices):
+    how, why = "none", why_not_compiled(config, device, choices)
+    if why is None:
         from engine.compile.choice import choose_compiling
 
         left = updates_left(config, position, updates)
@@ -363,7 +359,7 @@ def callbacks(
         # It replays the copy, or the model without DDP, in one rank, where shared batch norms would wait for all.
         if not sharded and not (world.size > 1 and config.DIST.SYNC_BATCHNORM):
             yield OverflowWatch(config.SEED, precision)
-    if may_compile(config, precision.device, resumed):  # what is inside DDP
+    if why_not_compiled(config, precision.device, resumed) is None:  # what is inside DDP
         from engine.compile.compiled import Compiling
 
         yield Compiling(config.DATA, precision, world, sharded)
@@ -377,13 +373,14 @@ def callbacks(
         yield Ema(tuned.model, train, precision.device)
 
 
-def may_compile(config: Config, device: torch.device, resumed: Choices) -> bool:
-    """Whether there is something to decide; `auto` only compiles on a GPU, or as the run that is resumed."""
+def why_not_compiled(config: Config, device: torch.device, resumed: Choices) -> str | None:
+    """None if there is something to decide; `auto` only compiles on a GPU, or as the run that is resumed."""
+    wanted = config.TRAIN.COMPILE
     if config.trains_on_features:
-        return False
-    if config.TRAIN.COMPILE == "auto":
-        return device.type == "cuda" or resumed.get("compile", "none") != "none"
-    return config.TRAIN.COMPILE != "none"
+        return "features are kept, so no model is computed"
+    if wanted == "auto" and device.type != "cuda" and resumed.get("compile", "none") == "none":
+        return f"auto: on {device.type} compiling takes longer than it saves"
+    return "as asked for" if wanted == "none" else None
 
 
 def setting_of(ready: ReadyToTrain) -> Setting:

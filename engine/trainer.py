@@ -206,12 +206,12 @@ class Trainer:
 
     def _ends_early(self) -> bool:
         """Whether the run ends before its last epoch; if so, log why."""
-        position, patience = self.position, self.config.TRAIN.PATIENCE
+        position = self.position
         if self._update_limit_reached() and position.step != self.per_epoch:  # else the epoch is closed first
             log.info("The run ends here, after update %d, as set by TRAIN.MAX_UPDATES.", position.update)
             return True
         # Only between epochs, also where a run is resumed within one: the rest of the epoch may bring a better metric.
-        if patience is None or position.step or self.best.stale < patience:
+        if position.step or not self.best.is_given_up(self.config.TRAIN.PATIENCE):
             return False
         by = metric_named(self.best.by).words
         log.info("The run ends here: no better %s in %d validations (TRAIN.PATIENCE).", by, self.best.stale)

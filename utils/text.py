@@ -76,3 +76,9 @@ def redacted_values(values: dict[str, Any]) -> dict[str, Any]:
 
 def is_redacted(url: str) -> bool:
     return f"://{HIDDEN}@" in url or url.endswith(f"?{HIDDEN}")
+
+
+def multiples_near(number: int, unit: int) -> str:
+    """'96 or 128': the multiples of 32 beside 100."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"

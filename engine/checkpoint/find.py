@@ -69,58 +69,77 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
 
 
 def _choose(config: Config, world: World) -> Checkpoint | None:
-    wanted, run = str(config.MODEL.RESUME), resumed_run(config)
+    run = resumed_run(config)
     if run is not None:
         bring_back(run / CHECKPOINTS)
-        if wanted == AUTO and config.EVAL and config.TRAIN.LAST_EPOCH and checkpoints_in(run / CHECKPOINTS):
-            wanted = str(run)
-    if config.EVAL and not config.TRAIN.LAST_EPOCH and (place := run if wanted == AUTO else Path(wanted)):
-        try:
-            folder, why = checkpoint_of(place)
-            if why:  # the best one of a run
-                checkpoint = verify(inspect(folder))
-                log.info("Evaluating %s, %s.", folder.name, why)
-                return checkpoint
-        except UserError as error:
-            log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
-    check = verify if config.EVAL else resumable
-    if wanted != AUTO:
-        checkpoint = find(Path(wanted), config.TRAIN.LAST_EPOCH, check)
-        named = config.TRAIN.LAST_EPOCH or place_of(Path(wanted))[0] is not None
-        run, target = run_folder_of(checkpoint.folder), target_folder(config)
-        if not named or config.EVAL or run is None or target is None or Path(target).resolve() != run.resolve():
+    return _to_evaluate(config, run) if config.EVAL else _to_resume(config, run, world)
+
+
+def _to_evaluate(config: Config, run: Path | None) -> Checkpoint | None:
+    """The best checkpoint of a run, or the one that is named. `run`: of -resume auto. None: -pretrained has weights."""
+    auto, epoch = config.MODEL.RESUME == AUTO, config.TRAIN.LAST_EPOCH
+    if auto and (run is None or not checkpoints_in(run / CHECKPOINTS)):
+        if not config.MODEL.PRETRAINED:
+            raise UserError(
+                f"-eval -resume auto: no checkpoint in {config.OUTPUT}. Name a run's folder with -output, or weights "
+                "with -pretrained."
+            )
+        return None
+    place = run if run and auto else Path(str(config.MODEL.RESUME))
+    if epoch:
+        return find(place, epoch)
+    try:
+        folder, why = checkpoint_of(place)
+        if why:  # the best one of a run
+            checkpoint = verify(inspect(folder))
+            log.info("Evaluating %s, %s.", folder.name, why)
             return checkpoint
-        # Training on from a named checkpoint would overwrite later ones of the same run.
-        update = checkpoint.meta["update"]
-        if later := [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]:
-            place, new = shlex.quote(str(checkpoint.folder)), shlex.quote(f"{run}-from-{update}")
-            raise UserError(
-                f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. "
-                f"Resume in a folder of its own: `{start_again(world, f'-resume {place} -output {new}')}`"
-            )
-        return checkpoint
-    if run is not None:
-        root = run / CHECKPOINTS
-        if (checkpoint := newest_good(root, check=check)) is not None:
-            return checkpoint
-        if checkpoints_in(root):
-            advice = "" if config.EVAL else ", and a new run would overwrite them. Name another -output, or move them"
-            raise UserError(
-                f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above){advice}."
-            )
-        # A run is paused or ends only once it is saved, and resumes from what was saved, if in another folder.
-        saved = (line.get("what") in ("resume", "paused", "end") and line.get("update") for line in read_lines(run))
-        if not config.EVAL and (read_index(root)["last"] or any(saved)):
-            raise UserError(
-                f"-resume auto: the checkpoints of this run are not in {root}, and a new run would overwrite its "
-                "metrics. Bring them back, or repeat the command that started the run with another -output."
-            )
-    if config.EVAL and not config.MODEL.PRETRAINED:
+    except UserError as error:
+        log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
+    return _newest_of(place, verify) if auto else find(place)
+
+
+def _to_resume(config: Config, run: Path | None, world: World) -> Checkpoint | None:
+    """The newest checkpoint of a run, or the one that is named. `run`: of -resume auto."""
+    if config.MODEL.RESUME != AUTO:
+        return _not_overwriting(find(Path(str(config.MODEL.RESUME)), config.TRAIN.LAST_EPOCH, resumable), config, world)
+    if run is None:
+        return None
+    would = ", and a new run would overwrite them. Name another -output, or move them"
+    checkpoint, root = _newest_of(run, resumable, would), run / CHECKPOINTS
+    # A run is paused or ends only once it is saved, and resumes from what was saved, if in another folder.
+    saved = (line.get("what") in ("resume", "paused", "end") and line.get("update") for line in read_lines(run))
+    if checkpoint is None and (read_index(root)["last"] or any(saved)):
         raise UserError(
-            f"-eval -resume auto: no checkpoint in {config.OUTPUT}. Name a run's folder with -output, or weights with "
-            "-pretrained."
+            f"-resume auto: the checkpoints of this run are not in {root}, and a new run would overwrite its "
+            "metrics. Bring them back, or repeat the command that started the run with another -output."
         )
-    return None
+    return checkpoint
+
+
+def _not_overwriting(checkpoint: Checkpoint, config: Config, world: World) -> Checkpoint:
+    """Raise UserError if training on from a checkpoint that is named would overwrite later ones of the same run."""
+    named = config.TRAIN.LAST_EPOCH or place_of(Path(str(config.MODEL.RESUME)))[0] is not None
+    run, target = run_folder_of(checkpoint.folder), target_folder(config)
+    if not named or run is None or target is None or Path(target).resolve() != run.resolve():
+        return checkpoint
+    update = checkpoint.meta["update"]
+    if later := [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]:
+        place, new = shlex.quote(str(checkpoint.folder)), shlex.quote(f"{run}-from-{update}")
+        raise UserError(
+            f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. "
+            f"Resume in a folder of its own: `{start_again(world, f'-resume {place} -output {new}')}`"
+        )
+    return checkpoint
+
+
+def _newest_of(run: Path, check: Check, advice: str = "") -> Checkpoint | None:
+    """The newest checkpoint of a run that passes `check`; None of a run that has none at all."""
+    root = run / CHECKPOINTS
+    checkpoint = newest_good(root, check=check)
+    if checkpoint is None and checkpoints_in(root):
+        raise UserError(f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above){advice}.")
+    return checkpoint
 
 
 def resumable(checkpoint: Checkpoint) -> Checkpoint:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from datasets import comes_unsplit, source_of
-from engine.amp.precision import PRECISION
+from engine.amp.precision import PRECISION, Precision
 from engine.checkpoint.find import ended_epochs
 from engine.checkpoint.sharded_saver import OPTIMIZER
 from engine.checkpoint.state import trained_weights
@@ -99,6 +99,14 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
     parts.schedule.restore(moved)
     parts.meters.restore(**state["meters"])
     return Position(**state["position"]), Best(**state["best"])
+
+
+def restore_fp32(model: nn.Module, checkpoint: Checkpoint, precision: Precision) -> None:
+    """Compute modules in fp32 that AMP.AUTO_FP32 had moved there: before the weights are sharded, or evaluated."""
+    if precision.level in ("O1", "O2"):
+        from engine.amp.low_precision import force_fp32
+
+        force_fp32(model, read_state(checkpoint, mapped=True)["fp32_modules"], precision.device.type)
 
 
 def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, sharding: Sharding | None = None) -> None:

@@ -184,9 +184,9 @@ def title_of(data: DataConfig) -> str:
     return f"{source_of(data)}, {TITLES['test' if part == 'val' and validates_on_test(data) else part]}"
 
 
-def copies_evaluated(config: Config, saved: Chosen, images: int) -> str:
+def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
     """One line, if `images` are those of the run's validation split, and some are also in training."""
-    run = run_folder_of(saved.place)
+    run = run_folder_of(saved.place) if saved else None
     if run is None or config.DATA.PART not in ("val", AUTO) or whose_data(config, saved) != "same place":
         return ""
     return copies_in_words(run, images)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
-from engine.amp.low_precision import force_fp32
 from engine.checkpoint.find import chosen_checkpoint
-from engine.checkpoint.restore import check_classes, check_task, check_unchanged, load_weights
+from engine.checkpoint.restore import check_classes, check_task, check_unchanged, load_weights, restore_fp32
 from engine.checkpoint.run_folder import largest_class, make_run_folder, write_run_files
 from engine.evaluation.data import copies_evaluated, evaluated_weights
 from engine.evaluation.evaluate import validate
@@ -21,7 +21,7 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import on_every_rank
 from utils.log import log
 from vitamp.metrics import PLAIN, SETS, WeightSet, best_set, metric_named
-from vitamp.tensors import open_tensors, read_state
+from vitamp.tensors import open_tensors
 
 
 def evaluate_only(given: Run, dry: bool) -> None:
@@ -33,9 +33,9 @@ def evaluate_only(given: Run, dry: bool) -> None:
         on_every_rank(world, lambda: check_unchanged(checkpoint, given.config))
     run = given
     if given.config.DATA.BATCH_SIZE == AUTO:
-        from engine.memory.batch_size import settle_batch
+        from engine.memory.batch_size import with_largest_batch
 
-        run = settle_batch(given, checkpoint)
+        run = replace(given, config=with_largest_batch(given.config, None, world, device), auto_batch_size=True)
     config = run.config
     ready = on_every_rank(world, lambda: build_for_evaluation(run, checkpoint))
     if world.size > 1:
@@ -47,17 +47,17 @@ def evaluate_only(given: Run, dry: bool) -> None:
         on_every_rank(world, lambda: check_classes(saved.place, saved.classes, ready.val_set.classes, config))
     folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
-    has_weights = checkpoint is not None or bool(config.MODEL.PRETRAINED)
-    if not has_weights:
+    weights = "the weights match the model"
+    if checkpoint is None and not config.MODEL.PRETRAINED:
+        weights = "no weights were loaded"
         log.warning(
             "-eval without -pretrained or a checkpoint: no weights are loaded, the model is randomly initialised."
         )
-    if checkpoint and ready.precision.level in ("O1", "O2"):
-        force_fp32(ready.model, read_state(checkpoint, mapped=True)["fp32_modules"], device.type)
+    if checkpoint:
+        restore_fp32(ready.model, checkpoint, ready.precision)
     if folder is None:
         if checkpoint:
             load_weights(ready.model, dict(open_tensors(checkpoint)), str(checkpoint.folder))
-        weights = "the weights match the model" if has_weights else "no weights were loaded"
         log.info("Dry run: %s. Nothing was validated or written.", weights)
         return
     write_run_files(run, ready, folder)
@@ -77,9 +77,9 @@ def evaluate_only(given: Run, dry: bool) -> None:
     by = metric_named(config.SAVE_BEST_BY)
     values = {which: means.value(by.name) for which, means in metrics.items()}
     better = best_set(values, by) or PLAIN
-    if words := in_context(by, values[better], len(ready.val_set), largest_class(ready)):
-        log.info(words)
-    if saved is not None and (words := copies_evaluated(config, saved, len(ready.val_set))):
+    images = len(ready.val_set)
+    context = in_context(by, values[better], images, largest_class(ready))
+    for words in filter(None, (context, copies_evaluated(config, saved, images))):
         log.info(words)
     # All metrics of the better weights; of the others, the one that they are compared by.
     fields = metrics[better].fields().items()

@@ -187,6 +187,14 @@ def updates_left(config: Config, position: Position, per_epoch: int) -> int:
     return max(0, planned if limit is None else min(planned, limit - position.update))
 
 
+def is_complete(config: Config, position: Position) -> bool:
+    """Whether all is trained, and validated: a run may be stopped within the validation after its last update."""
+    if position.epoch > config.TRAIN.NUM_EPOCHS:
+        return True
+    limit = config.TRAIN.MAX_UPDATES
+    return limit is not None and (position.update > limit or position.validated == limit)
+
+
 def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:
     """About what is computed until these numbers of epochs, in epochs that train on all pixels and tokens."""
     train, full = config.TRAIN, config.DATA.IMAGE_SIZE
@@ -214,6 +222,10 @@ class Best(BestState):
         if self.figure is None:
             return math.isfinite(figure)
         return figure > self.figure if metric_named(self.by).higher else figure < self.figure
+
+    def is_given_up(self, patience: int | None) -> bool:
+        """Whether so many validations have brought no better one (TRAIN.PATIENCE)."""
+        return patience is not None and self.stale >= patience
 
     def words(self) -> str:
         if self.figure is None:

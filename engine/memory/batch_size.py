@@ -1,7 +1,7 @@
-"""The batch of a run: its accumulation gives or keeps the global batch, and `auto` finds how many images fit.
+"""DATA.BATCH_SIZE auto: how many images fit, by trial updates.
 
-Trial updates find it, with a model, an optimiser and an EMA of their own, on made-up images: the run begins as if the
-number had been given.
+They have a model, an optimiser and an EMA of their own, and made-up images: the run begins as if the number had been
+given.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,17 +20,15 @@ from engine.amp.overflow import OverflowWatch
 from engine.machine.device import Run, global_batch, synchronize, with_batch
 from engine.machine.memory import GIB, STATUS, cgroups, in_gib, is_out_of_memory, meminfo, peak_memory_gb, take_peak
 from engine.memory.out_of_memory import ways_out
-from engine.setup import BATCH_CHOICE, build_train_state, tuned_model
+from engine.setup import build_train_state, tuned_model
 from engine.task import task_of
 from engine.update import train_update
 from utils.config import Config
-from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE, World, all_gather, on_every_rank
 from utils.errors import UserError
 from utils.log import log, unheard
 from utils.seeding import fork_host_rng
-from utils.text import counted
-from vitamp.checkpoints import Checkpoint
+from utils.text import counted, multiples_near
 
 MARGIN = 0.08
 """Fraction of memory that stays free, for libraries beside torch and for gaps between tensors."""
@@ -45,83 +41,7 @@ SECONDS_PER_TRIAL_ON_CPU = 15.0
 UPDATES_PER_TRIAL = 2  # the optimiser has its state only after the first
 
 
-def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
-    """`run` with numbers for DATA.BATCH_SIZE and TRAIN.ACCUM_ITER.
-
-    A collective call: all ranks get the same numbers. A resumed run keeps the batch size that it found.
-    """
-    config, world, asked = run.config, run.world, run.asked
-    kept = None if config.EVAL else checkpoint
-    saved = kept.meta["batch"] if kept is not None else None
-    before = kept.meta.get("choices", {}).get(BATCH_CHOICE) if kept is not None else None
-    target = None if config.EVAL else config.TRAIN.GLOBAL_BATCH
-    auto = config.DATA.BATCH_SIZE == AUTO
-    fits_target = saved is not None and (target is None or target % (saved["per_process"] * world.size) == 0)
-    if saved is not None and auto and before == saved["per_process"] and fits_target:
-        config = with_batch(config, saved["per_process"], saved["accumulated"])
-        log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", before)
-    elif auto:
-        config = _with_largest_batch(config, target or (_global(saved) if saved else None), world, run.device)
-    if target is not None:
-        given = config
-        config = on_every_rank(world, lambda: with_global_batch(given, target, world))
-    elif kept is not None:
-        settled, resumed = config, kept
-        config = on_every_rank(world, lambda: _with_kept_batch(settled, resumed, world.size))
-        asked = {**asked, "TRAIN.ACCUM_ITER": settled.TRAIN.ACCUM_ITER}
-    return replace(run, config=config, auto_batch_size=auto or before == config.DATA.BATCH_SIZE, asked=asked)
-
-
-def _with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
-    """Change the accumulation if the number of processes changed, so that the global batch stays the same.
-
-    It may have changed in an earlier resume: then the settings still ask for the accumulation of the first number of
-    processes. Nothing changes if the settings ask for another batch than they did before.
-    """
-    saved, batch, before = checkpoint.meta["batch"], config.DATA.BATCH_SIZE, config.TRAIN.ACCUM_ITER
-    total, at_once = _global(saved), batch * processes
-    same = saved["per_process"] == batch and before in (saved["accumulated"], saved.get("asked"))
-    if not same or total == at_once * before:
-        return config
-    if total % at_once:
-        other = f", or set TRAIN.GLOBAL_BATCH={total} and a -batch_size that divides {total // processes}"
-        raise UserError(
-            f"{checkpoint.folder}: trained with a global batch of {total} on {counted(saved['processes'], 'process')}; "
-            f"on {counted(processes, 'process')} with DATA.BATCH_SIZE {batch}, no TRAIN.ACCUM_ITER gives "
-            f"that global batch. Choose another number of processes{other * (total % processes == 0)}."
-        )
-    if processes != saved["processes"]:
-        log.info("Number of processes: %d instead of %d.", processes, saved["processes"])
-    words = "TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays %d."
-    log.info(words, total // at_once, before, total)
-    return with_batch(config, batch, total // at_once)
-
-
-def _global(saved: dict[str, Any]) -> int:
-    return saved["per_process"] * saved["accumulated"] * saved["processes"]
-
-
-def with_global_batch(config: Config, target: int, world: World) -> Config:
-    """Set the TRAIN.ACCUM_ITER that gives TRAIN.GLOBAL_BATCH."""
-    batch, before = config.DATA.BATCH_SIZE, config.TRAIN.ACCUM_ITER
-    at_once, processes = batch * world.size, counted(world.size, "process")
-    if target % at_once:
-        raise UserError(
-            f"TRAIN.GLOBAL_BATCH: {target} is not a multiple of the {at_once} images that {processes} with "
-            f"DATA.BATCH_SIZE {batch} take at once. Use {_multiples_near(target, at_once)}, another -batch_size, or "
-            "-batch_size auto."
-        )
-    if before not in (1, target // at_once):
-        log.info("TRAIN.ACCUM_ITER is %d instead of %d, because of TRAIN.GLOBAL_BATCH.", target // at_once, before)
-    return with_batch(config, batch, target // at_once)
-
-
-def _multiples_near(number: int, unit: int) -> str:
-    below = number // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"
-
-
-def _with_largest_batch(config: Config, target: int | None, world: World, device: torch.device) -> Config:
+def with_largest_batch(config: Config, target: int | None, world: World, device: torch.device) -> Config:
     """Set the batch size that fits on every rank. `target`: the global batch that accumulation must give."""
     if config.EVAL and config.DATA.BATCH_SIZE_EVAL is not None:
         return with_batch(config, config.DATA.BATCH_SIZE_EVAL, config.TRAIN.ACCUM_ITER)
@@ -129,7 +49,7 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
     if target is not None and target % world.size:
         raise UserError(
             f"A global batch of {target} cannot be divided evenly among {processes}; set TRAIN.GLOBAL_BATCH to "
-            f"{_multiples_near(target, world.size)}."
+            f"{multiples_near(target, world.size)}."
         )
     each = target // world.size if target is not None else None
     batch, words = on_every_rank(world, lambda: _search(config, each, world, device))

@@ -10,6 +10,7 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.callback import Callback, Computing
+from models.parts import BATCH_NORM
 from utils.config import Config
 from utils.log import log
 
@@ -31,6 +32,9 @@ class Ddp(Callback):
 
 def settle_batch_norms(model: nn.Module, config: Config, device: torch.device) -> None:
     """Compute the statistics of batch norms over all processes, if DIST.SYNC_BATCHNORM is set; log whose they are."""
+    norms = (module for module in model.modules() if isinstance(module, BATCH_NORM))
+    if not any(norm.training for norm in norms):  # frozen: their statistics stay
+        return
     whose = "each process normalises its own images"
     if config.DIST.SYNC_BATCHNORM and device.type == "cuda":
         convert_sync_batchnorm(model)

@@ -100,7 +100,7 @@ def next_commands(run: Run, position: Position, best: Best, folder: Path, paused
     if run.config.USE:  # the user's own code, which has just been executed
         quoted += " -trust"
     train, longer = run.config.TRAIN, ""  # settings that let a run that has ended train longer
-    if train.PATIENCE is not None and best.stale >= train.PATIENCE:
+    if best.is_given_up(train.PATIENCE):
         longer += " TRAIN.PATIENCE=null"
     if position.epoch > train.NUM_EPOCHS:
         longer += f" TRAIN.NUM_EPOCHS={2 * (position.epoch - 1)}"

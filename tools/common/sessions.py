@@ -23,7 +23,7 @@ from engine.amp.op_lists import OpLists
 from engine.compile.compiled import Compiling
 from engine.machine.device import Run, pick_device, set_up_device, synchronize
 from engine.machine.memory import is_out_of_memory, peak_memory_gb
-from engine.memory.batch_size import with_global_batch
+from engine.memory.global_batch import with_global_batch
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import train_update
 from utils.config import Config

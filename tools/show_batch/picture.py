@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from engine.inputs.batches import Inputs
 from engine.inputs.mixing import build_batch_transform
 from engine.machine.device import pick_device, set_up_device
-from engine.memory.batch_size import with_global_batch
 from engine.memory.dry_run import LONGEST_RUN
+from engine.memory.global_batch import with_global_batch
 from engine.setup import training_data
 from engine.task import task_of
 from tools.common.output_file import writing

@@ -19,7 +19,8 @@ from engine.machine import memory
 from engine.machine.device import Run
 from engine.machine.memory import GIB
 from engine.memory import batch_size
-from engine.memory.batch_size import Trial, free_memory, held_memory, largest_that_fits, limited, settle_batch
+from engine.memory.batch_size import Trial, free_memory, held_memory, largest_that_fits, limited
+from engine.memory.global_batch import settle_batch
 from tests.engine.small import CPU
 from tests.program import Vitamp, last_weights, metrics
 from utils.config import Config, load_config

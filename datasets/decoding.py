@@ -20,7 +20,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 from vitamp.bands import ENDINGS as ARRAYS
-from vitamp.bands import NUMPY, ZIP, checked, is_dicom, read_bands
+from vitamp.bands import NUMPY, ZIP, read_bands
 from vitamp.colours import as_rgb_or_grey
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -65,13 +65,6 @@ class ArrayStored(Stored):
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box
         return in_channels(self.pixels[top : top + height, left : left + width], self.channels)
-
-
-class BandsStored(ArrayStored):
-    """Bands that become floats, in which each of their values is exact."""
-
-    def cut(self, box: Box) -> np.ndarray:
-        return super().cut(box).astype(np.float32)
 
 
 class PilStored(Stored):
@@ -278,9 +271,7 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
     if isinstance(encoded, np.ndarray):
         return Header("", encoded.shape[1::-1])
     if not data.is_plain:
-        with decoding_errors(encoded):  # only what the model takes passes
-            stored = Reader(data).open(encoded)
-        return Header("", (stored.width, stored.height))
+        return Header("", Reader(data).whole(encoded).shape[1::-1])  # only what the model takes passes
     channels = data.IMAGE_CHANNELS
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
@@ -314,15 +305,15 @@ class Reader:
 
     def open(self, encoded: Encoded) -> Stored:
         if not self.is_plain:
-            given = isinstance(encoded, np.ndarray)
-            pixels = checked(encoded, self.channels, self.bits) if given else self._bands(encoded)
-            return BandsStored(pixels, self.channels)
+            with warnings.catch_warnings(action="ignore"):
+                pixels = read_bands(encoded, self.channels, self.bits)
+            return ArrayStored(pixels.astype(np.float32), self.channels)  # in which each value of 16 bits is exact
         if isinstance(encoded, np.ndarray):
             return ArrayStored(encoded, self.channels)
-        if encoded.startswith((NUMPY, ZIP)) or is_dicom(encoded):
-            return ArrayStored(self._bands(encoded), self.channels)
         # PIL warns of odd EXIF data and large sizes in images that it can read, which is noise during training.
         with warnings.catch_warnings(action="ignore"):
+            if encoded.startswith((NUMPY, ZIP)):
+                return ArrayStored(read_bands(encoded, self.channels, self.bits), self.channels)
             stored: Stored | None = None
             if self.by_simplejpeg and encoded.startswith(JPEG_START):
                 with contextlib.suppress(ValueError):  # PIL supports more kinds, and has better error messages
@@ -335,9 +326,11 @@ class Reader:
                 return Turned(stored, orientation) if isinstance(orientation, int) and orientation in TURNS else stored
             return stored
 
-    def _bands(self, encoded: bytes) -> np.ndarray:
-        with warnings.catch_warnings(action="ignore"):
-            return read_bands(encoded, self.channels, self.bits)
+    def whole(self, encoded: Encoded) -> np.ndarray:
+        """All pixels of an image. Raises Unreadable for a bad one."""
+        with decoding_errors(encoded):
+            stored = self.open(encoded)
+            return stored.cut(Box(0, 0, stored.width, stored.height))
 
 
 EMPTY, UNKNOWN_FORMAT = "the file is empty", "not an image in a known format"

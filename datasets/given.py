@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from datasets.base import Box, Encoded
-from datasets.decoding import Reader, decoding_errors
+from datasets.base import Encoded
+from datasets.decoding import Reader
 from datasets.images import Images
 from datasets.memory import planes, resized
 from datasets.registry import source_named
@@ -36,7 +36,5 @@ class ArrayPixels:
 
     def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
         """Decode, resize and write one image to `out`. Raises Unreadable for a file that is not a readable image."""
-        with decoding_errors(encoded):
-            stored = self.reader.open(encoded)
-            pixels = stored.cut(Box(0, 0, stored.width, stored.height))
+        pixels = self.reader.whole(encoded)
         out.copy_(resized(planes(pixels[None], self.data.IMAGE_CHANNELS), self.data, self.squeezed)[0])

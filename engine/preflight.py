@@ -66,14 +66,10 @@ def check(config: Config) -> None:
         if steps and steps[-1][1] != full:  # checked here, since the data or the weights may have given the full size
             ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {one_line(steps[-1][1])}"
             raise UserError(f"{ends}; it must end with DATA.IMAGE_SIZE {one_line(full)}, the size of validation.")
-        if config.TRAIN.AUGMENT:
+        if config.TRAIN.AUGMENT or not config.DATA.is_plain:
             from datasets.transforms.augment import check_augmentations
 
-            check_augmentations(config.TRAIN)
-        if not config.DATA.is_plain:
-            from datasets.transforms.bands import check_bands
-
-            check_bands(config.DATA, config.TRAIN)
+            check_augmentations(config.TRAIN, config.DATA)
         if (weights := config.TRAIN.CLASS_WEIGHTS) not in (None, BALANCED):  # earlier versions took files
             raise UserError(f"{KEY}: expected {BALANCED} or null, got {weights!r}")
         one_by_one = config.TRAIN.mixes and config.TRAIN.MIXUP_MODE == "elem"
@@ -168,8 +164,8 @@ def resolve(loaded: Loaded) -> Loaded:
 
         loaded = with_patch_size(with_image_size(loaded))
     data = loaded.config.DATA
-    if not data.is_plain or AUTO in (data.RANGE, data.IMAGENET_MEAN, data.IMAGENET_STD):
-        from engine.inputs.measured import with_measurements
+    if AUTO in (data.RANGE, data.IMAGENET_MEAN, data.IMAGENET_STD):
+        from engine.inputs.auto import with_measurements
 
         loaded = with_measurements(loaded)
     if not loaded.config.EVAL:

@@ -5,12 +5,12 @@ Only JSON and tensors are read, and nothing is executed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import timm
 import torch
 from PIL import Image, ImageOps
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from vitamp.bands import arranged, checked, read_bands, together
+from vitamp.bands import planes_of
 from vitamp.colours import as_rgb_or_grey
 from vitamp.errors import INSTALLED, UserError, started
 from vitamp.metrics import CHOICES
@@ -110,7 +110,7 @@ def transform_of(about: Mapping[str, Any]) -> v2.Compose:
     upright = Upright(channels, bool(about.get("exif_rotate")), tuple(background) if background else None)
     mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")
     if bits := about.get("bits"):
-        (low, high), opened = about["range"], [Opened(channels, bits)]
+        (low, high), opened = about["range"], [partial(planes_of, channels=channels, bits=bits)]
         border = [low + (high - low) * value for value in about["mean"]]
     else:
         low, high, opened = 0, 255, [upright, v2.PILToTensor()]
@@ -133,24 +133,6 @@ class Upright:
         if self.rotate:
             image = ImageOps.exif_transpose(image)
         return as_rgb_or_grey(image, self.channels, self.background)[0]
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The values of a file, of several files of one image, or of an array (height x width x channels, or as PyTorch)"""
-
-    channels: int
-    bits: int | str
-
-    def __call__(self, image: str | Path | Sequence[str | Path] | np.ndarray) -> Tensor:
-        if isinstance(image, np.ndarray):
-            pixels = checked(arranged(image, self.channels), self.channels, self.bits)
-        else:
-            paths = [image] if isinstance(image, str | Path) else image
-            contents = [Path(path).read_bytes() for path in paths]
-            whole = contents[0] if len(contents) == 1 else together(contents)
-            pixels = read_bands(whole, self.channels, self.bits)
-        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32))
 
 
 @dataclass(frozen=True)

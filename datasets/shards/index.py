@@ -225,7 +225,7 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
             if key in images:
                 raise UserError(f"{where}: {member.name} and {images[key][0]} are two images of one sample.")
             images[key] = member.name, member.offset_data, member.size
-        elif kind in ARRAY_KINDS:
+        elif kind in ARRAY_KINDS and key not in images:
             arrays[key] = member.name, member.offset_data, member.size
         elif kind in LABEL_KINDS and (kind == "cls" or key not in labels):
             label = _label(file, member, where)
@@ -234,11 +234,7 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
         elif kind not in LABEL_KINDS:
             dotted = kind.rpartition(".")[2] in (*IMAGE_KINDS, *LABEL_KINDS)
             skipped.add(member.name, "more than one dot in the name" if dotted else None)
-    for key, array in arrays.items():
-        if key in images or key not in labels:
-            skipped.add(array[0])
-        else:
-            images[key] = array
+    images |= {key: array for key, array in arrays.items() if key in labels and key not in images}
     for key, (name, _, _) in images.items():
         if key not in labels:
             raise UserError(f"{where}: {name} has no label: there is no {key}.cls beside it, nor any in {key}.json.")

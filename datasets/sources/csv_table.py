@@ -6,7 +6,7 @@ import csv
 import io
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -333,37 +333,37 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
     path_names = (given["file"],) if "file" in given else PATHS
     target_names = (given["label"],) if "label" in given else (*TARGETS, *PLURALS) if data.MULTI_LABEL else TARGETS
     own = [place for place in range(len(header)) if header[place] != data.GROUP and place != split]
-    path, target = _first(header, path_names), _first(header, target_names)
+    columns = [name.casefold() for name in header]
+    path, target = (
+        next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
+        for names in (path_names, target_names)
+    )
     paths = [] if path is None else [path]
     if not paths and "file" not in given:
         paths = _numbered(file, header)
 
     if len(own) == 2 and not (paths and target is not None) and not data.MULTI_LABEL and not given:
         paths, target = _of_two(file, header, own, paths, target)
-    if not paths:
-        raise _no_column(file, header, path_names)
-    if target is not None:
-        targets, names = [target], [name.casefold() for name in header]
-    elif data.MULTI_LABEL and "label" not in given:
+    if not paths or (target is None and (not data.MULTI_LABEL or "label" in given)):
+        names = target_names if paths else path_names
+        suggestion = next((text for name in columns if (text := nearest(name, names))), "")
+        raise UserError(
+            f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
+            f"{ADVICE} {LAYOUT.format(root=file.parent)}"
+        )
+
+    targets, names = [] if target is None else [target], columns
+    if target is None:
         targets, names = [place for place in own if place not in paths], header  # classes may be a and A
-    else:
-        raise _no_column(file, header, target_names)
-    if target is None and len(targets) < 2:
-        what = f"neither a column called {' or '.join(target_names)} nor one column per class"
-        raise UserError(f"{file} has {what}. {LAYOUT.format(root=file.parent)}")
-    for place in (*paths, *targets):
-        if names.count(names[place]) > 1:
-            raise UserError(f"{file}: two columns are called {header[place]!r}; remove or rename one.")
+        if len(targets) < 2:
+            what = f"neither a column called {' or '.join(target_names)} nor one column per class"
+            raise UserError(f"{file} has {what}. {LAYOUT.format(root=file.parent)}")
+    if repeated := next((header[place] for place in (*paths, *targets) if names.count(names[place]) > 1), None):
+        raise UserError(f"{file}: two columns are called {repeated!r}; remove or rename one.")
     return paths, targets
 
 
 ADVICE = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
-
-
-def _first(header: list[str], names: Sequence[str]) -> int | None:
-    """Place of the column with the first of these names that there is, in any case."""
-    columns = [name.casefold() for name in header]
-    return next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
 
 
 def _numbered(file: Path, header: list[str]) -> list[int]:
@@ -389,14 +389,6 @@ def _of_two(
     target = next(place for place in own if place != path)
     warn_once(f"{file}: the column {header[path]!r} is read as the path, {header[target]!r} as the label. {ADVICE}")
     return [path], target
-
-
-def _no_column(file: Path, header: list[str], names: Sequence[str]) -> UserError:
-    suggestion = next((text for name in header if (text := nearest(name.casefold(), names))), "")
-    return UserError(
-        f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
-        f"{ADVICE} {LAYOUT.format(root=file.parent)}"
-    )
 
 
 def _whole_number(text: str) -> int | None:

@@ -151,16 +151,12 @@ class FileSamples(Samples):
         self.paths = paths if isinstance(paths, PathTable) else PathTable(paths)
 
     def read(self, index: int) -> bytes:
-        first, *others = self._paths(index)
-        if not others:
-            return read_regular(first)
-        contents = []
-        for path in (first, *others):
-            try:
-                contents.append(read_regular(path))
-            except FileNotFoundError:
-                raise Unreadable(f"its file {one_line(path)} does not exist") from None
-        return together(contents)
+        paths = self._paths(index)
+        if len(paths) == 1:
+            return read_regular(paths[0])
+        if missing := next((path for path in paths if not os.path.exists(path)), ""):
+            raise Unreadable(f"its file {one_line(missing)} does not exist")
+        return together([read_regular(path) for path in paths])
 
     def name(self, index: int) -> str:
         return one_line(self._paths(index)[0])

@@ -14,6 +14,7 @@ from datasets.base import mean_colour
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError
+from utils.log import warn_once
 from utils.own_code import OWN_ERRORS, OwnCodeError, check_name, execute, own_lines
 from vitamp.registry import own_named
 
@@ -60,6 +61,10 @@ PROBABILITY = 0.5
 """Probability that an operation chosen by RandAugment is applied, as in the same three."""
 
 
+SHAPES = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
+"""Operations of RandAugment that move pixels; the others change the 8 bits of grey or RGB."""
+
+
 def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
     """Augmentations of an image of the final size, in order. They draw from python's, numpy's and torch's generators.
 
@@ -67,6 +72,8 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
     policy or with ThreeAugment.
     """
     changes: list[ImageChange] = []
+    if not data.is_plain:
+        return [rand_augment(data, train, SHAPES)] if train.RAND_AUGMENT else []
     if train.RAND_AUGMENT:
         names = timm_augment.rand_augment_choices("", increasing=True)
         changes.append(rand_augment(data, train, names))
@@ -86,12 +93,21 @@ def own_augmentations(train: TrainConfig) -> list[str]:
     return [name for name in train.AUGMENT if name not in POLICIES]
 
 
-def check_augmentations(train: TrainConfig) -> None:
-    """Raise UserError for an unknown name in TRAIN.AUGMENT, and for two policies."""
+def check_augmentations(train: TrainConfig, data: DataConfig) -> None:
+    """Raise UserError for an unknown name in TRAIN.AUGMENT, and for two policies. Say what other images do without."""
     if len(policies := [name for name in train.AUGMENT if name in POLICIES]) > 1:
         raise UserError(f"TRAIN.AUGMENT {', '.join(policies)}: these were never meant to be combined; choose one.")
     for name in train.AUGMENT:
         check_name("augmentation", name, [*POLICIES])
+    if data.is_plain:
+        return
+    kind = f"images with DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS} and DATA.BITS {data.BITS}"
+    if own := own_augmentations(train):
+        raise UserError(f"TRAIN.AUGMENT {own[0]}: your own augmentations take 8-bit grey or RGB images, not {kind}.")
+    left_out = [key for key in train.single_image_keys if key != "TRAIN.RAND_AUGMENT"]
+    left_out += [f"TRAIN.RAND_AUGMENT but for {', '.join(SHAPES)}"] if train.RAND_AUGMENT else []
+    if left_out:
+        warn_once(f"Left out, because {kind} have no such colours: {'; '.join(left_out)}.")
 
 
 def affine_changes(data: DataConfig) -> list[ImageChange]:
@@ -128,9 +144,9 @@ def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
 
 def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, Any]:
     """Options of timm's operations: fill colour of uncovered corners, interpolation, spread of magnitudes."""
-    fill = mean_colour(data)
+    fill = mean_colour(data) if data.is_plain else (0,)  # pixels.py subtracts the mean
     return {
-        "img_mean": fill[0] if data.IMAGE_CHANNELS == 1 else fill,
+        "img_mean": fill[0] if len(fill) == 1 or data.IMAGE_CHANNELS == 1 else fill,
         "interpolation": Image.Resampling[data.INTERPOLATION.upper()],
         "magnitude_std": spread,
     }

@@ -22,9 +22,9 @@ from PIL import Image
 from datasets.base import PAD, Box, Encoded, shades_of_mean
 from datasets.decoding import Reader, decoder_of_jpeg, decoding_errors
 from datasets.transforms.augment import ImageChange, affine_changes, image_changes
-from datasets.transforms.bands import BandsChange, bands_changes
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
+from utils.seeding import seed_host
 from vitamp.resize import resized_size
 from vitamp.sizes import sides
 
@@ -165,13 +165,12 @@ class Pixels:
         self.resize: Resize = (PilResize if decoder_of_jpeg() == "pil" else TorchResize)(data.INTERPOLATION)
         self.pad = PAD if train and data.CROP == "pad" else 0
         self.flip, self.vertical_flip = (data.FLIP, data.VERTICAL_FLIP) if train else (0.0, 0.0)
-        self.border = shades_of_mean(data) if data.CROP_MODE == "border" else (0,) * self.channels
+        self.mean = shades_of_mean(data)
+        self.border = self.mean if data.CROP_MODE == "border" else (0,) * self.channels
         self.changes: list[ImageChange] = []
-        self.changes_of_bands: list[BandsChange] = []
-        if train and data.is_plain:
+        self.is_plain = data.is_plain
+        if train:
             self.changes = [*(image_changes(data, augmentation) if augmentation else ()), *affine_changes(data)]
-        elif train:
-            self.changes_of_bands = bands_changes(data, augmentation)
 
     def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
         """Write the pixels to `out` (C x H x W, best in channels-last). Raises Unreadable for a bad image."""
@@ -205,9 +204,9 @@ class Pixels:
             pixels = torch.from_numpy(pixels).flip(1).numpy()  # seven times as fast as numpy
         if self.vertical_flip > 0 and random.random() < self.vertical_flip:
             pixels = torch.from_numpy(pixels).flip(0).numpy()
-        for change in self.changes_of_bands:
-            pixels = change(pixels)
-        if self.changes:
+        if self.changes and not self.is_plain:
+            pixels = self.changed_bands(pixels)
+        elif self.changes:
             grey = pixels.shape[2] == 1
             image = Image.fromarray(pixels[:, :, 0] if grey else pixels)
             if grey and self.channels == 3:
@@ -217,3 +216,14 @@ class Pixels:
             pixels = np.asarray(image).reshape(self.rows, self.columns, self.channels)
         if pixels is not place:
             np.copyto(place, pixels)  # broadcasts one channel to three
+
+    def changed_bands(self, pixels: np.ndarray) -> np.ndarray:
+        """Augment each band as an image of its own, with the same random numbers. Uncovered corners get its mean."""
+        seed, changed = random.getrandbits(32), list[np.ndarray]()
+        for band, mean in zip(np.moveaxis(pixels, 2, 0), self.mean, strict=True):
+            seed_host(seed, "bands")
+            image = Image.fromarray(band - np.float32(mean))
+            for change in self.changes:
+                image = change(image)
+            changed.append(np.asarray(image) + np.float32(mean))
+        return np.dstack(changed)

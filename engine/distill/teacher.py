@@ -289,14 +289,9 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
         if theirs.task != ONE_LABEL:
             raise UserError(f"{KEY} {setting}: trained {theirs.task.words}; a teacher needs one label per image.")
         data = theirs.DATA
-        if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:
-            raise UserError(
-                f"{KEY} {setting}: trained on images with {data.IMAGE_CHANNELS} channels, but DATA.IMAGE_CHANNELS is "
-                f"{config.DATA.IMAGE_CHANNELS}."
-            )
-        if data.value_range != config.DATA.value_range:
-            low, high = data.value_range
-            raise UserError(f"{KEY} {setting}: trained on values from {low:g} to {high:g} (DATA.BITS, DATA.RANGE).")
+        for key in ("IMAGE_CHANNELS", "BITS", "RANGE"):
+            if (mine := getattr(config.DATA, key)) != (its := getattr(data, key)):
+                raise UserError(f"{KEY} {setting}: trained with DATA.{key} {its}, but here it is {mine}.")
         model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
         if own:
             own.values = values

@@ -7,21 +7,29 @@ another file, a timm name or timm's description of the model says the preprocess
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 from dataclasses import asdict, replace
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 
 from datasets import count_classes, open_dataset, source_of
-from datasets.base import background_of
+from datasets.base import Samples, background_of
+from datasets.damage import Failure, allowed, failure_or
+from datasets.decoding import Reader
 from datasets.shards.index import open_store
 from datasets.shards.source import ShardSet
 from models.build import is_timm_name, sizes_in, timm_weights
 from models.build import resolve as timm_base
 from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run
+from utils.cache import cache_folder, process_lock
 from utils.config import DataConfig, Loaded
 from utils.config.checks import is_typed
 from utils.config.keys import CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
@@ -29,8 +37,10 @@ from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
 from utils.config.words import choices
 from utils.errors import UserError
+from utils.log import log
+from utils.machine.cpus import cores
 from utils.text import some_of
-from vitamp.files import read_json
+from vitamp.files import parse_json, read_json, write_atomically
 from vitamp.meta import META, Input, check_fields, unchecked_meta
 from vitamp.metrics import NO_LABELS, ONE_LABEL
 from vitamp.sizes import in_pixels, sides, size_of
@@ -119,6 +129,68 @@ def with_patch_size(loaded: Loaded) -> Loaded:
     patches = in_pixels([side // patch for side in both])
     note = f"{PATCH_SIZE} {patch}: {patches} patches of an image of {in_pixels(size)}"
     return loaded.with_values({PATCH_SIZE: Entry(patch, f"{IMAGE_SIZE} {one_line(size)}")}, [note])
+
+
+def with_measurements(loaded: Loaded) -> Loaded:
+    """Measure mean, deviation and range on all pixels of the training split. Processes share the result."""
+    from engine.evaluation.features import contents_of
+
+    config, data = loaded.config, of_any_size(loaded.config.DATA)
+    wanted = [key for key in MEASURED if value_of(config, key) == AUTO]
+    split = open_dataset(data, not config.EVAL, config.MODEL.NUM_CLASSES, config.SEED, torch.device("cpu"))
+    samples, name = split.single_images() or vars(split).get("samples"), source_of(config.DATA)
+    if samples is None or config.EVAL:
+        raise UserError(f"{wanted[0]} auto: only training measures, on images that can be read singly; give numbers.")
+    dicom = "DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1"
+    notes = [dicom] if samples.name(0).lower().endswith(".dcm") else []
+    about = f"{contents_of(split)[:32]}-{data.IMAGE_CHANNELS}-{data.BITS}-{data.BACKGROUND}"
+    file = cache_folder(data, "measured") / f"{about}.json"
+    with process_lock(file.with_suffix(".lock"), f"measures {name}"):
+        if not file.is_file():
+            log.info("Measuring %s on %s training images of %s.", ", ".join(wanted), f"{len(samples):,}", name)
+            write_atomically(file, json.dumps(_measured(samples, data).tolist()))
+        pixels, sums, squares, smallest, largest = np.array(parse_json(file.read_bytes()))
+    if (blank := np.flatnonzero(smallest == largest)).size:
+        raise UserError(f"{name}: channel {blank[0] + 1} has the same value in all training images; leave it out.")
+    least, most = float(smallest.min()), float(largest.max())
+    low, high = (least, most) if MEASURED[0] in wanted else config.DATA.value_range
+    mean, variance = sums / pixels, squares / pixels - (sums / pixels) ** 2
+    values = (low, high), (mean - low) / (high - low), np.sqrt(variance) / (high - low)
+    found = {key: tuple(map(float, value)) for key, value in zip(MEASURED, values, strict=True) if key in wanted}
+    bits = f" ({math.ceil(math.log2(most + 1))} of 16 bits)" if data.BITS == 16 else ""
+    words = ", ".join(f"{key} [{', '.join(f'{number:.4g}' for number in found[key])}]" for key in wanted)
+    notes.append(f"Measured on {len(samples):,} training images, of values from {least:g} to {most:g}{bits}: {words}")
+    return loaded.with_values({key: Entry(value, f"measured on {name}") for key, value in found.items()}, notes)
+
+
+def _measured(samples: Samples, data: DataConfig) -> np.ndarray:
+    """Of all images, by channel: number of pixels, sum of values and of squares, smallest and largest value.
+
+    UserError if more images cannot be read than DATA.MAX_BAD allows.
+    """
+    total, broken = np.zeros((5, data.IMAGE_CHANNELS)), list[str]()
+    total[3], total[4] = np.inf, -np.inf
+    with ThreadPool(cores()) as threads:
+        each = threads.imap(partial(_of_image, samples, Reader(data)), range(len(samples)), chunksize=8)
+        for index, found in enumerate(each):
+            if not isinstance(found, Failure):
+                total[:3] += found[:3]
+                total[3], total[4] = np.minimum(total[3], found[3]), np.maximum(total[4], found[4])
+                continue
+            broken.append(f"The training image {samples.name(index)} cannot be read: {found.reason}")
+            if len(broken) > allowed(data.MAX_BAD, len(samples)):
+                others = f" ({len(broken)} so far)" if len(broken) > 1 else ""
+                raise UserError(f"{broken[0]}{others}. Correct images or settings, or list them in DATA.EXCLUDE.")
+    return total
+
+
+def _of_image(samples: Samples, reader: Reader, index: int) -> np.ndarray | Failure:
+    pixels = failure_or(lambda: reader.whole(samples.read(index)))
+    if isinstance(pixels, Failure):
+        return pixels
+    values = pixels.reshape(-1, pixels.shape[2]).astype(np.float64)
+    pixels_each = np.full(values.shape[1], len(values))
+    return np.stack([pixels_each, values.sum(0), (values**2).sum(0), values.min(0), values.max(0)])
 
 
 def with_packing(loaded: Loaded) -> Loaded:

@@ -36,7 +36,7 @@ from utils.log import unheard
 from utils.own_code import FIELD, allowed, noted_of
 from utils.record.resumed_run import config_of
 from utils.text import counted
-from vitamp.bands import false_colour
+from vitamp.bands import picture_of_bands
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import BETTER, NO_LABELS, PLAIN, WeightSet
 from vitamp.pooling import POOLED, pool_of, pooled_features
@@ -276,6 +276,4 @@ def name_of(dataset: ImageDataset, index: int) -> str:
 
 def picture_of(dataset: ImageDataset, index: int) -> Image.Image:
     pixels = dataset.__getitems__([(0, index)]).images[0].cpu().permute(1, 2, 0).numpy()
-    if not dataset.data.is_plain:
-        return false_colour(pixels)
-    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    return picture_of_bands(pixels)

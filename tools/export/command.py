@@ -158,8 +158,9 @@ def main(argv: list[str]) -> int:
     if weights and own_named("model", name := trained.config.MODEL.NAME):
         raise UserError(f"-to {weights[0]}: timm does not have {name}, a model of your own; use -to torch or onnx.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
-    if asked.with_resize and not trained.config.DATA.is_plain:
-        raise UserError("-with_resize: takes 8-bit RGB images, and this model others; use -with_preprocess.")
+    if not trained.config.DATA.is_plain and (asked.with_resize or HUB in formats):
+        what = "-with_resize" if asked.with_resize else f"-to {HUB}"
+        raise UserError(f"{what}: for 8-bit grey and RGB images, and this model takes others; see docs/bands.md.")
     if asked.with_resize:
         from tools.export.from_image import whole_images
 

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datasets.base import Box, Samples
+from datasets.base import Samples
 from datasets.decoding import Reader
 from datasets.given import open_given
 from datasets.registry import crop_of
@@ -147,8 +147,7 @@ def clearly_other(thresholds: Tensor | None, expected: Tensor, found: Tensor) ->
 
 def _decoded(data: DataConfig, samples: Samples, index: int) -> np.ndarray:
     """A stored image, upright and without transparency."""
-    stored = Reader(data).open(samples.read(index))
-    return _rgb(stored.cut(Box(0, 0, stored.width, stored.height)))
+    return _rgb(Reader(data).whole(samples.read(index)))
 
 
 def _rgb(pixels: np.ndarray) -> np.ndarray:

@@ -41,11 +41,7 @@ def main(argv: list[str]) -> int:
     from tools.show_batch.picture import draw, first_images
 
     check_dataset(loaded.config.DATA, loaded.config.MODEL.NUM_CLASSES)
-    check_augmentations(loaded.config.TRAIN)
-    if not loaded.config.DATA.is_plain:
-        from datasets.transforms.bands import check_bands
-
-        check_bands(loaded.config.DATA, loaded.config.TRAIN)
+    check_augmentations(loaded.config.TRAIN, loaded.config.DATA)
     for note in loaded.notes:
         log.info(note)
     shown = first_images(loaded.config, count)

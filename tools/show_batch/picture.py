@@ -24,7 +24,7 @@ from tools.common.output_file import writing
 from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.seeding import seed_all
-from vitamp.bands import false_colour, shown_bands
+from vitamp.bands import picture_of_bands, shown_bands
 
 SIDE_INCHES = 1.7
 SMALLEST_FRACTION = 0.005
@@ -33,10 +33,10 @@ LONGEST_NAME = 18
 
 
 class Shown(NamedTuple):
-    """One image as the model sees it, but with pixels from 0 to 255, or as they are stored with DATA.BITS."""
+    """One image as the model sees it, but with pixels from 0 to 255."""
 
     pixels: np.ndarray
-    """Height x width x channels"""
+    """uint8, height x width x channels"""
     labels: tuple[tuple[str, float], ...]
     """(class, fraction), the larger fraction first"""
 
@@ -64,13 +64,13 @@ def first_images(config: Config, count: int) -> list[Shown]:
                 seen = change(inputs(batch.images), batch.labels)
                 # Normalised images back to pixels. Noise of random erasing can leave 0..255 and is clipped.
                 pixels = (seen.images - inputs.offset) / inputs.factor
-                if config.DATA.is_plain:
-                    pixels = pixels.round().clamp(0, 255).to(torch.uint8)
+                pixels = pixels.round().clamp(0, 255).to(torch.uint8) if config.DATA.is_plain else pixels
                 several = seen.targets if seen.targets.dim() > 1 else F.one_hot(seen.labels)
                 for image, target in zip(pixels.permute(0, 2, 3, 1).cpu().numpy(), several, strict=True):
                     values, labels = target.float().sort(descending=True, stable=True)
                     pairs = zip(labels.tolist(), values.tolist(), strict=True)
-                    yield Shown(image, tuple((name(one), part) for one, part in pairs if part >= SMALLEST_FRACTION))
+                    shown = np.atleast_3d(np.asarray(picture_of_bands(image)))
+                    yield Shown(shown, tuple((name(one), part) for one, part in pairs if part >= SMALLEST_FRACTION))
 
     try:
         return list(itertools.islice(images(), count))
@@ -85,14 +85,13 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
     size = (SIDE_INCHES * max(columns, 3), SIDE_INCHES * 1.25 * rows + 0.5)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    plain, (high, wide, channels) = config.DATA.is_plain, shown[0].pixels.shape
-    title = f"{config.DATA.DATASET}, {high} x {wide}{'' if plain else f', {shown_bands(channels)}'}"
+    title = "{}, {} x {}".format(config.DATA.DATASET, *shown[0].pixels.shape)
+    title += "" if config.DATA.is_plain else f", {shown_bands(config.DATA.IMAGE_CHANNELS)}"
     figure.suptitle(title, fontsize=9, parse_math=False)
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, one in zip(axes.flat, shown, strict=False):
-        pixels = one.pixels if plain else np.atleast_3d(np.asarray(false_colour(one.pixels)))
-        axis.imshow(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels, cmap="gray", vmin=0, vmax=255)
+        axis.imshow(one.pixels.squeeze(-1) if one.pixels.shape[-1] == 1 else one.pixels, cmap="gray", vmin=0, vmax=255)
         title = "\n".join(f"{name}: {100 * fraction:.0f} %" for name, fraction in one.labels)
         title = (one.labels[0][0] if len(one.labels) == 1 else title).encode(errors="backslashreplace").decode()
         axis.set_title(title, fontsize=7, parse_math=False)

@@ -49,9 +49,9 @@ def _data(config: Config) -> Iterator[Problem]:
         if len(values) not in (1, data.IMAGE_CHANNELS) and not equal_for_grey:
             count = f"{one_line(values)} has {len(values)} numbers"
             yield key, f"{count}; DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS} needs {needed}"
-    for key in ("DATA.CROP_SCALE", "DATA.CROP_RATIO", "TRAIN.CUTMIX_MINMAX"):
+    for key in ("DATA.CROP_SCALE", "DATA.CROP_RATIO", "TRAIN.CUTMIX_MINMAX", "DATA.RANGE"):
         pair = value_of(config, key)
-        if pair is not None and pair[0] > pair[1]:
+        if pair not in (None, AUTO) and (pair[0] > pair[1] or (key == "DATA.RANGE" and pair[0] == pair[1])):
             yield key, f"{one_line(pair)} must be the smallest and the largest, in this order"
 
 

@@ -35,6 +35,7 @@ from vitamp.sizes import sides
 DropLast = Annotated[
     Literal["batch", "update"] | bool, AfterValidator(lambda value: "batch" if value is True else value)
 ]
+Bits = Annotated[Literal[8, 16, "float"], BeforeValidator(as_integer)]
 _RANDOM, _CROPPED = only_with("DATA.CROP=random"), overridden_by("DATA.CROP=none")
 _MIXING = ("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX")
 
@@ -61,13 +62,9 @@ class DataConfig(Section):
         "median image (docs/small_images.md).",
     )
     IMAGE_CHANNELS: Positive = setting(3, "3 for RGB, 1 for grey; others for files of so many bands (docs/bands.md).")
-    BITS: Annotated[Literal[8, 16, "float"], BeforeValidator(as_integer)] = setting(
-        8, "Bits of a stored value; 16, float: no value is lost on the way to the model (docs/bands.md)."
-    )
+    BITS: Bits = setting(8, "Bits of a stored value; with 16 and float, none of them is lost (docs/bands.md).")
     RANGE: RangeOrAuto = setting(
-        None,
-        "Stored values that become 0 and 1; auto: the smallest and the largest of the training split; null: 0 and 255, "
-        "0 and 65535 or, of floats, 0 and 1.",
+        None, "Stored values that become 0 and 1; auto: measured; null: 0 and 255, 0 and 65535; 0 and 1 of floats."
     )
     CROP_PCT: float = setting(0.875, "Validation: centre crop as a fraction of the short side.", _CROPPED, gt=0, le=2)
     CROP_MODE: Literal["center", "squash", "border"] = setting(
@@ -80,13 +77,9 @@ class DataConfig(Section):
         None, "Loading processes per rank; null: one per core that it has, at most 16; see THREADS.", ge=0, le=1024
     )
     IMAGENET_MEAN: NumbersOrAuto = setting(
-        (0.5, 0.5, 0.5),
-        "Mean for normalisation, subtracted from images scaled to 0..1; auto: measured on the training split, as by "
-        "default with other BITS or IMAGE_CHANNELS than 8-bit RGB and grey.",
+        (0.5, 0.5, 0.5), "Mean for normalisation, subtracted from images scaled to 0..1; auto: docs/bands.md."
     )
-    IMAGENET_STD: NumbersAboveZeroOrAuto = setting(
-        (0.5, 0.5, 0.5), "Standard deviation for normalisation; auto as for IMAGENET_MEAN."
-    )
+    IMAGENET_STD: NumbersAboveZeroOrAuto = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation, or auto.")
     SAMPLER: Literal["shuffle", "balanced"] = setting(
         "shuffle",
         "Training: shuffle: no image twice in an epoch. balanced: each class equally often, in an epoch of the "
@@ -148,7 +141,7 @@ class DataConfig(Section):
         "white",
         "Colour behind transparent pixels: a name, mean (IMAGENET_MEAN) or [r, g, b]; drop: transparency is ignored.",
     )
-    EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.")
+    EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.", only_with("DATA.BITS=8"))
     CACHE: str | None = setting(None, "Folder for compiled code, hf:NAME and indices of tars; null: ~/.cache/vitamp.")
 
     @property
@@ -170,7 +163,7 @@ class DataConfig(Section):
     @property
     def value_range(self) -> tuple[float, float]:
         """The stored values that are scaled to 0 and 1."""
-        return self.RANGE or (0.0, {8: 255.0, 16: 65535.0}.get(self.BITS, 1.0))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return self.RANGE or (0.0, 1.0 if self.BITS == "float" else 2.0**self.BITS - 1)
 
     @property
     def task(self) -> TaskKind:

@@ -104,12 +104,6 @@ def folded(value: Any) -> Any:
     return value.strip().casefold() if isinstance(value, str) else value
 
 
-def _ascending(value: tuple[float, float]) -> tuple[float, float]:
-    if value[0] >= value[1]:
-        raise ValueError("the first number must be below the second")
-    return value
-
-
 class Fold(NamedTuple):
     """Fold `number` of `folds`, counted from 1, as in `2/5`."""
 
@@ -186,22 +180,14 @@ SizeOrAuto = Annotated[
 CountOrAuto = Annotated[
     Count, _or_auto, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"enum": [AUTO]}]})
 ]
-
-
-def _auto_beside(item: dict[str, Any], *others: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [{"type": "array", **item}, {"enum": [AUTO]}, *others]})
-
-
-NumbersOrAuto = Annotated[
-    Numbers, _or_auto, _auto_beside({"items": {"type": "number", "minimum": -1e6, "maximum": 1e6}})
-]
-NumbersAboveZeroOrAuto = Annotated[
-    NumbersAboveZero, _or_auto, _auto_beside({"items": {"type": "number", "exclusiveMinimum": 0}})
-]
-Ascending = Annotated[tuple[float, float], BeforeValidator(_as_tuple), AfterValidator(_ascending)]
-RangeOrAuto = Annotated[
-    Ascending | None, _or_auto, _auto_beside({"prefixItems": [{"type": "number"}] * 2}, {"type": "null"})
-]
+_number = {"type": "number"}
+_LISTS = {"anyOf": [{"type": "array", "items": {**_number, "minimum": -1e6, "maximum": 1e6}}, {"enum": [AUTO]}]}
+NumbersOrAuto = Annotated[Numbers, _or_auto, WithJsonSchema(_LISTS)]
+_ABOVE_ZERO = {"anyOf": [{"type": "array", "items": {**_number, "exclusiveMinimum": 0}}, {"enum": [AUTO]}]}
+NumbersAboveZeroOrAuto = Annotated[NumbersAboveZero, _or_auto, WithJsonSchema(_ABOVE_ZERO)]
+Range = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
+_RANGES = {"anyOf": [{"type": "array", "prefixItems": [_number, _number]}, {"enum": [AUTO]}, {"type": "null"}]}
+RangeOrAuto = Annotated[Range | None, _or_auto, WithJsonSchema(_RANGES)]
 PositiveUnlessAuto = Annotated[
     Annotated[Positive, _Auto] | None, BeforeValidator(lambda value: None if folded(value) == AUTO else value)
 ]

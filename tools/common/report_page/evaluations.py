@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 
 from datasets import ImageDataset
-from datasets.base import Box
 from datasets.decoding import Reader
 from datasets.labels import images_of_classes
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
@@ -29,7 +28,7 @@ from utils.cli import CommandLine
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.text import counted, wilson
-from vitamp.bands import false_colour, shown_bands
+from vitamp.bands import picture_of_bands, shown_bands
 from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing
 
 IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
@@ -228,11 +227,8 @@ def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _decid
     shown: Shown = {}
     for name, images in zip(("hidden", "predicted", "original"), (*model.painted(originals), originals), strict=True):
         pixels = ((images - inputs.offset) / inputs.factor).cpu().permute(0, 2, 3, 1)
-        if trained.config.DATA.is_plain:
-            pixels = pixels.round().clamp(0, 255).byte()
-            shown[name] = [data_uri(Image.fromarray(one.squeeze(-1).numpy())) for one in pixels]
-        else:
-            shown[name] = [data_uri(false_colour(one.numpy())) for one in pixels]
+        pixels = pixels.round().clamp(0, 255).byte() if trained.config.DATA.is_plain else pixels
+        shown[name] = [data_uri(picture_of_bands(one.numpy())) for one in pixels]
     return {
         "template": "pixels.html",
         "headline": None,  # only validation measures how much of the images is explained
@@ -281,16 +277,11 @@ def pictured(dataset: ImageDataset, index: int, data: DataConfig) -> Shown:
     named, samples, link = _named(dataset, index), dataset.single_images(), None
     if samples is None:
         return {**named, "link": link, "picture": data_uri(picture_of(dataset, index))}
-    stored = Reader(data).open(samples.read(index))
-    pixels = stored.cut(Box(0, 0, stored.width, stored.height))
+    pixels = Reader(data).whole(samples.read(index))
     if samples.stored == "files" and (file := Path(named["image"])).is_file():
         link = file.resolve().as_uri()
-    if not data.is_plain:
-        bands = shown_bands(data.IMAGE_CHANNELS)
-        named["short"] += f" ({bands})"
-        return {**named, "link": link, "picture": data_uri(false_colour(pixels)), "bands": bands}
-    picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-    return {**named, "link": link, "picture": data_uri(picture)}
+    bands = {} if data.is_plain else {"bands": shown_bands(data.IMAGE_CHANNELS)}
+    return {**named, "link": link, "picture": data_uri(picture_of_bands(pixels)), **bands}
 
 
 def data_uri(picture: Image.Image, side: int = THUMBNAIL) -> str:

@@ -155,10 +155,9 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
                 other = np.any(validation.labels[index] != train.labels[twins[digest]])
                 copies.found += 1
                 copies.relabelled += int(other)
-                if (copies.relabelled if other else copies.found) <= MOST_NAMED:
-                    names = validation.name(index), train.name(twins[digest])
-                    copies.examples.insert(0 if other else len(copies.examples), names)
-    del copies.examples[MOST_NAMED:]
+                names = validation.name(index), train.name(twins[digest])
+                copies.examples.insert(0 if other else MOST_NAMED, names)
+                del copies.examples[MOST_NAMED:]
     return copies
 
 
@@ -286,9 +285,8 @@ def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
         yield f"Classes without validation images, of which no metric tells: {of}. Validation needs images of them."
     for one, other, copies in found.pairs():
         for copy, original in copies.examples[:1]:
-            of = f"{copies.found:,} of {copies.compared:,} {one} images"
-            of += f", {copies.relabelled:,} of them with another label there" * (copies.relabelled > 0)
-            of += f". {copy} has the bytes of {original}"
+            labels = f", {copies.relabelled:,} of them with another label there" if copies.relabelled else ""
+            of = f"{copies.found:,} of {copies.compared:,} {one} images{labels}. {copy} has the bytes of {original}"
             lists = f"`{check}` lists them"
             if other == "training":
                 lists = f"`{check} -fix exclude.txt` lists the copies; train with DATA.EXCLUDE=exclude.txt"

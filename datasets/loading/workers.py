@@ -171,12 +171,12 @@ class LoadingProcesses:
 
 def start_worker(_: int) -> None:
     """Initialise a loading process. It ignores signals, because the training process ends it, and never outlives it."""
+    die_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     # Errors are sent to the training process; the rest is noise of shutting down when that process ends.
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    die_with_parent(signal.SIGKILL)
     keep_freed_memory()
     if sys.platform == "linux":
         # Tensors are sent through a socket in the temporary folder, which would stay there when this process is killed.

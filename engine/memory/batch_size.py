@@ -82,14 +82,12 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
 
     `each`: images per update and process, if the global batch is given.
     """
-    free, given = free_memory(device, world.local_size), config.TRAIN.MEMORY_LIMIT
-    if free is None and given is None:
+    limit = _limit(config, world, device)
+    if limit is None:
         raise UserError(
             "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT (GiB per "
             "process), or set -batch_size to a number."
         )
-    known = (None if free is None else free + held_memory(device), given and given * GIB)
-    limit = min(size for size in known if size is not None)
     at_most = int(limit * (1 - MARGIN))
     fitting, peak, reason = 0, 0, ""
     # Building the run logs its lines again, and draws random numbers again.
@@ -125,18 +123,25 @@ def check_batch(run: Run) -> None:
     There the system would kill the program without a word.
     """
     config, device, batch = run.config, run.device, run.config.DATA.BATCH_SIZE
-    free, sharded = free_memory(device, run.world.local_size), config.DIST.STRATEGY == "fsdp"
-    if batch <= STEP or run.auto_batch_size or device.type == "cuda" or sharded or free is None:
+    limit, sharded = _limit(config, run.world, device), config.DIST.STRATEGY == "fsdp"
+    if batch <= STEP or run.auto_batch_size or device.type == "cuda" or sharded or limit is None:
         return
-    limit, size = int((free + held_memory(device)) * (1 - MARGIN)), least_batch(config)
+    limit, size = int(limit * (1 - MARGIN)), least_batch(config)
     with unheard(), fork_host_rng():
         trial = Trial(config, None, run.world, device, limit)
         while size < min(batch, 4 * STEP) and trial.fits(size) and (len(trial.peaks) < 2 or not trial.is_slow()):
             size *= 2
-    if (expected := trial.expected(batch)) > limit:
+    if (expected := max(trial.expected(batch), *trial.peaks.values())) > limit:
         taken = f"an update would take about {in_gib(expected)} per process, and {in_gib(limit)} can be had"
         ways = "\n  ".join(ways_out(config, False, device))
         raise UserError(f"DATA.BATCH_SIZE {batch}: {taken}. Ways out:\n  {ways}")
+
+
+def _limit(config: Config, world: World, device: torch.device) -> float | None:
+    """Bytes that this process may hold: TRAIN.MEMORY_LIMIT, or less if less is free; None if both are unknown."""
+    free, given = free_memory(device, world.local_size), config.TRAIN.MEMORY_LIMIT
+    known = (None if free is None else free + held_memory(device), given and given * GIB)
+    return min((size for size in known if size is not None), default=None)
 
 
 def free_memory(device: torch.device, processes: int) -> int | None:

@@ -60,6 +60,9 @@ def test_dry_run_ends_with_the_update_in_which_its_time_is_up(
 def test_dry_run_refuses_a_batch_that_would_not_fit(vitamp: Vitamp, tiny: Path) -> None:
     """It is estimated from small ones; on a CPU, the system would kill the program."""
     data = ("-dataset", "synthetic", "-image_size", 64, "DATA.SYNTHETIC_TRAIN=20000000", "-batch_size", 10_000_000)
+    small = ("-batch_size", 1000, "TRAIN.MEMORY_LIMIT=0.2")
+    done = vitamp("-cfg", tiny, *data, *small, "-dry_run", code=2)
+    assert re.search(r"BATCH_SIZE 1000: .* about [\d.]+ [GM]iB per process, and 188.4 MiB can be had", done.err)
     done = vitamp("-cfg", tiny, *data, "-dry_run", code=2)
     assert re.search(
         r"BATCH_SIZE 10000000: an update would take about [\d.]+ GiB per process, and [\d.]+ GiB", done.err

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import threading
+import time
 from typing import Any
 from unittest import mock
 
@@ -88,6 +91,17 @@ def test_time_in_which_all_ranks_were_suspended_is_not_silence(monkeypatch: pyte
         now[0] += seconds
         watchdog._check()
     assert "has sent no heartbeat for 60 s" in decided[0]
+
+
+def test_ended_rank_leaves_no_process_that_stalls_as_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    child.start()
+    watchdog = Watchdog(HashStore(), World(1, 2), members(os.getpid(), os.getpid()), 600)
+    watchdog._stop()
+    monkeypatch.setattr(os, "_exit", mock.Mock())
+    watchdog._end("rank 0 has left", found_by=0)
+    child.join(20)
+    assert child.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("left", [False, pytest.param(True, marks=pytest.mark.slow)])

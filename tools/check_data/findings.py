@@ -322,16 +322,15 @@ class _Image(NamedTuple):
         numbers = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(label).tolist()
         return ";".join(names[one] if 0 <= one < len(names) else f"label {one}" for one in numbers) or "no label"
 
-    def found(self, about: str, kind: str = "") -> Found:
-        return Found(self.split.title, self.split.samples.name(self.number), about, kind)
+    def found(self, about: str, kind: str = "", copy_of: str = "", contradicts: bool = False) -> Found:
+        return Found(self.split.title, self.split.samples.name(self.number), about, kind, copy_of, contradicts)
 
     def copy_of(self, other: _Image, alike: str = "the same bytes as") -> Found:
         """Finding of this image, which has the bytes of `other`, or nearly its pixels."""
         labels = "" if self.label == other.label else f", but {self.label} instead of {other.label}"
         name = other.split.samples.name(other.number)
         where = "" if self.split is other.split else f" in the {other.split.title} split"
-        found = self.found(f"{alike} {name}{where}{labels}")
-        return found._replace(copy_of=name, contradicts=bool(labels and where))
+        return self.found(f"{alike} {name}{where}{labels}", "", name, bool(labels and where))
 
 
 def find_problems(splits: list[Split], num_classes: int, image_size: ImageSize) -> Findings:

@@ -111,7 +111,7 @@ class TrainConfig(Section):
     GLOBAL_BATCH: Positive | None = setting(
         None, "Images per update, from which ACCUM_ITER follows; null: BATCH_SIZE x processes x ACCUM_ITER."
     )
-    MEMORY_LIMIT: AboveZero | None = setting(None, "DATA.BATCH_SIZE auto: GiB per process; null: the free memory.")
+    MEMORY_LIMIT: AboveZero | None = setting(None, "BATCH_SIZE auto, -dry_run: GiB per process; null: the free memory.")
     COMPILE: Literal["auto", "none", "blocks", "whole"] = setting(
         "auto", "torch.compile of each block, or of all from images to loss (whole); auto: in long runs on GPUs."
     )

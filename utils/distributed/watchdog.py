@@ -11,6 +11,7 @@ is not involved, and no device is touched.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -233,6 +234,8 @@ class Watchdog:
         writer.join(2)  # a disk that hangs must not keep this process
         if self._world.first:
             time.sleep(2 * self._interval)
+        for child in multiprocessing.active_children():  # one that stalls as it begins would outlive this process
+            child.kill()
         os._exit(EXIT_FAILED)
 
 

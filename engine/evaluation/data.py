@@ -36,6 +36,7 @@ from vitamp.weights import Chosen, chosen_at
 PART, CROP = "DATA.PART", "DATA.CROP"
 OF_RUN = ("same place", "moved")
 """What `whose_data` says of the run's own images"""
+Origin = Literal["same place", "moved", "other", "unknown"]
 OF_SPLIT = ("FOLD", "SPLIT_SEED", "VAL_FRACTION", "GROUP")
 
 
@@ -54,46 +55,53 @@ def settings_for_evaluation(
             config = _with(config, changes)
         if unread := unread_path(config.DATA):
             raise UserError(unread)
-    place, data_of_run, part = source_of(config.DATA), whose_data(config, saved), config.DATA.PART
-    if data_of_run in OF_RUN and part in ("train", "all"):
+    origin, part = whose_data(config, saved), config.DATA.PART
+    trained_on = origin in OF_RUN
+    if trained_on and part in ("train", "all"):
         which = "are" if part == "train" else "include"
         notes.append(
             f"{PART} {part}: these {which} the images that the model was trained on, so the result does not show how "
             "well it recognises new images"
         )
-    if data_of_run == "same place":
-        if saved is not None:
-            check_split(config, saved, part)
-        return ({PART: "val"} if part == AUTO else {}), notes
-    if saved is not None and data_of_run != "moved":
+    if saved is not None and origin == "same place":
+        check_split(config, saved, part)
+    elif saved is not None and not trained_on:
         changes |= {key: default_of(key) for key in OF_OWN_DATA if key not in given}
         if CROP not in given and squeezes(DataConfig(DATASET=settings_of(saved).get(DATASET, config.DATA.DATASET))):
             changes[CROP] = "none"  # its own data set squeezes images whatever CROP is, as digits
         if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
-            notes.append(f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {place} is other data")
-    if part != AUTO:
-        return changes, notes
-    unsplit = comes_unsplit(_with(config, changes).DATA)
-    part = "all" if unsplit and data_of_run == "other" else "val"
-    if data_of_run == "other":
-        why = " and has no validation split of its own" if unsplit else ""
-        notes.append(f"{PART} {part}: {place} is not recognised as the data that the model was trained on{why}")
-        if saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None:
+            notes.append(
+                f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {source_of(config.DATA)} is other data"
+            )
+    if part == AUTO:
+        unsplit = comes_unsplit(_with(config, changes).DATA)
+        changes[PART], why = _part_of(config, origin, unsplit)
+        notes += [f"{PART} {changes[PART]}: {why}"] if why else []
+        unlisted = saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None
+        if origin == "other" and unlisted:
             notes.append("If it is, without some images or with other labels, give DATA.EXCLUDE or DATA.RELABEL")
-    elif data_of_run == "moved":
-        notes.append(f"{PART} {part}: {place} is the data that the model was trained on, in another place")
-    elif unsplit:
-        why = (
-            f"whether the model was trained on {place} is unknown, so the split of a training (DATA.VAL_FRACTION) is "
-            "evaluated; -part all evaluates all images"
-        )
-        try:
-            with unheard():
-                check_dataset(_with(config, {PART: part}).DATA, ANY_LABEL, train=False)
-        except TooFewToSplit:
-            part, why = "all", f"{place} has one image per class, so nothing can be split off"
-        notes.append(f"{PART} {part}: {why}")
-    return {**changes, PART: part}, notes
+    return changes, notes
+
+
+def _part_of(config: Config, origin: Origin, unsplit: bool) -> tuple[str, str]:
+    """The value for DATA.PART auto, and why. `unsplit`: the data has no validation split of its own."""
+    place = source_of(config.DATA)
+    if origin == "moved":
+        return "val", f"{place} is the data that the model was trained on, in another place"
+    if origin == "other":
+        why = " and has no validation split of its own" if unsplit else ""
+        return "all" if unsplit else "val", f"{place} is not recognised as the data that the model was trained on{why}"
+    if origin == "same place" or not unsplit:
+        return "val", ""
+    try:
+        with unheard():
+            check_dataset(_with(config, {PART: "val"}).DATA, ANY_LABEL, train=False)
+    except TooFewToSplit:
+        return "all", f"{place} has one image per class, so nothing can be split off"
+    return "val", (
+        f"whether the model was trained on {place} is unknown, so the split of a training (DATA.VAL_FRACTION) is "
+        "evaluated; -part all evaluates all images"
+    )
 
 
 def _other_layout(data: DataConfig, needs_labels: bool) -> tuple[str, str] | None:
@@ -107,7 +115,7 @@ def _other_layout(data: DataConfig, needs_labels: bool) -> tuple[str, str] | Non
         return found if found and found[0] != data.DATASET else None
 
 
-def whose_data(config: Config, saved: Chosen | None) -> Literal["same place", "moved", "other", "unknown"]:
+def whose_data(config: Config, saved: Chosen | None) -> Origin:
     """Whether DATA names the data of the run that trained the weights `saved`."""
     own, samples = (settings_of(saved), saved.samples) if saved else ({}, None)
     if "DATA.DATASET" not in own:

@@ -322,6 +322,22 @@ class _Image(NamedTuple):
         numbers = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(label).tolist()
         return ";".join(names[one] if 0 <= one < len(names) else f"label {one}" for one in numbers) or "no label"
 
+    def report(self, findings: Findings, num_classes: int, image_size: ImageSize) -> None:
+        """Add what is wrong with this image alone, and what may be."""
+        scan, label = self.split.scans[self.number], self.split.samples.labels[self.number]
+        if scan.problem:
+            findings.defects[UNREADABLE].append(self.found(scan.reason, scan.problem))
+        if scan.damage:
+            findings.defects[DAMAGED].append(self.found(scan.damage))
+        if np.ndim(label) == 0 and not 0 <= label < num_classes:
+            about = f"label {label}; MODEL.NUM_CLASSES {num_classes} allows 0 to {num_classes - 1}"
+            findings.defects[LABELS].append(self.found(about))
+        if mode := scan.header.mode:
+            findings.notes[MODES].append(self.found(mode))
+        high, wide = sides(image_size)
+        if min(size := scan.header.size) > 0 and (size[0] < wide or size[1] < high):
+            findings.notes[SMALL].append(self.found(f"{size[0]} x {size[1]}"))
+
     def found(self, about: str, kind: str = "", copy_of: str = "", contradicts: bool = False) -> Found:
         return Found(self.split.title, self.split.samples.name(self.number), about, kind, copy_of, contradicts)
 
@@ -344,37 +360,9 @@ def find_problems(splits: list[Split], num_classes: int, image_size: ImageSize) 
     findings.notes[UNVALIDATED] = [name for name, count in of_validation.items() if not count and name not in empty]
     findings.notes[TINY] = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
     findings.sizes.update(scan.header.size for split in splits for scan in split.scans if not scan.problem)
-    copies: dict[bytes, list[_Image]] = {}
-    high, wide = sides(image_size)
-    for split in splits:
-        for index, scan in enumerate(split.scans):
-            image = _Image(split, index)
-            if scan.problem:
-                findings.defects[UNREADABLE].append(image.found(scan.reason, scan.problem))
-            if scan.damage:
-                findings.defects[DAMAGED].append(image.found(scan.damage))
-            label = split.samples.labels[index]
-            if np.ndim(label) == 0 and not 0 <= label < num_classes:
-                about = f"label {label}; MODEL.NUM_CLASSES {num_classes} allows 0 to {num_classes - 1}"
-                findings.defects[LABELS].append(image.found(about))
-            if mode := scan.header.mode:
-                findings.notes[MODES].append(image.found(mode))
-            if min(size := scan.header.size) > 0 and (size[0] < wide or size[1] < high):
-                findings.notes[SMALL].append(image.found(f"{size[0]} x {size[1]}"))
-            if scan.digest:
-                copies.setdefault(scan.digest, []).append(image)
-    for same in (images for images in copies.values() if len(images) > 1):
-        if len({copy.label for copy in same}) > 1:  # every copy is listed, since no label is known to be right
-            for copy in same:
-                other = next(one for one in same if one.label != copy.label)
-                findings.defects[CONFLICTS].append(copy.copy_of(other))
-            continue
-        # One is spared, in the last split.
-        by_split = [list(of_split) for _, of_split in itertools.groupby(same, key=lambda copy: copy.split.title)]
-        for first, *later in by_split:
-            findings.defects[DUPLICATES] += [copy.copy_of(first) for copy in later]
-        for of_split in by_split[:-1]:
-            findings.defects[OVERLAP] += [copy.copy_of(by_split[-1][0]) for copy in of_split]
+    for image in (_Image(split, index) for split in splits for index in range(len(split.scans))):
+        image.report(findings, num_classes, image_size)
+    _add_copies(findings, splits)
     _add_near(findings, splits)
     return findings
 
@@ -398,6 +386,26 @@ def _counts(splits: list[Split], num_classes: int) -> dict[str, dict[str, int]]:
         for label, count in found:
             counts[split.title][names[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
     return counts
+
+
+def _add_copies(findings: Findings, splits: list[Split]) -> None:
+    """Images of the same bytes: all whose labels differ, else all but one, in the last split."""
+    copies: dict[bytes, list[_Image]] = defaultdict(list)
+    for split in splits:
+        for index, scan in enumerate(split.scans):
+            copies[scan.digest].append(_Image(split, index))
+    copies.pop(b"", None)
+    for same in (images for images in copies.values() if len(images) > 1):
+        if len({copy.label for copy in same}) > 1:  # every copy is listed, since no label is known to be right
+            for copy in same:
+                other = next(one for one in same if one.label != copy.label)
+                findings.defects[CONFLICTS].append(copy.copy_of(other))
+            continue
+        by_split = [list(of_split) for _, of_split in itertools.groupby(same, key=lambda copy: copy.split.title)]
+        for first, *later in by_split:
+            findings.defects[DUPLICATES] += [copy.copy_of(first) for copy in later]
+        for of_split in by_split[:-1]:
+            findings.defects[OVERLAP] += [copy.copy_of(by_split[-1][0]) for copy in of_split]
 
 
 def _add_near(findings: Findings, splits: list[Split]) -> None:

@@ -227,16 +227,10 @@ def _check(line: command_line.ToolLine) -> None:
     one_alone = by or ("-calibrate" if asked.calibrate else "")
     if one_alone and len(asked.models) > 1:
         raise UserError(f"{one_alone}: takes one model, but {len(asked.models)} are given.")
-    if not by and asked.pool is not None:
+    if by:
+        _check_features(line, by, part)
+    elif asked.pool is not None:
         raise UserError(f"-pool {asked.pool}: chooses the features that -knn and -probe use; give one of them too.")
-    if by and (others := [name for name in OF_CLASSIFIER if name in line.given]):
-        raise UserError(f"-{others[0]}: does not go with {by}, which leaves out the classifier of the model.")
-    if by and asked.path is None and "weights" in line.given:
-        raise UserError(f"-weights {asked.weights}: chooses among those of a run, and no run is named; leave it out.")
-    if by and part in MEMORISED:
-        raise UserError(f"-part {part}: {by} learns from the training images, so it needs others: val or test.")
-    if asked.probe and asked.knn is not None:
-        raise UserError("-knn: leave it out; -probe shows it too.")
     if asked.out and not asked.probe:
         raise UserError(f"-out {asked.out}: the run that -probe saves; give that too.")
     if asked.out and is_run_folder(Path(asked.out)):
@@ -254,8 +248,25 @@ def _check(line: command_line.ToolLine) -> None:
                 f"-part {part}: the model was trained on these images, and is surer of them than of others; "
                 "-calibrate needs val or test."
             )
-    if asked.path is None:
-        return
+    if asked.path is not None:
+        _check_settings(line)
+
+
+def _check_features(line: command_line.ToolLine, by: str, part: str | None) -> None:
+    """Raise UserError for flags that do not go with -knn or -probe, whichever is `by`."""
+    asked = line.asked
+    if others := [name for name in OF_CLASSIFIER if name in line.given]:
+        raise UserError(f"-{others[0]}: does not go with {by}, which leaves out the classifier of the model.")
+    if asked.path is None and "weights" in line.given:
+        raise UserError(f"-weights {asked.weights}: chooses among those of a run, and no run is named; leave it out.")
+    if part in MEMORISED:
+        raise UserError(f"-part {part}: {by} learns from the training images, so it needs others: val or test.")
+    if asked.probe and asked.knn is not None:
+        raise UserError("-knn: leave it out; -probe shows it too.")
+
+
+def _check_settings(line: command_line.ToolLine) -> None:
+    """Raise UserError for settings of a model that has its own from its training."""
     if line.run.cfg is not None:
         raise UserError(
             f"-cfg {line.run.cfg}: leave this out. The model is evaluated with the settings that it was trained with; "

@@ -16,7 +16,7 @@ import torch
 from datasets import has_labels, source_of
 from datasets.base import TITLES, part_of
 from engine.evaluation.data import data_for_evaluation, title_of
-from engine.evaluation.features import features_of
+from engine.evaluation.features import Features, features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
 from engine.evaluation.linear import STRENGTHS, UNWEIGHTED, fit, folds_of
 from engine.trained.model import Trained
@@ -65,14 +65,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     if not world.first:
         return None
     known, seen = parts
-
-    classes = known.labels.shape[1] if data.MULTI_LABEL else len(images.classes or ()) or int(known.labels.max()) + 1
-    pools = [asked.pool or pool_of(model)]
-    if asked.probe and asked.pool is None:
-        same = np.array_equal(seen.of("class"), seen.of(POOLED)) if "class" in seen.pools else False
-        pools = [pool for pool in seen.pools if not (same and pool == "class")]
-        if hasattr(model, "head_dist"):  # a distilled model has two classifiers, which MODEL.POOL cannot replace
-            pools = [POOLED]
+    pools = _pools(model, seen, asked)
     found: dict[str, Any] = {
         "model": config.MODEL.NAME,
         "source": f"{trained.chosen.place}",
@@ -88,33 +81,21 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     if asked.probe:
         log.info("%s", words)
         # The classes are those of these images, not the model's.
+        number = len(images.classes or ()) or int(known.labels.max()) + 1
+        number = known.labels.shape[1] if data.MULTI_LABEL else number
         about = replace(trained.chosen, meta={**trained.chosen.meta, "classes": images.classes, "thresholds": {}})
-        other = config.MODEL.model_copy(update={"NUM_CLASSES": classes, "MAE_PRETRAIN": False})
+        other = config.MODEL.model_copy(update={"NUM_CLASSES": number, "MAE_PRETRAIN": False})
         of_data = replace(trained, chosen=about, config=config.model_copy(update={"DATA": data, "MODEL": other}))
-        kind = SeveralLabels if data.MULTI_LABEL else OneLabel
-        found["probes"] = {}
-        for pool in progress_bar(pools, "poolings"):
-            one, _ = fit(known.of(pool), known.labels, fold_of, classes, trained.precision.device)
-            outputs = [(one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))]
-            result, best = kind.of(of_data, outputs), of_data.task.kind.best
-            value = measured(result.values[best], result.intervals[best.name])
-            rows.append([f"linear {best.words}, {pool}", f"{one.strength:.2g}", f"{one.figure:.2f} %", value])
-            said[pool] = result.strange(of_data, one.figure) if isinstance(result, OneLabel) else []
-            found["probes"][pool] = {"strength": one.strength, "folds": one.figure, **result.as_json()}
+        found["probes"], said = _probes(of_data, known, seen, pools, fold_of, rows)
         found["chosen"] = max(pools, key=lambda pool: found["probes"][pool]["folds"])
     if not data.MULTI_LABEL:
         largest = 100 * float(np.bincount(seen.labels).max()) / len(images)
         log.info("%s", always_guessing(largest))
         found["largest_class_percent"] = largest
-        for pool in pools:
-            both = (part.rows(pool, trained.precision.device) for part in (seen, known))
-            guesses, truth = classify(next(both), next(both), count)
-            top1 = 100 * int((guesses == truth).sum()) / len(truth)
-            interval = wilson(top1, len(truth))
-            rows.append([f"{KNN.words}, {pool}", f"{count} nearest", "", measured(top1, interval)])
-            of_set = {"images": len(truth), TOP1.name: top1, "intervals": {TOP1.name: list(interval)}}
-            found |= {"pool": pool, "figures": {which.name: of_set}} if asked.knn is not None else {}
-            found.setdefault("neighbours", {})[pool] = of_set
+        neighbours = _neighbours(known, seen, pools, count, trained.precision.device, rows)
+        if asked.knn is not None:
+            found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
+        found["neighbours"] = neighbours
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS]))
     if asked.probe:
         strength = found["probes"][found["chosen"]]["strength"]
@@ -124,6 +105,50 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
             log.info("%s", line)
         if asked.out:
             save_probe(trained, data, found["chosen"], asked.out)
+    return found
+
+
+def _pools(model: Any, seen: Features, asked: Namespace) -> list[str]:
+    """The poolings to evaluate: the one that is asked for, of -knn the model's, of -probe all that differ."""
+    if asked.pool or not asked.probe:
+        return [asked.pool or pool_of(model)]
+    if hasattr(model, "head_dist"):  # a distilled model has two classifiers, which MODEL.POOL cannot replace
+        return [POOLED]
+    same = "class" in seen.pools and np.array_equal(seen.of("class"), seen.of(POOLED))
+    return [pool for pool in seen.pools if not (same and pool == "class")]
+
+
+def _probes(
+    trained: Trained, known: Features, seen: Features, pools: list[str], fold_of: np.ndarray, rows: list[list[str]]
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Fit linear classifiers to the features `known`, and evaluate them on those `seen`. `rows`: of the table.
+
+    By pooling, the results, and what looks wrong with the images by them.
+    """
+    config, best = trained.config, trained.task.kind.best
+    found, said = dict[str, Any](), dict[str, list[str]]()
+    kind = SeveralLabels if config.DATA.MULTI_LABEL else OneLabel
+    for pool in progress_bar(pools, "poolings"):
+        one, _ = fit(known.of(pool), known.labels, fold_of, config.MODEL.NUM_CLASSES, trained.precision.device)
+        result = kind.of(trained, [(one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))])
+        value = measured(result.values[best], result.intervals[best.name])
+        rows.append([f"linear {best.words}, {pool}", f"{one.strength:.2g}", f"{one.figure:.2f} %", value])
+        said[pool] = result.strange(trained, one.figure) if isinstance(result, OneLabel) else []
+        found[pool] = {"strength": one.strength, "folds": one.figure, **result.as_json()}
+    return found, said
+
+
+def _neighbours(
+    known: Features, seen: Features, pools: list[str], count: int, device: torch.device, rows: list[list[str]]
+) -> dict[str, Any]:
+    """Classify the images `seen` by the nearest of those `known`. `rows`: of the table."""
+    found = {}
+    for pool in pools:
+        guesses, truth = classify(seen.rows(pool, device), known.rows(pool, device), count)
+        top1 = 100 * int((guesses == truth).sum()) / len(truth)
+        interval = wilson(top1, len(truth))
+        rows.append([f"{KNN.words}, {pool}", f"{count} nearest", "", measured(top1, interval)])
+        found[pool] = {"images": len(truth), TOP1.name: top1, "intervals": {TOP1.name: list(interval)}}
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tools.common.comparison import PAIRED_BY, PLACES
@@ -201,15 +202,17 @@ class Reliability:
         return f"Reliability diagram, calibration error {self.ece:.1f} %: {'; '.join(bins)}"
 
 
-def styles_of(runs: Sequence[Run], contenders: list[tuple[str, ...]] | None = None) -> list[Style]:
+def styles_of(runs: Sequence[Run], contenders: Mapping[Path, str] | None = None) -> list[Style]:
     """One hue per run, or, where settings or a precision have several runs (seeds), one hue for these, in shades.
 
-    `contenders`: of each run, if known; else they are taken from the settings.
+    `contenders`: by the folder of each run, if known; else they are taken from the settings.
     """
     by_precision: list[tuple[str, ...]] = [(run.precision,) for run in runs]
     different = [texts for key, texts in differing_settings(runs) if key not in (*PAIRED_BY, *PLACES)]
-    by_settings = list(zip([run.precision for run in runs], *different, strict=True))
-    for groups in (contenders or by_settings, by_precision):
+    known: list[tuple[str, ...]] = list(zip([run.precision for run in runs], *different, strict=True))
+    if contenders:
+        known = [(contenders[run.folder],) for run in runs]
+    for groups in (known, by_precision):
         order = list(dict.fromkeys(groups))
         if 1 < len(order) < len(runs):
             places = [(order.index(group), groups[:number].count(group)) for number, group in enumerate(groups)]

@@ -122,10 +122,11 @@ def write_report(
     UserError if one cannot be: a page without predictions is written, but replaces none.
     `contenders`: as the verdict compares them; None for those of the runs' settings, judged by the task's metric.
     """
-    read, judged = read_runs(runs), contenders.judged if contenders else None
-    folder = Path(os.path.commonpath([run.folder.resolve() for run in read]))
-    folder = Path.cwd() if folder.parent == folder else folder
-    out = check_output_file(out or folder / "report.html", "-out")
+    read, metric = read_runs(runs), contenders.judged.metric if contenders else None
+    folders = [run.folder for run in read]
+    common = Path(os.path.commonpath([folder.resolve() for folder in folders]))
+    common = Path.cwd() if common.parent == common else common
+    out = check_output_file(out or common / "report.html", "-out")
     evaluations: list[dict[str, Any] | str] = []
     if predictions:
         # Imports torch and timm, which the rest does not need.
@@ -133,7 +134,7 @@ def write_report(
 
         for run in read:
             log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-            evaluations.append(evaluate(run.folder, part, judged.metric if judged else run.deciding, data_path))
+            evaluations.append(evaluate(run.folder, part, metric or run.deciding, data_path))
     # A run that has not saved yet has nothing to evaluate.
     failed = [
         f"{run.name} could not be evaluated: {found}"
@@ -143,42 +144,32 @@ def write_report(
     advice = "-data_path names moved images; -no_predictions writes a page without predictions."
     if failed and out.exists():
         raise UserError("\n  ".join([*failed, f"{out} stays as it is. {advice}"]))
-    headlines = [None if isinstance(found, str) else found["headline"] for found in evaluations]
-    rows = summary(read, judged.metric if judged else None)
-    by_name = dict(rows)
-    best = [f"best {metric.words}" for metric in ([judged.metric] if judged else [kind.best for kind in TASKS])]
-    tiles = []
-    for name in (*best, *MAIN_FIGURES):
-        if (text := by_name.get(name, [NOTHING])[0]) != NOTHING:
-            value, _, more = text.partition(" (")  # '98.61 % (epoch 29)'
-            tiles.append((name, value, more.removesuffix(")")))
-    known = [run.config for run in read if run.config is not None]
-    what = dict.fromkeys(f"{config.MODEL.NAME} on {config.DATA.DATASET}" for config in known)
-    devices = dict.fromkeys(str(run.about["device"]) for run in read if run.about.get("device"))
-    readable = len(known) == len(read)
-    names, notes = contenders.names if contenders else [run.name for run in read], dict[tuple[str, ...], list[str]]()
+    rows = summary(read, metric)
+    best = [f"best {one.words}" for one in ([metric] if metric else [kind.best for kind in TASKS])]
+    short_rows = [(name, dict(rows)[name]) for name in (*best, *MAIN_FIGURES) if name in dict(rows)]
+    styles = styles_of(read, contenders.of if contenders else None)
+    title = f"{len(read)} runs: {some_of(contenders.names if contenders else [run.name for run in read])}"
+    opening = None
+    if len(read) == 1:
+        first = evaluations[0] if evaluations else "left out"
+        title, opening = read[0].name, opening_of(read[0], None if isinstance(first, str) else first["headline"])
+    compared = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
+    notes: dict[tuple[str, ...], list[str]] = {}
     for run in read:
         notes.setdefault(tuple(run.data_notes), []).append(run.name)
     notes.pop((), None)
-    folders = [run.folder for run in read]
-    styles = styles_of(read, [(contenders.of[each],) for each in folders] if contenders else None)
-    found = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
-    figure = figure_of(found, dict(zip(folders, styles, strict=True)))
     write_template(
         *("page.html", out, "-out"),
-        title=read[0].name if len(read) == 1 else f"{len(read)} runs: {some_of(names)}",
-        subtitle="; ".join([*what, *devices]),
+        title=title,
         verdict=verdict,
-        opening=opening_of(read[0], headlines[0] if headlines else None) if len(read) == 1 else None,
-        headlines=headlines,
-        figure=figure,
+        opening=opening,
+        figure=figure_of(compared, dict(zip(folders, styles, strict=True))),
         runs=read,
         styles=styles,
-        tiles=tiles,
-        short_rows=[(name, by_name[name]) for name in (*best, *MAIN_FIGURES) if name in by_name],
+        nothing=NOTHING,
+        short_rows=short_rows,
         rows=rows,
         settings=differing_settings(read),
-        no_settings="None." if readable else "Unknown: the config.yaml of at least one run is missing or unreadable.",
         data=notes,
         updated=any(run.history.of("train") for run in read),
         charts=charts(read, styles),

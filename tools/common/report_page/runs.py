@@ -44,6 +44,10 @@ class Run:
     history: History
 
     @property
+    def subject(self) -> str:
+        return f"{self.config.MODEL.NAME} on {self.config.DATA.DATASET}" if self.config else ""
+
+    @property
     def precision(self) -> str:
         return str(self.about.get("choices", {}).get("precision", "unknown"))
 

@@ -6,7 +6,7 @@ import csv
 import io
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +50,8 @@ or a single file, given as DATA.DATA_PATH: {root}/all.csv
 It is split by its column split, which holds train, val or test; without one by DATA.VAL_FRACTION.
 Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true
 a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1."""
+
+ADVICE = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,12 @@ def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
 def _split_column(header: list[str], data: DataConfig) -> int | None:
     taken = (data.GROUP or "", *(name for _, name in re.findall(COLUMN, data.COLUMNS or "")))
     columns = ["" if name in taken else name.casefold() for name in header]
-    return next((columns.index(name) for name in SPLITS if name in columns), None)
+    return _first_of(SPLITS, columns)
+
+
+def _first_of(names: Iterable[str], columns: list[str]) -> int | None:
+    """Place of the first of the names that a column has. `columns`: in small letters."""
+    return next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
 
 
 def _split_named(fields: list[str], place: int) -> str:
@@ -330,25 +337,17 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
     paths = (given["file"],) if "file" in given else PATHS
     targets = (given["label"],) if "label" in given else (*TARGETS, *PLURALS) if data.MULTI_LABEL else TARGETS
     columns = [name.casefold() for name in header]
-    path, target = (
-        next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
-        for names in (paths, targets)
-    )
+    path, target = _first_of(paths, columns), _first_of(targets, columns)
     own = [place for place in range(len(header)) if header[place] != data.GROUP and place != split]
     layout = LAYOUT.format(root=file.parent)
-    advice = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
     if len(own) == 2 and None in (path, target) and not data.MULTI_LABEL and not given:
-        if any(header[place].lower().endswith(ENDINGS) for place in own):
-            raise UserError(f"{file} has no header: its first line is {', '.join(header)}. {advice}")
-        path = next(place for place in own if place != target) if path is None else path
-        target = next(place for place in own if place != path)
-        warn_once(f"{file}: the column {header[path]!r} is read as the path, {header[target]!r} as the label. {advice}")
+        path, target = _of_two(own, path, target, file, header)
     if path is None or (target is None and (not data.MULTI_LABEL or "label" in given)):
         names = paths if path is None else targets
         suggestion = next((text for name in columns if (text := nearest(name, names))), "")
         raise UserError(
             f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
-            f"{advice} {layout}"
+            f"{ADVICE} {layout}"
         )
     classes = [place for place in own if place != path] if target is None else [target]
     if target is None and len(classes) < 2:
@@ -357,6 +356,16 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
     if repeated := next((header[place] for place in (path, *classes) if names.count(names[place]) > 1), None):
         raise UserError(f"{file}: two columns are called {repeated!r}; remove or rename one.")
     return path, classes
+
+
+def _of_two(own: list[int], path: int | None, target: int | None, file: Path, header: list[str]) -> tuple[int, int]:
+    """Places of the column of paths and of labels, of the two that there are besides split and group."""
+    if any(header[place].lower().endswith(ENDINGS) for place in own):
+        raise UserError(f"{file} has no header: its first line is {', '.join(header)}. {ADVICE}")
+    path = next(place for place in own if place != target) if path is None else path
+    target = next(place for place in own if place != path)
+    warn_once(f"{file}: the column {header[path]!r} is read as the path, {header[target]!r} as the label. {ADVICE}")
+    return path, target
 
 
 def _whole_number(text: str) -> int | None:

@@ -17,19 +17,11 @@ from typing import Any, NoReturn
 from engine.machine import late_compiler, stopping
 from engine.machine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
-from utils.config import Config, Loaded, format_config
+from utils.config import Loaded, format_config
 from utils.config.checks import is_typed
 from utils.config.keys import default_of
 from utils.distributed.world import ALONE, BY_HAND, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, World
-from utils.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_USAGE,
-    AllRanksError,
-    AllRanksUserError,
-    TrainingError,
-    UserError,
-)
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, AllRanksError, AllRanksUserError, TrainingError, UserError
 from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
 from utils.program import die_with_starting_tool, started_as
 from utils.record.resumed_run import load_command
@@ -204,17 +196,26 @@ def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, g
             "process would train a model of its own. "
             f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
         )
-    starts = many and not world.launched
+    starts = many and world is ALONE
     if not starts and is_typed(loaded.sources["NGPUS"]) and config.NGPUS not in (-1, world.local_size):
         log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
     try:
         _use_own_code(loaded, given, command.trust)
-        number = _processes(config) if starts else 1
-        if world.size > 1:
+        from engine.preflight import check, resolve
+
+        number = 1
+        if starts:
+            from engine.machine.device import visible_devices, visible_gpus
+
+            number = visible_devices(config)
+            if number == 1:
+                none = "no CUDA GPU is used; -ngpus N starts N processes"
+                visible = "one GPU is visible" if visible_gpus(config) else none
+                log.info("One process: %s.", "-ngpus 1" if config.NGPUS == 1 else visible)
+        elif world.size > 1:
             from utils.distributed.launch import die_with_launcher
 
             die_with_launcher()
-        from engine.preflight import check, resolve
 
         loaded = resolve(loaded)
         check(loaded.config)
@@ -245,15 +246,3 @@ def _world(ranks: Mapping[str, Any], many: bool) -> World:
 
         return read_world(ranks) or ALONE
     return ALONE
-
-
-def _processes(config: Config) -> int:
-    """Number of processes to start, one per device."""
-    from engine.machine.device import visible_devices, visible_gpus
-
-    number = visible_devices(config)
-    if number == 1:
-        none = "no CUDA GPU is used; -ngpus N starts N processes"
-        visible = "one GPU is visible" if visible_gpus(config) else none
-        log.info("One process: %s.", "-ngpus 1" if config.NGPUS == 1 else visible)
-    return number

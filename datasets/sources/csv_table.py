@@ -6,7 +6,7 @@ import csv
 import io
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +53,8 @@ It is split by its column split, which holds train, val or test; without one by 
 Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true
 a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1.
 Columns file_1, file_2 and so on are files of one image, with its channels in this order."""
+
+ADVICE = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,12 @@ def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
 def _split_column(header: list[str], data: DataConfig) -> int | None:
     taken = (data.GROUP or "", *(name for _, name in re.findall(COLUMN, data.COLUMNS or "")))
     columns = ["" if name in taken else name.casefold() for name in header]
-    return next((columns.index(name) for name in SPLITS if name in columns), None)
+    return _first_of(SPLITS, columns)
+
+
+def _first_of(names: Iterable[str], columns: list[str]) -> int | None:
+    """Place of the first of the names that a column has. `columns`: in small letters."""
+    return next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
 
 
 def _split_named(fields: list[str], place: int) -> str:
@@ -334,14 +341,11 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
     target_names = (given["label"],) if "label" in given else (*TARGETS, *PLURALS) if data.MULTI_LABEL else TARGETS
     own = [place for place in range(len(header)) if header[place] != data.GROUP and place != split]
     columns = [name.casefold() for name in header]
-    path, target = (
-        next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
-        for names in (path_names, target_names)
-    )
+    path, target = _first_of(path_names, columns), _first_of(target_names, columns)
     paths = [] if path is None else [path]
     if not paths and "file" not in given:
         paths = _numbered(file, header)
-
+    layout = LAYOUT.format(root=file.parent)
     if len(own) == 2 and not (paths and target is not None) and not data.MULTI_LABEL and not given:
         paths, target = _of_two(file, header, own, paths, target)
     if not paths or (target is None and (not data.MULTI_LABEL or "label" in given)):
@@ -349,7 +353,7 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
         suggestion = next((text for name in columns if (text := nearest(name, names))), "")
         raise UserError(
             f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
-            f"{ADVICE} {LAYOUT.format(root=file.parent)}"
+            f"{ADVICE} {layout}"
         )
 
     targets, names = [] if target is None else [target], columns
@@ -357,13 +361,10 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
         targets, names = [place for place in own if place not in paths], header  # classes may be a and A
         if len(targets) < 2:
             what = f"neither a column called {' or '.join(target_names)} nor one column per class"
-            raise UserError(f"{file} has {what}. {LAYOUT.format(root=file.parent)}")
+            raise UserError(f"{file} has {what}. {layout}")
     if repeated := next((header[place] for place in (*paths, *targets) if names.count(names[place]) > 1), None):
         raise UserError(f"{file}: two columns are called {repeated!r}; remove or rename one.")
     return paths, targets
-
-
-ADVICE = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
 
 
 def _numbered(file: Path, header: list[str]) -> list[int]:

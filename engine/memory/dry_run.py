@@ -94,6 +94,20 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     log.info("Dry run: updates, validation and data loading work. Nothing was kept or written.")
 
 
+def check_open_epochs(config: Config) -> None:
+    """Raise UserError unless TRAIN.NUM_EPOCHS auto has a time to fill, and a schedule of any number of epochs."""
+    if config.MAX_TIME is None:
+        raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
+    if (warm_up := config.TRAIN.WARMUP_EPOCHS) >= 1:
+        why = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
+        raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {why}")
+    if (name := config.TRAIN.LR_SCHEDULER.NAME) in ("step", "multi-step"):
+        why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
+        raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
+    if config.DATA.CHECK == "full":
+        raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
+
+
 def settle_epochs(run: Run) -> Run:
     """`run` with as many epochs as fit into MAX_TIME (TRAIN.NUM_EPOCHS auto). A collective call.
 

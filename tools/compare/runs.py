@@ -254,53 +254,34 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
     return tuple(mode for _, mode in named)
 
 
-def make_plan(line: ToolLine, out: Path) -> Plan:
-    """Plan the runs. Every error that can be found before training is found here."""
-    asked, folds, axes = line.asked, line.asked.folds, read_axes(line.asked.vary or ())
-    seeds = read_seeds(asked.seeds) if folds is None or "seeds" in line.given else (0,)
-    if folds is not None and len(seeds) != 1:
+def read_rounds(line: ToolLine) -> list[tuple[int, Fold | None]]:
+    """The seeds; or each of the folds, with one seed."""
+    asked, folds = line.asked, line.asked.folds
+    if folds is None:
+        return [(seed, None) for seed in read_seeds(asked.seeds)]
+    seeds = read_seeds(asked.seeds) if "seeds" in line.given else (0,)
+    if len(seeds) != 1:
         raise UserError(
             f"-folds {folds} -seeds {asked.seeds}: with -folds, all runs have the same seed. Leave -seeds out for "
             "seed 0, or give one seed with a comma after it: -seeds 7,"
         )
-    if folds is not None and asked.these_images:
+    if asked.these_images:
         raise UserError("-these_images: with -folds every fold has other images; leave one of the two out.")
-    modes_text = asked.modes or (None if axes else DEFAULT_MODES)
-    refused = SET_PER_RUN | (SET_PER_FOLD if folds else {}) | (SET_BY_MODE if modes_text else {})
-    # What varies must not be given for all runs as well: it would win, or be lost.
+    return [(seeds[0], Fold(number, folds)) for number in range(1, folds + 1)]
+
+
+def check_given(line: ToolLine, axes: Axes, by_modes: bool, fills_time: bool) -> None:
+    """Refuse what must not be given for all runs: it would win over what varies or is set for each, or be lost."""
+    refused = SET_PER_RUN | (SET_PER_FOLD if line.asked.folds else {}) | (SET_BY_MODE if by_modes else {})
     refused |= {key: f"it varies ({name})" for name, values in axes.items() for value in values for key in value.keys}
-    if "cfg" in axes and line.run.cfg is not None:
-        raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
-    base = Contender(tuple(values[0] for values in axes.values())).load(line)
-    if base.config.TRAIN.NUM_EPOCHS == AUTO:
-        del refused["MAX_TIME"]  # which the epochs of each run fill
     for key, instead in refused.items():
-        if given_by := line.given_by(key):
+        given_by = line.given_by(key)
+        if given_by and not (key == "MAX_TIME" and fills_time):
             raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
-    check_one_training(base, "compare.py")
 
-    from engine.machine.device import pick_device
-    from tools.common.sessions import own_process
-    from utils.distributed.world import ALONE
 
-    device = pick_device(base.config.DEVICE, ALONE)
-    # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU.
-    many = base.config.NGPUS != -1 or "NGPUS" in {**line.run.flags, **line.run.words}
-    query = modes_text, base.config, device, many
-    if device.type == "cuda":
-        with own_process() as process:
-            modes, remarks, name = process.submit(_query, *query).result()
-    else:
-        modes, remarks, name = _query(*query)
-    validation = (*validation_keys(base.config), "DATA.PART", "cfg")
-    if any(key in validation for axis, values in axes.items() for key in (axis, *values[0].keys)):
-        remarks.append("what varies may change what is validated on: then the metrics cannot be compared")
-    varied = tuple(axes)
-    if modes:
-        given = {mode.name: {f"AMP.{key}": (each, "-modes") for key, each in mode.settings.items()} for mode in modes}
-        axes = {"modes": tuple(Value(mode, flags=flags) for mode, flags in given.items()), **axes}
-
-    contenders = tuple(Contender(row) for row in itertools.product(*axes.values()))
+def load_all(contenders: Sequence[Contender], line: ToolLine) -> dict[str, Loaded]:
+    """The settings of contenders by their names. No two may have the same folder, or the same settings."""
     names: dict[str, str] = {}
     for contender in contenders:
         if other := names.get(contender.file_name):
@@ -310,25 +291,57 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     for (one, first), (other, second) in itertools.combinations(loaded.items(), 2):
         if not differences(first.config, second.config):
             raise UserError(f"{one} and {other} have the same settings here; list one of them.")
+    return loaded
+
+
+def make_plan(line: ToolLine, out: Path) -> Plan:
+    """Plan the runs. Every error that can be found before training is found here."""
+    asked, axes = line.asked, read_axes(line.asked.vary or ())
+    rounds, varied = read_rounds(line), tuple(axes)
+    if "cfg" in axes and line.run.cfg is not None:
+        raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
+    base = Contender(tuple(values[0] for values in axes.values())).load(line)
+    modes_text = asked.modes or (None if axes else DEFAULT_MODES)
+    check_given(line, axes, modes_text is not None, base.config.TRAIN.NUM_EPOCHS == AUTO)
+    check_one_training(base, "compare.py")
+
+    from engine.machine.device import pick_device
+    from tools.common.sessions import own_process
+    from utils.distributed.world import ALONE
+
+    device = pick_device(base.config.DEVICE, ALONE)
+    # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU.
+    many = base.config.NGPUS != -1 or bool(line.given_by("NGPUS"))
+    query = modes_text, base.config, device, many
+    if device.type == "cuda":
+        with own_process() as process:
+            modes, remarks, name = process.submit(_query, *query).result()
+    else:
+        modes, remarks, name = _query(*query)
+    validation = (*validation_keys(base.config), "DATA.PART", "cfg")
+    if any(key in validation for axis, values in axes.items() for key in (axis, *values[0].keys)):
+        remarks.append("what varies may change what is validated on: then the metrics cannot be compared")
+    if modes:
+        given = {mode.name: {f"AMP.{key}": (each, "-modes") for key, each in mode.settings.items()} for mode in modes}
+        axes = {"modes": tuple(Value(mode, flags=flags) for mode, flags in given.items()), **axes}
+    contenders = tuple(Contender(row) for row in itertools.product(*axes.values()))
+    loaded = load_all(contenders, line)
     judged = judged_by(asked.metric, asked.weights, [one.config for one in loaded.values()])
 
-    rounds: list[tuple[int, Fold | None]] = [(seed, None) for seed in seeds]
-    if folds is not None:
-        rounds = [(seeds[0], Fold(number, folds)) for number in range(1, folds + 1)]
     runs = []
     for (seed, fold), contender in alternating_order(contenders, rounds):
-        of_fold = {} if fold is None else {"DATA.FOLD": (str(fold), "-folds")}
+        own: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
+        if fold is not None:
+            own["DATA.FOLD"] = (str(fold), "-folds")
         # A recipe's limit would leave runs unfinished, unless their epochs fill it.
-        filled = loaded[contender.name].config.TRAIN.NUM_EPOCHS == AUTO
-        limit = {} if filled else {"MAX_TIME": (None, "compare.py")}
-        config = contender.load(line, {"SEED": (seed, "-seeds"), **of_fold, **limit}).config
+        if loaded[contender.name].config.TRAIN.NUM_EPOCHS != AUTO:
+            own["MAX_TIME"] = (None, "compare.py")
         folder = out / f"{contender.file_name}-{seed if fold is None else f'fold{fold.number}'}"
-        runs.append(Run(contender.name, seed, config, folder, fold))
+        runs.append(Run(contender.name, seed, contender.load(line, own).config, folder, fold))
     check_runs(runs)
-    notes = dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings))
-    remarks = (*notes, *remarks)
-    limits = asked.budget_min, asked.these_images
-    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, *limits)
+    remarks = (*dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings)), *remarks)
+    seeds, limits = tuple(dict.fromkeys(seed for seed, _ in rounds)), (asked.budget_min, asked.these_images)
+    return Plan(tuple(loaded), judged, seeds, asked.folds, tuple(runs), name, many, remarks, varied, *limits)
 
 
 def _query(

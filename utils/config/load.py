@@ -135,7 +135,7 @@ def _keep_own_settings(given: dict[str, Entry], layers: Sequence[Layer]) -> list
 
 
 def _with_warmup_in_proportion(loaded: Loaded, below: Mapping[str, Entry]) -> Loaded:
-    """The warm-up as the same part of the epochs on the command line as `below` it. Whole epochs keep it as it is."""
+    """The warm-up as the same part of the epochs on the command line as of those `below` it."""
     before = as_integer(below[EPOCHS].value if EPOCHS in below else default_of(EPOCHS))
     now, warmup, by = loaded.config.TRAIN.NUM_EPOCHS, loaded.config.TRAIN.WARMUP_EPOCHS, loaded.sources[EPOCHS]
     # With auto, the warm-up is a fraction: of a run of one epoch.

@@ -50,10 +50,9 @@ def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = 
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
         return World(given["rank"], given["world_size"], *local, BY_HAND, (given["host"], given["port"]))
     if world is not None:
-        job = _job(world, env)
-        by_job = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else DEFAULT_PORT
+        by_job = PORTS[zlib.crc32(world.job.encode()) % len(PORTS)] if world.job else DEFAULT_PORT
         port = given.get("port") or int(env.get("MASTER_PORT", "0")) or by_job
-        return replace(world, rendezvous=(given.get("host") or _host(world, env), port), job=job)
+        return replace(world, rendezvous=(given.get("host") or _host(world, env), port))
     if given and env.get("WORLD_SIZE") != "1":  # a script may give host and port to any number of machines
         raise UserError(f"Without a launcher, {needed}.")
     for name in SIZES_OF_OTHERS:  # one of several processes without a rank: each would train a model of its own
@@ -78,14 +77,6 @@ def _at_address(world: World, env: Mapping[str, str]) -> World:
     return replace(world, rendezvous=(host, int(port)), served=served)
 
 
-def _job(world: World, env: Mapping[str, str]) -> str | None:
-    """A name that no other job has; None if the launcher does not say."""
-    if world.launcher == SLURM:
-        return f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
-    name = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
-    return f"{world.launcher} {name}" if name else None
-
-
 def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
     """This process's rank from its launcher's environment variables, before any setting is known."""
     for launcher, (size, local_rank, local_size) in _VARIABLES.items():
@@ -100,7 +91,9 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
         if launcher == SLURM:
             return _of_slurm(env)
         local = int(env.get(local_rank, 0)), int(env.get(local_size, 1))
-        return World(int(env[rank]), int(env[size]), *local, name)
+        number = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
+        job = f"{name} {number}" if name == OPENMPI and number else None
+        return World(int(env[rank]), int(env[size]), *local, name, job=job)
     return None
 
 
@@ -114,7 +107,8 @@ def _of_slurm(env: Mapping[str, str]) -> World:
     visible = cores()
     reserved = visible if visible < int(env.get("SLURM_CPUS_ON_NODE", "0")) else None
     own = int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else reserved
-    return World(int(env["SLURM_PROCID"]), int(size), *local, SLURM, cores=own)
+    job = f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', '0')}"
+    return World(int(env["SLURM_PROCID"]), int(size), *local, SLURM, job=job, cores=own)
 
 
 def first_host(machines: str) -> str:

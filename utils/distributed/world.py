@@ -45,11 +45,6 @@ class World:
         return self.rank == 0
 
     @property
-    def launched(self) -> bool:
-        """Whether a launcher or flags made this process a rank."""
-        return self.launcher != ALONE.launcher
-
-    @property
     def own_cores(self) -> int:
         """CPU cores for this process: those that the launcher reserved, else its share of the machine's."""
         return self.cores or max(1, cores() // self.local_size)

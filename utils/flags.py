@@ -156,7 +156,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("DATA.BATCH_SIZE_EVAL",),
             default_text="-batch_size",
         ),
-        Flag("image_size", "height and width of the model's input", "PIXELS|auto", ("DATA.IMAGE_SIZE",)),
+        Flag(
+            "image_size",
+            "side of the model's input, or height and width",
+            "PIXELS|HEIGHT,WIDTH|auto",
+            ("DATA.IMAGE_SIZE",),
+        ),
         Flag(
             "num_workers",
             "loading processes per rank",

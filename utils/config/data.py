@@ -95,7 +95,9 @@ class DataConfig(Section):
         "none: squash to IMAGE_SIZE, in validation too.",
     )
     CROP_SCALE: FractionsAboveZero = setting((0.05, 1.0), "Training: smallest and largest area of a crop.", _RANDOM)
-    CROP_RATIO: Ratios = setting((0.75, 4 / 3), "Training: smallest and largest width / height of a crop.", _RANDOM)
+    CROP_RATIO: Ratios = setting(
+        (0.75, 4 / 3), "Training: smallest and largest width / height of a crop, times that of IMAGE_SIZE.", _RANDOM
+    )
     FLIP: Fraction = setting(0.5, "Training: probability of a horizontal flip.")
     VERTICAL_FLIP: Fraction = setting(0.0, "Training: probability of a vertical flip, as for aerial images.")
     INTERPOLATION: Literal["bicubic", "bilinear"] = setting("bicubic", "Interpolation when images are resized.")

@@ -93,7 +93,7 @@ def as_integer(value: Any) -> Any:
 
 def _as_size(value: Any) -> Any:
     """One number for a square, else height and width, from a number, `224,448`, `224x448` or a list."""
-    both = _as_tuple(value.replace("x", ",") if isinstance(value, str) else value)
+    both = _as_tuple(re.sub(r"(?<=\d)x(?=\d)", ",", value) if isinstance(value, str) else value)
     if not isinstance(both, list | tuple):
         return both
     both = [*map(as_integer, both)]

@@ -12,11 +12,12 @@ from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_eval
 from torchvision.transforms import v2
 
-from datasets.memory import BatchAffine
-from datasets.transforms.pixels import Pixels
+from datasets.memory import BatchAffine, planes, resized
+from datasets.transforms.pixels import Pixels, random_view
 from tests.datasets.opened import CPU, settings
 from tests.datasets.pictures import decoded_by
 from utils.config.data import DataConfig
+from utils.seeding import seed_host
 
 
 def pixels_of(data: DataConfig, train: bool, image: np.ndarray) -> np.ndarray:
@@ -64,6 +65,32 @@ def test_validation_equals_timms(
     assert difference.max() <= 2
     # PIL resizes the sides of a long strip and of a part of it in different order, which rounds differently.
     assert difference.mean() < (0.05 if max(size) < 5 * min(size) else 0.3)
+
+
+@pytest.mark.parametrize("size", [(96, 64), (64, 96)])
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.15])
+def test_validation_of_rectangles_equals_timms(size: tuple[int, int], mode: str, share: float) -> None:
+    """Of one image by itself, and of images in memory, as vitamp.load resizes too."""
+    how: dict[str, Any] = {"crop_pct": share, "crop_mode": mode, "interpolation": "bicubic", "mean": MEAN}
+    timms: Any = transforms_imagenet_eval(size, **how, use_prefetcher=True)
+    data = settings(IMAGE_SIZE=size, CROP_PCT=share, CROP_MODE=mode, IMAGENET_MEAN=MEAN)
+    for stored in ((500, 375), (375, 500), (100, 61), (96, 64)):
+        pixels = np.asarray(Image.fromarray(noise(stored[0] // 4 + 2, stored[1] // 4 + 2)).resize(stored))
+        expected = timms(Image.fromarray(pixels)).permute(1, 2, 0).numpy().astype(int)
+        in_memory = resized(planes(pixels[None], 3), data, squeezed=False)[0].permute(1, 2, 0).numpy()
+        for ours in (pixels_of(data, False, pixels), in_memory):
+            assert ours.shape == expected.shape
+            assert np.abs(ours - expected).max() <= 2
+
+
+def test_random_crops_have_about_the_shape_of_the_input() -> None:
+    seed_host(0, "sample", 1, 0)
+    data = settings(IMAGE_SIZE=(32, 96), CROP_RATIO=(0.75, 4 / 3))
+    boxes = [random_view(data, 900, 600).box for _ in range(300)]
+    ratios = [box.width / box.height / 3 for box in boxes]
+    assert 0.73 < min(ratios) < 0.8
+    assert 1.25 < max(ratios) < 1.37
 
 
 def test_flip_follows_its_setting() -> None:
@@ -149,7 +176,7 @@ def test_image_too_long_for_any_crop_is_center_cropped(size: tuple[int, int], bo
 
 def affine(row: list[float], image: torch.Tensor, **values: float) -> torch.Tensor:
     """One image transformed by one row of uniform numbers: whether to act, shift x, shift y, zoom, angle."""
-    move = BatchAffine(settings(IMAGE_SIZE=image.shape[-1], **values), CPU)
+    move = BatchAffine(settings(IMAGE_SIZE=tuple(image.shape), **values), CPU)
     return move(image[None, None], move.matrices(np.array([row])))[0, 0]
 
 
@@ -164,6 +191,17 @@ def test_batch_affine_shifts_as_set() -> None:
     assert torch.equal(turned, torch.rot90(image, -1))
     untouched = affine([0.9, 1.0, 1.0, 1.0, 1.0], image, SHIFT=0.25, AFFINE_PROB=0.5)
     assert torch.equal(untouched, image)
+
+
+def test_batch_affine_turns_rectangles_by_angles_of_pixels() -> None:
+    image = torch.zeros(16, 32, dtype=torch.uint8)
+    image[6:10, 8:24] = 200
+    assert torch.equal(affine([0, 0.5, 0.5, 0.5, 1.0], image, ROTATE=180), image)
+    standing = affine([0, 0.5, 0.5, 0.5, 1.0], image, ROTATE=90)
+    assert standing.nonzero().min(0).values.tolist() == [0, 14]
+    assert standing.nonzero().max(0).values.tolist() == [15, 17]
+    shifted = affine([0, 1.0, 0.5, 0.5, 0.5], image, SHIFT=0.25)
+    assert torch.equal(shifted, image.roll(8, 1))
 
 
 def test_batch_affine_zooms_about_the_middle() -> None:

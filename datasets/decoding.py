@@ -272,10 +272,9 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
         return Header("", encoded.shape[1::-1])
     if not data.is_plain:
         return Header("", Reader(data).whole(encoded).shape[1::-1])  # only what the model takes passes
-    channels = data.IMAGE_CHANNELS
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
-            return Header(_unusual_mode(image, channels), image.size, orientation_of(image) in TURNS)
+            return Header(_unusual_mode(image, data.IMAGE_CHANNELS), image.size, orientation_of(image) in TURNS)
     except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
         return Header("", (0, 0))
 

@@ -130,8 +130,7 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
             raise UserError(f"DATA.RELABEL {data.RELABEL}: the data set {data.DATASET} {why}. Leave DATA.RELABEL out.")
         read_rows(data)
     if source.arrays is not None and not data.is_plain:
-        given = f"DATA.BITS {data.BITS} and DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS}"
-        raise UserError(f"{given}: the data set {data.DATASET} has grey or RGB images of 8 bits in memory.")
+        raise UserError(f"DATA.BITS, DATA.IMAGE_CHANNELS: {data.DATASET} has 8-bit images of 1 or 3 channels.")
     if source.arrays is None:
         from datasets.decoding import warn_of_decoder
 

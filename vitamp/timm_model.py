@@ -109,12 +109,12 @@ def transform_of(about: Mapping[str, Any]) -> v2.Compose:
     channels, background = about["channels"], about.get("background")
     upright = Upright(channels, bool(about.get("exif_rotate")), tuple(background) if background else None)
     mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")
+    low, high = about.get("range", (0, 255))
+    border = [low + (high - low) * value for value in about["mean"]]
     if bits := about.get("bits"):
-        (low, high), opened = about["range"], [partial(planes_of, channels=channels, bits=bits)]
-        border = [low + (high - low) * value for value in about["mean"]]
+        opened = [partial(planes_of, channels=channels, bits=bits)]
     else:
-        low, high, opened = 0, 255, [upright, v2.PILToTensor()]
-        border = [min(255, max(0, round(255 * value))) for value in about["mean"]]
+        opened, border = [upright, v2.PILToTensor()], [min(255, max(0, round(shade))) for shade in border]
     resized = Resized(about["image_size"], mode, about["crop_pct"], about["interpolation"], tuple(border))
     return v2.Compose([*opened, resized, Normalised(tuple(about["mean"]), tuple(about["std"]), low, high)])
 

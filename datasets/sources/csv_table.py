@@ -334,7 +334,7 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
 def _places(file: Path, header: list[str], data: DataConfig, split: int | None) -> tuple[list[int], list[int]]:
     """Places of the columns of paths, and of the one of labels, or of one per class. `split`: that of splits.
 
-    With DATA.MULTI_LABEL and no column of labels, all columns but those of paths are classes.
+    With DATA.MULTI_LABEL and no column of labels, all but those of paths are classes. Two columns may have any names.
     """
     given = dict(re.findall(COLUMN, data.COLUMNS or ""))
     path_names = (given["file"],) if "file" in given else PATHS
@@ -347,7 +347,11 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
         paths = _numbered(file, header)
     layout = LAYOUT.format(root=file.parent)
     if len(own) == 2 and not (paths and target is not None) and not data.MULTI_LABEL and not given:
-        paths, target = _of_two(file, header, own, paths, target)
+        if any(header[place].lower().endswith(ENDINGS) for place in own):
+            raise UserError(f"{file} has no header: its first line is {', '.join(header)}. {ADVICE}")
+        path = paths[0] if paths else next(place for place in own if place != target)
+        paths, target = [path], next(place for place in own if place != path)
+        warn_once(f"{file}: the column {header[path]!r} is read as the path, {header[target]!r} as the label. {ADVICE}")
     if not paths or (target is None and (not data.MULTI_LABEL or "label" in given)):
         names = target_names if paths else path_names
         suggestion = next((text for name in columns if (text := nearest(name, names))), "")
@@ -378,18 +382,6 @@ def _numbered(file: Path, header: list[str]) -> list[int]:
         raise UserError(f"{file}: the columns {names} are the files of an image, but there is none with number {gap}.")
     warn_once(f"{file}: the columns {names} are the files of an image, in the order of its channels.", logging.INFO)
     return [found[number] for number in numbers]
-
-
-def _of_two(
-    file: Path, header: list[str], own: list[int], paths: list[int], target: int | None
-) -> tuple[list[int], int]:
-    """Two columns may have any names: the path comes first where neither is known."""
-    if any(header[place].lower().endswith(ENDINGS) for place in own):
-        raise UserError(f"{file} has no header: its first line is {', '.join(header)}. {ADVICE}")
-    path = paths[0] if paths else next(place for place in own if place != target)
-    target = next(place for place in own if place != path)
-    warn_once(f"{file}: the column {header[path]!r} is read as the path, {header[target]!r} as the label. {ADVICE}")
-    return [path], target
 
 
 def _whole_number(text: str) -> int | None:

@@ -143,8 +143,8 @@ def with_measurements(loaded: Loaded) -> Loaded:
         raise UserError(f"{wanted[0]} auto: only training measures, on images that can be read singly; give numbers.")
     dicom = "DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1"
     notes = [dicom] if samples.name(0).lower().endswith(".dcm") else []
-    about = f"{contents_of(split)[:32]}-{data.IMAGE_CHANNELS}-{data.BITS}-{data.BACKGROUND}"
-    file = cache_folder(data, "measured") / f"{about}.json"
+    about = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
+    file = cache_folder(data, "measured") / f"{'-'.join(map(str, about))}.json"
     with process_lock(file.with_suffix(".lock"), f"measures {name}"):
         if not file.is_file():
             log.info("Measuring %s on %s training images of %s.", ", ".join(wanted), f"{len(samples):,}", name)
@@ -226,7 +226,6 @@ FIELDS = {
 }
 """Field of a checkpoint's meta.json, and of a header of weights -> setting."""
 COLOURS = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
-BITS = "DATA.BITS"
 TIMMS_CONFIG = "config.json"
 """File beside the weights in a folder that timm saved for the hub."""
 
@@ -277,7 +276,7 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
         )
         return replace(loaded, warnings=(*loaded.warnings, warning))
     (theirs, where), data = known, loaded.config.DATA
-    bits, plain = theirs.pop(BITS), len(theirs.get(COLOURS[0], ())) in (1, 3)
+    bits, plain = theirs.pop("DATA.BITS"), len(theirs.get(COLOURS[0], ())) in (1, 3)
     if bits != data.BITS or not (plain if data.is_plain else len(theirs.get(COLOURS[0], ())) == data.IMAGE_CHANNELS):
         theirs = {key: value for key, value in theirs.items() if key not in MEASURED}  # of other values
     elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
@@ -360,7 +359,7 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     if not known:
         return None
     values = {name: tuple(map(float, value)) if isinstance(value, list) else value for name, value in known.items()}
-    return {BITS: fields.get("bits", 8), **{FIELDS[name]: value for name, value in values.items()}}, str(where)
+    return {"DATA.BITS": fields.get("bits", 8), **{FIELDS[name]: value for name, value in values.items()}}, str(where)
 
 
 def of_timms_name(name: str, where: str) -> Preprocessing | None:

@@ -15,6 +15,7 @@ Takes the flags and settings of main_single_gpu.py; -num_workers is the number o
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, Tool, tool
@@ -82,6 +83,10 @@ def main(argv: list[str]) -> int:
     if not splits:
         return EXIT_DONE
     findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data.IMAGE_SIZE)
+    if not data.is_plain:
+        found = Counter(scan.header.size for split in splits for scan in split.scans if not scan.problem).most_common(5)
+        sizes = ", ".join(f"{wide} x {high} ({count:,})" for (wide, high), count in found)
+        log.info("Images of %d channels, DATA.BITS %s, by size: %s", data.IMAGE_CHANNELS, data.BITS, sizes)
     content, words, count = report.exclude_list(findings, splits, data, line.asked.near)
     advice = [f"Excluded by {fix or 'the list that -fix FILE writes'}:", words] if count else []
     if fix is not None:

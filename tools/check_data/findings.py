@@ -289,7 +289,6 @@ class Findings:
     """By split"""
     unlabelled: dict[str, int]
     """Images without a label, by split; empty where every image has exactly one"""
-    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     defects: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     """By kind: images, each Found, or names of classes"""
     notes: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -359,7 +358,6 @@ def find_problems(splits: list[Split], num_classes: int, image_size: ImageSize) 
     empty = findings.defects[EMPTY_CLASSES] = [name for name, count in of_training.items() if not count]
     findings.notes[UNVALIDATED] = [name for name, count in of_validation.items() if not count and name not in empty]
     findings.notes[TINY] = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
-    findings.sizes.update(scan.header.size for split in splits for scan in split.scans if not scan.problem)
     for image in (_Image(split, index) for split in splits for index in range(len(split.scans))):
         image.report(findings, num_classes, image_size)
     _add_copies(findings, splits)
@@ -473,9 +471,6 @@ def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
         if split in findings.unlabelled:
             without = f"{findings.unlabelled[split]:,} images without a label"
             summary[-1] += f", with {sum(counts.values()):,} labels; {without}"
-    if not data.is_plain:
-        sizes = ", ".join(f"{wide} x {high} ({count:,})" for (wide, high), count in findings.sizes.most_common(SHOWN))
-        summary.append(f"Readable images of {data.IMAGE_CHANNELS} channels, DATA.BITS {data.BITS}, by size: {sizes}")
     for heading, found in kinds.items():
         if found:
             other = sum(isinstance(one, Found) and one.contradicts for one in found)

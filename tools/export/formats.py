@@ -114,10 +114,10 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
         log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
         data = trained.config.DATA
         size = (NOISE_IMAGES, *data.shape)
-        low, high = data.value_range
-        pixels = torch.rand(size, generator=torch.Generator().manual_seed(0)) * (high - low) + low
-        if data.is_plain:
-            pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        if not data.is_plain:
+            low, high = data.value_range
+            pixels = low + (high - low) / 255 * pixels
         names = [f"noise {number}" for number in range(NOISE_IMAGES)]
         return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
     return _choose(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part]}")
@@ -244,7 +244,7 @@ class Export:
     @property
     def input_summary(self) -> str:
         data = self.trained.config.DATA
-        pixels = "uint8, pixels" if data.is_plain else "float32, stored values"
+        pixels = "uint8, pixels" if data.is_plain else "float32, as stored"
         kind = pixels if self.with_preprocess else "float32, normalised"
         size = f"N x {data.IMAGE_CHANNELS} x {in_pixels(data.IMAGE_SIZE)}"
         return f"'{INPUT}' {size} ({kind}) to '{LOGITS}' N x {self.trained.config.MODEL.NUM_CLASSES}, any N"

@@ -75,8 +75,7 @@ def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
         raise UserError("-raw and -keep exclude each other; give one.")
     kind = next((name for name in ("raw", "keep") if name in line.given), "jpeg")
     if kind != "keep" and not data.is_plain:
-        stored = f"DATA.BITS {data.BITS} and DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS}"
-        raise UserError(f"pack_images.py: images of {stored} are packed as they are stored; add -keep.")
+        raise UserError("DATA.BITS, DATA.IMAGE_CHANNELS: such images are packed as they are stored; add -keep.")
     useless = {"keep": ("short_side", "quality"), "raw": ("quality",)}.get(kind, ())
     if given := [name for name in useless if name in line.given]:
         raise UserError(f"-{given[0]} has no effect with -{kind}; leave it out.")

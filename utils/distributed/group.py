@@ -38,8 +38,8 @@ SECONDS_TO_LEAVE_AFTER_ERROR = 5
 POLL = 0.02
 POLL_PER_RANK = 0.001
 """With many ranks, each asks rank 0 less often."""
-# All ranks raise these alike, or leave together: no rank needs to report where it began.
-_RAISED_BY_ALL = (UserError, AllRanksError, SystemExit)
+# All ranks raise these alike: no rank needs to report where it began.
+_RAISED_BY_ALL = (UserError, AllRanksError)
 
 watchdog: Watchdog | None = None
 rank_name: str | None = None

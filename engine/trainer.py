@@ -11,9 +11,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from engine.amp.health import Health
+from engine.checkpoint.meta import progress_meta, weights_meta
 from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import estimate_seconds
-from engine.checkpoint.state import finite_everywhere, progress_meta, saver_of, snapshot_of, weights_meta
+from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import PredictionsFile, on_device, validate
 from engine.machine.device import Run, global_batch
 from engine.machine.stopping import Deadline, Stopped, Stopping, signals

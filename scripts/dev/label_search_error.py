@@ -3,7 +3,7 @@
     python scripts/dev/label_search_error.py -mnist DIR -photographs FILE.npz -out docs/results/wrong_labels_null.json
 
 Sets: heavy-tailed clusters (Student's t, 3 degrees of freedom), MNIST's pixels (idx files), scikit-learn's digits, and
-photographs (`x`: features, `y`: labels). Each draw is searched with its labels as they are, and with 2 % changed.
+photographs (`features`, `labels`). Each draw is searched with its labels as they are, and with 2 % changed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from sys import path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,22 +26,17 @@ from engine.evaluation.linear import FOLDS, fit
 from tools.check_labels.noise import WRONG, find_wrong, nearest
 
 Table = tuple[np.ndarray, np.ndarray]
+"""Features, and right labels"""
 
 
-def clusters(images: int, classes: int, width: int, apart: float) -> Callable[[np.random.Generator], Table]:
-    def draw(random: np.random.Generator) -> Table:
-        labels = np.arange(images) % classes
-        return random.normal(0, apart, (classes, width))[labels] + random.standard_t(3, (images, width)), labels
-
-    return draw
+def clusters(random: np.random.Generator, images: int, classes: int, width: int, apart: float) -> Table:
+    labels = np.arange(images) % classes
+    return random.normal(0, apart, (classes, width))[labels] + random.standard_t(3, (images, width)), labels
 
 
-def some(table: Table, images: int) -> Callable[[np.random.Generator], Table]:
-    def draw(random: np.random.Generator) -> Table:
-        rows = random.permutation(len(table[1]))[:images]
-        return table[0][rows], table[1][rows]
-
-    return draw
+def some(random: np.random.Generator, features: np.ndarray, labels: np.ndarray, images: int = 1000) -> Table:
+    rows = random.permutation(len(labels))[:images]
+    return features[rows], labels[rows]
 
 
 def search(table: Table, fraction: float, seed: int) -> dict[str, object]:
@@ -75,14 +72,14 @@ def main() -> None:
     done = {(row["data"], row["changed"], row["seed"]) for row in rows}
     pixels = np.fromfile(asked.mnist / "train-images-idx3-ubyte", np.uint8)[16:].reshape(-1, 784)
     mnist = pixels, np.fromfile(asked.mnist / "train-labels-idx1-ubyte", np.uint8)[8:]
-    photographs, digits = np.load(asked.photographs), dict(load_digits())
-    sets = {
-        "clusters, t3, 3 classes": clusters(1000, 3, 8, 2.0),
-        "clusters, t3, 10 classes": clusters(1000, 10, 32, 1.0),
-        "MNIST pixels, 1,000": some(mnist, 1000),
-        "digits, 1,000": some((digits["data"], digits["target"]), 1000),
-        "photographs, 1,000": some((photographs["x"], photographs["y"]), 1000),
-        "MNIST pixels, 2,500": some(mnist, 2500),
+    digits: Any = load_digits()
+    sets: dict[str, Callable[[np.random.Generator], Table]] = {
+        "clusters, t3, 3 classes": partial(clusters, images=1000, classes=3, width=8, apart=2.0),
+        "clusters, t3, 10 classes": partial(clusters, images=1000, classes=10, width=32, apart=1.0),
+        "MNIST pixels, 1,000": lambda random: some(random, *mnist),
+        "digits, 1,000": lambda random: some(random, digits.data, digits.target),
+        "photographs, 1,000": lambda random: some(random, **np.load(asked.photographs)),
+        "MNIST pixels, 2,500": lambda random: some(random, *mnist, 2500),
     }
     for seed, changed, (name, draw) in itertools.product(range(asked.seeds), (0.0, 0.02), sets.items()):
         if (name, changed, seed) in done:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.common.differences import interval, level_of, noise_of, students
 
 POINTS, BOOTSTRAPS, MODELS, OTHERS = 3.0, 200, 40, 16
-"""Power is that for this true difference. Methods beside the verdict get one try of 16."""
+"""Power is that for this true difference. The literature's methods get one try of 16."""
 KINDS = {
     "weak": (0.5, 1.0, 0.0),
     "moderate": (1.0, 1.0, 0.0),
@@ -50,24 +50,22 @@ class Pair(NamedTuple):
 
 
 def intervals(pair: Pair, every: np.ndarray, others: bool, rng: np.random.Generator) -> dict[str, tuple[float, float]]:
-    """Of each method. `every`: contenders x seeds, their metric. `others`: those beside the verdict, too."""
+    """Of each method. `every`: contenders x seeds, their metric. `others`: those of the literature, too."""
     apart, level, noise = pair.ours - pair.theirs, level_of(len(every) - 1), noise_of(pair.ours, pair.theirs, every)
     (seeds, images), value = apart.shape, float(apart.mean())
-    reaches = {OURS: noise.reach(level)}
+    today, reach = interval(apart.mean(1).tolist(), len(every) - 1, 100 / images), noise.reach(level)
+    found = {TODAY: (today.low or 0.0, today.high or 0.0), OURS: (value - reach, value + reach)}
     if not others:
-        return {OURS: (value - reaches[OURS], value + reaches[OURS])}
+        return found
     variance = max(noise.by_seed + noise.by_image - noise.by_both, noise.by_seed, noise.by_image)
     doubt = noise.by_seed**2 / (seeds - 1) + noise.by_image**2 / (images - 1)
-    freedoms = {"Satterthwaite": max(variance**2 / doubt, 1.0) if doubt else 1.0, "mixed model": 1e6}
-    reaches |= {name: students(math.sqrt(variance), freedom, level) for name, freedom in freedoms.items()}
-    today = interval(apart.mean(1).tolist(), len(every) - 1, 100 / images)
+    for name, freedom in (("Satterthwaite", max(variance**2 / doubt, 1.0) if doubt else 1.0), ("mixed model", 1e6)):
+        reach = students(math.sqrt(variance), freedom, level)
+        found[name] = value - reach, value + reach
     rows, columns = (rng.integers(0, each, (BOOTSTRAPS, each)) for each in (seeds, images))
     drawn = np.take_along_axis(apart[rows].mean(1), columns, 1).mean(1)
-    return {
-        TODAY: (today.low or 0.0, today.high or 0.0),
-        **{name: (value - reach, value + reach) for name, reach in reaches.items()},
-        "pigeonhole bootstrap": (float(np.quantile(drawn, 1 - level)), float(np.quantile(drawn, level))),
-    }
+    found["pigeonhole bootstrap"] = float(np.quantile(drawn, 1 - level)), float(np.quantile(drawn, level))
+    return found
 
 
 def percents(draws: Iterator[list[Pair]]) -> dict[str, dict[str, float]]:

@@ -15,7 +15,7 @@ from engine.checkpoint.meta import progress_meta, weights_meta
 from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import estimate_seconds
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
-from engine.evaluation.evaluate import PredictionsFile, on_device, validate
+from engine.evaluation.evaluate import keep_predictions, on_device, validate
 from engine.machine.device import Run, global_batch
 from engine.machine.stopping import Deadline, Stopped, Stopping, signals
 from engine.measure.meters import MOST_SKIPS, NEVER, Best, Reading, seconds_of
@@ -58,7 +58,6 @@ class Trainer:
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self._guess = largest_class(ready) if world.first else None
         self._curves = Curves(folder, config.SAVE_BEST_BY)
-        self._predictions = PredictionsFile(folder, ready.val_set, config.DATA)
         self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)
         self._saved_at = self.position.update, self.position.validated
@@ -272,7 +271,7 @@ class Trainer:
         top1 = getattr(metrics[better], TOP1.name, None) if by == TOP1.name else None
         mark = mark_of_best(self._guess, top1) if improved else ""
         if self.world.first:
-            self._predictions.write(metrics, here.update)
+            keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, here.update)
         self.reporter.validation(here, metrics, seconds, mark)
         self._restart_clocks()
         if improved:

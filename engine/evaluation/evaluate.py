@@ -69,34 +69,27 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(model).to(device) if elsewhere else model
 
 
-class PredictionsFile:
-    """What the last validation predicted for each image, for comparisons of runs. On rank 0."""
+def keep_predictions(
+    folder: Path, val_set: ImageDataset, data: DataConfig, metrics: Mapping[WeightSet, Metrics], update: int
+) -> None:
+    """Write what this validation predicted for each image, for comparisons of runs. On rank 0.
 
-    def __init__(self, folder: Path, val_set: ImageDataset, data: DataConfig) -> None:
-        self._folder, self._val_set, self._data = folder, val_set, data
-        self._names: np.ndarray | None = None
-
-    def write(self, metrics: Mapping[WeightSet, Metrics], update: int) -> None:
-        """Replace the predictions of the validation before. A full disk does not end the training."""
-        of_sets = {
-            f"{which.prefix}{name}": each for which, one in metrics.items() for name, each in one.predictions.items()
-        }
-        if not of_sets:
-            return
-        if self._names is None:
-            self._names = self._hashed_names()
-        labels = self._val_set.sample_labels()
-        labels = labels.astype(np.min_scalar_type(int(labels.max(initial=0))))
-        try:
-            write_predictions(self._folder, update, {"names": self._names, "labels": labels, **of_sets})
-        except OSError as error:
-            log.warning("%s: cannot be written (%s).", self._folder / PREDICTIONS, error.strerror)
-
-    def _hashed_names(self) -> np.ndarray:
-        """Without the folder of the data, which may be another in another run."""
-        samples, prefix = self._val_set.single_images(), name_prefix(self._data)
-        names = map(str, range(len(self._val_set)))
-        if samples is not None:
-            names = (samples.name(index).removeprefix(prefix) for index in range(len(samples)))
-        digests = (hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest() for name in names)
-        return np.frombuffer(b"".join(digests), np.uint64)
+    A full disk does not end the training.
+    """
+    of_sets = {
+        f"{which.prefix}{name}": each for which, one in metrics.items() for name, each in one.predictions.items()
+    }
+    if not of_sets:
+        return
+    # Without the folder of the data, which may be another in another run
+    samples, prefix, names = val_set.single_images(), name_prefix(data), map(str, range(len(val_set)))
+    if samples is not None:
+        names = (samples.name(index).removeprefix(prefix) for index in range(len(samples)))
+    digests = (hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest() for name in names)
+    labels = val_set.sample_labels()
+    labels = labels.astype(np.min_scalar_type(int(labels.max(initial=0))))
+    try:
+        table = {"names": np.frombuffer(b"".join(digests), np.uint64), "labels": labels, **of_sets}
+        write_predictions(folder, update, table)
+    except OSError as error:
+        log.warning("%s: cannot be written (%s).", folder / PREDICTIONS, error.strerror)

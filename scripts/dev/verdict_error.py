@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.common.differences import interval, level_of, noise_of, students
 
 POINTS, BOOTSTRAPS, MODELS, OTHERS = 3.0, 200, 40, 16
-"""Power is that for this true difference. Methods beside the verdict get one try of 16."""
+"""Power is that for this true difference. The literature's methods get one try of 16."""
 KINDS = {
     "weak": (0.5, 1.0, 0.0),
     "moderate": (1.0, 1.0, 0.0),
@@ -50,24 +50,22 @@ class Pair(NamedTuple):
 
 
 def intervals(pair: Pair, every: np.ndarray, others: bool, rng: np.random.Generator) -> dict[str, tuple[float, float]]:
-    """Of each method. `every`: contenders x seeds, their metric. `others`: those beside the verdict, too."""
+    """Of each method. `every`: contenders x seeds, their metric. `others`: those of the literature, too."""
     apart, level, noise = pair.ours - pair.theirs, level_of(len(every) - 1), noise_of(pair.ours, pair.theirs, every)
     (seeds, images), value = apart.shape, float(apart.mean())
-    reaches = {OURS: noise.reach(level)}
+    today, reach = interval(apart.mean(1).tolist(), len(every) - 1, 100 / images), noise.reach(level)
+    found = {TODAY: (today.low or 0.0, today.high or 0.0), OURS: (value - reach, value + reach)}
     if not others:
-        return {OURS: (value - reaches[OURS], value + reaches[OURS])}
+        return found
     variance = max(noise.by_seed + noise.by_image - noise.by_both, noise.by_seed, noise.by_image)
     doubt = noise.by_seed**2 / (seeds - 1) + noise.by_image**2 / (images - 1)
-    freedoms = {"Satterthwaite": max(variance**2 / doubt, 1.0) if doubt else 1.0, "mixed model": 1e6}
-    reaches |= {name: students(math.sqrt(variance), freedom, level) for name, freedom in freedoms.items()}
-    today = interval(apart.mean(1).tolist(), len(every) - 1, 100 / images)
+    for name, freedom in (("Satterthwaite", max(variance**2 / doubt, 1.0) if doubt else 1.0), ("mixed model", 1e6)):
+        reach = students(math.sqrt(variance), freedom, level)
+        found[name] = value - reach, value + reach
     rows, columns = (rng.integers(0, each, (BOOTSTRAPS, each)) for each in (seeds, images))
     drawn = np.take_along_axis(apart[rows].mean(1), columns, 1).mean(1)
-    return {
-        TODAY: (today.low or 0.0, today.high or 0.0),
-        **{name: (value - reach, value + reach) for name, reach in reaches.items()},
-        "pigeonhole bootstrap": (float(np.quantile(drawn, 1 - level)), float(np.quantile(drawn, level))),
-    }
+    found["pigeonhole bootstrap"] = float(np.quantile(drawn, 1 - level)), float(np.quantile(drawn, level))
+    return found
 
 
 def percents(draws: Iterator[list[Pair]]) -> dict[str, dict[str, float]]:
@@ -81,8 +79,11 @@ def percents(draws: Iterator[list[Pair]]) -> dict[str, dict[str, float]]:
             wrong = [not one[0] <= pair.truth <= one[1] for one, pair in zip(ends, pairs, strict=True)]
             missed.setdefault(name, []).append(any(wrong))
             claimed.setdefault(name, []).append(not low <= 0 <= high)
-    found = {"missed": missed, "claimed": claimed}
-    return {name: {what: 100 * float(np.mean(of[name])) for what, of in found.items()} for name in missed}
+    of = {"missed": missed, "claimed": claimed}
+    return {
+        name: {**{what: 100 * float(np.mean(of[what][name])) for what in of}, "tries": len(missed[name])}
+        for name in missed
+    }
 
 
 def simulated(
@@ -97,10 +98,13 @@ def simulated(
     return [Pair(each, hits[0]) for each in hits[1:]]
 
 
-def simulations(tries: int) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+def simulations(tries: int, done: Collection[str]) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
     grid = [*itertools.product(KINDS, (200, 1000), (2, 3, 5, 10), (2,))]
     grid += [*itertools.product(KINDS, (10_000,), (3,), (2,)), *itertools.product(KINDS, (1000,), (2, 3), (4, 10))]
     for number, (kind, images, seeds, contenders) in enumerate(grid):
+        title = f"{kind}; {images:,} images, {seeds} seeds, {contenders} contenders"
+        if title in done:
+            continue
         own, noise, shift = KINDS[kind]
         rng, count = np.random.default_rng(number), max(2 * tries // contenders // (1 + images // 4000), 50 * OTHERS)
         logits = rng.normal(2.2, math.hypot(NOISE, own, shift), 400_000) - rng.logistic(size=400_000) * noise
@@ -108,10 +112,13 @@ def simulations(tries: int) -> Iterator[tuple[str, dict[str, dict[str, float]]]]
         sizes = kind, images, seeds, contenders
         equal = percents(simulated(*sizes, 0.0, rng) for _ in range(count))
         apart = percents(simulated(*sizes, better, rng) for _ in range(count // 4))
-        rows = {
-            name: {"false claims": found["missed"], "power": apart[name]["claimed"]} for name, found in equal.items()
-        }
-        yield f"{kind}; {images:,} images, {seeds} seeds, {contenders} contenders", rows
+        yield (
+            title,
+            {
+                name: {"false claims": each["missed"], "power": apart[name]["claimed"], "tries": each["tries"]}
+                for name, each in equal.items()
+            },
+        )
 
 
 def folds(images: int, count: int, tries: int) -> dict[str, dict[str, float]]:
@@ -129,7 +136,7 @@ def folds(images: int, count: int, tries: int) -> dict[str, dict[str, float]]:
             )
             values.append(float(100 * (ours - theirs)))
         claims += interval(values, 1, 100 * count / images, 1 / (count - 1)).seen
-    return {OURS: {"false claims": 100 * claims / tries}}
+    return {OURS: {"false claims": 100 * claims / tries, "tries": tries}}
 
 
 def train(images: torch.Tensor, labels: torch.Tensor, hidden: int) -> np.ndarray:
@@ -186,12 +193,14 @@ def main() -> None:
     parser.add_argument("-tries", type=int, default=1000)
     parser.add_argument("-mnist", type=Path)
     parser.add_argument("-out", type=Path)
-    asked, rows = parser.parse_args(), dict[str, Any]()
+    asked = parser.parse_args()
+    # The rows of an interrupted command stay.
+    rows: dict[str, Any] = json.loads(asked.out.read_text())["rows"] if asked.out and asked.out.exists() else {}
     of_folds = (
         (f"folds; {n:,} images, {f} folds", folds(n, f, asked.tries)) for n, f in ((200, 5), (1000, 5), (1000, 10))
     )
     mnist = on_mnist(asked.mnist, asked.tries) if asked.mnist else ()
-    for name, found in itertools.chain(simulations(asked.tries), of_folds, mnist):
+    for name, found in itertools.chain(simulations(asked.tries, rows.keys()), of_folds, mnist):
         rows[name] = {
             method: {what: round(float(value), 1) for what, value in one.items()} for method, one in found.items()
         }
@@ -199,7 +208,7 @@ def main() -> None:
             f"{name}: " + "; ".join(f"{method} {list(one.values())}" for method, one in rows[name].items()), flush=True
         )
         if asked.out:
-            asked.out.write_text(json.dumps({"points": POINTS, "tries": asked.tries, "rows": rows}, indent=1) + "\n")
+            asked.out.write_text(json.dumps({"points": POINTS, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tools.common.per_image import per_image, values_of_images
 from tools.compare.command import main
 from utils.record.history import History
 from utils.record.predictions import PREDICTIONS, read_predictions
-from vitamp.metrics import BALANCED, MACRO_F1, MAP, PLAIN, TOP1
+from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, PLAIN, TOP1
 
 Call = Callable[..., Result]
 
@@ -92,13 +92,13 @@ def test_more_seeds_or_else_more_images_are_named() -> None:
 def test_values_of_images_vary_as_the_metric_does() -> None:
     """Their standard error, against the spread of the metric over samples drawn anew."""
     random = np.random.default_rng(0)
-    for metric in (TOP1, BALANCED, MACRO_F1, MAP):
+    for metric in (TOP1, BALANCED, MACRO_F1, MAP, AUROC):
         values, errors = [], []
         for _ in range(300):
             labels = random.choice(3, 300, p=[0.6, 0.3, 0.1])
             guesses = np.where(random.random(300) < 0.7, labels, random.integers(0, 3, 300))
             columns = {"guess": guesses}
-            if metric is MAP:
+            if metric in (MAP, AUROC):
                 labels = (random.random((300, 3)) < 0.2).astype(np.int64)
                 columns = {"logits": labels + random.normal(0, 1, (300, 3))}
             of_images = values_of_images(metric, labels, columns)

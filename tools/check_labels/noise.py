@@ -24,8 +24,8 @@ from torch import Tensor
 from utils.progress import Progress
 from utils.seeding import key
 
-WRONG = 0.5
-"""Probability from which on a label looks wrong"""
+WRONG, SURER = 0.5, (0.8, 0.95)
+"""Probability from which on a label looks wrong, and others at which hard images are fewer: any of them may decide"""
 REDRAWN = 19
 """Times; so the largest number is a bound of 95 %"""
 CLEARLY = 2
@@ -64,10 +64,15 @@ class Wrong(NamedTuple):
     """Largest number of these among labels that are redrawn as if all were right"""
     calibrations: list[Calibration]
     """With several labels per image, one for each class"""
+    surer: Sequence[tuple[int, int, int]] = ()
+    """The three numbers at `SURER`; none without features"""
 
     @property
     def clear(self) -> bool:
-        return self.agreed > CLEARLY * (self.if_right + 1) and self.agreed >= AGREED * self.number
+        return any(
+            agreed > CLEARLY * (if_right + 1) and agreed >= AGREED * number
+            for number, agreed, if_right in ((self.number, self.agreed, self.if_right), *self.surer)
+        )
 
 
 def nearest(features: np.ndarray, own: Sequence[np.ndarray]) -> Tensor:
@@ -94,23 +99,27 @@ def find_wrong(
         views.append(((F.one_hot(given[near], classes).sum(1).double() + 1 / classes).log(), None))
     (probability, right, whose, calibration), *second = [_fit(view, given, of_view) for view, of_view in views]
     doubtful = torch.stack([right, *(fitted[1] for fitted in second)]).mean(0).cumsum(1)
-    agreed = torch.stack([probability, *(fitted[0] for fitted in second)]).amin(0) >= WRONG
+    levels = torch.tensor([WRONG, *SURER] if second else [WRONG])[:, None]
+    of_both = torch.stack([probability, *(fitted[0] for fitted in second)]).amin(0)
     generator = np.random.Generator(np.random.Philox(key=key(seed, "labels")))
     redrawn = []
     for _ in Progress(range(REDRAWN), REDRAWN, "times", "redrawn labels"):
         draws = torch.from_numpy(generator.random((len(given), 1)))
         again = (draws > doubtful).sum(1).clamp(max=classes - 1)
-        wrong = torch.stack([_fit(view, again, of_view)[0] for view, of_view in views]).amin(0) >= WRONG
-        redrawn.append(int(wrong.sum()))
+        wrong = torch.stack([_fit(view, again, of_view)[0] for view, of_view in views]).amin(0)
+        redrawn.append((wrong >= levels).sum(1))
+    numbers, agreed, if_right = (probability >= levels).sum(1), (of_both >= levels).sum(1), torch.stack(redrawn).amax(0)
+    (number, both, chance), *surer = zip(numbers.tolist(), agreed.tolist(), if_right.tolist(), strict=True)
     others = whose.scatter(1, given[:, None], -1.0)
     return Wrong(
         probability=probability.numpy(),
         right=right.numpy(),
         proposed=others.argmax(1).numpy(),
-        number=int((probability >= WRONG).sum()),
-        agreed=int(agreed.sum()),
-        if_right=max(redrawn),
+        number=number,
+        agreed=both,
+        if_right=chance,
         calibrations=[calibration],
+        surer=surer,
     )
 
 

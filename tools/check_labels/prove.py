@@ -107,12 +107,12 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
 
 def at_best(runs: Sequence[Run], judged: Judged) -> list[dict[str, Any]]:
     """Compare the checkpoints that a user gets: the best, and of their weights those that validated better."""
+    log.info("At each run's best checkpoint, which these very images chose:")
     found = {
         arm: np.stack([_of_images(load_trained(run.folder), judged.metric) for run in runs if run.contender == arm])
         for arm in ARMS
     }
     every, verdicts = np.stack([each.mean(1) for each in found.values()]), list[dict[str, Any]]()
-    log.info("At each run's best checkpoint, which these very images chose:")
     for arm in (WITHOUT, RELABELLED, RANDOM):
         value = float(found[arm].mean() - found[ALL].mean())
         one = over_images(value, found[arm], found[ALL], every, len(ARMS) - 1)

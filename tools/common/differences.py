@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -145,13 +145,13 @@ def over_images(value: float, ours: np.ndarray, theirs: np.ndarray, every: np.nd
     found = Difference(value, low, high, noise.seeds, not low <= 0 <= high, holds_for=LIKE_THESE)
     if found.seen or noise.seeds == 1:
         return found
-    for seeds in range(noise.seeds + 1, MOST_ROUNDS + 1):
-        if noise.planned(seeds).reach(level, POWER) < abs(value):
-            return replace(found, runs_needed=seeds)
-    times = (
-        times for times in range(2, MOST_ROUNDS) if noise.planned(noise.seeds, times).reach(level, POWER) < abs(value)
-    )
-    return replace(found, images_needed=next(times, None))
+
+    def first(plans: Iterable[tuple[int, Noise]]) -> int | None:
+        return next((number for number, plan in plans if plan.reach(level, POWER) < abs(value)), None)
+
+    seeds = first((each, noise.planned(each)) for each in range(noise.seeds + 1, MOST_ROUNDS + 1))
+    times = None if seeds else first((each, noise.planned(noise.seeds, each)) for each in range(2, MOST_ROUNDS))
+    return replace(found, runs_needed=seeds, images_needed=times)
 
 
 DISAGREE, BY_SEED = 0.2, 0.5

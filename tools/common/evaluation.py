@@ -91,26 +91,49 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> 
     return None if found is None or found.high - found.low > WIDEST else found
 
 
-def ranking_intervals(scores: np.ndarray, truth: np.ndarray) -> tuple[Interval | None, Interval | None]:
-    """Of mAP and of the mean AUROC; None if no class has positives and negatives, or too few for mAP. Both: N x C."""
+class Ranking(NamedTuple):
+    """mAP and the mean AUROC as fractions."""
+
+    precision: float
+    unbiased: float
+    """mAP without its bias"""
+    area: float
+    of_precision: np.ndarray
+    of_area: np.ndarray
+    """Influence of each image on mAP and on the mean AUROC"""
+    most: float
+    """Largest effective number of images"""
+    positives: np.ndarray
+    """Of each class that has negatives, too"""
+
+
+def ranking_of(scores: np.ndarray, truth: np.ndarray) -> Ranking | None:
+    """None if no class has positives and negatives. Both: images x classes."""
     positives, images = truth.sum(0), len(truth)
     usable = np.flatnonzero((positives > 0) & (positives < images))
     if not len(usable) or np.isnan(scores).any():
-        return None, None
+        return None
     sums = np.zeros(3)  # of average precision, the same without its bias, and AUROC
     on_precision, on_area = np.zeros(images), np.zeros(images)
-    most = 0.0
     for label in usable:
         values, of_precision, of_area = _influences(scores[:, label], truth[:, label])
         sums += values
         on_precision += of_precision
         on_area += of_area
-        most += 4 * positives[label] * (images - positives[label]) / images
     always = int((positives == images).sum())  # classes of every image: an average precision of 1, and no AUROC
-    ranked, of_area = len(usable) + always, len(usable)
+    ranked, positives = len(usable) + always, positives[usable]
     precision, unbiased = ((sums[:2] + always) / ranked).tolist()
-    of_map = _around(precision, unbiased, float((on_precision**2).sum()) / ranked**2, most, positives[usable])
-    return of_map, _of_variance(float(sums[2]) / of_area, float((on_area**2).sum()) / of_area**2, most)
+    area, most = float(sums[2]) / len(usable), float((4 * positives * (images - positives) / images).sum())
+    return Ranking(precision, unbiased, area, on_precision / ranked, on_area / len(usable), most, positives)
+
+
+def ranking_intervals(scores: np.ndarray, truth: np.ndarray) -> tuple[Interval | None, Interval | None]:
+    """Of mAP and of the mean AUROC; None where classes have too few positives for mAP."""
+    if (found := ranking_of(scores, truth)) is None:
+        return None, None
+    on_precision, on_area = (float((each**2).sum()) for each in (found.of_precision, found.of_area))
+    of_map = _around(found.precision, found.unbiased, on_precision, found.most, found.positives)
+    return of_map, _of_variance(found.area, on_area, found.most)
 
 
 def _influences(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from utils.record.history import History
 from utils.record.predictions import read_predictions
-from vitamp.metrics import BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
+from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
 
 
 class PerImage(NamedTuple):
@@ -40,58 +40,35 @@ def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.n
         return 100.0 * columns["in_top5"]
     if metric in (TOP1, BALANCED, MACRO_F1):
         guesses = columns["guess"].astype(np.int64)
-        return 100.0 * (guesses == labels) if metric is TOP1 else _jackknife(*_by_class(metric, labels, guesses))
-    if metric is MAP:
-        with_positives = np.flatnonzero(labels.any(0))
-        of_classes = [_average_precision(columns["logits"][:, label], labels[:, label] > 0) for label in with_positives]
-        means, changes = (np.mean(each, axis=0) for each in zip(*of_classes, strict=True))
-        return _jackknife(float(means), changes)
+        return 100.0 * (labels == guesses) if metric is TOP1 else _of_classes(metric, labels, guesses)
     if metric.name == "exact_match":
         return 100.0 * ((columns["logits"] >= 0) == labels).all(1)
+    if metric in (MAP, AUROC):
+        from tools.common.evaluation import ranking_of  # torch, a second to import
+
+        found = ranking_of(columns["logits"].astype(np.float32), labels > 0)
+        if found is not None:
+            by_metric = {MAP: (found.precision, found.of_precision), AUROC: (found.area, found.of_area)}
+            return _around(*by_metric[metric])
     return None
 
 
-def _jackknife(value: float, changes: np.ndarray) -> np.ndarray:
-    """Pseudo-values in percent (Tukey). `changes`: of the metric, when each image is left out."""
-    return 100 * (value - (len(changes) - 1) * (changes - changes.mean()))
+def _around(value: float, influence: np.ndarray) -> np.ndarray:
+    """In percent. `influence`: of each image on the metric; together 0."""
+    return 100 * (value + len(influence) * influence)
 
 
-def _by_class(metric: Metric, labels: np.ndarray, guesses: np.ndarray) -> tuple[float, np.ndarray]:
-    """Balanced accuracy or macro F1 as fractions, and their changes when an image is left out."""
+def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray) -> np.ndarray:
+    """Balanced accuracy or macro F1."""
     classes, hits = int(max(labels.max(), guesses.max())) + 1, labels == guesses
-    right = np.bincount(labels[hits], minlength=classes)
-    counted = np.bincount(labels, minlength=classes)
-    recall = metric is BALANCED
-    if not recall:
-        counted = (counted + np.bincount(guesses, minlength=classes)) / 2
-
-    def of_class(right: np.ndarray, counted: np.ndarray) -> np.ndarray:
-        return right / np.maximum(counted, 0.5)
-
-    now, number = of_class(right, counted), np.count_nonzero(counted)
-    # A hit of F1 leaves both the labelled and the predicted images of its class, a miss one of each of two classes.
-    less = 1.0 if recall else np.where(hits, 1.0, 0.5)
-    changes = of_class(right[labels] - hits, counted[labels] - less) - now[labels]
-    if not recall:
-        changes += np.where(hits, 0.0, of_class(right[guesses], counted[guesses] - 0.5) - now[guesses])
-    return float(now.sum()) / number, changes / number
-
-
-def _average_precision(scores: np.ndarray, truth: np.ndarray) -> tuple[float, np.ndarray]:
-    """Of one class, and its changes when an image is left out. Equal scores are taken in the order of the images."""
-    order = np.argsort(-scores.astype(np.float64), kind="stable")
-    truth, ranks = truth[order], np.arange(1, len(order) + 1)
-    hits, before = np.cumsum(truth), np.maximum(ranks - 1, 1)
-    precisions = np.where(truth, hits / ranks, 0.0)
-    above = np.cumsum(precisions) - precisions
-
-    def below(changed: np.ndarray) -> np.ndarray:
-        kept = np.where(truth, changed, 0.0)
-        return kept.sum() - np.cumsum(kept)
-
-    positives = hits[-1]
-    value = float(precisions.sum() / positives)
-    without_positive = (above + below((hits - 1) / before)) / max(positives - 1, 1)
-    changes = np.empty(len(order))
-    changes[order] = np.where(truth, without_positive, (above + below(hits / before)) / positives) - value
-    return value, changes
+    right, images = (np.bincount(each, minlength=classes) for each in (labels[hits], labels))
+    if metric is BALANCED:
+        of_class, known = right / np.maximum(images, 1), images > 0
+        influence = (hits - of_class[labels]) / images[labels]
+    else:
+        sizes = images + np.bincount(guesses, minlength=classes)
+        of_class, known = 2 * right / np.maximum(sizes, 1), sizes > 0
+        pull = of_class / np.maximum(sizes, 1)  # of another image or prediction of the class
+        influence = np.where(hits, 2 / sizes[labels] - 2 * pull[labels], -pull[labels] - pull[guesses])
+    influence *= np.sqrt(images / np.maximum(images - 1, 1))[labels]  # as an unbiased variance is larger
+    return _around(float(of_class[known].mean()), influence / np.count_nonzero(known))

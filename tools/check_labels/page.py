@@ -1,4 +1,4 @@
-"""What a search writes: two lists, and report.html, each suspect with images of both classes that look like it."""
+"""What a search writes: two lists, and report.html, in which each suspect is shown and decided about."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datasets import source_of
 from datasets.base import TITLES
 from datasets.exclude import text_of
 from engine.trained.model import picture_of
-from tools.check_labels.search import Found, Images, rows_of
+from tools.check_labels.search import HEADING, Found, Images, rows_of, table_of
 from tools.common.output_file import writing
 from tools.common.report_page.evaluations import data_uri, pictured
 from tools.common.report_page.page import write_template
@@ -37,7 +37,7 @@ def write(images: Images, found: Found, table: Path) -> None:
     decision, before = "drop" if found.verdict.clear else "keep", text_of(images.data).rstrip("\n")
     excluded = [*([before] if before else []), *map(images.line, dropped)]
     rows = rows_of(images, found.suspects, decision)
-    for file, content in ((table, rows), (listed, "".join(f"{line}\n" for line in excluded))):
+    for file, content in ((table, table_of(rows)), (listed, "".join(f"{line}\n" for line in excluded))):
         with writing(file, "-output"):
             write_atomically(file, content)
 
@@ -60,6 +60,8 @@ def write(images: Images, found: Found, table: Path) -> None:
             {
                 **one._asdict(),
                 "name": images.name(one.image),
+                "row": rows.pop(images.name(one.image), None),  # a table may name an image twice
+                "line": images.line(one),
                 **pictured(images.dataset, one.image, images.data),
                 "near": near,
             }
@@ -80,6 +82,9 @@ def write(images: Images, found: Found, table: Path) -> None:
         more_pairs=max(0, len(pairs) - MOST_PAIRS),
         shown=shown,
         left_out=len(found.suspects) - len(shown),
+        unseen=[(*rows[name], images.line(one)) for one in found.suspects if (name := images.name(one.image)) in rows],
+        heading=HEADING,
+        before=before,
         clear=bool(dropped),
         validation=images.data.PART == "val",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import statistics
 import time
@@ -196,6 +198,7 @@ def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
     here = Path(__file__).parent / "templates"
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters["started_as"] = started_as
+    pages.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     text = pages.get_template(template).render(**values, made=time.strftime("%Y-%m-%d %H:%M"))
     with writing(out, flag):
         # File names may have bytes that are not UTF-8: each is shown as a replacement character.

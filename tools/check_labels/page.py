@@ -11,7 +11,7 @@ from datasets import source_of
 from datasets.base import TITLES
 from datasets.exclude import text_of
 from engine.trained.model import picture_of
-from tools.check_labels.search import HEADING, Found, Images, rows_of, table_of
+from tools.check_labels.search import Found, Images, rows_of
 from tools.common.output_file import writing
 from tools.common.report_page.evaluations import data_uri, pictured
 from tools.common.report_page.page import write_template
@@ -37,7 +37,7 @@ def write(images: Images, found: Found, table: Path) -> None:
     decision, before = "drop" if found.verdict.clear else "keep", text_of(images.data).rstrip("\n")
     excluded = [*([before] if before else []), *map(images.line, dropped)]
     rows = rows_of(images, found.suspects, decision)
-    for file, content in ((table, table_of(rows)), (listed, "".join(f"{line}\n" for line in excluded))):
+    for file, content in ((table, rows), (listed, "".join(f"{line}\n" for line in excluded))):
         with writing(file, "-output"):
             write_atomically(file, content)
 
@@ -46,7 +46,10 @@ def write(images: Images, found: Found, table: Path) -> None:
     suspected = np.zeros(len(images.labels), bool)
     suspected[[one.image for one in found.suspects]] = True
     words = np.array([images.label_words(label) for label in images.labels])
-    shown = []
+    shown, decisions = [], {}  # a table may name an image twice
+    for one in found.suspects:
+        row = rows_of(images, [one], "").partition("\n")[2].rpartition(",")[0] + ","
+        decisions[images.name(one.image)] = row, "drop" if one.certain else decision, images.line(one)
     for one in progress_bar(found.suspects[:MOST_SHOWN], "pictures"):
         likeness = features @ features[one.image]
         # A copy of the image says nothing of its label.
@@ -60,8 +63,7 @@ def write(images: Images, found: Found, table: Path) -> None:
             {
                 **one._asdict(),
                 "name": images.name(one.image),
-                "row": rows.pop(images.name(one.image), None),  # a table may name an image twice
-                "line": images.line(one),
+                "row": decisions.pop(images.name(one.image), None),
                 **pictured(images.dataset, one.image, images.data),
                 "near": near,
             }
@@ -82,8 +84,8 @@ def write(images: Images, found: Found, table: Path) -> None:
         more_pairs=max(0, len(pairs) - MOST_PAIRS),
         shown=shown,
         left_out=len(found.suspects) - len(shown),
-        unseen=[(*rows[name], images.line(one)) for one in found.suspects if (name := images.name(one.image)) in rows],
-        heading=HEADING,
+        unseen=decisions.values(),
+        heading=rows.partition("\n")[0],
         before=before,
         clear=bool(dropped),
         validation=images.data.PART == "val",

@@ -24,7 +24,6 @@ from tools.check_labels.search import (
     open_images,
     rows_of,
     suspects_of,
-    table_of,
     trained_last,
 )
 from tools.common.command_line import ToolLine
@@ -55,7 +54,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
         for arm, decision in DECISIONS.items():
             rows = random_like(images, found.suspects, seed) if arm == RANDOM else found.suspects
             lists[arm, seed] = file = out / "lists" / f"{arm.replace(' ', '_')}-{seed}.csv"
-            write_atomically(file, table_of(rows_of(images, rows, decision)))
+            write_atomically(file, rows_of(images, rows, decision))
     if not lists:
         log.info("No search found wrong labels: there is nothing to prove.")
         return EXIT_DONE

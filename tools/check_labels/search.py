@@ -149,22 +149,14 @@ def open_images(config: Config, part: Part) -> Images:
     return Images(data, dataset, samples, classes, labels, distinct, places)
 
 
-HEADING = "path,given,proposed,score,decision"
-
-
-def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> dict[str, tuple[str, str]]:
-    """By an image's name, its line of suspects.csv without the decision, and that."""
-    rows = {}
-    for one in suspects:  # a table may name an image twice
-        name, text = images.name(one.image), io.StringIO()
-        csv.writer(text, lineterminator=",").writerow([name, one.given, one.proposed, f"{one.wrong:.4f}"])
-        rows[name] = text.getvalue(), "drop" if one.certain else decision
-    return rows
-
-
-def table_of(rows: Mapping[str, tuple[str, str]]) -> str:
+def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
     """suspects.csv, as DATA.RELABEL takes it."""
-    return "".join(f"{line}\n" for line in [HEADING, *("".join(row) for row in rows.values())])
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["path", "given", "proposed", "score", "decision"])
+    for name, one in {images.name(one.image): one for one in suspects}.items():  # a table may name an image twice
+        rows.writerow([name, one.given, one.proposed, f"{one.wrong:.4f}", "drop" if one.certain else decision])
+    return text.getvalue()
 
 
 @dataclass

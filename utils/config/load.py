@@ -75,13 +75,6 @@ def load_config(
 
             lines.append(without_words(layer.name, gone))
             layer.entries = {key: entry for key, entry in layer.entries.items() if key not in gone}
-    for layer in files:
-        if not is_of_user(f"{layer.name}:"):
-            from utils.config.resumed import start_of
-
-            start = start_of(Path(layer.name).parent)
-            located = {key: replace(one, value=absolute(key, one.value, start)) for key, one in layer.entries.items()}
-            layer.entries = located
     given = _merged(layers)
     if unknown := {key: entry for key, entry in given.items() if key not in settings()}:
         from utils.foreign_flags import unknown_keys

@@ -5,29 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from utils.config.keys import (
-    AUTO_BY_DATA,
-    DATASET,
-    EPOCHS,
-    IMAGE_SIZE,
-    WARMUP,
-    absolute,
-    nested,
-    settings,
-    value_of,
-)
+from utils.config.keys import AUTO_BY_DATA, DATASET, EPOCHS, IMAGE_SIZE, WARMUP, absolute, nested, settings, value_of
 from utils.config.kinds import AUTO, folded, is_no_value
 from utils.config.read import Entry, read_files
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import warn_once
-from utils.record.run_folder import CONFIG, read_about
+from utils.record.run_folder import CONFIG, start_of
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_at, checkpoints_in, run_folder_of
 from vitamp.meta import unchecked_meta
 
@@ -46,14 +35,6 @@ def known_settings(saved: Mapping[str, Any], where: Path) -> dict[str, Any]:
         warn_once(without_words(where, gone), logging.INFO)
     start = start_of(run_folder_of(where))
     return {key: absolute(key, value, start) for key, value in saved.items() if key in settings()}
-
-
-def start_of(run: Path | None) -> str:
-    """The folder in which a run was started: a run of an earlier version has paths from there. '' if unknown."""
-    with suppress(UserError):
-        folder = read_about(run).get("folder") if run else None
-        return folder if isinstance(folder, str) else ""
-    return ""
 
 
 def without_words(where: object, gone: Iterable[str]) -> str:

@@ -70,9 +70,9 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
             if (kept := trained.chosen.calibration) is not None and kept.images == len(dataset):
                 weights += "; if it was fitted on these images, their calibration errors are too low"
         shown = kind(trained, dataset, image, deciding)
-        number = validations_of(trained.config, trained.chosen) if part == "val" and shown["headline"] else 0
-        if said := flatters(number, folder, trained.config.DATA):
-            shown["headline"].remarks.insert(0, said)
+        if part == "val" and (headline := shown["headline"]):
+            number = validations_of(trained.config, trained.chosen)
+            headline.remarks[:0] = filter(None, [flatters(number, folder, trained.config.DATA)])
         return {"weights": weights, "image": image, **shown}
     except (UserError, TrainingError) as error:
         return str(error)

@@ -142,9 +142,11 @@ def write_report(
         for run, found in zip(read, evaluations, strict=False)
         if isinstance(found, str) and checkpoints_in(run.folder / CHECKPOINTS)
     ]
+    stays = bool(failed) and out.exists()
     advice = "-data_path names moved images; -no_predictions writes a page without predictions."
-    if failed and out.exists():
-        raise UserError("\n  ".join([*failed, f"{out} stays as it is. {advice}"]))
+    failure = "\n  ".join([*failed, f"{out} {'stays as it is' if stays else 'lacks its predictions'}. {advice}"])
+    if stays:
+        raise UserError(failure)
     headlines = [None if isinstance(found, str) else found["headline"] for found in evaluations]
     rows = summary(read, judged.metric if judged else None)
     by_name = dict(rows)
@@ -189,7 +191,7 @@ def write_report(
         **SIZES,
     )
     if failed:
-        raise UserError("\n  ".join([*failed, f"{out} is written without its predictions. {advice}"]))
+        raise UserError(failure)
     return out
 
 

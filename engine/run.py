@@ -251,9 +251,8 @@ def _strange(ready: ReadyToTrain, folder: Path) -> list[str]:
     guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
     if guesses is None:
         return []
-    names = [*(ready.val_set.classes or ())]
-    names += map(str, range(len(names), ready.task.classes))
-    return strange(table["labels"].astype(int), guesses.astype(int), names, ready.choices.get(FOLDS))
+    columns = table["labels"].astype(int), guesses.astype(int)
+    return strange(*columns, ready.val_set.classes or [], ready.choices.get(FOLDS))
 
 
 def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:

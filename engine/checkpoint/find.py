@@ -172,11 +172,6 @@ def check_resumable(config: Config) -> None:
         if folder is not None:
             _of_epoch(inspect(folder), config.TRAIN.LAST_EPOCH)
         elif not checkpoints_in(root):
-            from engine.checkpoint.run_folder import NAME, FolderLock
-
-            if (path / NAME).exists():  # a run that is training and has not saved yet
-                with FolderLock() as lock:
-                    lock.take(path)
             raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/{PREFIX}*).")
     if run is None or config.EVAL or not checkpoints_in(run / CHECKPOINTS):
         return

@@ -203,11 +203,9 @@ def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
 def validations_of(config: Config, saved: Chosen) -> int:
     """Number of validations, on the images that DATA names, of which `saved` is the best; 0 for others."""
     run = run_folder_of(saved.place)
-    if run is None or config.DATA.PART not in ("val", AUTO):
+    if run is None or config.DATA.PART not in ("val", AUTO) or whose_data(config, saved) not in OF_RUN:
         return 0
-    if read_index(run / CHECKPOINTS)["best"] != saved.place.name or whose_data(config, saved) not in OF_RUN:
-        return 0
-    return len(History.of_run(run).of("val"))
+    return len(History.of_run(run).of("val")) if read_index(run / CHECKPOINTS)["best"] == saved.place.name else 0
 
 
 def evaluated_weights(config: Config) -> Chosen | None:

@@ -165,10 +165,7 @@ def fit(
 
 
 def start_at_probe(run: Run, ready: Seeing) -> float:
-    """Fit the model's new classifier to the features of the training images. A collective call.
-
-    Returns the figure in folds, in percent.
-    """
+    """Fit the new classifier to features of the training images; returns its figure in folds. A collective call."""
     config, model, classes = run.config, ready.model, int(run.config.MODEL.NUM_CLASSES)
     heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
     fits = len(heads) > 1 or sees_features_alone(ready, config.DATA)  # two do by their mean, see below

@@ -283,9 +283,7 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
         theirs = theirs | {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
     taken, notes = {key: value for key, value in theirs.items() if key in unset}, list[str]()
     if where.startswith("timm's "):
-        named, maybe = _of_siblings(model.NAME, source)
-        notes += maybe
-        loaded = replace(loaded, warnings=(*loaded.warnings, *named))
+        notes += _of_siblings(model.NAME, source)
     for key in (INTERPOLATION, CROP_MODE):
         if key in taken and taken[key] not in choices(key):
             mine, unsupported = value_of(loaded.config, key), taken.pop(key)
@@ -300,29 +298,25 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     return loaded.with_values({key: Entry(value, where) for key, value in taken.items()}, notes)
 
 
-def _of_siblings(name: str, source: str) -> tuple[list[str], list[str]]:
-    """A warning that weights are of another model, with another mean and std; or a note that they may be.
+def _of_siblings(name: str, source: str) -> list[str]:
+    """A note on weights that are, or may be, another model's of timm's, with another mean and std.
 
     timm's tf_efficientnet_b0 and efficientnet_b0, for example, have weights of the same names and shapes.
     """
     own, model, found = of_timms_name(name, ""), name.partition(".")[0], local_weights(source)
-    named, others, different = _timm_name_of(found.file) if found else source, [], []
-    if named and named.partition(".")[0] != model:
-        others = [named]
-    elif not named:
-        twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
-        others = [*timm.list_pretrained(f"{model}.*"), *timm.list_pretrained(f"{twin}.*")]
-    for one in others:
-        of_other = of_timms_name(one, "")
-        if own and of_other and any(own[0].get(key) != of_other[0].get(key) for key in COLOURS):
-            different.append(one)
-    if not different:
-        return [], []
-    where = f"MODEL.PRETRAINED {source}: weights of {some_of(different, 2)}"
+    named = _timm_name_of(found.file) if found else source
+    if own is None or (named and named.partition(".")[0] == model):
+        return []
+    twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
+    others = [named] if named else [*timm.list_pretrained(f"{model}.*"), *timm.list_pretrained(f"{twin}.*")]
+    of_others = {one: of_timms_name(one, "") or own for one in others}
+    different = [one for one, of in of_others.items() if any(of[0].get(key) != own[0].get(key) for key in COLOURS)]
+    said = f"MODEL.PRETRAINED {source}: weights of {some_of(different, 2)}"
     if named:
-        builds = f"-model {named.partition('.')[0]} builds their model"
-        return [f"{where}, trained with another mean and std than {name}, and perhaps computed otherwise. {builds}"], []
-    return [], [f"{where} would fit, too, and need another mean and std. If it has these, give the file that name"]
+        said += f" need another mean and std than {name}'s, and may compute otherwise: -model {named.partition('.')[0]}"
+    else:
+        said += " would fit, too, and need another mean and std. If it has these, give the file that name"
+    return [said] if different else []
 
 
 def preprocessing_of(source: str) -> Preprocessing | None:

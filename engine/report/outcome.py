@@ -20,10 +20,8 @@ from vitamp.metrics import NO_LABELS, TOP1, Metric, always_guessing
 
 SAME = 1e-6
 """Percent within which two accuracies are equal"""
-FEWEST_IMAGES, NEARLY_ALL = 10, 0.9
-"""Images of a class, and the fraction of them taken for one other class, from which on this is strange"""
-FAR = 15.0
-"""Percentage points that validation may be below the folds of the training images"""
+FEWEST_IMAGES, NEARLY_ALL, FAR = 10, 0.9, 15.0
+"""Strange: so many images of a class, of which this fraction is taken for one other; points below the folds"""
 FOLDS = "probe_in_folds"
 """Key under which a run's choices keep the top-1 that its probe had in folds"""
 
@@ -86,11 +84,13 @@ def strange(labels: np.ndarray, guesses: np.ndarray, names: Sequence[str], in_fo
         if one != other and images[one] >= FEWEST_IMAGES and times >= NEARLY_ALL * images[one]:
             taken[one] = other, int(times)
     for one, (other, times) in taken.items():
-        words, (back, others) = f"{times} of {images[one]} images of {names[one]} are", taken.get(other, (None, 0))
+        name, another = (names[label] if label < len(names) else str(label) for label in (one, other))
+        words = f"{times} of {images[one]} images of {name} are taken for {another}"
+        back, others = taken.get(other, (None, 0))
         if back == one and one < other:
-            said.append(f"{words} taken for {names[other]}, and {others} the other way: are their folders swapped?")
+            said.append(f"{words}, and {others} the other way: are their folders swapped?")
         elif back != one and np.count_nonzero(images) > 2 and hit[labels != one].mean() > 0.5:
-            said.append(f"{words} taken for {names[other]}: are they of that class, or from another source?")
+            said.append(f"{words}: are they of that class, or from another source?")
     return said
 
 

@@ -106,11 +106,10 @@ def test_weights_of_a_sibling_with_another_mean_get_one_line(tmp_path: Path) -> 
     at = {"EVAL": "true", "MODEL__TYPE": "efficientnet"}
     unsure = resolved(MODEL__PRETRAINED=str(mine), MODEL__NAME="efficientnet_lite0", **at)
     assert f"{mine}: weights of tf_efficientnet_lite0.in1k would fit, too, and need another" in "\n".join(unsure.notes)
-    (said,) = resolved(MODEL__PRETRAINED=str(tf), MODEL__NAME="efficientnet_lite0", **at).warnings
-    assert "-model tf_efficientnet_lite0 builds their model" in said
+    said = resolved(MODEL__PRETRAINED=str(tf), MODEL__NAME="efficientnet_lite0", **at).notes
+    assert "weights of tf_efficientnet_lite0 need another mean and std than efficientnet_lite0's" in "\n".join(said)
     same = resolved(MODEL__PRETRAINED=str(tf), MODEL__NAME="tf_efficientnet_lite0", **at)
-    assert not same.warnings
-    assert "would fit" not in "\n".join(same.notes)
+    assert "another mean" not in "\n".join(same.notes)
 
 
 def test_weights_of_a_model_unknown_to_timm_are_warned_of_in_evaluation_too(tmp_path: Path) -> None:

@@ -34,6 +34,9 @@ class View:
     """All URLs except data: URIs"""
     dialogs: int = 0
     picture: bytes = b""
+    script: str = ""
+    """An expression, and what its promise gave"""
+    answer: Any = None
 
 
 def views_of(page: Path, folder: Path, views: list[View]) -> list[View]:
@@ -92,7 +95,8 @@ class _Tab:
             self._events.append(json.loads((await self._socket.receive()).data))
 
     async def value(self, expression: str) -> Any:
-        return (await self.call("Runtime.evaluate", expression=expression, returnByValue=True))["result"]["value"]
+        how = {"returnByValue": True, "awaitPromise": True}
+        return (await self.call("Runtime.evaluate", expression=expression, **how))["result"]["value"]
 
     async def show(self, page: Path, view: View) -> None:
         self._events.clear()
@@ -104,6 +108,7 @@ class _Tab:
         await self.wait_for("Page.loadEventFired")
         view.page_width = await self.value("document.documentElement.scrollWidth")
         view.text = await self.value("document.body.innerText")
+        view.answer = await self.value(view.script) if view.script else None
         view.picture = base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"])
         self._sort(view)
 

@@ -19,14 +19,17 @@ import torch
 import yaml
 from PIL import Image
 
+from datasets.exclude import read_rows
 from engine.evaluation.linear import fit
 from tests.label_sets import named, write_recipe, write_set
 from tests.program import Result, metrics
+from tests.tools.browser import View, views_of
 from tools.check_labels import command, prove, search
 from tools.check_labels.noise import Wrong, find_wrong, nearest
 from tools.common.turns import Budget
 from tools.compare import runs
 from utils import progress
+from utils.config.data import DataConfig
 from utils.errors import TrainingError
 from vitamp.metrics import TOP1
 
@@ -95,6 +98,44 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     assert f"{151 - len(named)} images" in again.out
     assert "Nothing found" in again.out
     assert excluded(out) == set(named), "those of an earlier list stay"
+
+
+DECIDE = """(async () => {
+  const saved = [], make = URL.createObjectURL;
+  URL.createObjectURL = (blob) => { saved.push(blob); return make(blob); };
+  const figures = document.querySelectorAll("figure[data-row]");
+  figures[0].querySelector("input[value=relabel]").click();
+  saved.length = 0;
+  figures[1].querySelector("input[value=keep]").click();
+  return [await saved[0].text(), await saved[1].text(), document.querySelectorAll(".photo i").length];
+})()"""
+
+
+def test_decisions_are_made_in_the_page(
+    check: Call, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folders(tmp_path / "data", wrong=14)
+    monkeypatch.setattr("tools.check_labels.page.MOST_SHOWN", 10)
+    check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    out, before = tmp_path / "labels", listed(tmp_path / "labels")
+    (view,) = views_of(out / "report.html", tmp_path, [View(1000, False, script=DECIDE)])
+    assert not view.complaints
+    assert view.requests == [(out / "report.html").as_uri()]
+    table, names, frames = view.answer
+    (out / "suspects.csv").write_text(table)
+    (out / "exclude.txt").write_text(names)
+    rows = {row["path"]: row for row in listed(out)}
+    changed = {before[0]["path"]: "relabel", before[1]["path"]: "keep"}
+    assert rows == {row["path"]: row | {"decision": changed.get(row["path"], "drop")} for row in before}
+    assert len(rows) > 10, "also those that are not shown"
+    assert excluded(out) == rows.keys() - changed.keys()
+    assert frames == 10
+    data = DataConfig(
+        DATASET="imagefolder", DATA_PATH=f"{tmp_path / 'data'}", RELABEL=f"{out / 'suspects.csv'}", PART="train"
+    )
+    assert {name: row[3] for name, row in read_rows(data)[0].items()} == {
+        name: row["decision"] for name, row in rows.items()
+    }
 
 
 def test_nearly_equal_images_of_two_classes_are_suspects(check: Call, digits_run: Path, tmp_path: Path) -> None:

@@ -401,7 +401,10 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
     """Of guesses for 8 images of class a, 4 of b, 1 of c."""
     labels = torch.tensor([0] * 8 + [1] * 4 + [2])
     trained: Any = SimpleNamespace(
-        name_of=lambda label: "abc"[label], config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3), DATA=None)
+        names=lambda: [*"abc"],
+        name_of=lambda label: "abc"[label],
+        chosen=SimpleNamespace(choices={}),
+        config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3), DATA=None),
     )
     images: Any = SimpleNamespace(sample_labels=lambda: None)
     monkeypatch.setattr(evaluations, "split_of_run", lambda *_: images)
@@ -421,6 +424,11 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
         "A frequent mistake: a is taken for b (3 of 8 images).",
         "1 class of 3 is never recognised: c.",
     ]
+    rows = evaluations._one_label(trained, images, "validation image", BALANCED)["classes"]
+    assert {row["name"]: row["mistaken_for"] for row in rows} == {"a": "b (3)", "b": "", "c": "a (1)"}
+    remarks("aaaabbccbbbbc")
+    rows = evaluations._one_label(trained, images, "validation image", BALANCED)["classes"]
+    assert {row["name"]: row["mistaken_for"] for row in rows} == {"a": "b, c (2 each)", "b": "", "c": ""}
 
 
 # Several runs.

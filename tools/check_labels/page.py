@@ -1,4 +1,4 @@
-"""What a search writes: two lists, and report.html, each suspect with images of both classes that look like it."""
+"""What a search writes: two lists, and report.html, in which each suspect is shown and decided about."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def write(images: Images, found: Found, table: Path) -> None:
     suspected = np.zeros(len(images.labels), bool)
     suspected[[one.image for one in found.suspects]] = True
     words = np.array([images.label_words(label) for label in images.labels])
-    shown = []
+    shown, decisions = [], {}  # a table may name an image twice
+    for one in found.suspects:
+        row = rows_of(images, [one], "").partition("\n")[2].rpartition(",")[0] + ","
+        decisions[images.name(one.image)] = row, "drop" if one.certain else decision, images.line(one)
     for one in progress_bar(found.suspects[:MOST_SHOWN], "pictures"):
         likeness = features @ features[one.image]
         # A copy of the image says nothing of its label.
@@ -60,6 +63,7 @@ def write(images: Images, found: Found, table: Path) -> None:
             {
                 **one._asdict(),
                 "name": images.name(one.image),
+                "row": decisions.pop(images.name(one.image), None),
                 **pictured(images.dataset, one.image, images.data),
                 "near": near,
             }
@@ -80,6 +84,9 @@ def write(images: Images, found: Found, table: Path) -> None:
         more_pairs=max(0, len(pairs) - MOST_PAIRS),
         shown=shown,
         left_out=len(found.suspects) - len(shown),
+        unseen=decisions.values(),
+        heading=rows.partition("\n")[0],
+        before=before,
         clear=bool(dropped),
         validation=images.data.PART == "val",
     )

@@ -370,9 +370,8 @@ class OneLabel(Evaluation):
 
     def class_table(self, trained: Trained) -> list[str]:
         def cells(label: int) -> dict[str, str]:
-            other, times = self.taken_for(label)
-            mistaken = f"{shown(trained.name_of(other))} ({times})" if times else "-"
-            return {**self._scores(label), "most often mistaken for": mistaken}
+            mistaken = shown(self.mistaken_for(trained, label))
+            return {**self._scores(label), "most often mistaken for": mistaken or "-"}
 
         return self._class_table(trained, ("recall", self.recall), cells)
 
@@ -398,11 +397,14 @@ class OneLabel(Evaluation):
         rows = [torch.bincount(guess[true == label], minlength=len(self.support))[labels] for label in labels]
         return torch.stack(rows).numpy()
 
-    def taken_for(self, label: int) -> tuple[int, int]:
-        """The class most often predicted for images of this class by mistake, and how often; 0 if never."""
+    def mistaken_for(self, trained: Trained, label: int) -> str:
+        """The class most often predicted for images of this class by mistake, or several; how often. '' if never."""
         true, guess = self.rows.label, self.rows.guess
         counts = torch.bincount(guess[(true == label) & (guess != label)], minlength=len(self.support))
-        return int(counts.argmax()), int(counts.max())
+        if not (most := int(counts.max())):
+            return ""
+        names = [trained.name_of(other) for other in (counts == most).nonzero()[:, 0].tolist()]
+        return f"{some_of(names, 2)} ({most}{' each' if len(names) > 1 else ''})"
 
     def _macro(self, of_class: np.ndarray) -> float:
         """Mean over classes that have images."""

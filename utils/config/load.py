@@ -74,14 +74,10 @@ def load_config(
         gone = layer.take_unknown()
         if layer.of_user:
             unknown |= gone
-            continue
-        from utils.config.resumed import start_of, without_words
+        elif gone:
+            from utils.config.resumed import without_words
 
-        if gone:
             lines.append(without_words(layer.name, gone))
-        start = start_of(Path(layer.name).parent)
-        for key, entry in layer.entries.items():
-            layer.entries[key] = replace(entry, value=absolute(key, entry.value, start))
     given = _merged(layers)
     if unknown:
         from utils.foreign_flags import unknown_keys

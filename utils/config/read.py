@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from utils.config.keys import canonical, sections, settings
+from utils.config.keys import absolute, canonical, sections, settings
 from utils.config.kinds import as_names, is_no_value
 from utils.errors import UserError
-from utils.record.run_folder import is_of_user
+from utils.record.run_folder import is_of_user, start_of
 from vitamp.files import only_regular
 
 
@@ -104,8 +104,9 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
         raise UserError(f"{name}: not a YAML text file: {' '.join(str(error).split())}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{name}:{root.start_mark.line + 1}: expected `KEY: value` lines")
+    start = "" if is_of_user(f"{name}:") else start_of(path.parent)
     for key, value, source in _leaves(root, "", layer) if root is not None else ():
-        layer.set(key, value, source)
+        layer.set(key, absolute(key, value, start), source)
     given = layer.entries.pop("BASE", Entry((), name)).value
     bases = [str(base) for base in as_names(given or ()) if base]
     below = [read_files(str(path.parent / base), (*above, path.resolve())) for base in bases]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from utils.config.read import Entry, read_files
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import warn_once
-from utils.record.run_folder import CONFIG, read_about
+from utils.record.run_folder import CONFIG, start_of
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_at, checkpoints_in, run_folder_of
 from vitamp.meta import unchecked_meta
 
@@ -48,14 +47,6 @@ def known_settings(saved: Mapping[str, Any], where: Path) -> dict[str, Any]:
         warn_once(without_words(where, gone), logging.INFO)
     start = start_of(run_folder_of(where))
     return {key: absolute(key, value, start) for key, value in saved.items() if key in settings()}
-
-
-def start_of(run: Path | None) -> str:
-    """The folder in which a run was started: a run of an earlier version has paths from there. '' if unknown."""
-    with suppress(UserError):
-        folder = read_about(run).get("folder") if run else None
-        return folder if isinstance(folder, str) else ""
-    return ""
 
 
 def without_words(where: object, gone: Iterable[str]) -> str:

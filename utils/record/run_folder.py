@@ -172,6 +172,13 @@ def read_about(folder: Path) -> dict[str, Any]:
     return read_json(folder / ABOUT)
 
 
+def start_of(run: Path | None) -> str:
+    """The folder in which a run was started, where relative paths of an earlier version begin; '' if unknown."""
+    with contextlib.suppress(UserError, KeyError):
+        return str(read_about(run)["folder"]) if run else ""
+    return ""
+
+
 def read_data(folder: Path) -> dict[str, Any]:
     """The content of a run's data.json; empty for a run without image files, and if the file is damaged."""
     with contextlib.suppress(UserError):

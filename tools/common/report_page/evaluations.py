@@ -18,6 +18,7 @@ from PIL import Image
 from datasets import ImageDataset
 from datasets.decoding import Reader
 from datasets.labels import images_of_classes
+from datasets.transforms.pixels import middle_view
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
 from engine.report.outcome import flatters
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
@@ -44,7 +45,8 @@ MOST_NAMED = 3
 MOST_EXAMPLES, MOST_WRONG = 12, 9
 """Example images, and how many of them may have a wrong label while others have none"""
 PAINTED = 8
-THUMBNAIL = 112
+THUMBNAIL, ENLARGED = 112, 480
+"""Pixels of the longer side"""
 
 Shown = dict[str, Any]
 
@@ -68,9 +70,9 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
             if (kept := trained.chosen.calibration) is not None and kept.images == len(dataset):
                 weights += "; if it was fitted on these images, their calibration errors are too low"
         shown = kind(trained, dataset, image, deciding)
-        number = validations_of(trained.config, trained.chosen) if part == "val" and shown["headline"] else 0
-        if said := flatters(number, folder, trained.config.DATA):
-            shown["headline"].remarks.insert(0, said)
+        if part == "val" and (headline := shown["headline"]):
+            number = validations_of(trained.config, trained.chosen)
+            headline.remarks[:0] = filter(None, [flatters(number, folder, trained.config.DATA)])
         return {"weights": weights, "image": image, **shown}
     except (UserError, TrainingError) as error:
         return str(error)
@@ -80,8 +82,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     found = OneLabel.of(trained, with_bar(trained, dataset))
     classes = _rows_of_classes(trained, found)
     for row in classes:
-        other, count = found.taken_for(row["label"])
-        row["mistaken_for"] = f"{trained.name_of(other)} ({count})" if count else ""
+        row["mistaken_for"] = found.mistaken_for(trained, row["label"])
     classes.sort(key=lambda row: (row["recall"], row["precision"]))
     true, guess = found.rows.label, found.rows.guess
     wrong = (true != guess).nonzero()[:, 0]
@@ -273,26 +274,32 @@ def _named(dataset: ImageDataset, index: int) -> Shown:
 
 
 def pictured(dataset: ImageDataset, index: int, data: DataConfig) -> Shown:
-    """The whole image, of which the model may see a crop, and a link to its file if it is one."""
+    """The whole image, the crop that the model sees, in percent of it, and a link to its file if it is one."""
     named, samples, link = _named(dataset, index), dataset.single_images(), None
     if samples is None:
-        return {**named, "link": link, "picture": data_uri(picture_of(dataset, index))}
+        return {**named, "link": link, "picture": data_uri(picture_of(dataset, index)), "crop": None}
     pixels = Reader(data).whole(samples.read(index))
     if samples.stored == "files" and (file := Path(named["image"])).is_file():
         link = file.resolve().as_uri()
     bands = {} if data.is_plain else {"bands": shown_bands(data.IMAGE_CHANNELS)}
-    return {**named, "link": link, "picture": data_uri(picture_of_bands(pixels)), **bands}
+    crop, both = None, (pixels.shape[1], pixels.shape[0])
+    if data.CROP != "none":
+        view = middle_view(data, *both)
+        seen = view.left, view.top, view.columns * view.across, view.rows * view.down
+        crop = tuple(f"{100 * part / whole:.1f}" for part, whole in zip(seen, both * 2, strict=True))
+    picture = data_uri(picture_of_bands(pixels), ENLARGED)
+    return {**named, "link": link, "picture": picture, "crop": crop, **bands}
 
 
 def data_uri(picture: Image.Image, side: int = THUMBNAIL) -> str:
     """Thumbnail of so many pixels as a data: URI."""
-    size = max(picture.size)
+    size, kind = max(picture.size), "png"
     if size > side:
-        picture = picture.copy()
+        picture, kind = picture.copy(), "jpeg"
         picture.thumbnail((side, side))
-    elif size < side // 2:  # so that single pixels are visible
+    elif size < min(side, THUMBNAIL) // 2:  # so that single pixels are visible
         factor = side // size
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     content = io.BytesIO()
-    picture.save(content, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    picture.save(content, kind, optimize=True, quality=80)
+    return f"data:image/{kind};base64,{base64.b64encode(content.getvalue()).decode()}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import statistics
 import time
@@ -141,9 +143,11 @@ def write_report(
         for run, found in zip(read, evaluations, strict=False)
         if isinstance(found, str) and checkpoints_in(run.folder / CHECKPOINTS)
     ]
+    stays = bool(failed) and out.exists()
     advice = "-data_path names moved images; -no_predictions writes a page without predictions."
-    if failed and out.exists():
-        raise UserError("\n  ".join([*failed, f"{out} stays as it is. {advice}"]))
+    failure = "\n  ".join([*failed, f"{out} {'stays as it is' if stays else 'lacks its predictions'}. {advice}"])
+    if stays:
+        raise UserError(failure)
     rows = summary(read, metric)
     best = [f"best {one.words}" for one in ([metric] if metric else [kind.best for kind in TASKS])]
     short_rows = [(name, dict(rows)[name]) for name in (*best, *MAIN_FIGURES) if name in dict(rows)]
@@ -178,7 +182,7 @@ def write_report(
         **SIZES,
     )
     if failed:
-        raise UserError("\n  ".join([*failed, f"{out} is written without its predictions. {advice}"]))
+        raise UserError(failure)
     return out
 
 
@@ -187,6 +191,7 @@ def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
     here = Path(__file__).parent / "templates"
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters["started_as"] = started_as
+    pages.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     text = pages.get_template(template).render(**values, made=time.strftime("%Y-%m-%d %H:%M"))
     with writing(out, flag):
         # File names may have bytes that are not UTF-8: each is shown as a replacement character.

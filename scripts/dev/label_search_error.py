@@ -1,6 +1,6 @@
 """How often check_labels.py says that wrong labels are found where all are right, and which ones it finds.
 
-    python scripts/dev/label_search_error.py -mnist DIR -photographs FILE.npz -out docs/results/wrong_labels_null.json
+    python scripts/dev/label_search_error.py -mnist DIR -photographs FILE.npz -out docs/results/label_searches.json
 
 Sets: heavy-tailed clusters (Student's t, 3 degrees of freedom), MNIST's pixels (idx files), scikit-learn's digits, and
 photographs (`features`, `labels`). Each draw is searched with its labels as they are, and with 2 % changed.

@@ -256,7 +256,8 @@ PREPARED = [
     for background in ("white", "drop", (10, 200, 30))
     for channels in (1, 3)
 ] + [
-    (size, {"IMAGE_SIZE": 32, "CROP_PCT": share, "CROP_MODE": mode, "IMAGENET_MEAN": (0.3, 0.5, 0.8)})
+    (size, {"IMAGE_SIZE": side, "CROP_PCT": share, "CROP_MODE": mode, "IMAGENET_MEAN": (0.3, 0.5, 0.8)})
+    for side in (32, (24, 48))
     for mode in ("center", "squash", "border")
     for size in ((70, 41), (41, 70))
     for share in (0.9, 1.0)

@@ -90,12 +90,14 @@ def _read(content: bytes) -> np.ndarray:
     """The array that one file holds, with its axes as they are stored."""
     if content.startswith(NUMPY):
         return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    if content[128:132] == b"DICM":  # such files may begin as a TIFF does
+        return _of_dicom(content)
     if content.startswith(TIFF):
-        with _package("tifffile").TiffFile(io.BytesIO(content)) as file:
+        tifffile = _package("tifffile")
+        tifffile.logger().setLevel("CRITICAL")  # the reason that is raised says enough
+        with tifffile.TiffFile(io.BytesIO(content)) as file:
             _refuse_large(file.series[0].nbytes)
             return file.series[0].asarray()
-    if content[128:132] == b"DICM":
-        return _of_dicom(content)
     with Image.open(io.BytesIO(content), formats=BY_PILLOW) as image:
         _refuse_large(8 * image.width * image.height)
         if (content[:4], content[24]) == DEEP_PNG:  # Pillow keeps 8 bits of colours

@@ -102,10 +102,7 @@ def _export(path: Path) -> str:
 
 
 def transform_of(about: Mapping[str, Any]) -> v2.Compose:
-    """One of Pillow's images -> C x S x S, normalised. `about`: the input that the weights are described with.
-
-    Of other bits or channels than those of photographs: a file or an array -> the same.
-    """
+    """One of Pillow's images, or of bands a file or an array -> C x S x S, normalised. `about`: the weights' input."""
     channels, background = about["channels"], about.get("background")
     upright = Upright(channels, bool(about.get("exif_rotate")), tuple(background) if background else None)
     mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")

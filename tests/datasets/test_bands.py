@@ -149,7 +149,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dicom(stored: np.ndarray, **fields: object) -> bytes:
     pydicom = pytest.importorskip("pydicom")
-    about = pydicom.dataset.FileDataset(None, {}, preamble=b"\0" * 128)
+    about = pydicom.dataset.FileDataset(None, {}, preamble=b"II*\0".ljust(128, b"\0"))
     about.file_meta = pydicom.dataset.FileMetaDataset()
     about.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
     about.file_meta.MediaStorageSOPClassUID = about.SOPClassUID = pydicom.uid.CTImageStorage

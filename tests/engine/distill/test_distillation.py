@@ -248,7 +248,7 @@ def test_file_without_a_name_is_of_paddlevits_teacher(
 def test_teacher_with_other_classes_or_channels_is_refused(tiny: Path, teacher_run: Path) -> None:
     for key, value, said in (
         ("MODEL.NUM_CLASSES", "7", "has 10 classes, but MODEL.NUM_CLASSES is 7"),
-        ("DATA.IMAGE_CHANNELS", "3", "images with 1 channels, but DATA.IMAGE_CHANNELS is 3"),
+        ("DATA.IMAGE_CHANNELS", "3", "trained with DATA.IMAGE_CHANNELS 1, but here it is 3"),
     ):
         config = load_config(str(tiny), words={key: value, "TRAIN.TEACHER_MODEL": str(teacher_run)}).config
         with pytest.raises(UserError, match=said):

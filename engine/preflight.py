@@ -49,7 +49,30 @@ def check(config: Config) -> None:
 
         check_sharding(config)
     if not config.EVAL:
-        _check_training(config)
+        if metric_named(by := config.SAVE_BEST_BY).trivial >= config.MODEL.NUM_CLASSES:
+            raise UserError(f"SAVE_BEST_BY {by}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
+        if config.TRAIN.NUM_EPOCHS == AUTO:
+            _check_auto_epochs(config)
+        steps, full = config.TRAIN.SIZE_SCHEDULE, config.DATA.IMAGE_SIZE
+        if steps and steps[-1][1] != full:  # checked here, since the data or the weights may have given the full size
+            ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {steps[-1][1]}"
+            raise UserError(f"{ends}; it must end with DATA.IMAGE_SIZE {full}, the size of validation.")
+        if config.TRAIN.AUGMENT:
+            from datasets.transforms.augment import check_augmentations
+
+            check_augmentations(config.TRAIN)
+        if (weights := config.TRAIN.CLASS_WEIGHTS) not in (None, BALANCED):  # earlier versions took files
+            raise UserError(f"{KEY}: expected {BALANCED} or null, got {weights!r}")
+        one_by_one = config.TRAIN.mixes and config.TRAIN.MIXUP_MODE == "elem"
+        if weights and one_by_one and loss_named(config.TRAIN.LOSS).weighs == "images":
+            raise UserError(f"TRAIN.MIXUP_MODE elem: with {KEY}, images must be mixed in pairs; use pair or batch.")
+        if config.TRAIN.BCE_TARGET_THRESH is not None:
+            task_of(config).loss(config.TRAIN, None)  # which refuses a threshold beside its targets
+        for key in ("WANDB", "MLFLOW"):
+            if (project := value_of(config, key)) is not None:
+                from engine.report.trackers import check_project
+
+                check_project(key, project)
     check_amp(config.AMP, None if config.EVAL else config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
         from engine.distill.teacher import check_teacher
@@ -67,41 +90,18 @@ def check(config: Config) -> None:
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
 
 
-def _check_training(config: Config) -> None:
-    """Settings that no evaluation reads."""
-    if metric_named(by := config.SAVE_BEST_BY).trivial >= config.MODEL.NUM_CLASSES:
-        raise UserError(f"SAVE_BEST_BY {by}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
-    if config.TRAIN.NUM_EPOCHS == AUTO:
-        if config.MAX_TIME is None:
-            raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
-        if (warm_up := config.TRAIN.WARMUP_EPOCHS) >= 1:
-            why = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
-            raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {why}")
-        if (name := config.TRAIN.LR_SCHEDULER.NAME) in ("step", "multi-step"):
-            why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
-            raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
-        if config.DATA.CHECK == "full":
-            raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
-    steps, full = config.TRAIN.SIZE_SCHEDULE, config.DATA.IMAGE_SIZE
-    if steps and steps[-1][1] != full:  # checked here, since the data or the weights may have given the full size
-        ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {steps[-1][1]}"
-        raise UserError(f"{ends}; it must end with DATA.IMAGE_SIZE {full}, the size of validation.")
-    if config.TRAIN.AUGMENT:
-        from datasets.transforms.augment import check_augmentations
-
-        check_augmentations(config.TRAIN)
-    if (weights := config.TRAIN.CLASS_WEIGHTS) not in (None, BALANCED):  # earlier versions took files
-        raise UserError(f"{KEY}: expected {BALANCED} or null, got {weights!r}")
-    one_by_one = config.TRAIN.mixes and config.TRAIN.MIXUP_MODE == "elem"
-    if weights and one_by_one and loss_named(config.TRAIN.LOSS).weighs == "images":
-        raise UserError(f"TRAIN.MIXUP_MODE elem: with {KEY}, images must be mixed in pairs; use pair or batch.")
-    if config.TRAIN.BCE_TARGET_THRESH is not None:
-        task_of(config).loss(config.TRAIN, None)  # which refuses a threshold beside its targets
-    for key in ("WANDB", "MLFLOW"):
-        if (project := value_of(config, key)) is not None:
-            from engine.report.trackers import check_project
-
-            check_project(key, project)
+def _check_auto_epochs(config: Config) -> None:
+    """Raise UserError for settings with which TRAIN.NUM_EPOCHS auto cannot plan the run."""
+    if config.MAX_TIME is None:
+        raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
+    if (warm_up := config.TRAIN.WARMUP_EPOCHS) >= 1:
+        why = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
+        raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {why}")
+    if (name := config.TRAIN.LR_SCHEDULER.NAME) in ("step", "multi-step"):
+        why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
+        raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
+    if config.DATA.CHECK == "full":
+        raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
 
 
 def _starts_anew(config: Config) -> bool:

@@ -176,7 +176,7 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
 
 
 def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:
-    """Whether the resumed run has nothing left to do, which is logged; if it has, set the metric that it is to beat."""
+    """Whether a resumed run has nothing left to do, which is logged. Otherwise, set the metric that it has to beat."""
     config, world, position = run.config, run.world, ready.position
     # A run that was killed between its last checkpoint and its last line goes through its end again.
     last = last_line(folder)

@@ -100,11 +100,26 @@ def _to_evaluate(config: Config, run: Path | None) -> Checkpoint | None:
 
 
 def _to_resume(config: Config, run: Path | None, world: World) -> Checkpoint | None:
-    """The newest checkpoint of a run, or the one that is named. `run`: of -resume auto."""
-    if config.MODEL.RESUME != AUTO:
-        return _not_overwriting(find(Path(str(config.MODEL.RESUME)), config.TRAIN.LAST_EPOCH, resumable), config, world)
-    if run is None:
-        return None
+    """The newest checkpoint of a run, or the one that is named. `run`: of -resume auto. None: a new run."""
+    if config.MODEL.RESUME == AUTO:
+        return _newest_to_resume(run) if run is not None else None
+    place = Path(str(config.MODEL.RESUME))
+    checkpoint = find(place, config.TRAIN.LAST_EPOCH, resumable)
+    named = config.TRAIN.LAST_EPOCH or place_of(place)[0] is not None
+    run, target = run_folder_of(checkpoint.folder), target_folder(config)
+    if named and run is not None and target is not None and Path(target).resolve() == run.resolve():
+        # Training on from a named checkpoint would overwrite later ones of the same run.
+        update = checkpoint.meta["update"]
+        if later := [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]:
+            named, new = shlex.quote(str(checkpoint.folder)), shlex.quote(f"{run}-from-{update}")
+            raise UserError(
+                f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. "
+                f"Resume in a folder of its own: `{start_again(world, f'-resume {named} -output {new}')}`"
+            )
+    return checkpoint
+
+
+def _newest_to_resume(run: Path) -> Checkpoint | None:
     would = ", and a new run would overwrite them. Name another -output, or move them"
     checkpoint, root = _newest_of(run, resumable, would), run / CHECKPOINTS
     # A run is paused or ends only once it is saved, and resumes from what was saved, if in another folder.
@@ -113,22 +128,6 @@ def _to_resume(config: Config, run: Path | None, world: World) -> Checkpoint | N
         raise UserError(
             f"-resume auto: the checkpoints of this run are not in {root}, and a new run would overwrite its "
             "metrics. Bring them back, or repeat the command that started the run with another -output."
-        )
-    return checkpoint
-
-
-def _not_overwriting(checkpoint: Checkpoint, config: Config, world: World) -> Checkpoint:
-    """Raise UserError if training on from a checkpoint that is named would overwrite later ones of the same run."""
-    named = config.TRAIN.LAST_EPOCH or place_of(Path(str(config.MODEL.RESUME)))[0] is not None
-    run, target = run_folder_of(checkpoint.folder), target_folder(config)
-    if not named or run is None or target is None or Path(target).resolve() != run.resolve():
-        return checkpoint
-    update = checkpoint.meta["update"]
-    if later := [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]:
-        place, new = shlex.quote(str(checkpoint.folder)), shlex.quote(f"{run}-from-{update}")
-        raise UserError(
-            f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. "
-            f"Resume in a folder of its own: `{start_again(world, f'-resume {place} -output {new}')}`"
         )
     return checkpoint
 

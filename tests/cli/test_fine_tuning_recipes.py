@@ -233,3 +233,5 @@ def test_frozen_backbone_trains_on_kept_features_as_on_images(
     done = vitamp(*words, tmp_path / "shifted", "DATA.SHIFT=0.1", "TRAIN.MAX_UPDATES=1", code=0)
     text = "MODEL.FREEZE backbone: it is computed in each of 2 epochs, because the images change at random. scripts/"
     assert (done.out.count(text), done.out.count("kept")) == (1, 0)
+    done = vitamp(*words[:-1], "-dry_run", code=0)
+    assert (done.out.count(text), done.out.count("-dry_run keeps no features")) == (0, 1)

@@ -138,8 +138,9 @@ def write_report(
     title = f"{len(read)} runs: {some_of(contenders.names if contenders else [run.name for run in read])}"
     opening = None
     if len(read) == 1:
-        found = evaluations[0] if evaluations else "left out"
-        title, opening = read[0].name, opening_of(read[0], None if isinstance(found, str) else found["headline"])
+        first = evaluations[0] if evaluations else "left out"
+        title, opening = read[0].name, opening_of(read[0], None if isinstance(first, str) else first["headline"])
+    found = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
     notes: dict[tuple[str, ...], list[str]] = {}
     for run in read:
         notes.setdefault(tuple(run.data_notes), []).append(run.name)
@@ -147,10 +148,9 @@ def write_report(
     write_template(
         *("page.html", out, "-out"),
         title=title,
-        subtitle="; ".join(dict.fromkeys(filter(None, [run.subject for run in read] + [run.device for run in read]))),
         verdict=verdict,
         opening=opening,
-        figure=figure_of(contenders or contenders_of(folders), dict(zip(folders, styles, strict=True))),
+        figure=figure_of(found, dict(zip(folders, styles, strict=True))),
         runs=read,
         styles=styles,
         nothing=NOTHING,

@@ -47,10 +47,6 @@ class Run:
         return f"{self.config.MODEL.NAME} on {self.config.DATA.DATASET}" if self.config else ""
 
     @property
-    def device(self) -> str:
-        return str(self.about.get("device") or "")
-
-    @property
     def precision(self) -> str:
         return str(self.about.get("choices", {}).get("precision", "unknown"))
 

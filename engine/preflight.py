@@ -30,6 +30,20 @@ LEAST_FILES = 256
 """Open files that a run may need, of which a batch from a loading process is one or more"""
 
 
+def _check_auto_epochs(config: Config) -> None:
+    """Raise UserError for settings with which TRAIN.NUM_EPOCHS auto cannot plan the run."""
+    if config.MAX_TIME is None:
+        raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
+    if (warm_up := config.TRAIN.WARMUP_EPOCHS) >= 1:
+        why = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
+        raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {why}")
+    if (name := config.TRAIN.LR_SCHEDULER.NAME) in ("step", "multi-step"):
+        why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
+        raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
+    if config.DATA.CHECK == "full":
+        raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
+
+
 def check(config: Config) -> None:
     """Raise UserError for the first problem."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # negative: no limit
@@ -88,20 +102,6 @@ def check(config: Config) -> None:
         try_own_code(config)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
-
-
-def _check_auto_epochs(config: Config) -> None:
-    """Raise UserError for settings with which TRAIN.NUM_EPOCHS auto cannot plan the run."""
-    if config.MAX_TIME is None:
-        raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
-    if (warm_up := config.TRAIN.WARMUP_EPOCHS) >= 1:
-        why = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
-        raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {why}")
-    if (name := config.TRAIN.LR_SCHEDULER.NAME) in ("step", "multi-step"):
-        why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
-        raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
-    if config.DATA.CHECK == "full":
-        raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
 
 
 def _starts_anew(config: Config) -> bool:

@@ -30,20 +30,6 @@ LEAST_FILES = 256
 """Open files that a run may need, of which a batch from a loading process is one or more"""
 
 
-def _check_auto_epochs(config: Config) -> None:
-    """Raise UserError for settings with which TRAIN.NUM_EPOCHS auto cannot plan the run."""
-    if config.MAX_TIME is None:
-        raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
-    if (warm_up := config.TRAIN.WARMUP_EPOCHS) >= 1:
-        why = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
-        raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {why}")
-    if (name := config.TRAIN.LR_SCHEDULER.NAME) in ("step", "multi-step"):
-        why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
-        raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
-    if config.DATA.CHECK == "full":
-        raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
-
-
 def check(config: Config) -> None:
     """Raise UserError for the first problem."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # negative: no limit
@@ -66,7 +52,16 @@ def check(config: Config) -> None:
         if metric_named(by := config.SAVE_BEST_BY).trivial >= config.MODEL.NUM_CLASSES:
             raise UserError(f"SAVE_BEST_BY {by}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
         if config.TRAIN.NUM_EPOCHS == AUTO:
-            _check_auto_epochs(config)
+            if config.MAX_TIME is None:
+                raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
+            if (warm_up := config.TRAIN.WARMUP_EPOCHS) >= 1:
+                why = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
+                raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {why}")
+            if (name := config.TRAIN.LR_SCHEDULER.NAME) in ("step", "multi-step"):
+                why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
+                raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
+            if config.DATA.CHECK == "full":
+                raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
         steps, full = config.TRAIN.SIZE_SCHEDULE, config.DATA.IMAGE_SIZE
         if steps and steps[-1][1] != full:  # checked here, since the data or the weights may have given the full size
             ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {steps[-1][1]}"

@@ -276,8 +276,8 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
         )
         return replace(loaded, warnings=(*loaded.warnings, warning))
     (theirs, where), data = known, loaded.config.DATA
-    bits, plain = theirs.pop("DATA.BITS"), len(theirs.get(COLOURS[0], ())) in (1, 3)
-    if bits != data.BITS or not (plain if data.is_plain else len(theirs.get(COLOURS[0], ())) == data.IMAGE_CHANNELS):
+    as_many = data.is_plain or len(theirs.get(COLOURS[0], ())) == data.IMAGE_CHANNELS
+    if theirs.pop("DATA.BITS") != data.BITS or not as_many:
         theirs = {key: value for key, value in theirs.items() if key not in MEASURED}  # of other values
     elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
         theirs = theirs | {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}

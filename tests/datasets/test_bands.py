@@ -203,7 +203,7 @@ Make = Callable[[np.random.Generator, np.ndarray], np.ndarray]
 
 
 def write_classes(root: Path, make: Make) -> Path:
-    """Class folders of images with stripes that lie in class a and stand in class b."""
+    """Class folders of images with stripes: horizontal ones in class a, vertical ones in class b."""
     generator = np.random.default_rng(0)
     for split, count in (("train", 128), ("val", 64)):
         for number in range(count):

@@ -34,8 +34,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tool(vitamp: Tool) -> Tool:
-    """Call a tool by its name, which must succeed."""
-    return lambda name, *words: vitamp(*words, script=f"scripts/{name}.py", code=0)
+    """Call a tool by its name, which must end with the exit code `code`."""
+    return lambda name, *words, code=0: vitamp(*words, script=f"scripts/{name}.py", code=code)
 
 
 def best(run: Path) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_images_without_any_label_have_no_table(tool: Tool, run: Path, tmp_path:
         (run.parent / name).write_text(f"path,{','.join(CLASSES)}\nimages/val0.png,0,0,0,0\n")
     done = tool("evaluate", run, "-data_path", run.parent / "none.csv")
     assert "1 images with 0 labels of 0 classes; 1 images without a label" in done.out
-    tool("report", run, "-part", "test", "-out", tmp_path / "r.html")
+    tool("report", run, "-part", "test", "-out", tmp_path / "r.html", code=2)
     (run.parent / "test.csv").unlink()
     assert "could not be evaluated: no test image has a label" in (tmp_path / "r.html").read_text()
 

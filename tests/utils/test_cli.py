@@ -234,7 +234,8 @@ def test_values_like_flags_or_words_are_read_as_values_and_the_last_one_counts(l
 
 def test_help_shows_defaults() -> None:
     shown = " ".join(entry_parser("main.py").format_help().split())
-    assert "-image_size PIXELS|auto height and width of the model's input (default: 224)" in shown
+    size = "-image_size PIXELS|HEIGHT,WIDTH|auto side of the model's input, or height and width (default: 224)"
+    assert size in shown
     assert "-num_workers N loading processes per rank (default: depends on the number of cores)" in shown
     assert "(default: ())" not in shown
     written_by_hand = [flag.name for group in FLAGS.values() for flag in group if "default" in flag.about]

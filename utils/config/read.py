@@ -113,6 +113,10 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
     return [*(one for layers in below for one in layers), layer]
 
 
+DEEPEST = 3
+"""Lists in lists that a setting may have, as SIZE_SCHEDULE; deeper ones would let a small file fill the memory."""
+
+
 def _leaves(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple[str, Any, str]]:
     """(dotted key, value, source) of each setting in a mapping."""
     for name, value in node.value:
@@ -136,12 +140,12 @@ def _plain(node: yaml.Node) -> Any:
     """The value as text, None, or a list of texts and lists."""
     if isinstance(node, yaml.MappingNode):
         return {}
-    return None if node.tag.endswith(":null") else _text_of(node)
+    return None if node.tag.endswith(":null") else _text_of(node, DEEPEST)
 
 
-def _text_of(node: yaml.Node) -> Any:
-    if isinstance(node, yaml.SequenceNode):
-        return [_text_of(item) for item in node.value]
+def _text_of(node: yaml.Node, depth: int) -> Any:
+    if isinstance(node, yaml.SequenceNode) and depth:
+        return [_text_of(item, depth - 1) for item in node.value]
     return node.value if isinstance(node, yaml.ScalarNode) else []
 
 

@@ -48,7 +48,7 @@ def _data(config: Config) -> Iterator[Problem]:
         equal_for_grey = data.IMAGE_CHANNELS == 1 and len(set(values)) == 1
         if len(values) not in (1, data.IMAGE_CHANNELS) and not equal_for_grey:
             count = f"{one_line(values)} has {len(values)} numbers"
-            yield key, f"{count}; DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS} needs {needed}"
+            yield key, f"{count}; DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS} needs {needed}, or auto"
     for key in ("DATA.CROP_SCALE", "DATA.CROP_RATIO", "TRAIN.CUTMIX_MINMAX", "DATA.RANGE"):
         pair = value_of(config, key)
         if pair not in (None, AUTO) and (pair[0] > pair[1] or (key == "DATA.RANGE" and pair[0] == pair[1])):

@@ -163,7 +163,9 @@ def features_of(
             finally:
                 loader.close()
 
-        missing = on_every_rank(world, lambda: np.flatnonzero(~complete))  # all count before one computes
+        missing = np.flatnonzero(~complete)
+        if world.size > 1 and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # all have counted before one computes
         what = f"features of {images - len(missing):,} are kept"
         if len(missing) == images:
             what = f"no features of these very weights and images are kept yet{_of_others(folder, about)}"

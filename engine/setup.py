@@ -176,8 +176,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         from engine.evaluation.linear import start_at_probe
 
         ready.choices[FOLDS] = start_at_probe(run, ready)
-    elif checkpoint is not None and FOLDS in (saved := checkpoint.meta.get("choices", {})):
-        ready.choices[FOLDS] = saved[FOLDS]
+    elif FOLDS in choices:
+        ready.choices[FOLDS] = choices[FOLDS]
     if world.size > 1:
         from engine.parallel.ddp import settle_batch_norms
 

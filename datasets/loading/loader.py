@@ -92,19 +92,18 @@ class _Loader:
             )
 
     def _batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
-        self._plan.begin(epoch, plan)
         begin = time.perf_counter()
+        if self._processes is None and self._loader is not None and self._loader.num_workers:
+            from datasets.loading.workers import LoadingProcesses
+
+            self._processes = LoadingProcesses(self._loader)
+        self._plan.begin(epoch, plan)
         if self._loader is None:
             source: Iterator[Fetched] = map(self._fetch.__getitems__, self._plan)
-        elif not self._loader.num_workers:
+        elif self._processes is None:
             source = iter(self._loader)
         else:
-            if self._processes is None:
-                from datasets.loading.workers import LoadingProcesses
-
-                self._processes = LoadingProcesses(self._loader)
-            else:
-                self._processes.begin_epoch()
+            self._processes.begin_epoch()
             source = iter(self._processes)
         while True:
             fetched = next(source, None)

@@ -36,6 +36,11 @@ SECONDS_TO_STOP = 2.0
 """A request to stop ends a wait that lasts longer; otherwise the batch comes first."""
 SECONDS_TO_BE_KILLED = 1.0
 """A process that waits for storage that hangs dies only when its storage answers."""
+SECONDS_TO_BEGIN = 20.0, 40.0, 80.0
+"""A forked process that has not begun by then never will, and all are started again.
+
+Whatever lock a thread held at the moment of the fork, in a library, is locked for ever in the new process.
+"""
 SECONDS_TO_DIE = 0.25
 """Time between the end of a process's files and of the process."""
 BEFORE_QUEUES_CLOSE = 100
@@ -50,35 +55,28 @@ class _Died(Exception):
     """Raised in the main thread as soon as a loading process has ended while it waits for a batch."""
 
 
+class _Stalled(Exception):
+    """Raised in the main thread when a loading process has not begun."""
+
+
 on_long_wait: Callable[[], None] | None = None
 """Called in the main thread, each second of a long wait for a batch. It may raise an exception, which ends the wait."""
 
 
 class LoadingProcesses:
-    """The batches of a DataLoader with persistent processes, which end with `end`, or with this process."""
+    """The batches of a DataLoader with persistent processes, which end with `end`, or with this process.
+
+    Its batch sampler has no batches until then: they would be lost with processes that stall and are started again.
+    """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._batches: Any = None
         self._waits_since: float | None = None
         self._ended = threading.Event()
+        self._seconds_to_begin: float | None = None
         loader.worker_init_fn = start_worker
-        others = set(multiprocessing.active_children())
-        # Processes start with Ctrl-C blocked. And torch's SIGCHLD handler, which raises an error at any point of the
-        # program, say within an update, does not stay.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        handler = signal.getsignal(signal.SIGCHLD)
-        try:
-            self._batches = iter(loader)
-        except OSError as error:  # out of memory, or too many processes
-            for process in set(multiprocessing.active_children()) - others:
-                process.kill()
-            reason = error.strerror or error
-            raise TrainingError(f"Loading processes could not be started: {reason}. {REMEDY}") from None
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self._start()
         # Python ends child processes with SIGTERM, which loading processes ignore, and then waits for them without
         # limit. So they are ended before.
         if multiprocessing.parent_process() is None:
@@ -88,6 +86,49 @@ class LoadingProcesses:
             priority = BEFORE_QUEUES_CLOSE
             self._forget_exit = multiprocessing.util.Finalize(None, self.end, exitpriority=priority).cancel
         threading.Thread(target=self._watch, daemon=True).start()
+        try:
+            self._see_them_begin()
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self) -> None:
+        others = set(multiprocessing.active_children())
+        # Processes start with Ctrl-C blocked. And torch's SIGCHLD handler, which raises an error at any point of the
+        # program, say within an update, does not stay.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        handler = signal.getsignal(signal.SIGCHLD)
+        try:
+            self._batches = iter(self._loader)
+        except OSError as error:  # out of memory, or too many processes
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            reason = error.strerror or error
+            raise TrainingError(f"Loading processes could not be started: {reason}. {REMEDY}") from None
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def _see_them_begin(self) -> None:
+        """Start them again while one stalls. Those that are not forked import this program first, which may be slow."""
+        if multiprocessing.get_start_method() != "fork":
+            return
+        for number, seconds in enumerate(SECONDS_TO_BEGIN):
+            if number:
+                log.warning("A loading process stalled as it began: all of them are started again.")
+                self._kill()
+                self._loader._iterator = None  # pyright: ignore[reportPrivateUsage]
+                self._start()
+            self._seconds_to_begin = seconds
+            try:
+                self.begin_epoch()  # it waits for an answer of each
+            except _Stalled:
+                continue
+            finally:
+                self._seconds_to_begin = None
+            return
+        raise TrainingError(f"Loading processes stall as they begin. {REMEDY}")
 
     def begin_epoch(self) -> None:
         self._guarded(lambda: iter(self._loader))
@@ -131,6 +172,8 @@ class LoadingProcesses:
         since = self._waits_since
         if since is not None and self._dead():
             raise _Died
+        if since is not None and self._seconds_to_begin and time.monotonic() - since > self._seconds_to_begin:
+            raise _Stalled
         if since is not None and time.monotonic() - since > SECONDS_TO_STOP and on_long_wait is not None:
             on_long_wait()
 
@@ -153,9 +196,12 @@ class LoadingProcesses:
         return [worker for worker in self._batches._workers if not worker.is_alive()]
 
     def end(self) -> None:
-        """Kill the processes. torch's way waits for locks and messages, which a dead or stopped one may hold."""
         self._forget_exit()
         self._ended.set()
+        self._kill()
+
+    def _kill(self) -> None:
+        """torch's way to end the processes waits for locks and messages, which a dead or stopped one may hold."""
         batches = self._batches
         for worker in batches._workers:
             worker.kill()

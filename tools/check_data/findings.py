@@ -17,10 +17,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from datasets import decoding
-from datasets.base import Encoded, Samples, dtype_of
+from datasets.base import Encoded, Key, Samples, dtype_of
 from datasets.damage import Failure, failure_or
 from datasets.exclude import line_of, name_prefix, text_of
 from datasets.labels import distinct_names, images_of_classes
+from datasets.loading.loader import Plan
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
 from engine.inputs.batches import Inputs
@@ -199,10 +200,11 @@ class Split:
 
 def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> Split:
     """Scan every image of a split."""
-    chunks = [list(range(begin, min(begin + CHUNK, len(samples)))) for begin in range(0, len(samples), CHUNK)]
+    chunks = [np.arange(begin, min(begin + CHUNK, len(samples))) for begin in range(0, len(samples), CHUNK)]
+    plan = Plan()
     loader = DataLoader(
         _Scanner(samples, data),
-        batch_sampler=chunks,
+        batch_sampler=plan,
         num_workers=min(workers, len(chunks)),
         prefetch_factor=PREFETCH if workers and chunks else None,
         collate_fn=list,
@@ -212,7 +214,10 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
     scans: list[Scan] = []
     with warnings.catch_warnings(action="ignore"), progress_bar(len(samples), "images", title) as bar:
         processes = LoadingProcesses(loader) if loader.num_workers else None
+        plan.begin(0, chunks)
         try:
+            if processes is not None:
+                processes.begin_epoch()
             for chunk in processes or loader:
                 scans.extend(chunk)
                 bar.update(len(chunk))
@@ -236,7 +241,8 @@ class _Scanner(Dataset[Any]):
         self.out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=dtype_of(data))
         self.storage_failures = 0  # in a row
 
-    def __getitems__(self, indices: list[int]) -> list[Scan]:
+    def __getitems__(self, keys: list[Key]) -> list[Scan]:
+        indices = [index for _, index in keys]
         self.samples.prefetch(indices)
         return [self._scan(index) for index in indices]
 

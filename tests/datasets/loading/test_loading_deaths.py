@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
+from datasets.loading import workers
 from datasets.variants import Variant
 from tests.datasets.opened import CPU
 from tests.datasets.processes import children, gone, in_order
@@ -104,6 +106,38 @@ def test_started_processes_end_if_another_cannot_start(training, monkeypatch: py
     with pytest.raises(TrainingError, match="could not be started: Cannot allocate memory"):
         in_order(training(workers=2), 1)
     assert gone(set(children(os.getpid())) - before, seconds=2)
+
+
+@pytest.mark.parametrize("stalls", [1, 2, 3])
+def test_processes_that_stall_as_they_begin_are_started_again(
+    training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stalls: int
+) -> None:
+    """A lock that a thread held at the moment of the fork stays locked in the new process."""
+    expected, real, started = in_order(training(batch=2), 1), workers.start_worker, []
+
+    def start_or_stall(number: int) -> None:
+        if number == 1 and len(started) <= stalls:
+            time.sleep(1000)
+        real(number)
+
+    def count(loader: Any) -> Any:
+        started.append(1)
+        return begin(loader)
+
+    begin = DataLoader._get_iterator  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(DataLoader, "_get_iterator", count)
+    monkeypatch.setattr(workers, "start_worker", start_or_stall)
+    monkeypatch.setattr(workers, "SECONDS_TO_BEGIN", (2.0, 2.0, 2.0))
+    before, loader = set(children(os.getpid())), training(batch=2, workers=2)
+    with caplog.at_level("WARNING", "vitamp"):
+        if stalls == 3:
+            with pytest.raises(TrainingError, match="Loading processes stall as they begin"):
+                in_order(loader, 1)
+        else:
+            assert in_order(loader, 1) == expected
+    assert caplog.messages == ["A loading process stalled as it began: all of them are started again."] * min(stalls, 2)
+    loader.close()
+    assert gone(set(children(os.getpid())) - before)
 
 
 class Interrupting(Deadly):

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import connection
-from typing import Any
+from multiprocessing.queues import Queue
+from typing import Any, NoReturn
 
 import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
-from utils.errors import TrainingError
+from utils.errors import EXIT_FAILED, TrainingError
 from utils.log import log
 from utils.machine.cpus import keep_freed_memory
 from utils.program import die_with_parent
@@ -221,6 +222,7 @@ def start_worker(_: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+    Queue._on_queue_feeder_error = staticmethod(_end)  # pyright: ignore[reportAttributeAccessIssue]
     # Errors are sent to the training process; the rest is noise of shutting down when that process ends.
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     keep_freed_memory()
@@ -229,6 +231,12 @@ def start_worker(_: int) -> None:
         # Linux also has sockets without a file; what they send is authenticated all the same.
         address = f"\0vitamp-{os.getpid()}-"
         setattr(connection, "arbitrary_address", lambda _: address + secrets.token_hex(8))  # noqa: B010
+
+
+def _end(error: Exception, _: object) -> NoReturn:
+    """End this process, whose batch could not be sent: without it, the training process would wait for ever."""
+    print(f"loading process {os.getpid()}: a batch could not be sent: {error}", file=sys.__stderr__, flush=True)
+    os._exit(EXIT_FAILED)
 
 
 def _cause(code: int | None) -> str:

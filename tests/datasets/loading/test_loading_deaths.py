@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -158,6 +159,25 @@ class _Large:
 
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
         return bytes, (b"x" * 10_000_000,)
+
+
+class Unsendable(Variant):
+    """No descriptor is left for the memory that its loading process shares."""
+
+    def take_broken(self) -> list[Any]:
+        return [_Refusing()]
+
+
+class _Refusing:
+    def __reduce__(self) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_batch_that_cannot_be_sent_ends_the_run(training, capfd: pytest.CaptureFixture[str]) -> None:
+    loader = training(batch=2, workers=1, around=Unsendable)
+    with pytest.raises(TrainingError, match=r"the loading process \d+ ended with code 1"):
+        in_order(loader, 1)
+    assert "a batch could not be sent: [Errno 24] Too many open files" in capfd.readouterr().err
 
 
 @pytest.fixture

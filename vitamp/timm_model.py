@@ -5,7 +5,7 @@ Only JSON and tensors are read, and nothing is executed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from vitamp.colours import as_rgb_or_grey
 from vitamp.errors import INSTALLED, UserError, started
 from vitamp.metrics import CHOICES
 from vitamp.pooling import pool_by
+from vitamp.processes import Loaded
 from vitamp.resize import Resized
 from vitamp.tensors import read_weights
 from vitamp.weights import chosen_at
@@ -49,7 +50,7 @@ class Origin:
     """With several labels per image: the probability (sigmoid) from which on each class is predicted"""
 
 
-def load_model(path: Path, weights: str) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+def load_model(path: Path, weights: str) -> Loaded:
     """See `vitamp.load`. ValueError, or FileNotFoundError, if there is no such model, or timm cannot build it."""
     if weights not in CHOICES:
         raise ValueError(f"weights={weights!r}: takes 'auto', 'model' or 'ema'")
@@ -72,7 +73,7 @@ def load_model(path: Path, weights: str) -> tuple[nn.Module, Callable[[Any], Ten
     vars(model)["vitamp"] = Origin(
         chosen.place, chosen.which.name, chosen.words, chosen.classes, temperature, chosen.thresholds
     )
-    return model.eval(), transform
+    return Loaded((model.eval(), transform))
 
 
 def _build(about: Mapping[str, Any], path: Path) -> nn.Module:

@@ -7,6 +7,7 @@
     python scripts/predict.py runs/a runs/b runs/c photos/
     python scripts/predict.py runs/flowers photos/ -features photos.npz
     find /data -name '*.jpg' | python scripts/predict.py runs/flowers - -format jsonl -amp bf16 | gzip > all.jsonl.gz
+    python scripts/predict.py runs/flowers -serve
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. With several, one
 after another, the mean of their probabilities is predicted. Images are files, folders with their subfolders, globs, or
@@ -15,6 +16,9 @@ run's validation. Results keep the order of the images and are written batch by 
 
 -features FILE writes what the model has learned to see in each image, in place of classes: vectors of numbers, for
 search, clustering, or another classifier. A model that learned without labels has these alone.
+
+-serve stays, for a program that asks again and again: for each line of standard input, a JSON list of images, it writes
+a line, the list of what -format jsonl writes of them, or {"error": "why"}. It ends with its input.
 
 Exit codes: 0 done, 1 some images could not be predicted (each is named; the others are), 2 anything wrong with the
 command, the model, or the disk.
@@ -28,7 +32,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tools.common import command_line
 from tools.common.output_file import if_interrupted, writing
@@ -39,6 +43,10 @@ from utils.record.run_folder import is_run_folder
 from vitamp.checkpoints import META
 from vitamp.files import replacing
 from vitamp.pooling import POOLED
+
+if TYPE_CHECKING:
+    from engine.trained.model import Trained
+    from tools.predict.images import Chosen
 
 FORMATS = ("table", "csv", "json", "jsonl")
 DEVICES = ("cpu", "cuda", "mps")
@@ -65,6 +73,7 @@ OWN = (
         choices=FORMATS,
     ),
     Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
+    Flag("serve", "answer each line of standard input, a JSON list of images, with a line of JSON"),
     Flag("features", "write the features of the images, in place of their classes", "FILE.npz", kind=Path),
     replace(command_line.POOL, about=f"-features: {command_line.POOL.about}"),
     replace(command_line.PART, about="predict the images of this split of the run's data", default_text="none"),
@@ -100,13 +109,17 @@ def main(argv: list[str]) -> int:
     from datasets.given import open_given
     from engine.evaluation.data import check_split
     from engine.trained.model import load_trained, name_of, split_of_run, together
-    from tools.predict.images import FORMS, Chosen, find_images, predict_images, write_features
+    from tools.predict.images import FORMS, Chosen, find_images, predict_images, serve, write_features
 
     how: Any = {"calibrated": not asked.no_calibration, "needs_labels": asked.features is None}
     trained = together(asked.models, lambda at: load_trained(at, asked.weights, asked.device, asked.amp, **how))
-    paths = find_images(asked.images, endings_of(trained.config.DATA)) if asked.images else []
     for one in (trained, *trained.others):
         one.flip = bool(asked.tta)
+    if asked.serve:
+        choose = Chosen(trained, asked.topk, asked.threshold)
+        _say_what_predicts(asked.models, trained, choose)
+        return serve(sys.stdin, sys.stdout, trained, choose, asked)
+    paths = find_images(asked.images, endings_of(trained.config.DATA)) if asked.images else []
     if asked.part is None:
         dataset = open_given(paths, trained.config.DATA)
     else:
@@ -121,12 +134,7 @@ def main(argv: list[str]) -> int:
     if asked.features is not None:
         return write_features(asked, trained, dataset, paths)
     choose = Chosen(trained, asked.topk, asked.threshold)
-    mirrored = "mean of the probabilities of each image and its mirror image" if trained.flip else ""
-    for path, one in zip(asked.models, (trained, *trained.others), strict=True):
-        words = (one.chosen.words, choose.words, one.chosen.describe_calibration(one.calibrated), mirrored)
-        print(f"{path}: {'; '.join(filter(None, words))}", file=sys.stderr)
-    if trained.others:
-        print(f"mean of the probabilities of these {len(asked.models)} models", file=sys.stderr)
+    _say_what_predicts(asked.models, trained, choose)
 
     ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
     form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
@@ -148,7 +156,12 @@ def _check(line: command_line.ToolLine) -> None:
     # Where the first is no model, an error that names it follows.
     while asked.images and all(_is_model(path) for path in (asked.path, Path(asked.images[0]))):
         asked.models.append(Path(asked.images.pop(0)))
-    if bool(asked.images) == bool(asked.part):
+    if asked.serve:
+        if others := [name for name in ("part", "features", "format", "out") if name in line.given]:
+            raise UserError(f"-serve: does not go with -{others[0]}; standard input names the images.")
+        if asked.images:
+            raise UserError(f"-serve: standard input names the images; leave {asked.images[0]} out.")
+    elif bool(asked.images) == bool(asked.part):
         if asked.part:
             raise UserError(f"-part {asked.part} predicts the images of the run's data; leave {asked.images[0]} out.")
         raise UserError("IMAGE is missing: name files or folders, or a split of the run's data with -part test.")
@@ -165,6 +178,15 @@ def _check(line: command_line.ToolLine) -> None:
     if others := [name for name in OF_CLASSES if name in line.given]:
         raise UserError(f"-{others[0]}: does not go with -features, which writes no classes; leave it out.")
     asked.features = line.file("features", ".npz")
+
+
+def _say_what_predicts(paths: list[Path], trained: Trained, choose: Chosen) -> None:
+    mirrored = "mean of the probabilities of each image and its mirror image" if trained.flip else ""
+    for path, one in zip(paths, (trained, *trained.others), strict=True):
+        words = (one.chosen.words, choose.words, one.chosen.describe_calibration(one.calibrated), mirrored)
+        print(f"{path}: {'; '.join(filter(None, words))}", file=sys.stderr)
+    if trained.others:
+        print(f"mean of the probabilities of these {len(paths)} models", file=sys.stderr)
 
 
 def _is_model(path: Path) -> bool:

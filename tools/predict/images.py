@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from datasets import Batch, ImageDataset, ValLoader, auto_workers, has_labels
 from datasets.base import PADDING
-from datasets.decoding import ENDINGS
+from datasets.decoding import ENDINGS, endings_of
+from datasets.given import open_given
 from datasets.sources.files import SkippedFiles, images_below
 from engine.trained.model import Trained, guesses
 from tools.common.output_file import writing
@@ -231,6 +232,31 @@ def write_table(stream: TextIO, rows: Rows, classes: Sequence[str], topk: int, p
     for path, best, reason in rows:
         cells = [f"{shown(one.name).ljust(class_width)} {100 * one.probability:5.1f} %" for one in best or ()]
         write_line(path, [f"cannot be predicted: {shown(reason)}"] if reason else cells or ["-"])
+
+
+def serve(requests: TextIO, stream: TextIO, trained: Trained, choose: Chosen, asked: Namespace) -> int:
+    """Answer each line, a JSON list of images as the command line takes them, with a line of JSON."""
+    data = trained.config.DATA
+    for line in requests:
+        try:
+            words = json.loads(line)
+            if not isinstance(words, list) or not all(isinstance(word, str) and word != "-" for word in words):
+                raise UserError(f"{one_line(line.strip())}: is no list of names of images.")
+            paths = find_images(words, endings_of(data))
+            rows = predict_images(
+                trained,
+                open_given(paths, data),
+                paths,
+                lambda batch: choose(trained.logits(batch.images)),
+                asked,
+                False,
+                [],
+            )
+            answer = f"[{', '.join(_json(*row) for row in rows)}]"
+        except (UserError, TrainingError, json.JSONDecodeError) as error:
+            answer = json.dumps({"error": str(error)})
+        print(answer, file=stream, flush=True)
+    return EXIT_DONE
 
 
 FORMS = {"table": write_table, "csv": write_csv, "json": write_json, "jsonl": write_jsonl}

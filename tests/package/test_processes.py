@@ -1,0 +1,126 @@
+"""vitamp.load(RUN).predict says what predict.py says; vitamp.train trains as the command line does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vitamp
+from tests.program import ROOT, TINY_DIGITS, Vitamp, train_tiny
+from tests.waiting import until
+from vitamp.processes import Loaded, Prediction
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three readable images, and one that is not, in a folder with an odd name."""
+    folder = tmp_path_factory.mktemp("photos [1]")
+    for number in range(3):
+        shades = np.random.default_rng(number).integers(0, 255, (8 + number, 9, 3), np.uint8)
+        Image.fromarray(shades).save(folder / f"ä {number}.png")
+    (folder / "broken.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture(name="say")
+def _say(request: pytest.FixtureRequest) -> Vitamp:
+    """The program; here `vitamp` is the module."""
+    return request.getfixturevalue("vitamp")
+
+
+@pytest.fixture(scope="module")
+def loaded(digits_run: Path) -> Loaded:
+    return vitamp.load(digits_run)
+
+
+def rows_of(predictions: list[Prediction]) -> list[dict[str, object]]:
+    """As predict.py -format jsonl writes them."""
+    rows = []
+    for image, guesses, error in predictions:
+        found = [{"class": one.name, "label": one.label, "probability": one.probability} for one in guesses]
+        rows.append({"image": image, **({"error": error} if error else {"guesses": found})})
+    return rows
+
+
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_predictions_are_those_of_predict_py(
+    say: Vitamp, loaded: Loaded, digits_run: Path, photos: Path, tmp_path: Path, adapted: bool
+) -> None:
+    run = train_tiny(tmp_path, "MODEL.LORA.RANK=4", "-pretrained", digits_run) if adapted else digits_run
+    model = vitamp.load(run) if adapted else loaded
+    for flags, typed in (
+        ({"topk": 2}, ["-topk", "2"]),
+        ({"tta": "flip", "amp": "off"}, ["-tta", "flip", "-amp", "off"]),
+    ):
+        words = [run, photos, "-format", "jsonl", *typed]
+        expected = say(*words, script="scripts/predict.py").expect(1).out.splitlines()
+        assert len(expected) == 4
+        assert rows_of(model.predict(photos, **flags)) == [json.loads(line) for line in expected]
+
+
+def test_images_in_memory_are_predicted_like_their_files(loaded: Loaded, photos: Path) -> None:
+    paths = sorted(photos.glob("ä*.png"))
+    opened = [Image.open(path) for path in paths]
+    files, held = loaded.predict(paths), loaded.predict(opened)
+    assert [one.image for one in held] == ["0", "1", "2"]
+    assert [one.guesses for one in held] == [one.guesses for one in files]
+    assert loaded.predict(np.asarray(opened[1]))[0].guesses == files[1].guesses
+    assert loaded.predict([paths[0], paths[0]]) == [files[0], files[0]]
+
+
+def test_a_wrong_question_is_an_exception_and_the_next_is_answered(loaded: Loaded, photos: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.png: no such file or folder"):
+        loaded.predict("none.png")
+    with pytest.raises(ValueError, match="-tta flap: takes flip"):
+        loaded.predict(photos, tta="flap")
+    assert len(loaded.predict(photos)) == 4
+
+
+def test_serve_says_what_it_cannot_answer(say: Vitamp, digits_run: Path, photos: Path) -> None:
+    result = say(digits_run, photos, "-serve", script="scripts/predict.py")
+    assert f"-serve: standard input names the images; leave {photos} out." in result.expect(2).err
+    process = subprocess.run(
+        [sys.executable, ROOT / "scripts/predict.py", digits_run, "-serve"],
+        input=f"{{}}\nno json\n{json.dumps([str(photos)])}\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second, third = map(json.loads, process.stdout.splitlines())
+    assert first == {"error": "{}: is no list of names of images."}
+    assert "error" in second
+    assert len(third) == 4
+
+
+def test_training_returns_the_run(tmp_path: Path, photos: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(TINY_DIGITS, encoding="utf-8")
+    run = vitamp.train(recipe, epochs=1, device="cpu", output=tmp_path / "run", **{"SEED": 1})
+    assert run.folder == tmp_path / "run"
+    assert [row["event"] for row in run.metrics if row["event"] == "val"]
+    assert len(run.predict(photos)) == 4
+    assert run.report().is_file()
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=r"^-epochs: TRAIN.NUM_EPOCHS: expected whole number >= 0 or auto, got -1\.$"):
+        vitamp.train(recipe, epochs=-1)
+    assert "error: -epochs: TRAIN.NUM_EPOCHS: expected" in capfd.readouterr().out, "it is shown as it comes"
+
+
+def test_interrupted_training_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    script = "import vitamp; vitamp.train('tiny.yaml', epochs=10000, device='cpu', output='run')"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    until(lambda: metrics.exists() and "train" in metrics.read_text(encoding="utf-8"), 120)
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=120)[1]
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -1,0 +1,244 @@
+"""The program in processes of its own, for Python code and notebooks: `load(...).predict` and `train`.
+
+Its packages (`datasets`, `utils`, ...) have names that other packages have too, so nothing of it is imported here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from torch import Tensor, nn
+
+from vitamp.__main__ import EXIT_USAGE, PROGRAM
+
+
+class Guess(NamedTuple):
+    """One class of an image."""
+
+    name: str
+    label: int
+    probability: float
+
+
+class Prediction(NamedTuple):
+    """What a model says of one image."""
+
+    image: str
+    """Its path, or its number among those that were given"""
+    guesses: list[Guess]
+    """The most probable class first; with several labels per image those that reach their threshold"""
+    error: str
+    """Why there are no guesses; else empty"""
+
+
+class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
+    """What `vitamp.load` returns: the model and the transform of an image, as a pair, and `predict`."""
+
+    _predictor: _Predictor | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self[0]
+
+    @property
+    def transform(self) -> Callable[[Any], Tensor]:
+        return self[1]
+
+    def predict(self, images: Any, **flags: Any) -> list[Prediction]:
+        """The classes of images, with the numbers of predict.py, whose flags these are (topk=3, device="cuda").
+
+        `images`: the path of an image, a folder, or a glob; an image of Pillow; an array of H x W (x 3) bytes, or of
+        the stored values where a run has other images than photographs; or a list of these. The first call starts a
+        process, which takes seconds and stays.
+        """
+        origin: Any = self.model.vitamp
+        words = [str(origin.path), "-weights", origin.weights, *words_of(flags)]
+        if self._predictor is None or not self._predictor.answers(words):
+            self._predictor = _Predictor(words)
+        many = images if isinstance(images, (list, tuple)) else [images]
+        with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
+            paths = [_path_of(image, Path(folder, str(number))) for number, image in enumerate(many)]
+            rows = self._predictor.ask(paths)
+        return [
+            Prediction(
+                Path(row["image"]).stem if row["image"].startswith(folder) else row["image"],
+                [Guess(one["class"], one["label"], one["probability"]) for one in row.get("guesses", ())],
+                row.get("error", ""),
+            )
+            for row in rows
+        ]
+
+
+def _path_of(image: Any, free: Path) -> str:
+    """Where the program reads an image. One in memory is written to `free`, without loss."""
+    if isinstance(image, (str, os.PathLike)):
+        return os.fspath(image)
+    if isinstance(image, Image.Image):
+        image.save(path := f"{free}.png", exif=image.getexif())
+        return path
+    array = np.asarray(image)
+    if array.dtype == np.uint8 and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))):
+        Image.fromarray(array).save(path := f"{free}.png")
+    else:
+        np.save(path := f"{free}.npy", array, allow_pickle=False)
+    return path
+
+
+class _Predictor:
+    """A process of `predict.py -serve`, which ends with this object."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._words, self._lock = words, threading.Lock()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM / "scripts" / "predict.py"), *words, "-serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+        )
+        weakref.finalize(self, self._process.kill)
+
+    def answers(self, words: list[str]) -> bool:
+        return self._words == words and self._process.poll() is None
+
+    def ask(self, images: list[str]) -> list[dict[str, Any]]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        line = ""
+        try:
+            with self._lock, contextlib.suppress(BrokenPipeError):
+                stdin.write(f"{json.dumps(images)}\n")
+                stdin.flush()
+                line = stdout.readline()
+        except BaseException:  # its answer would be taken for that of the next question
+            self._process.kill()
+            raise
+        if not line:
+            self._process.wait()
+            self._errors.seek(0)
+            raise _failed(self._process.returncode, self._errors.read())
+        answer = json.loads(line)
+        if isinstance(answer, dict):
+            raise ValueError(answer["error"])
+        return answer
+
+
+class Run:
+    """A run that `vitamp.train` trained: its folder, its curves, and its best model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: `pandas.DataFrame(run.metrics)` is a table of them."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def predict(self, images: Any, **flags: Any) -> list[Prediction]:
+        """See `Loaded.predict`."""
+        from vitamp import load
+
+        if not hasattr(self, "_loaded"):
+            self._loaded = load(self.folder)
+        return self._loaded.predict(images, **flags)
+
+    def report(self, **flags: Any) -> Path:
+        """Write the run's report, a page for a browser."""
+        _run("scripts/report.py", [str(self.folder), *words_of(flags)])
+        return self.folder / "report.html"
+
+
+def trained(cfg: str, flags: dict[str, Any]) -> Run:
+    """See `vitamp.train`."""
+    script = "main_single_gpu.py" if flags["ngpus"] is None else "main_multi_gpu.py"
+    with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
+        place = Path(folder, "run")
+        _run(script, ["-cfg", cfg, *words_of(flags)], VITAMP_FOLDER_FILE=str(place))
+        return Run(Path(place.read_text(encoding="utf-8").removesuffix("\n")).absolute())
+
+
+def words_of(flags: dict[str, Any]) -> Iterator[str]:
+    """As they are typed: `-name value`, `-name` alone for True, KEY=VALUE for a setting; nothing for None and False."""
+    for name, value in flags.items():
+        if not name.islower():
+            yield f"{name}={json.dumps(value) if isinstance(value, (list, tuple, bool)) else value}"
+        elif value is True:
+            yield f"-{name}"
+        elif value is not None and value is not False:
+            yield f"-{name}"
+            yield ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _run(script: str, words: list[str], **env: str) -> None:
+    """Run a script of the program, with its output here as it comes, and raise an exception if it fails.
+
+    In a terminal or a notebook it has a terminal of its own, so it draws a progress bar.
+    """
+    draws = sys.stdout.isatty() or "ipykernel" in sys.modules
+    ours, its = os.openpty() if draws else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM / script), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=its,
+        stderr=its,
+        env={"COLUMNS": "100", **os.environ, **env},
+        start_new_session=True,  # an interrupt reaches it from here alone, once
+    )
+    os.close(its)
+    shown, interrupted = "", False
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    try:
+        while True:
+            try:
+                data = os.read(ours, 1 << 16)
+            except KeyboardInterrupt:  # it saves, says how to resume, and ends
+                interrupted = True
+                process.send_signal(signal.SIGINT)
+                continue
+            except OSError:  # how the end of a terminal is read
+                break
+            if not data:
+                break
+            text = decoder.decode(data).replace("\r\n", "\n")
+            shown = shown[-100_000:] + text
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        code = process.wait()
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        os.close(ours)
+    if interrupted:
+        raise KeyboardInterrupt
+    if code:
+        raise _failed(code, shown)
+
+
+def _failed(code: int, text: str) -> Exception:
+    """An exception with the program's own words."""
+    errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
+    words = " ".join(errors) or text.strip()[-1000:] or f"the process ended with code {code}"
+    return ValueError(words) if code == EXIT_USAGE else RuntimeError(words)

@@ -103,7 +103,7 @@ def test_serve_says_what_it_cannot_answer(say: Vitamp, digits_run: Path, photos:
 def test_training_returns_the_run(tmp_path: Path, photos: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(TINY_DIGITS, encoding="utf-8")
-    run = vitamp.train(recipe, epochs=1, device="cpu", output=tmp_path / "run", **{"SEED": 1})
+    run = vitamp.train(recipe, epochs=1, device="cpu", output=tmp_path / "run", SEED=1)
     assert run.folder == tmp_path / "run"
     assert [row["event"] for row in run.metrics if row["event"] == "val"]
     assert len(run.predict(photos)) == 4

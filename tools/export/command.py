@@ -1,6 +1,7 @@
 """Export a trained model to ONNX, torch.export, safetensors or the Hugging Face Hub, and check it on real images.
 
     python scripts/export.py runs/a -to onnx        -out vit.onnx
+    python scripts/export.py runs/a -to onnx -int8  -out vit.onnx
     python scripts/export.py runs/a -to torch       -out vit.pt2
     python scripts/export.py runs/a -to safetensors -out vit.safetensors
     python scripts/export.py runs/a -to onnx,torch,safetensors -out vit       (vit.onnx, vit.pt2, vit.safetensors)
@@ -18,6 +19,9 @@ docs/paddlevit_weights.md, as plain weights or a training checkpoint. The model 
 from the tensor sizes, unless -name gives it. The log lists every tensor: used (and under which name), unused, or
 missing. The file is a pickle, but nothing in it is executed: only arrays of numbers are read, and a file that asks for
 any other object is refused. docs/paddlevit_weights.md has more.
+
+-int8 computes layers in 8 bits, calibrated on training images; layers that hurt stay in fp32. It says what this costs
+in accuracy on validation images, and what it gains in speed and size.
 
 Every other export is run by onnxruntime, torch or timm on validation images of the run, and its outputs are compared
 with the model's. If they differ, no file is left.
@@ -85,6 +89,10 @@ OWN = (
         "|".join(DTYPES),
         default="fp32",
         choices=DTYPES,
+    ),
+    Flag("int8", "onnx: layers in 8 bits, calibrated on training images"),
+    Flag(
+        "keep", "-int8: leave layers in fp32 whose names begin so", "NAMES", default_text="those that are found to hurt"
     ),
     Flag("with_preprocess", "the model takes pixels (0 to 255, or by DATA.BITS) and normalises them itself"),
     Flag("with_resize", "onnx: the model takes one RGB image of any size, and returns probabilities"),
@@ -157,7 +165,13 @@ def main(argv: list[str]) -> int:
         raise UserError(f"-to {weights[0]}: timm's model has no MODEL.POOL {pool}; use -to torch or onnx.")
     if weights and own_named("model", name := trained.config.MODEL.NAME):
         raise UserError(f"-to {weights[0]}: timm does not have {name}, a model of your own; use -to torch or onnx.")
-    images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
+    if asked.int8:
+        from tools.export.int8 import Int8, calibration_images
+
+        kinds["onnx"] = Int8(calibration_images(trained), tuple(asked.keep.split(",")) if asked.keep else ())
+        asked.dtype = "int8"
+    count = None if asked.int8 and "check" not in line.given else asked.check
+    images = images_for_check(trained, asked.images, count, asked.part or "val")
     if not trained.config.DATA.is_plain and (asked.with_resize or HUB in formats):
         what = "-with_resize" if asked.with_resize else f"-to {HUB}"
         raise UserError(f"{what}: for 8-bit grey and RGB images, and this model takes others; see docs/bands.md.")
@@ -167,7 +181,7 @@ def main(argv: list[str]) -> int:
         images = whole_images(trained, images)
     expected = reference_logits(trained, images)
     expected = trained.task.probabilities(expected) if asked.with_resize else expected
-    tolerance = asked.tolerance or TOLERANCES[asked.dtype]
+    tolerance = asked.tolerance or TOLERANCES.get(asked.dtype, 0)
     for name in formats:
         export = Export(trained, images, asked.dtype, asked.with_preprocess)
         write_checked(kinds[name], export, expected, files[name], tolerance)
@@ -186,6 +200,10 @@ def _formats(asked: Namespace) -> list[str]:
         raise UserError(f"-with_resize: works only with -to onnx; export {others[0]} by a command of its own.")
     if asked.with_resize and asked.with_preprocess:
         raise UserError("-with_preprocess: -with_resize normalises pixels too; leave -with_preprocess out.")
+    if asked.int8 and (names != ["onnx"] or asked.with_resize or asked.dtype != "fp32"):
+        raise UserError("-int8: goes with -to onnx alone, in fp32 and without -with_resize; leave the others out.")
+    if asked.keep and not asked.int8:
+        raise UserError(f"-keep {asked.keep}: works only with -int8; add it, or leave -keep out.")
     if asked.dtype == "bf16" and "onnx" in names:
         raise UserError("-dtype bf16: onnxruntime cannot run it, so the file could not be checked; use fp16 or fp32.")
     return names

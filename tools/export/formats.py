@@ -6,14 +6,15 @@ weights are loaded into timm's plain model, so that the exported graph needs non
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from datasets import PADDING, ImageDataset
+from datasets import PADDING, ImageDataset, has_labels
 from datasets.base import TITLES, Samples
 from datasets.decoding import endings_of
 from datasets.given import open_given
@@ -73,6 +74,8 @@ class CheckImages:
     """The stored images, unless they are held in memory"""
     indices: tuple[int, ...] = ()
     """Index of each in `samples`"""
+    labels: Tensor | None = None
+    """With one label per image, if they are known"""
     any_size: tuple[Callable[[], np.ndarray], ...] = ()
     """With -with_resize: each returns an image of any size, H x W x 3"""
     prepend: Callable[[Any], None] | None = None
@@ -106,7 +109,7 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
         skipped.warn(str(folder))
         if not paths:
             raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
-        return _choose(open_given(paths, trained.config.DATA), count, f"in {folder}")
+        return replace(chosen_images(open_given(paths, trained.config.DATA), count, f"in {folder}"), labels=None)
     try:
         dataset = split_of_run(trained, part)
     except UserError as error:
@@ -120,25 +123,27 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
             pixels = low + (high - low) / 255 * pixels
         names = [f"noise {number}" for number in range(NOISE_IMAGES)]
         return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
-    return _choose(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part]}")
+    found = chosen_images(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part]}")
+    return found if has_labels(trained.config.DATA) else replace(found, labels=None)
 
 
-def _choose(dataset: ImageDataset, most: int | None, source: str) -> CheckImages:
+def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> CheckImages:
     """Readable ones of `most` evenly chosen images."""
     count = len(dataset) if most is None else min(most, len(dataset))
     chosen = np.linspace(0, len(dataset) - 1, count).round().astype(int).tolist()
-    parts, indices = [], []
+    parts, labels, indices = [], [], []
     for first in range(0, count, BATCH):
         batch = dataset.__getitems__([(0, index) for index in chosen[first : first + BATCH]])
         readable = batch.indices != PADDING
         parts.append(batch.images[readable])
+        labels.append(batch.labels[readable])
         indices += batch.indices[readable].tolist()
     if broken := dataset.take_broken():
         log.warning("%d images cannot be read and are left out, such as %s", len(broken), broken[0].name)
     if not indices:
         raise UserError(f"none of the {count} images {source} can be read; name other images with -images DIR.")
     names = [name_of(dataset, index) for index in indices]
-    return CheckImages(torch.cat(parts), names, source, dataset.single_images(), tuple(indices))
+    return CheckImages(torch.cat(parts), names, source, dataset.single_images(), tuple(indices), torch.cat(labels))
 
 
 def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
@@ -205,9 +210,11 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tens
 
 
 INPUT, ANY_NUMBER = "images", "batch"
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"int8": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TORCH_KEYS = ("pkg.", "namespace")
 """Prefixes of what torch notes at each node, paths of source files on this machine among it"""
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""Of them: the modules around a node, and the function"""
 
 FOR_TOOLS = ("metrics", "thresholds", "own_code", "samples")
 """Fields of meta.json that vitamp's own tools need of safetensors, besides the metadata"""
@@ -308,12 +315,19 @@ class Format:
         """Logits of the written file, calibrated if the model is."""
         raise NotImplementedError
 
+    def agreement(self, export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
+        """How well the logits agree with those expected; TrainingError beyond the tolerance."""
+        return compare(export.trained, export.images, expected, found, tolerance)
+
     def how_to_load(self, export: Export, out: Path) -> str:
         """Line of Python that loads the file, for the log; '' if it takes more than a line."""
         return ""
 
 
 class Onnx(Format):
+    layers: Mapping[str, str] = {}
+    """Of the written file: the layer of the model that each node with weights is from"""
+
     def write(self, export: Export, file: Path) -> str:
         whole = export.with_resize
         with _torch_exporter("onnx", export):
@@ -331,6 +345,7 @@ class Onnx(Format):
         model.metadata_props.update({key: json.dumps(value) for key, value in export.metadata(True).items()})
         graph = model.graph
         nodes = list(graph.all_nodes())
+        self.layers = {str(node.name): layer for node in nodes if (layer := _layer_of(node))}
         values = [*graph.inputs, *graph.initializers.values(), *(value for node in nodes for value in node.outputs)]
         for part in (graph, *nodes, *values):
             for key in [key for key in part.metadata_props if key.startswith(TORCH_KEYS)]:
@@ -350,6 +365,17 @@ class Onnx(Format):
         arrays = (batch[0].numpy() if whole else batch.numpy() for batch in batches)
         found = [torch.from_numpy(one) for one in run_onnx(str(file), file.name, output, arrays)]
         return torch.stack(found) if whole else torch.cat(found)
+
+
+def _layer_of(node: Any) -> str:
+    """The layer whose weights a node takes; empty if it takes none."""
+    weights = [value.name for value in node.inputs if value is not None and value.is_initializer()]
+    if not weights:
+        return ""
+    if weights[0].startswith("module."):
+        return weights[0].removeprefix("module.").rpartition(".")[0]
+    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))  # weights that were transposed have no name
+    return scopes[-2].removeprefix("module.") if len(scopes) > 1 else ""
 
 
 class Torch(Format):
@@ -403,9 +429,9 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
     with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            with progress_bar(len(images.pixels), "images", f"{out.name}: exporting") as bar:
+            with progress_bar(1, "file", f"{out.name}: exporting"):
                 summary = kind.write(export, folder / out.name)
-                bar.set_description(f"{out.name}: checking")
+            with progress_bar(len(images.pixels), "images", f"{out.name}: checking") as bar:
 
                 def batches() -> Iterator[Tensor]:
                     for batch in images.batches(export.trained, export.with_preprocess):
@@ -414,7 +440,7 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
 
                 with torch.no_grad():
                     logits = kind.run(export, folder / out.name, batches())
-            agreement = compare(export.trained, images, expected, logits, tolerance)
+            agreement = kind.agreement(export, expected, logits, tolerance)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:

@@ -1,0 +1,207 @@
+"""-to onnx -int8: weights and inputs of layers in 8 bits, calibrated on training images, by onnxruntime's own tools.
+
+Layers that hurt stay in fp32. A verdict on labelled images says what the file costs in accuracy and gains in speed.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, create_calibrator
+from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+from scipy.stats import norm
+from torch import Tensor
+
+from datasets.base import TITLES
+from engine.trained.model import Trained, split_of_run
+from tools.common.differences import CONFIDENCE, LIKE_THESE
+from tools.common.turns import progress_bar
+from tools.export.formats import (
+    INPUT,
+    LOGITS,
+    CheckImages,
+    Export,
+    Onnx,
+    chosen_images,
+    compare,
+    run_onnx,
+    thresholds_of,
+)
+from utils.errors import TrainingError, UserError, first_line
+from utils.log import log
+from utils.text import counted, some_of
+
+OPERATORS = ["Conv", "MatMul", "Gemm"]
+IMAGES = 256
+"""For the ranges of what layers take, and to find those that hurt"""
+MOST_ERROR = 0.1
+"""Root of the mean square of the logits' errors, as a fraction of their standard deviation. Beyond, layers are kept."""
+ROUNDS, SECONDS = 7, 0.2
+"""Turns that the two files take to be timed, and how long one lasts"""
+FASTER = 1.1
+BLOCK = re.compile(r"\D*\d+(\.\d+)*|[^.]+")
+"""Of a layer's name: layers of one block are kept together"""
+
+
+class Int8(Onnx):
+    """`keep`: beginnings of names of layers to be left in fp32; empty: those that are found to hurt."""
+
+    def __init__(self, images: CheckImages, keep: tuple[str, ...]) -> None:
+        self._images, self._keep = images, keep
+        self._gain = ""
+
+    def write(self, export: Export, file: Path) -> str:
+        with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
+            exact = Path(folder, "exact.onnx")
+            summary = super().write(export, exact)
+            try:
+                kept = self._quantise(export, exact, file)
+            except (TrainingError, UserError):
+                raise
+            except Exception as error:  # onnxruntime's tools raise many types
+                raise TrainingError(f"-int8: onnxruntime cannot quantise the model: {first_line(error)}") from None
+            faster = _times_as_fast(exact, file, next(self._batches(export)))
+            smaller = exact.stat().st_size / file.stat().st_size
+        advice = (
+            "" if faster >= FASTER else ": here fp32 serves as well (int8 pays for larger models, on CPUs with VNNI)"
+        )
+        self._gain = f"{smaller:.1f} times smaller, {faster:.2g} times as fast on this CPU with 1 thread{advice}"
+        log.info("int8: calibrated on %s %s", counted(len(self._images.names), "image"), self._images.source)
+        if kept:
+            why = "-keep" if self._keep else "in 8 bits they change the outputs most"
+            log.info("int8: left in fp32: %s (%s)", some_of(sorted(kept)), why)
+        return summary
+
+    def _batches(self, export: Export) -> Iterator[np.ndarray]:
+        return (batch.numpy() for batch in self._images.batches(export.trained, export.with_preprocess))
+
+    def _quantise(self, export: Export, exact: Path, file: Path) -> set[str]:
+        """Write `file`, and return the blocks that it leaves in fp32."""
+        nodes = {node.name for node in onnx.load(str(exact)).graph.node if node.op_type in OPERATORS}
+        layers = {node: layer for node, layer in self.layers.items() if node in nodes}
+        blocks = {layer: BLOCK.match(layer)[0] for layer in layers.values()}  # pyright: ignore[reportOptionalSubscript]
+        if unknown := [name for name in self._keep if not any(layer.startswith(name) for layer in blocks)]:
+            names = some_of(sorted(set(blocks.values())))
+            raise UserError(f"-keep {','.join(unknown)}: no layer's name begins so; they are in {names}.")
+        ranges = _ranges(exact, self._batches(export))
+        expected = np.concatenate(run_onnx(str(exact), exact.name, LOGITS, self._batches(export)))
+
+        def error_without(kept: set[str]) -> float:
+            """Write `file` with these layers in fp32."""
+            if kept >= blocks.keys():
+                raise TrainingError("-int8: no layer can be in 8 bits without changing the outputs; use fp32 or fp16.")
+            _write(exact, file, ranges, [node for node, layer in layers.items() if layer not in kept])
+            found = np.concatenate(run_onnx(str(file), file.name, LOGITS, self._batches(export)))
+            return float(np.sqrt(np.mean((found - expected) ** 2)) / (expected.std() or 1.0))
+
+        kept = {layer for layer in blocks if layer.startswith(self._keep)} if self._keep else set[str]()
+        if error_without(kept) <= MOST_ERROR or self._keep:
+            return kept
+        members = {block: {layer for layer in blocks if blocks[layer] == block} for block in blocks.values()}
+        hurts = {
+            block: error_without(blocks.keys() - own)
+            for block, own in progress_bar([*members.items()], "blocks", "int8")
+        }
+        for block in sorted(hurts, key=lambda one: -hurts[one]):
+            kept |= members[block]
+            if error_without(kept) <= MOST_ERROR:
+                break
+        return kept
+
+    def agreement(self, export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
+        images, trained = export.images, export.trained
+        if thresholds_of(trained) is not None or images.labels is None:
+            return f"{self._gain}; {compare(trained, images, expected, found, np.inf)}"
+        guesses = expected.argmax(1), found.argmax(1)
+        right = [(guess == images.labels).numpy() for guess in guesses]
+        changed = torch.nonzero(guesses[0] != guesses[1])[:, 0].tolist()
+        cost, low, high = paired_interval(right[0], right[1])
+        words = (
+            f"int8 costs {100 * cost:.1f} points of top-1 ({100 * CONFIDENCE:.0f} % interval {100 * low:.1f} to "
+            f"{100 * high:.1f}, for {LIKE_THESE}): {100 * right[0].mean():.2f} to {100 * right[1].mean():.2f} % on "
+            f"{counted(len(found), 'image')} {images.source}; {counted(len(changed), 'answer')} changed"
+        )
+        if changed:
+            names = [trained.name_of(int(guess[changed[0]])) for guess in guesses]
+            words += f", such as {images.names[changed[0]]} ({names[0]} to the model, {names[1]} to the file)"
+        return f"{words}; {self._gain}"
+
+
+def calibration_images(trained: Trained) -> CheckImages:
+    """Training images of the run, not augmented."""
+    try:
+        dataset = split_of_run(trained, "train")
+    except UserError as error:
+        raise UserError(f"-int8 calibrates on the run's training images, which cannot be read: {error}") from None
+    return chosen_images(dataset, IMAGES, f"of the run's {TITLES['train']}")
+
+
+def paired_interval(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float]:
+    """By how much the second is right less often, and the ends of the interval (Agresti and Min, 2005)."""
+    lost, won = int((first & ~second).sum()), int((second & ~first).sum())
+    count, one, other = len(first) + 2, lost + 0.5, won + 0.5
+    middle = (one - other) / count
+    reach = float(norm.ppf(0.5 + CONFIDENCE / 2)) * np.sqrt((one + other - count * middle**2) / count**2)
+    return (lost - won) / len(first), middle - reach, middle + reach
+
+
+class _Reader(CalibrationDataReader):
+    def __init__(self, batches: Iterator[np.ndarray]) -> None:
+        self._batches = batches
+
+    def get_next(self) -> Any:
+        batch = next(self._batches, None)
+        return None if batch is None else {INPUT: batch}
+
+
+def _ranges(exact: Path, batches: Iterator[np.ndarray]) -> Any:
+    """The smallest and largest values of what each layer takes and gives."""
+    augmented, method = str(exact.with_name("ranges.onnx")), CalibrationMethod.MinMax
+    calibrator = create_calibrator(str(exact), OPERATORS, augmented, calibrate_method=method)
+    calibrator.collect_data(_Reader(batches))
+    return calibrator.compute_data()
+
+
+def _write(exact: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
+    quantizer = QDQQuantizer(
+        onnx.load(str(exact)),
+        per_channel=True,
+        reduce_range=False,
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=ranges,
+        nodes_to_quantize=nodes,
+        nodes_to_exclude=[],
+        op_types_to_quantize=OPERATORS,
+        extra_options={},
+    )
+    quantizer.quantize_model()
+    quantizer.model.save_model_to_file(str(file))
+
+
+def _times_as_fast(exact: Path, file: Path, batch: np.ndarray) -> float:
+    """How many times as fast the file is as the exact one, an image at a time, in turns."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    sessions = [onnxruntime.InferenceSession(str(path), options) for path in (exact, file)]
+    ratios = []
+    for _ in range(ROUNDS):
+        spent = []
+        for session in sessions:
+            begin, number = time.process_time(), 0
+            while time.process_time() - begin < SECONDS:
+                session.run(None, {INPUT: batch[:1]})
+                number += 1
+            spent.append((time.process_time() - begin) / number)
+        ratios.append(spent[0] / spent[1])
+    return median(ratios)

@@ -145,7 +145,7 @@ def translate(layers: Sequence[Layer]) -> list[str]:
 
 def _update(layer: Layer) -> None:
     """Remove the keys that change nothing, and convert values that only older files have."""
-    for key in FIXED.keys() & layer.entries.keys():
+    for key in [key for key in layer.entries if key in FIXED]:
         entry, (possible, why) = layer.entries[key], FIXED[key]
         value = str(entry.value).strip().casefold()
         if not (is_no_value(value) or value == possible):

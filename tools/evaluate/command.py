@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
 
 def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any] | None:
     """-knn and -probe: of a run, or of weights for a model that the flags name. None: another process has them."""
-    asked, world = line.asked, read_world() or ALONE
+    asked, world = line.asked, read_world({}) or ALONE
     log.setLevel("WARNING" if asked.path or not world.first else "INFO")
 
     from engine.trained.model import load_trained, pretrained

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from utils.config.kinds import AUTO, one_line
-from utils.config.read import TYPE, Entry, type_of
+from utils.config.read import TYPE, Entry, text_of, type_of
 from vitamp.metrics import NO_LABELS, SEVERAL_LABELS
 
 MULTI_LABEL, MAE = "DATA.MULTI_LABEL", "MODEL.MAE_PRETRAIN"
@@ -91,15 +91,16 @@ def defaults_by(given: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]
         from utils.config.paddlevit import families
 
         of_family = families()[kind].defaults if kind in families() else {}
-    channels, bits = (str(given[key].value).strip() if key in given else "" for key in (CHANNELS, DEPTH))
-    plain = channels in ("", "1", "3") and bits in ("", "8")
-    rgb = channels in ("", "3") and plain
-    family = {key: value for key, value in of_family.items() if rgb or key not in RGB_ONLY}
-    on = [by for by in IMPLIED if by in given and str(given[by].value).strip().casefold() in TRUE_WORDS]
+    channels, family = text_of(given, CHANNELS), dict(of_family)
+    plain = channels in ("", "1", "3") and text_of(given, DEPTH) in ("", "8")
+    if channels == "1" or not plain:
+        for key in RGB_ONLY:
+            family.pop(key, None)
     entries = {} if plain else {key: Entry(AUTO, f"default ({CHANNELS}, {DEPTH})") for key in RGB_ONLY}
-    notes = []
-    for by, word, values in [(TYPE, kind, family), *((by, "true", IMPLIED[by]) for by in on)]:
-        entries |= {key: Entry(value, f"default ({kind if by == TYPE else by})") for key, value in values.items()}
+    notes, rows = [], [(TYPE, kind, kind, family)]
+    rows += [(by, by, "true", values) for by, values in IMPLIED.items() if text_of(given, by) in TRUE_WORDS]
+    for by, name, word, values in rows:
+        entries |= {key: Entry(value, f"default ({name})") for key, value in values.items()}
         if taken := [f"{key} {one_line(value)}" for key, value in values.items() if key not in given]:
             notes.append(f"{by} {word} ({given[by].source}): defaults {WORDS[by]}: {', '.join(taken)}")
     if kind in ("deit", "levit") and "TRAIN.DISTILLATION_TYPE" not in given:

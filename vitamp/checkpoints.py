@@ -193,11 +193,10 @@ def verified_base(folder: Path, meta: Mapping[str, Any]) -> Path | None:
     return file
 
 
-def is_damaged(file: Path) -> bool:
-    """Whether the meta.json beside a file of weights, perhaps of another program, records another hash of it."""
+def seal_of(file: Path) -> Any:
+    """What the meta.json beside a file, perhaps of another program, records of it; None if nothing."""
     seals = unchecked_meta(file.parent).get("files")
-    seal = seals.get(file.name) if isinstance(seals, dict) else None
-    return isinstance(seal, dict) and sha256_of(file) != seal.get("sha256")
+    return seals.get(file.name) if isinstance(seals, dict) else None
 
 
 def sha256_of(file: Path) -> str:

@@ -75,10 +75,6 @@ class _Header:
         free = ["" if name in taken else name.casefold() for name in self.names]
         return next((free.index(name) for name in SPLITS if name in free), None)
 
-    def group(self) -> list[int]:
-        """Place of the column DATA.GROUP; empty without one."""
-        return [self.names.index(self.data.GROUP)] if self.data.GROUP in self.names else []
-
     def places(self, split: int | None) -> tuple[list[int], list[int]]:
         """Places of the columns of paths, and of the one of labels, or of one per class. `split`: that of splits.
 
@@ -186,9 +182,10 @@ class _Table:
     def labelled(self, training: _Table, num_classes: int) -> FileSamples:
         """The images with checked labels. `training`: the table that defines the classes."""
         classes = training.classes()
-        width = len(classes) if self.several and num_classes == ANY_LABEL else num_classes
+        counted = self.several and num_classes == ANY_LABEL
+        width = len(classes) if counted else num_classes
         if isinstance(classes, range):
-            if self.several and num_classes == ANY_LABEL:
+            if counted:
                 self.check_gaps()
             names, numbers = None, self.label_numbers(width)
         else:
@@ -351,7 +348,7 @@ def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = Non
     columns = _Header(file, header, data)
     split = columns.split() if split_name else None
     paths_at, targets = columns.places(split)
-    group = columns.group()
+    group = [header.index(data.GROUP)] if data.GROUP in header else []
     last = max(*paths_at, *targets, *group)
     paths, texts, numbers, groups = [], [], [], []
     for number, fields in rows:

@@ -144,7 +144,7 @@ def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint
     if meta.get("val_data", val_data) != val_data:
         changed.append("The validation images have changed")
     hashes = {one["sha256"] for one in (*noted_files(), *meta.get(FIELD, ())) if best.by in one["registers"]}
-    words = {*config.own_settings} ^ {one for one in settings.get("USE", ()) if OWN_SETTING.fullmatch(one)}
+    words = {*config.own_settings} ^ {*filter(OWN_SETTING.fullmatch, settings.get("USE", ()))}
     if len(hashes) > 1 or any(word.startswith(f"{best.by}.") for word in words):
         changed.append(f"The metric {best.by} has changed")  # one of the user's own, in its file or a setting
     if changed:

@@ -286,7 +286,7 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     for key, value in theirs.items():
         mine = value_of(loaded.config, key)
         one_for_all = key in COLOURS and {*mine} == {*value} == {mine[0]}
-        if not loaded.is_open(key):
+        if not loaded.is_default(key) and mine != AUTO:
             if mine != value and not one_for_all:
                 used = f"{loaded.sources[key]}: {key} {one_line(mine)} is used"
                 differing.append(f"{used}; {where} has {one_line(value)}")

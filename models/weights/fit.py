@@ -36,7 +36,7 @@ from models.weights.paddle import (
 from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.log import log
-from vitamp.checkpoints import LORA, is_damaged, verified_base
+from vitamp.checkpoints import LORA, seal_of, sha256_of, verified_base
 from vitamp.meta import META, Adapters, check_fields, unchecked_meta
 from vitamp.pooling import OWN_POOL
 from vitamp.sizes import ImageSize, in_pixels, sides
@@ -127,7 +127,7 @@ def _read(files: Sequence[Path]) -> Weights:
     """Tensors of a file or its shards, without the wrappings of DDP, torch.compile and training scripts."""
     file = files[0]
     for one in files:
-        if is_damaged(one):
+        if isinstance(seal := seal_of(one), dict) and sha256_of(one) != seal.get("sha256"):
             raise UserError(f"Pretrained weights {one}: damaged, its contents are not what was written.")
     if file.suffix == PADDLE:
         converted = convert(arrays := read_pdparams(file), file)

@@ -50,10 +50,6 @@ class Loaded:
         """Whether neither a file nor the command line set this key."""
         return self.sources[key].partition(" ")[0] == DEFAULT
 
-    def is_open(self, key: str) -> bool:
-        """Whether the data or the weights may give the value."""
-        return self.is_default(key) or value_of(self.config, key) == AUTO
-
     def with_values(self, found: Mapping[str, Any], source: str, notes: Iterable[str] = ()) -> Loaded:
         """The same settings with values that only the data or the weights could give, checked together as a user's."""
         entries = {key: Entry(value_of(self.config, key), known) for key, known in self.sources.items()}

@@ -112,9 +112,10 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
     for key, value, source in _leaves(root, "", layer) if root is not None else ():
         layer.set(key, absolute(key, value, start), source)
     given = layer.entries.pop("BASE", Entry((), name)).value
-    bases = [str(base) for base in as_names(given or ()) if base]
-    below = [read_files(str(path.parent / base), (*above, path.resolve())) for base in bases]
-    return [*(one for layers in below for one in layers), layer]
+    layers = list[Layer]()
+    for base in filter(None, as_names(given or ())):
+        layers += read_files(str(path.parent / str(base)), (*above, path.resolve()))
+    return [*layers, layer]
 
 
 DEEPEST = 3

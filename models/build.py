@@ -175,8 +175,7 @@ def describe(module: nn.Module) -> str:
 
 def list_models(pattern: str | None) -> list[str]:
     """Names that MODEL.NAME accepts, filtered by a glob."""
-    names = {*timm.list_models(), *RECIPES}
-    return sorted(fnmatch.filter(names, pattern or "*"))
+    return sorted(fnmatch.filter({*timm.list_models(), *RECIPES}, pattern or "*"))
 
 
 def _plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts) -> Plan:

@@ -69,8 +69,7 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
     state, sharding = read_state(checkpoint), parts.sharding
     merged = not base_weights(parts.model)  # adapters are merged if all weights are trained from now on
     load_weights(parts.model, open_tensors(checkpoint, MODEL, merged), f"{checkpoint.folder / MODEL}", sharding)
-    moments = open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
-    load_optimizer(parts, state, moments)
+    load_optimizer(parts, state, open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {})
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         if sharding is None:
             parts.force_fp32(state["fp32_modules"])
@@ -247,8 +246,7 @@ def check_task(checkpoint: Checkpoint, config: Config, world: World) -> None:
         )
     if masked == config.MODEL.MAE_PRETRAIN:
         return
-    run = run_folder_of(checkpoint.folder) or checkpoint.folder
-    place = shlex.quote(str(run))
+    place = shlex.quote(str(run_folder_of(checkpoint.folder) or checkpoint.folder))
     own = start_again(world, f"-resume {place}{' -eval' if config.EVAL else ''}")
     if not masked:
         raise UserError(

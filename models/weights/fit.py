@@ -136,8 +136,7 @@ def _read(files: Sequence[Path]) -> Weights:
         return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in left_over}
     # timm loads the EMA of a checkpoint that has one. Only keys are read; errors are left to the loading.
     with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        keys_of_weights(checkpoint, file)
+        keys_of_weights(torch.load(file, map_location="cpu", weights_only=True, mmap=True), file)
     try:
         whole: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards([*files])
         weights = dict(whole)

@@ -141,8 +141,7 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
     if asked.path:
         trained = load_trained(asked.path, asked.weights, given=given, needs_labels=False, world=world)
     else:
-        about_classes = {"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")}
-        loaded = line.load(about_classes)
+        loaded = line.load({"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")})
         if not loaded.config.MODEL.PRETRAINED:
             raise UserError(f"-cfg {line.run.cfg}: has no MODEL.PRETRAINED; add -pretrained FILE_OR_NAME.")
         for note in loaded.notes:

@@ -110,11 +110,10 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
         *(f"DATA.{key}={given[key]}" for key in IMAGE_KEYS),
         f"MODEL.NUM_CLASSES={given['NUM_CLASSES'] or 'N'}",
     ]
-    for key, value in given.items():
-        if not target.name and key not in (*IMAGE_KEYS, "NUM_CLASSES"):
-            words.append(f"MODEL.{key}={'N' if value is None else one_line(value)}")
-    flags = shlex.join([str(out), *words])
-    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), flags)
+    if target.name is None:
+        others = {key: value for key, value in given.items() if key not in (*IMAGE_KEYS, "NUM_CLASSES")}
+        words += [f"MODEL.{key}={'N' if value is None else one_line(value)}" for key, value in others.items()]
+    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), shlex.join([str(out), *words]))
     return EXIT_DONE
 
 

@@ -264,5 +264,4 @@ class Source:
 
 def sample_table(seed: int, epoch: int, samples: int, columns: int) -> np.ndarray:
     """Uniform random numbers in 0..1, one row per sample, for sources that transform whole batches at once."""
-    generator = np.random.Generator(np.random.Philox(key=key(seed, "sample", epoch)))
-    return generator.random((samples, columns))
+    return np.random.Generator(np.random.Philox(key=key(seed, "sample", epoch))).random((samples, columns))

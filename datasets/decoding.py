@@ -286,8 +286,7 @@ def _unusual_mode(image: Image.Image, channels: int) -> str:
         return DEEP
     if image.mode in ("L", "1"):
         return "" if channels == 1 else GREY
-    names = {"RGB": "" if channels == 3 else "coloured", "P": "palette"}
-    return names.get(image.mode, image.mode)
+    return {"RGB": "" if channels == 3 else "coloured", "P": "palette"}.get(image.mode, image.mode)
 
 
 JPEG_START = b"\xff\xd8\xff"

@@ -129,12 +129,12 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
             why = "is held in memory: its images have no names" if source.labelled else "has no labels"
             raise UserError(f"DATA.RELABEL {data.RELABEL}: the data set {data.DATASET} {why}. Leave DATA.RELABEL out.")
         read_rows(data)
-    if source.arrays is not None and not data.is_plain:
-        raise UserError(f"DATA.BITS, DATA.IMAGE_CHANNELS: {data.DATASET} has 8-bit images of 1 or 3 channels.")
     if source.arrays is None:
         from datasets.decoding import warn_of_decoder
 
         warn_of_decoder()
+    elif not data.is_plain:
+        raise UserError(f"DATA.BITS, DATA.IMAGE_CHANNELS: {data.DATASET} has 8-bit images of 1 or 3 channels.")
     if data.DOWNLOAD and not source.fetches:
         log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
     if unread := unread_path(data):

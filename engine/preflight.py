@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
 import torch
 
@@ -14,18 +13,16 @@ from engine.inputs.batches import shortcuts_of
 from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
 from engine.task import task_of
-from engine.task.losses import BALANCED, KEY, loss_named
+from engine.task.losses import check_class_weights
 from models.build import check_model
 from utils.config import Config, Loaded
 from utils.config.checks import is_typed
 from utils.config.keys import DATASET, IMAGE_SIZE, value_of, values_by_key
 from utils.config.kinds import AUTO, one_line
-from utils.config.read import Entry
 from utils.config.resumed import resume_of
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output, is_of_user
-from vitamp.checkpoints import CHECKPOINTS
 from vitamp.metrics import metric_named
 
 LEAST_FILES = 256
@@ -41,12 +38,7 @@ def check(config: Config) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, most))
     if config.MODEL.RESUME is not None:
         from engine.checkpoint.find import check_resumable
-        from engine.checkpoint.run_folder import NAME, FolderLock
 
-        path = Path(config.MODEL.RESUME)
-        if (path / NAME).exists() and not (path / CHECKPOINTS).exists():  # perhaps it is training and has not saved yet
-            with FolderLock() as lock:
-                lock.take(path)
         check_resumable(config)
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
@@ -70,11 +62,7 @@ def check(config: Config) -> None:
             from datasets.transforms.augment import check_augmentations
 
             check_augmentations(config.TRAIN, config.DATA)
-        if (weights := config.TRAIN.CLASS_WEIGHTS) not in (None, BALANCED):  # earlier versions took files
-            raise UserError(f"{KEY}: expected {BALANCED} or null, got {weights!r}")
-        one_by_one = config.TRAIN.mixes and config.TRAIN.MIXUP_MODE == "elem"
-        if weights and one_by_one and loss_named(config.TRAIN.LOSS).weighs == "images":
-            raise UserError(f"TRAIN.MIXUP_MODE elem: with {KEY}, images must be mixed in pairs; use pair or batch.")
+        check_class_weights(config.TRAIN)
         if config.TRAIN.BCE_TARGET_THRESH is not None:
             task_of(config).loss(config.TRAIN, None)  # which refuses a threshold beside its targets
         for key in ("WANDB", "MLFLOW"):
@@ -118,8 +106,7 @@ def with_data_set(loaded: Loaded) -> Loaded:
 
         found = recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)
         if found is not None:
-            values = {DATASET: Entry(found[0], f"recognised in {place}")}
-            return loaded.with_values(values, [f"{DATASET} {': '.join(found)}"])
+            return loaded.with_values({DATASET: found[0]}, f"recognised in {place}", [f"{DATASET} {': '.join(found)}"])
     return loaded
 
 
@@ -144,7 +131,7 @@ def resolve(loaded: Loaded) -> Loaded:
         named = {"MODEL.PRETRAINED", "MODEL.NAME"} & given == {"MODEL.NAME"}
         if named and (own := weights_of_name(loaded.config.MODEL.NAME, source)):
             note = f"MODEL.PRETRAINED {own}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
-            source, loaded = own, loaded.with_values({"MODEL.PRETRAINED": Entry(own, "timm's of MODEL.NAME")}, [note])
+            source, loaded = own, loaded.with_values({"MODEL.PRETRAINED": own}, "timm's of MODEL.NAME", [note])
         loaded = with_preprocessing(with_sizes(loaded, source), source)
     if loaded.is_default(IMAGE_SIZE):
         from engine.inputs.auto import with_own_shape
@@ -158,7 +145,7 @@ def resolve(loaded: Loaded) -> Loaded:
         from engine.distill.teacher import default_teacher
 
         if (found := default_teacher(loaded.config)) is not None:
-            loaded = loaded.with_values({"TRAIN.TEACHER_MODEL": Entry(found[0], "PaddleViT's default")}, [found[1]])
+            loaded = loaded.with_values({"TRAIN.TEACHER_MODEL": found[0]}, "PaddleViT's default", [found[1]])
     if loaded.config.DATA.IMAGE_SIZE == AUTO or loaded.config.MODEL.PATCH_SIZE == AUTO:
         from engine.inputs.auto import with_image_size, with_patch_size
 
@@ -174,4 +161,4 @@ def resolve(loaded: Loaded) -> Loaded:
 
     given |= {DATASET} if is_of_user(loaded.sources[DATASET]) else set()
     values, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)
-    return loaded.with_values({key: Entry(value, "the evaluated data") for key, value in values.items()}, notes)
+    return loaded.with_values(values, "the evaluated data", notes)

@@ -256,8 +256,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         from datasets.variants import Sized
 
         train_set = Sized(train_set, config.TRAIN, data.IMAGE_SIZE)
-    workers = auto_workers(world, data.NUM_WORKERS)
-    return train_set, TrainLoader(train_set, order, config.SEED, workers, device)
+    return train_set, TrainLoader(train_set, order, config.SEED, auto_workers(world, data.NUM_WORKERS), device)
 
 
 def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:

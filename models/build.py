@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -175,8 +175,7 @@ def describe(module: nn.Module) -> str:
 
 def list_models(pattern: str | None) -> list[str]:
     """Names that MODEL.NAME accepts, filtered by a glob."""
-    names = {*timm.list_models(), *RECIPES}
-    return sorted(fnmatch.filter(names, pattern or "*"))
+    return sorted(fnmatch.filter({*timm.list_models(), *RECIPES}, pattern or "*"))
 
 
 def _plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts) -> Plan:
@@ -276,30 +275,27 @@ def _rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, fl
                 defaults |= {key: field.default for key, field in getattr(kind, "__dataclass_fields__", {}).items()}
     # DROPOUT means dropout inside the blocks; models without it (ResNet) have dropout in the head alone.
     inside = [name for name in ("pos_drop_rate", "proj_drop_rate") if name in defaults]
-    wanted = {
-        "DROPOUT": (model.DROPOUT, inside or ["drop_rate"]),
-        "ATTENTION_DROPOUT": (model.ATTENTION_DROPOUT, ["attn_drop_rate"]),
-        "DROPPATH": (model.DROPPATH, ["drop_path_rate"]),
-    }
+    # For some names, such as efficientformerv2_l, timm's drop path is not the default of the class. What a user's
+    # function sets, stays.
+    of_timm = own_named("model", model.NAME.strip()) is None
+    drops = of_timm and any(getattr(part, "drop_prob", 0) for part in module.modules())
+    kind, none = type(module).__name__, "has no such rate; set the key to 0"
+    no_scale = "takes no initial value of layer scale; leave the key out"
+    wanted: list[tuple[str, float, Sequence[str], str, bool]] = [
+        ("DROPOUT", model.DROPOUT, inside or ["drop_rate"], none, False),
+        ("ATTENTION_DROPOUT", model.ATTENTION_DROPOUT, ["attn_drop_rate"], none, False),
+        ("DROPPATH", model.DROPPATH, ["drop_path_rate"], none, drops),
+    ]
+    if model.INIT_VALUES is not None:
+        wanted.append(("INIT_VALUES", model.INIT_VALUES, LAYER_SCALE, no_scale, False))
     arguments: dict[str, float] = {}
     problems = []
-    for key, (rate, names) in wanted.items():
+    for key, value, names, lacking, set_by_timm in wanted:
         known = [name for name in names if name in defaults]
-        if rate and not known:
-            problems.append(f"MODEL.{key} {rate}: {type(module).__name__} has no such rate; set the key to 0")
-        # A rate of 0 is passed only if timm's is not 0, as for Swin's drop path: 0 in the YAML means 0. For some names,
-        # such as efficientformerv2_l, timm's rate is not the default of the class. What a user's function sets, stays.
-        of_timm = key == "DROPPATH" and own_named("model", model.NAME.strip()) is None
-        drops = of_timm and any(getattr(part, "drop_prob", 0) for part in module.modules())
-        arguments |= {name: rate for name in known if rate or defaults[name] or drops}
-    if model.INIT_VALUES is not None:
-        known = [name for name in LAYER_SCALE if name in defaults]
-        arguments |= dict.fromkeys(known, model.INIT_VALUES)
-        if not known:
-            problems.append(
-                f"MODEL.INIT_VALUES {model.INIT_VALUES:g}: {type(module).__name__} takes no initial value of layer "
-                "scale; leave the key out"
-            )
+        if value and not known:
+            problems.append(f"MODEL.{key} {value:g}: {kind} {lacking}")
+        # A rate of 0 is passed only if timm's is not 0, as for Swin's drop path: 0 in the YAML means 0.
+        arguments |= {name: value for name in known if value or defaults[name] or set_by_timm}
     return arguments, problems
 
 

@@ -44,8 +44,7 @@ class Decoder(nn.Module):
         self.embed = nn.Linear(width, own)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, own))
         self.register_buffer("positions", position_embedding(grid, own), persistent=False)
-        blocks = (Block(own, config.NUM_HEADS, qkv_bias=True) for _ in range(config.DEPTH))
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = nn.Sequential(*(Block(own, config.NUM_HEADS, qkv_bias=True) for _ in range(config.DEPTH)))
         self.norm = nn.LayerNorm(own, eps=EPSILON)
         self.predict = nn.Linear(own, values)
         for module in self.modules():

@@ -202,8 +202,10 @@ def parse(argv: Sequence[str], program: str) -> CommandLine:
 def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine:
     """A CommandLine of those flags in `given` that entry scripts have, and of KEY=VALUE words."""
     flags: dict[str, tuple[Any, str]] = {}
-    for flag in (flag for name, flag in BY_NAME.items() if name in given):  # batch_size before batch_size_eval
-        source, value = f"-{flag.name}", given[flag.name]
+    for name, flag in BY_NAME.items():  # batch_size before batch_size_eval
+        if name not in given:
+            continue
+        source, value = f"-{name}", given[name]
         if flag.append:
             flags |= {key: (setting, source) for one in value for key, setting in amp_settings(one).items()}
         else:

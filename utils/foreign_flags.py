@@ -12,9 +12,9 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from utils.config.families import FAMILIES, TYPE, type_of
 from utils.config.keys import nested, settings
-from utils.config.read import Entry
+from utils.config.paddlevit import ours
+from utils.config.read import TYPE, Entry, type_of
 from utils.config.schema import Config
 from utils.config.words import allowed, suggest
 from utils.errors import UserError, closest, either, nearest
@@ -124,21 +124,20 @@ def _setting_for(key: str) -> str:
     return flag.keys[0] if flag and flag.keys else ""
 
 
-def _advice_on_key(key: str) -> str:
-    return why_not(key) or why_not(key.rpartition(".")[2].casefold()) or suggest(key, _setting_for(key))
-
-
 def unknown_keys(given: Mapping[str, Entry], unknown: Mapping[str, Entry]) -> list[str]:
     """One line per key; the keys of a model that vitamp does not build are reported with its MODEL.TYPE."""
-    kind, ours = type_of(given), settings()
-    foreign = [key for key in unknown if key.startswith("MODEL.") and not closest(key, ours, 0.9)]
-    of_type = foreign if kind not in FAMILIES else []
+    kind = type_of(given)
+    foreign = [key for key in unknown if key.startswith("MODEL.") and not closest(key, settings(), 0.9)]
+    of_type = foreign if kind not in ours() else []
     rest = {key: one.source for key, one in unknown.items() if key not in of_type}
-    lines = [f"{source}: unknown key {key}.{_advice_on_key(key)}" for key, source in rest.items()]
+    lines = []
+    for key, source in rest.items():
+        advice = why_not(key) or why_not(key.rpartition(".")[2].casefold()) or suggest(key, _setting_for(key))
+        lines.append(f"{source}: unknown key {key}.{advice}")
     if of_type:
         left_out = ", ".join(of_type[:6]) + (", ..." if of_type[6:] else "")
         lines.append(
-            f"{given[TYPE].source}: MODEL.TYPE {kind} is not one of {', '.join(FAMILIES)}, nor has a family of "
+            f"{given[TYPE].source}: MODEL.TYPE {kind} is not one of {', '.join(ours())}, nor has a family of "
             "docs/migrating.md these keys. To train a model of timm, set MODEL.NAME (-list_models "
             f"'*{kind}*' lists names) and leave out MODEL.TYPE, {left_out}"
         )

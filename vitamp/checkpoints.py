@@ -18,7 +18,7 @@ from typing import Any
 
 from vitamp.errors import UserError, started
 from vitamp.files import only_regular, read_json, write_atomically
-from vitamp.meta import META, read_meta
+from vitamp.meta import META, read_meta, unchecked_meta
 from vitamp.metrics import PLAIN
 
 CHECKPOINTS, BASE = "checkpoints", "base.safetensors"
@@ -191,6 +191,12 @@ def verified_base(folder: Path, meta: Mapping[str, Any]) -> Path | None:
     if file is not None and sha256_of(file) != meta[LORA]["base"]["sha256"]:
         raise UserError(f"{file}: damaged or of another run, its contents are not those that {folder} records.")
     return file
+
+
+def seal_of(file: Path) -> Any:
+    """What the meta.json beside a file, perhaps of another program, records of it; None if nothing."""
+    seals = unchecked_meta(file.parent).get("files")
+    return seals.get(file.name) if isinstance(seals, dict) else None
 
 
 def sha256_of(file: Path) -> str:

@@ -18,10 +18,10 @@ from typing import Annotated, Any
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
-from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of
+from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of, seal_of
 from vitamp.errors import INSTALLED, UserError, started
 from vitamp.files import kind_of_path, parse_json, read_json
-from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields, unchecked_meta
+from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields
 from vitamp.metrics import (
     BETTER,
     METRICS,
@@ -159,8 +159,7 @@ def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
         raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: this is {kind_of_path(path)}. Name a run, a checkpoint, or a file of weights.")
-    files = unchecked_meta(path.parent).get("files") if path.is_file() else None
-    if path.is_file() and path.name != META and not (isinstance(files, Mapping) and path.name in files):
+    if path.is_file() and path.name != META and seal_of(path) is None:
         meta, only = read_weights_meta(path)
         found, why = Chosen(path, only, "", (only,), meta), ""
     else:

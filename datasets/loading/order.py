@@ -119,8 +119,7 @@ class EpochOrder:
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Samples in the order of an epoch."""
-        generator = np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch)))
-        permutation = self._shuffled(generator)
+        permutation = self._shuffled(np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch))))
         if self.copies == 1:
             return permutation
         # Each sample `copies` times in a row, at the same total; copy c of sample i is i + c * samples. Samples that

@@ -317,8 +317,7 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
     """Open a split of a set of shards and check its labels."""
     name, shared = shards.split(part)
     index = shards.index(name)
-    wrong = np.flatnonzero((index.label < 0) | (index.label >= num_classes))
-    for row in wrong[:1].tolist():
+    for row in np.flatnonzero((index.label < 0) | (index.label >= num_classes))[:1].tolist():
         where = f"{shards.store.root}/{index.files[index.shard[row]].name}: {index.name(row)}"
         check_label(int(index.label[row]), num_classes, one_line(where))
     rows = split_rows(index.label, data, part, shards.store.root) if shared else np.arange(len(index))

@@ -6,7 +6,7 @@ import csv
 import io
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,6 +55,79 @@ a target is a list of any length, such as cat;dog, or every column but the path 
 Columns file_1, file_2 and so on are files of one image, with its channels in this order."""
 
 ADVICE = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
+
+
+class _Header:
+    """The names of a table's columns, and what the columns hold, by DATA.COLUMNS, DATA.GROUP or their names."""
+
+    def __init__(self, file: Path, names: list[str], data: DataConfig) -> None:
+        self.file, self.names, self.data = file, names, data
+        self.folded = [name.casefold() for name in names]
+        self.given: dict[str, str] = dict(re.findall(COLUMN, data.COLUMNS or ""))
+
+    def first_of(self, names: Iterable[str]) -> list[int]:
+        """Place of the first of the names that a column has; empty without one."""
+        return [self.folded.index(name.casefold()) for name in names if name.casefold() in self.folded][:1]
+
+    def split(self) -> int | None:
+        """Place of the column that may name splits."""
+        taken = (self.data.GROUP, *self.given.values())
+        free = ["" if name in taken else name.casefold() for name in self.names]
+        return next((free.index(name) for name in SPLITS if name in free), None)
+
+    def places(self, split: int | None) -> tuple[list[int], list[int]]:
+        """Places of the columns of paths, and of the one of labels, or of one per class. `split`: that of splits.
+
+        With DATA.MULTI_LABEL and no column of labels, all but those of paths are classes. Two columns may have any
+        names.
+        """
+        names = {"file": PATHS, "label": (*TARGETS, *PLURALS) if self.data.MULTI_LABEL else TARGETS}
+        names |= {kind: (name,) for kind, name in self.given.items()}
+        own = [place for place, name in enumerate(self.names) if name != self.data.GROUP and place != split]
+        paths, labels = self.first_of(names["file"]) or self.numbered(), self.first_of(names["label"])
+        if len(own) == 2 and not (self.data.MULTI_LABEL or self.given or (paths and labels)):
+            if any(self.names[place].lower().endswith(ENDINGS) for place in own):
+                raise UserError(f"{self.file} has no header: its first line is {', '.join(self.names)}. {ADVICE}")
+            path, label = own
+            if path in labels or label in paths[:1]:
+                path, label = label, path
+            paths, labels = [path], [label]
+            read = f"{self.names[path]!r} is read as the path, {self.names[label]!r} as the label"
+            warn_once(f"{self.file}: the column {read}. {ADVICE}")
+        if not paths:
+            raise self.lacks(names["file"])
+        called = self.folded
+        if not labels:
+            if not self.data.MULTI_LABEL or "label" in self.given:
+                raise self.lacks(names["label"])
+            labels, called = [place for place in own if place not in paths], self.names  # classes may be a and A
+            if len(labels) < 2:
+                what = f"neither a column called {' or '.join(names['label'])} nor one column per class"
+                raise UserError(f"{self.file} has {what}. {LAYOUT.format(root=self.file.parent)}")
+        for place in (*paths, *labels):
+            if called.count(called[place]) > 1:
+                raise UserError(f"{self.file}: two columns are called {self.names[place]!r}; remove or rename one.")
+        return paths, labels
+
+    def numbered(self) -> list[int]:
+        """Places of columns such as file_1, file_2, each with a file of the same image, in the order of numbers."""
+        matches = () if "file" in self.given else map(NUMBERED.fullmatch, self.names)
+        found = {int(match[1]): place for place, match in enumerate(matches) if match}
+        if not found:
+            return []
+        numbers = sorted(found)
+        names = ", ".join(self.names[found[number]] for number in numbers)
+        of_image = f"{self.file}: the columns {names} are the files of an image"
+        if gap := next((number for number in range(numbers[0], numbers[-1]) if number not in found), None):
+            raise UserError(f"{of_image}, but there is none with number {gap}.")
+        warn_once(f"{of_image}, in the order of its channels.", logging.INFO)
+        return [found[number] for number in numbers]
+
+    def lacks(self, names: Sequence[str]) -> UserError:
+        """The error for a column of paths or labels that has none of these names."""
+        suggestion = next((text for name in self.folded if (text := nearest(name, names))), "")
+        what = f"no column {' or '.join(names)}; its columns are {', '.join(self.names) or 'none'}.{suggestion}"
+        return UserError(f"{self.file} has {what} {ADVICE} {LAYOUT.format(root=self.file.parent)}")
 
 
 @dataclass(frozen=True)
@@ -109,9 +182,10 @@ class _Table:
     def labelled(self, training: _Table, num_classes: int) -> FileSamples:
         """The images with checked labels. `training`: the table that defines the classes."""
         classes = training.classes()
-        width = len(classes) if self.several and num_classes == ANY_LABEL else num_classes
+        counted = self.several and num_classes == ANY_LABEL
+        width = len(classes) if counted else num_classes
         if isinstance(classes, range):
-            if self.several and num_classes == ANY_LABEL:
+            if counted:
                 self.check_gaps()
             names, numbers = None, self.label_numbers(width)
         else:
@@ -209,7 +283,7 @@ def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
     """The splits that a single table's column of splits names, and their names there; `all` without such a column."""
     rows = _rows(file, data)
     _, header = next(rows)
-    if (place := _split_column(header, data)) is None:
+    if (place := _Header(file, header, data).split()) is None:
         return {"all": ""}
     line_of: dict[str, int] = {}
     for number, fields in rows:
@@ -225,17 +299,6 @@ def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
     names = [name for name in SPLIT_NAMES if name in line_of]
     warn_once(f"{file}: {column} says which split an image is in: {', '.join(names)}.", logging.INFO)
     return named_parts(names, file, part_of(data, False))
-
-
-def _split_column(header: list[str], data: DataConfig) -> int | None:
-    taken = (data.GROUP or "", *(name for _, name in re.findall(COLUMN, data.COLUMNS or "")))
-    columns = ["" if name in taken else name.casefold() for name in header]
-    return _first_of(SPLITS, columns)
-
-
-def _first_of(names: Iterable[str], columns: list[str]) -> int | None:
-    """Place of the first of the names that a column has. `columns`: in small letters."""
-    return next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
 
 
 def _split_named(fields: list[str], place: int) -> str:
@@ -282,10 +345,11 @@ def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = Non
     file, split_name = place
     rows = _rows(file, data)
     _, header = next(rows)
-    split = _split_column(header, data) if split_name else None
-    paths_at, targets = _places(file, header, data, split)
-    group = header.index(data.GROUP) if data.GROUP in header else None
-    last = max(*paths_at, *targets, group or 0)
+    columns = _Header(file, header, data)
+    split = columns.split() if split_name else None
+    paths_at, targets = columns.places(split)
+    group = [header.index(data.GROUP)] if data.GROUP in header else []
+    last = max(*paths_at, *targets, *group)
     paths, texts, numbers, groups = [], [], [], []
     for number, fields in rows:
         if split is not None and _split_named(fields, split) != split_name:
@@ -296,14 +360,13 @@ def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = Non
         paths.append(OF_SEVERAL.join(check_path(fields[place], where) for place in paths_at))
         texts.append([one_line(fields[place]) for place in targets])
         numbers.append(number)
-        if group is not None:
-            groups.append(fields[group])
+        groups += [fields[place] for place in group]
     if not paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
-    columns = [header[place] for place in targets] if len(targets) > 1 else None
+    classes = [header[place] for place in targets] if len(targets) > 1 else None
     if separator is None:
         separator = next((one for one in SEPARATORS if any(one in fields[0] for fields in texts)), ";")
-    table = _Table(file, data.MULTI_LABEL, columns, paths, numbers, groups, separator)
+    table = _Table(file, data.MULTI_LABEL, classes, paths, numbers, groups, separator)
     table.sets.extend(_label_set(fields, table, table.where(row)) for row, fields in enumerate(texts))
     return table
 
@@ -329,59 +392,6 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
     if repeated := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(f"{where}: the label {repeated!r} appears twice; give each label once.")
     return labels
-
-
-def _places(file: Path, header: list[str], data: DataConfig, split: int | None) -> tuple[list[int], list[int]]:
-    """Places of the columns of paths, and of the one of labels, or of one per class. `split`: that of splits.
-
-    With DATA.MULTI_LABEL and no column of labels, all but those of paths are classes. Two columns may have any names.
-    """
-    given = dict(re.findall(COLUMN, data.COLUMNS or ""))
-    path_names = (given["file"],) if "file" in given else PATHS
-    target_names = (given["label"],) if "label" in given else (*TARGETS, *PLURALS) if data.MULTI_LABEL else TARGETS
-    own = [place for place in range(len(header)) if header[place] != data.GROUP and place != split]
-    columns = [name.casefold() for name in header]
-    path, target = _first_of(path_names, columns), _first_of(target_names, columns)
-    paths = [] if path is None else [path]
-    if not paths and "file" not in given:
-        paths = _numbered(file, header)
-    layout = LAYOUT.format(root=file.parent)
-    if len(own) == 2 and not (paths and target is not None) and not data.MULTI_LABEL and not given:
-        if any(header[place].lower().endswith(ENDINGS) for place in own):
-            raise UserError(f"{file} has no header: its first line is {', '.join(header)}. {ADVICE}")
-        path = paths[0] if paths else next(place for place in own if place != target)
-        paths, target = [path], next(place for place in own if place != path)
-        warn_once(f"{file}: the column {header[path]!r} is read as the path, {header[target]!r} as the label. {ADVICE}")
-    if not paths or (target is None and (not data.MULTI_LABEL or "label" in given)):
-        names = target_names if paths else path_names
-        suggestion = next((text for name in columns if (text := nearest(name, names))), "")
-        raise UserError(
-            f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
-            f"{ADVICE} {layout}"
-        )
-
-    targets, names = [] if target is None else [target], columns
-    if target is None:
-        targets, names = [place for place in own if place not in paths], header  # classes may be a and A
-        if len(targets) < 2:
-            what = f"neither a column called {' or '.join(target_names)} nor one column per class"
-            raise UserError(f"{file} has {what}. {layout}")
-    if repeated := next((header[place] for place in (*paths, *targets) if names.count(names[place]) > 1), None):
-        raise UserError(f"{file}: two columns are called {repeated!r}; remove or rename one.")
-    return paths, targets
-
-
-def _numbered(file: Path, header: list[str]) -> list[int]:
-    """Places of columns such as file_1, file_2, each with a file of the same image, in the order of their numbers."""
-    found = {int(match[1]): place for place, name in enumerate(header) if (match := NUMBERED.fullmatch(name))}
-    if not found:
-        return []
-    numbers = sorted(found)
-    names = ", ".join(header[found[number]] for number in numbers)
-    if gap := next((number for number in range(numbers[0], numbers[-1]) if number not in found), None):
-        raise UserError(f"{file}: the columns {names} are the files of an image, but there is none with number {gap}.")
-    warn_once(f"{file}: the columns {names} are the files of an image, in the order of its channels.", logging.INFO)
-    return [found[number] for number in numbers]
 
 
 def _whole_number(text: str) -> int | None:

@@ -75,8 +75,7 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
     if not data.is_plain:
         return [rand_augment(data, train, SHAPES)] if train.RAND_AUGMENT else []
     if train.RAND_AUGMENT:
-        names = timm_augment.rand_augment_choices("", increasing=True)
-        changes.append(rand_augment(data, train, names))
+        changes.append(rand_augment(data, train, timm_augment.rand_augment_choices("", increasing=True)))
     elif train.AUTO_AUGMENT:
         changes.append(timm_augment.AutoAugment(timm_augment.auto_augment_policy("original", _options(data))))
     changes += [POLICIES[name](data) for name in train.AUGMENT if name in POLICIES]

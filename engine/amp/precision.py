@@ -242,10 +242,10 @@ def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
                 f"{', '.join(given)} cannot be used with AMP.LEVEL {amp.LEVEL}, which works without autocast "
                 "and cannot choose the precision of single operators or modules; use O1 or O2."
             )
-    if train is None:
+    if train is None or (amp.LEVEL, amp.DTYPE) != ("O3", "fp16"):
         return
     has_eps, eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS, train.OPTIMIZER.EPS or DEFAULT_EPS
-    if has_eps and amp.LEVEL == "O3" and amp.DTYPE == "fp16" and eps < SMALLEST_EPS_IN_FP16:
+    if has_eps and eps < SMALLEST_EPS_IN_FP16:
         raise UserError(
             "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, so updates are "
             f"divided by TRAIN.OPTIMIZER.EPS {eps:g} alone, and the first updates explode or become NaN. "

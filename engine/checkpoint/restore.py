@@ -69,8 +69,7 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
     state, sharding = read_state(checkpoint), parts.sharding
     merged = not base_weights(parts.model)  # adapters are merged if all weights are trained from now on
     load_weights(parts.model, open_tensors(checkpoint, MODEL, merged), f"{checkpoint.folder / MODEL}", sharding)
-    moments = open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
-    load_optimizer(parts, state, moments)
+    load_optimizer(parts, state, open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {})
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         if sharding is None:
             parts.force_fp32(state["fp32_modules"])
@@ -144,7 +143,7 @@ def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint
     if meta.get("val_data", val_data) != val_data:
         changed.append("The validation images have changed")
     hashes = {one["sha256"] for one in (*noted_files(), *meta.get(FIELD, ())) if best.by in one["registers"]}
-    words = {*config.own_settings} ^ {one for one in settings.get("USE", ()) if OWN_SETTING.fullmatch(one)}
+    words = {*config.own_settings} ^ {*filter(OWN_SETTING.fullmatch, settings.get("USE", ()))}
     if len(hashes) > 1 or any(word.startswith(f"{best.by}.") for word in words):
         changed.append(f"The metric {best.by} has changed")  # one of the user's own, in its file or a setting
     if changed:
@@ -247,8 +246,7 @@ def check_task(checkpoint: Checkpoint, config: Config, world: World) -> None:
         )
     if masked == config.MODEL.MAE_PRETRAIN:
         return
-    run = run_folder_of(checkpoint.folder) or checkpoint.folder
-    place = shlex.quote(str(run))
+    place = shlex.quote(str(run_folder_of(checkpoint.folder) or checkpoint.folder))
     own = start_again(world, f"-resume {place}{' -eval' if config.EVAL else ''}")
     if not masked:
         raise UserError(

@@ -74,8 +74,7 @@ def settings_for_evaluation(
                 f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {source_of(config.DATA)} is other data"
             )
     if part == AUTO:
-        unsplit = comes_unsplit(_with(config, changes).DATA)
-        changes[PART], why = _part_of(config, origin, unsplit)
+        changes[PART], why = _part_of(config, origin, comes_unsplit(_with(config, changes).DATA))
         notes += [f"{PART} {changes[PART]}: {why}"] if why else []
         unlisted = saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None
         if origin == "other" and unlisted:

@@ -34,7 +34,6 @@ from utils.config import DataConfig, Loaded
 from utils.config.checks import is_typed
 from utils.config.keys import CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO, one_line
-from utils.config.read import Entry
 from utils.config.words import choices
 from utils.errors import UserError
 from utils.log import log
@@ -60,7 +59,7 @@ def with_classes(loaded: Loaded) -> Loaded:
         number = count_classes(of_any_size(config.DATA), train=True)
     except UserError:
         if config.task == NO_LABELS:  # of a data set without classes of its own
-            return loaded.with_values({CLASSES: Entry(1, "no labels are read")}, [])
+            return loaded.with_values({CLASSES: 1}, "no labels are read", [])
         if not config.EVAL:
             raise
         number = count_classes(of_any_size(config.DATA), train=False)  # an evaluation needs no training split
@@ -69,7 +68,7 @@ def with_classes(loaded: Loaded) -> Loaded:
     if number == 1 and config.task == ONE_LABEL and not config.EVAL:
         raise UserError(f"{name} has one class, so there is nothing to learn. Give the data with all classes.")
     note = f"{CLASSES} {number}: classes of {name}"
-    return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [note])
+    return loaded.with_values({CLASSES: number}, f"classes of {name}", [note])
 
 
 def of_any_size(data: DataConfig) -> DataConfig:
@@ -100,7 +99,7 @@ def with_image_size(loaded: Loaded) -> Loaded:
     note = f"{IMAGE_SIZE} {size}: the median image of {name} has {side} pixels (shorter side)"
     if side > SIZES[-1]:
         note += f". auto chooses at most {size}; -image_size N shows the model more detail, but takes more time"
-    return loaded.with_values({IMAGE_SIZE: Entry(size, f"median image of {name}")}, [note])
+    return loaded.with_values({IMAGE_SIZE: size}, f"median image of {name}", [note])
 
 
 def with_own_shape(loaded: Loaded) -> Loaded:
@@ -110,7 +109,7 @@ def with_own_shape(loaded: Loaded) -> Loaded:
     if isinstance(size, int):
         return loaded
     where = f"timm's {loaded.config.MODEL.NAME}"
-    return loaded.with_values({IMAGE_SIZE: Entry(size, where)}, [f"{IMAGE_SIZE} {one_line(size)}: that of {where}"])
+    return loaded.with_values({IMAGE_SIZE: size}, where, [f"{IMAGE_SIZE} {one_line(size)}: that of {where}"])
 
 
 def with_patch_size(loaded: Loaded) -> Loaded:
@@ -128,7 +127,7 @@ def with_patch_size(loaded: Loaded) -> Loaded:
     patch = min(fitting, key=lambda patch: abs(min(both) / patch - PATCHES_PER_ROW))
     patches = in_pixels([side // patch for side in both])
     note = f"{PATCH_SIZE} {patch}: {patches} patches of an image of {in_pixels(size)}"
-    return loaded.with_values({PATCH_SIZE: Entry(patch, f"{IMAGE_SIZE} {one_line(size)}")}, [note])
+    return loaded.with_values({PATCH_SIZE: patch}, f"{IMAGE_SIZE} {one_line(size)}", [note])
 
 
 def with_measurements(loaded: Loaded) -> Loaded:
@@ -160,7 +159,7 @@ def with_measurements(loaded: Loaded) -> Loaded:
     bits = f" ({math.ceil(math.log2(most + 1))} of 16 bits)" if data.BITS == 16 else ""
     words = ", ".join(f"{key} [{', '.join(f'{number:.4g}' for number in found[key])}]" for key in wanted)
     notes.append(f"Measured on {len(samples):,} training images, of values from {least:g} to {most:g}{bits}: {words}")
-    return loaded.with_values({key: Entry(value, f"measured on {name}") for key, value in found.items()}, notes)
+    return loaded.with_values(found, f"measured on {name}", notes)
 
 
 def _measured(samples: Samples, data: DataConfig) -> np.ndarray:
@@ -206,10 +205,10 @@ def with_packing(loaded: Loaded) -> Loaded:
         said = f"{source_of(loaded.config.DATA)} was packed with {key} {packed}"
         if is_typed(loaded.sources[key]) and loaded.sources[key] != "-probe":
             raise UserError(f"{loaded.sources[key]}: {said}. Give that, or pack the original images with your value.")
-        loaded = loaded.with_values({key: Entry(packed, "packing")}, [said])
+        loaded = loaded.with_values({key: packed}, "packing", [said])
     if how.get("channels") == 1 and how.get("kind") != "keep" and loaded.config.DATA.IMAGE_CHANNELS == 3:
         note = "was packed in grey, but tools will see other images in colour; to prevent that, DATA.IMAGE_CHANNELS=1"
-        loaded = loaded.with_values({}, [f"{source_of(loaded.config.DATA)} {note}"])
+        loaded = loaded.with_values({}, "packing", [f"{source_of(loaded.config.DATA)} {note}"])
     return loaded
 
 
@@ -242,22 +241,24 @@ def with_sizes(loaded: Loaded, source: str) -> Loaded:
     with contextlib.suppress(UserError, ValueError):  # the build reports what is wrong
         if run := model_of_run(file):
             own, theirs = sizes_in(mine), sizes_in(run)
+    if own.keys() != theirs.keys():  # another kind of model
+        return loaded
     # With a MODEL.NAME, timm resizes patches and windows to those of the name.
     kept = [] if loaded.is_default("MODEL.NAME") else [*RESIZED]
     kept += [key for key in ("POOL", "INIT_VALUES") if not loaded.is_default(f"MODEL.{key}")]  # null too is an answer
     taken = {
-        f"MODEL.{key}": Entry(value, str(file))
+        f"MODEL.{key}": value
         for key, value in theirs.items()
-        if own.keys() == theirs.keys() and own[key] != value  # other keys: another kind of model
+        if own[key] != value
         if getattr(mine, key) == AUTO or (getattr(mine, key) is None and key not in kept)
     }
-    words = f"Open in the settings, so as in {file}: {_in_words({key: one.value for key, one in taken.items()})}"
-    differs = own.get(HEADS) != theirs.get(HEADS) and own.keys() == theirs.keys() and isinstance(own[HEADS], int)
+    words = f"Open in the settings, so as in {file}: {_in_words(taken)}"
+    differs = own.get(HEADS) != theirs.get(HEADS) and isinstance(own[HEADS], int)
     if differs and (key := f"MODEL.{HEADS}") not in taken:  # a Swin with others does not load
         trained = f"{file} was trained with {theirs[HEADS]}, and computes something else with another number"
         said = f"{loaded.sources[key]}: {key} {own[HEADS]} is used; {trained}"
         loaded = replace(loaded, warnings=(*loaded.warnings, said))
-    return loaded.with_values(taken, [words]) if taken else loaded
+    return loaded.with_values(taken, f"{file}", [words]) if taken else loaded
 
 
 def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
@@ -267,7 +268,6 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
         name, is_label = timm_base(model, sizes_given := bool(given_sizes(model)))
         if not (is_label and sizes_given):
             known = of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
-    unset = [key for key in FIELDS.values() if loaded.is_default(key) or value_of(loaded.config, key) == AUTO]
     if known is None:
         now = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
         warning = (
@@ -278,24 +278,25 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     (theirs, where), data = known, loaded.config.DATA
     as_many = data.is_plain or len(theirs.get(COLOURS[0], ())) == data.IMAGE_CHANNELS
     if theirs.pop("DATA.BITS") != data.BITS or not as_many:
-        theirs = {key: value for key, value in theirs.items() if key not in MEASURED}  # of other values
+        for key in MEASURED:  # of other values
+            theirs.pop(key, None)
     elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
-        theirs = theirs | {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
-    taken, notes = {key: value for key, value in theirs.items() if key in unset}, list[str]()
-    if where.startswith("timm's "):
-        notes += _of_siblings(model.NAME, source)
-    for key in (INTERPOLATION, CROP_MODE):
-        if key in taken and taken[key] not in choices(key):
-            mine, unsupported = value_of(loaded.config, key), taken.pop(key)
-            notes.append(f"{key} {mine} is used; {where} has {unsupported}, which is not supported")
-    if taken:
-        notes.insert(0, f"Preprocessing of {where}: {_in_words(taken)}")
-    for key in (key for key in theirs if key not in unset):
+        theirs |= {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
+    taken, unsupported, differing = dict[str, Any](), list[str](), list[str]()
+    for key, value in theirs.items():
         mine = value_of(loaded.config, key)
-        same = {*mine} == {*theirs[key]} if key in COLOURS and len({*mine}) == 1 else mine == theirs[key]
-        if not same:  # one number for all colours equals that number for each
-            notes.append(f"{loaded.sources[key]}: {key} {one_line(mine)} is used; {where} has {one_line(theirs[key])}")
-    return loaded.with_values({key: Entry(value, where) for key, value in taken.items()}, notes)
+        one_for_all = key in COLOURS and {*mine} == {*value} == {mine[0]}
+        if not loaded.is_default(key) and mine != AUTO:
+            if mine != value and not one_for_all:
+                used = f"{loaded.sources[key]}: {key} {one_line(mine)} is used"
+                differing.append(f"{used}; {where} has {one_line(value)}")
+        elif key in (INTERPOLATION, CROP_MODE) and value not in choices(key):
+            unsupported.append(f"{key} {mine} is used; {where} has {value}, which is not supported")
+        else:
+            taken[key] = value
+    notes = [f"Preprocessing of {where}: {_in_words(taken)}"] if taken else []
+    notes += _of_siblings(model.NAME, source) if where.startswith("timm's ") else []
+    return loaded.with_values(taken, where, [*notes, *unsupported, *differing])
 
 
 def _of_siblings(name: str, source: str) -> list[str]:

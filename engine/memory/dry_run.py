@@ -229,8 +229,7 @@ def _train(
     why = ": the time of a dry run is up" if time.monotonic() >= end else ""
     log.info("The time per update is estimated from %s%s.", counted(timed, "update"), why)
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
-    perf = pace.read(loader.take_wait() + sum(waits[1:]))
-    reporter.train(position, reading, perf, parts.figures())
+    reporter.train(position, reading, pace.read(loader.take_wait() + sum(waits[1:])), parts.figures())
     if not math.isfinite(reading.epoch.loss) or reading.first_bad >= 0:
         log.warning(
             "The loss or its gradient is NaN or infinite in these updates; see docs/troubleshooting.md for remedies."
@@ -259,8 +258,7 @@ def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None
             metrics[which] = validate(ready, on_device(model, ready.precision.device), world, count)
     except _Enough:
         synchronize(ready.precision.device)
-        each = (time.perf_counter() - began) / batches
-        return each * every * len(ready.parts.weights)
+        return (time.perf_counter() - began) / batches * every * len(ready.parts.weights)
     seconds = time.perf_counter() - began
     if reporter is None:
         return seconds

@@ -118,6 +118,15 @@ LOSSES = {
 }
 
 
+def check_class_weights(train: TrainConfig) -> None:
+    """Raise UserError for class weights that are no such word, or that the mixing of images does not allow."""
+    if train.CLASS_WEIGHTS not in (None, BALANCED):  # earlier versions took files
+        raise UserError(f"{KEY}: expected {BALANCED} or null, got {train.CLASS_WEIGHTS!r}")
+    one_by_one = train.mixes and train.MIXUP_MODE == "elem"
+    if train.CLASS_WEIGHTS and one_by_one and loss_named(train.LOSS).weighs == "images":
+        raise UserError(f"TRAIN.MIXUP_MODE elem: with {KEY}, images must be mixed in pairs; use pair or batch.")
+
+
 def loss_named(name: str) -> Loss:
     """One of ours, or of those that a file of USE registers."""
     if (row := LOSSES.get(name)) is not None:

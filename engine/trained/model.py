@@ -275,5 +275,4 @@ def name_of(dataset: ImageDataset, index: int) -> str:
 
 
 def picture_of(dataset: ImageDataset, index: int) -> Image.Image:
-    pixels = dataset.__getitems__([(0, index)]).images[0].cpu().permute(1, 2, 0).numpy()
-    return picture_of_bands(pixels)
+    return picture_of_bands(dataset.__getitems__([(0, index)]).images[0].cpu().permute(1, 2, 0).numpy())

@@ -199,7 +199,7 @@ def _offer(own: Own) -> None:
         # default of MODEL, leaves the model's own.
         dropped = {name for name in (*KINDS["model"].named, *OF_TIMM) if not own.takes(name)}
         dropped |= {name for name, value in given.items() if value is None or (name.endswith("_rate") and not value)}
-        taken = {"num_classes": CLASSES, **{name: given[name] for name in given.keys() - dropped}}
+        taken = {"num_classes": CLASSES, **{name: value for name, value in given.items() if name not in dropped}}
         if both := taken.keys() & own.values:
             raise UserError(f"{own.name}.{min(both)}: a key of MODEL sets it too ({taken[min(both)]}); leave one out.")
         try:

@@ -115,6 +115,12 @@ def unreadable(path: Path, reason: object) -> str:
     return f"Pretrained weights {path}: the file is damaged, or its extension does not match its format ({reason})."
 
 
+def _checked(*files: Path, description: str = "") -> WeightFiles:
+    for file in files:
+        check_file(file)
+    return WeightFiles(files, description=description)
+
+
 def local_weights(source: str) -> WeightFiles | None:
     """The file at a path, checked; None if `source` is a timm name."""
     path = Path(source).expanduser()
@@ -124,27 +130,21 @@ def local_weights(source: str) -> WeightFiles | None:
         if available := [which for which in SETS if files_of(which.file, there)]:
             meta = unchecked_meta(folder)  # only the file itself is read where there is less than a checkpoint
             which, words = choose_weights(meta, available, BETTER)
-            files = tuple(folder / name for name in files_of(which.file, there))
-            for file in files:
-                check_file(file)
-            return WeightFiles(files, description=f"{folder.name}, {words}" if meta else "")
+            files = [folder / name for name in files_of(which.file, there)]
+            return _checked(*files, description=f"{folder.name}, {words}" if meta else "")
         if HUB_FILES[1] in there:  # timm saved it for the hub
-            check_file(folder / HUB_FILES[1])
-            return WeightFiles((folder / HUB_FILES[1],))
+            return _checked(folder / HUB_FILES[1])
         raise UserError(
             f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/ of a run."
         )
     if path.exists():
-        check_file(path)
-        return WeightFiles((path,))
+        return _checked(path)
     if is_timm_name(source):
         return None
-    with_paddle_extension = path.with_name(path.name + PADDLE)
-    if with_paddle_extension.exists():  # PaddleViT's command lines omit the extension
-        check_file(with_paddle_extension)
-        return WeightFiles((with_paddle_extension,))
-    for candidate in (path.with_name(path.name + ending) for ending in ENDINGS):
-        if candidate.exists():
+    for ending in (PADDLE, *ENDINGS):
+        if (candidate := path.with_name(path.name + ending)).exists():
+            if ending == PADDLE:  # PaddleViT's command lines omit the extension
+                return _checked(candidate)
             raise UserError(f"Pretrained weights {path}: no such file, but there is {candidate.name}.")
     if path.name == source and not path.name.endswith(ENDINGS):
         suggestion = similar_models(source, timm.list_pretrained())

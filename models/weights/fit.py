@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,19 @@ from models.build import OWN_SCALE, sizes_in
 from models.masked import DECODER, MaskedAutoencoder
 from models.parts import classifiers, is_inside, names_in_cfg, pretrained_cfg
 from models.sizes import RESIZED, SIZE_WORDS, given_sizes, sizes_of
-from models.weights.find import PADDLE, locate, model_of_run, size_of_run, unreadable
+from models.weights.find import PADDLE, WeightFiles, locate, model_of_run, size_of_run, unreadable
 from models.weights.paddle import (
-    EMA_KEYS,
     OF_A_CLASSIFIER,
-    WEIGHTS_KEYS,
     Converted,
     convert,
+    keys_of_weights,
     read_pdparams,
     sizes_of_weights,
 )
 from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.log import log
-from vitamp.checkpoints import LORA, sha256_of, verified_base
+from vitamp.checkpoints import LORA, seal_of, sha256_of, verified_base
 from vitamp.meta import META, Adapters, check_fields, unchecked_meta
 from vitamp.pooling import OWN_POOL
 from vitamp.sizes import ImageSize, in_pixels, sides
@@ -71,10 +70,9 @@ def load_pretrained(
     leave a classifier freshly initialised, as evaluation needs.
     """
     start = f"left as {FRESH}" if complete else STARTS.get(str(new_classifier), f"left as {FRESH}")
-    found, masking = locate(source), isinstance(module, MaskedAutoencoder)
+    found, fresh = locate(source), classifiers(module) if new_classifier else ()
     assert found is not None  # downloaded, or an error was raised
-    fresh = classifiers(module) if new_classifier else ()
-    if new_classifier and not fresh and not masking:
+    if new_classifier and not fresh and not isinstance(module, MaskedAutoencoder):
         raise UserError(
             f"MODEL.NEW_CLASSIFIER: {type(module).__name__}'s classifier is unknown; get_classifier must return it."
         )
@@ -82,36 +80,10 @@ def load_pretrained(
         own = {key: value.clone() for key, value in module.state_dict().items() if is_inside(key, fresh)}
         loaded, changes = _load_npz(module, found.file, name)
         module.load_state_dict(own, strict=False)
-        changes += [f"{', '.join(fresh)} {start}"] if own else []
+        changes += [f"{', '.join(fresh)} {start}"] if fresh else []
     else:
-        weights, file = _read(found.files), found.file
-        target = module.state_dict()
-        unused = "head" if masking else DECODER  # a masked autoencoder has no classifier, others seldom a decoder
-        given = {key: value for key, value in weights.items() if not key.startswith(f"{unused}.") or key in target}
-        changes = [f"{len(weights) - len(given)} tensors of its {unused} left out"] * (len(given) < len(weights))
-        before = {key: tuple(value.shape) for key, value in given.items()}
-        weights = _adapt_channels(module, _filter(module, given, file, name))
-        changes += [
-            f"{key} resized from {_shape(before[key])} to {_shape(tuple(value.shape))}"
-            for key, value in weights.items()
-            if key in before and before[key] != tuple(value.shape)
-        ]
-        heads = names_in_cfg(module, "classifier") or classifiers(module)
-        missing, replacements = _replace_classifier(heads, weights, target, found.label_offset, fresh)
-        replacements += [f"{prefix} {start} (MODEL.NEW_CLASSIFIER)" for prefix in fresh]
-        if masking and not any(key.startswith(DECODER) for key in weights):
-            missing |= {key for key in target if key.startswith(DECODER)}
-            replacements.append(f"the {DECODER} stays {FRESH}")
-        if lines := _mismatches(weights, before, target, missing):
-            fixed = all(re.match(r" +\S*pos_embed\S*: ", line) for line in lines[1:])  # only these differ
-            if not heads:
-                lines.append(
-                    f"  {type(module).__name__}'s classifier is unknown; if get_classifier returns it, one with other "
-                    "classes is new, or with MODEL.NEW_CLASSIFIER any"
-                )
-            raise UserError("\n".join([f"{_misfit(module, given, file, name, OTHER_SIZE * fixed)}:", *lines]))
-        module.load_state_dict(weights, strict=False)
-        loaded, changes = f"{len(weights)} of {len(target)} tensors", [*changes, *replacements]
+        new = {prefix: f"{prefix} {start} (MODEL.NEW_CLASSIFIER)" for prefix in fresh}
+        loaded, changes = _load_tensors(module, found, name, new)
     sentence = f"Pretrained weights: {'; '.join([f'{loaded} from {found.file}', *changes])}"
     if complete and any(FRESH in change for change in changes):
         raise UserError(
@@ -122,13 +94,40 @@ def load_pretrained(
     return f"{sentence} ({found.description})" if found.description else sentence
 
 
+def _load_tensors(module: nn.Module, found: WeightFiles, name: str, new: dict[str, str]) -> tuple[str, list[str]]:
+    """Load weights by the names of tensors, all or none. `new`: parts of the model to keep, with what the log says."""
+    weights, target, masking = _read(found.files), module.state_dict(), isinstance(module, MaskedAutoencoder)
+    unused = "head" if masking else DECODER  # a masked autoencoder has no classifier, others seldom a decoder
+    given = {key: value for key, value in weights.items() if not key.startswith(f"{unused}.") or key in target}
+    changes = [f"{len(weights) - len(given)} tensors of its {unused} left out"] * (len(given) < len(weights))
+    before = {key: tuple(value.shape) for key, value in given.items()}
+    weights = _adapt_channels(module, _filter(module, given, found.file, name))
+    changes += [
+        f"{key} resized from {_shape(before[key])} to {_shape(tuple(value.shape))}"
+        for key, value in weights.items()
+        if before.get(key, value.shape) != value.shape
+    ]
+    if masking and not any(key.startswith(DECODER) for key in weights):
+        new |= {DECODER: f"the {DECODER} stays {FRESH}"}
+    heads = names_in_cfg(module, "classifier") or classifiers(module)
+    missing, replacements = _replace_classifier(heads, weights, target, found.label_offset, new)
+    if lines := _mismatches(weights, before, target, missing):
+        fixed = all(re.match(r" +\S*pos_embed\S*: ", line) for line in lines[1:])  # only these differ
+        if not heads:
+            lines.append(
+                f"  {type(module).__name__}'s classifier is unknown; if get_classifier returns it, one with other "
+                "classes is new, or with MODEL.NEW_CLASSIFIER any"
+            )
+        raise UserError("\n".join([f"{_misfit(module, given, found.file, name, OTHER_SIZE * fixed)}:", *lines]))
+    module.load_state_dict(weights, strict=False)
+    return f"{len(weights)} of {len(target)} tensors", [*changes, *replacements, *new.values()]
+
+
 def _read(files: Sequence[Path]) -> Weights:
     """Tensors of a file or its shards, without the wrappings of DDP, torch.compile and training scripts."""
     file = files[0]
-    for one in files:  # a checkpoint records the hashes of its files
-        seals = unchecked_meta(one.parent).get("files")
-        seal = seals.get(one.name) if isinstance(seals, dict) else None
-        if isinstance(seal, dict) and sha256_of(one) != seal.get("sha256"):
+    for one in files:
+        if isinstance(seal := seal_of(one), dict) and sha256_of(one) != seal.get("sha256"):
             raise UserError(f"Pretrained weights {one}: damaged, its contents are not what was written.")
     if file.suffix == PADDLE:
         converted = convert(arrays := read_pdparams(file), file)
@@ -137,10 +136,7 @@ def _read(files: Sequence[Path]) -> Weights:
         return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in left_over}
     # timm loads the EMA of a checkpoint that has one. Only keys are read; errors are left to the loading.
     with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        keys = [key for key in WEIGHTS_KEYS if checkpoint.get(key) is not None]
-        if len(keys) > 1 and keys[0] in EMA_KEYS:
-            log.info("%s holds %s: the EMA is used.", file, " and ".join(keys))
+        keys_of_weights(torch.load(file, map_location="cpu", weights_only=True, mmap=True), file)
     try:
         whole: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards([*files])
         weights = dict(whole)
@@ -188,7 +184,7 @@ def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weigh
         raise UserError(f"{_misfit(module, weights, file, name)}: {error or type(error).__name__}.") from None
     if isinstance(trained, tuple) and trained == _image_size(module):  # timm can take a table for that of a square
         target = module.state_dict()
-        found |= {key: weights[key] for key in found if key in weights and weights[key].shape == target[key].shape}
+        found |= {key: weights[key] for key in found.keys() & weights if weights[key].shape == target[key].shape}
     if _left_behind(module, weights, found, trained):
         raise UserError(f"{_misfit(module, weights, file, name, OTHER_SIZE)}.")
     return found
@@ -229,7 +225,7 @@ def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
 
 
 def _replace_classifier(
-    heads: tuple[str, ...], weights: Weights, target: Weights, label_offset: int, unwanted: tuple[str, ...]
+    heads: tuple[str, ...], weights: Weights, target: Weights, label_offset: int, unwanted: Collection[str]
 ) -> tuple[set[str], list[str]]:
     """Drop a classifier that is unwanted or has another number of classes.
 
@@ -241,7 +237,7 @@ def _replace_classifier(
     changes: list[str] = []
     for prefix in heads:
         keys = [key for key in (f"{prefix}.weight", f"{prefix}.bias") if key in target]
-        if not keys or fresh.issuperset(keys):
+        if fresh.issuperset(keys):
             continue
         given, own = weights.get(keys[0]), target[keys[0]]
         if given is None:
@@ -249,7 +245,7 @@ def _replace_classifier(
             changes.append(f"the file has no {prefix}; the model's {prefix} stays {FRESH}")
             continue
         if label_offset and given.shape[0] == own.shape[0] + label_offset:
-            weights.update({key: weights[key][label_offset:] for key in keys if key in weights})
+            weights.update({key: weights[key][label_offset:] for key in weights.keys() & keys})
         elif given.shape[0] != own.shape[0]:
             for key in keys:
                 weights.pop(key, None)
@@ -265,18 +261,23 @@ def _misfit(module: nn.Module, weights: Weights, file: Path, name: str, why: str
     with contextlib.suppress(UserError, LookupError, ValueError):  # no ViT or Swin, or names of another program
         run, kind = model_of_run(file), "swin" if any(key.startswith("layers.") for key in weights) else "vit"
         theirs = sizes_in(run) if run else sizes_of_weights(Converted(kind, tensors=weights))
-    differing = {key: value for key, value in theirs.items() if key in own and key not in RESIZED}
-    differing = {key: value for key, value in differing.items() if value != own[key] and (run or value is not None)}
+    differing = {
+        key: value
+        for key, value in theirs.items()
+        if key not in RESIZED and value != own.get(key, value) and (run or value is not None)
+    }
     words = "; ".join(
         f"{SIZE_WORDS.get(key, key)} {one_line(value)} in the weights, {one_line(own[key])} in the recipe"
         for key, value in differing.items()
     )
     words = why or words or "they may be of another model, which -model names (-list_models prints timm's)"
     text = f"Pretrained weights {file} do not fit {name}: {words}"
-    if run and own.keys() != theirs.keys():  # a model of another kind
+    if run is None:
+        return text
+    if own.keys() != theirs.keys():  # a model of another kind
         differing = {"TYPE": run.TYPE, "NAME": run.NAME, **given_sizes(run)}
     words = " ".join(f"MODEL.{key}={shlex.quote(one_line(value))}" for key, value in differing.items())
-    return f"{text}. For the model of the run, add {words} to the command" if run and words else text
+    return f"{text}. For the model of the run, add {words} to the command" if words else text
 
 
 def _mismatches(weights: Weights, before: dict[str, tuple[int, ...]], target: Weights, fresh: set[str]) -> list[str]:
@@ -312,7 +313,8 @@ def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:
     try:
         with np.load(file, allow_pickle=False) as archive:
             names = archive.files
-            shapes = {key: archive[key].shape for key in names if key.endswith(("pos_embedding", "head/bias"))}
+            ends = ("pos_embedding", "head/bias")
+            shapes = {end: archive[key].shape for key in names for end in ends if key.endswith(end)}
     except Exception as error:  # numpy and zlib each raise their own
         raise UserError(unreadable(file, error)) from None
     blocks = {int(found.group(1)) for key in names if (found := re.search(r"encoderblock_(\d+)/", key))}
@@ -322,15 +324,14 @@ def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:
             f"{len(module.blocks)} in the model (MODEL.DEPTH)."
         )
     changes = []
-    position = next((shape for key, shape in shapes.items() if key.endswith("pos_embedding")), None)
+    position, head = map(shapes.get, ends)
     own = tuple(module.pos_embed.shape) if isinstance(getattr(module, "pos_embed", None), Tensor) else None
     if position and own and position != own:
         changes.append(f"pos_embed resized from {_shape(position)} to {_shape(own)}")
-    head = next((shape[-1] for key, shape in shapes.items() if key.endswith("head/bias")), None)
     if head is None:
         changes.append(f"the file has no head; the model's head stays {FRESH}")
-    elif head != module.num_classes:
-        changes.append(REPLACED.format("head", head, module.num_classes))
+    elif head[-1] != module.num_classes:
+        changes.append(REPLACED.format("head", head[-1], module.num_classes))
     try:
         module.load_pretrained(str(file))
         grid = module.patch_embed.grid_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -45,10 +45,16 @@ def read_pdparams(path: Path) -> dict[str, np.ndarray]:
         ) from None
 
 
-def _arrays(content: Any, size: int) -> dict[str, np.ndarray]:
-    keys = [key for key in WEIGHTS_KEYS if isinstance(content, dict) and key in content]
+def keys_of_weights(content: Mapping[Any, Any], where: object) -> list[str]:
+    """The keys that hold weights, first the one to use; logs where that is an EMA beside others."""
+    keys = [key for key in WEIGHTS_KEYS if content.get(key) is not None]
     if len(keys) > 1 and keys[0] in EMA_KEYS:
-        log.info("The checkpoint holds %s: the EMA is used.", " and ".join(keys))
+        log.info("%s holds %s: the EMA is used.", where, " and ".join(keys))
+    return keys
+
+
+def _arrays(content: Any, size: int) -> dict[str, np.ndarray]:
+    keys = keys_of_weights(content, "The checkpoint") if isinstance(content, dict) else []
     inner = content[keys[0]] if keys else content
     if not isinstance(inner, dict):
         raise ValueError(f"it holds a {type(inner).__name__} instead of a dict of arrays by name")

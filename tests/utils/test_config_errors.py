@@ -32,6 +32,12 @@ def file_error(folder: Path, text: str) -> str:
     return error_of(folder / "run.yaml").replace(f"{folder}/", "")
 
 
+def test_errors_stand_in_the_order_of_the_command() -> None:
+    words = ("TRAIN.NORMALIZE_TARGET=false", "MODEL.APE=true", "LOCAL_RANK=3", "MODEL.QK_SCALE=2", "MODEL.PATCH_NORM=0")
+    lines = error_of(None, *words).splitlines()[1:]
+    assert [line.split()[2] for line in lines] == [word.partition("=")[0] for word in words]
+
+
 def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> None:
     text = (
         "DATA:\n  BATCH_SIZE: 0\n  IMAGESIZE: 224\nTRAIN:\n  BASE_LR: fast\n  OPTIMISER: {NAME: SGD}\nBATCH_SIZE: 3\n"

@@ -112,8 +112,7 @@ def set_up(
     amp = changed(config, "AMP", ENABLED=True).AMP  # the tables switch it on themselves
     check_amp(amp, config.TRAIN)
     build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    where = describe_devices(device, ALONE, set_up_device(config, device, ALONE))
-    return loaded, device, where, remarks
+    return loaded, device, describe_devices(device, ALONE, set_up_device(config, device, ALONE)), remarks
 
 
 def users_data(loaded: Loaded) -> tuple[Config | None, str]:

@@ -91,13 +91,12 @@ def list_checkpoints(path: Path) -> int:
         if isinstance(meta, str):
             rows.append((folder.name, *["-"] * (2 + len(shown)), size_words(size), "-", meta))
             continue
-        metrics = meta.get("metrics", {})
+        metrics, saved = meta.get("metrics", {}), time.localtime((folder / META).stat().st_mtime)
         row = [folder.name, f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"]
         row.append(f"{meta.get('update', '-')}")
         for key, metric in shown.values():
             row.append(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-")
-        row.append(size_words(size))
-        row.append(time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / META).stat().st_mtime)))
+        row += [size_words(size), time.strftime("%Y-%m-%d %H:%M", saved)]
         rows.append((*row, ", ".join(name for name in ("last", "best") if index.get(name) == folder.name)))
     for line in aligned([columns, *rows]):
         log.info("%s", line)

@@ -166,8 +166,9 @@ def _value(name: str, label: str, text: str) -> Value:
     else:
         known = ["cfg", *(flag.name for flag in BY_NAME.values() if flag.keys)]
         raise UserError(f"-vary {name}: neither a setting nor a flag that sets one.{nearest(name, known)}")
-    for key in value.keys & NOT_VARIED.keys():
-        raise UserError(f"-vary {name}: {key} cannot be varied; {NOT_VARIED[key]}.")
+    for key, why in NOT_VARIED.items():
+        if key in value.keys:
+            raise UserError(f"-vary {name}: {key} cannot be varied; {why}.")
     return value
 
 

@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
 
 def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any] | None:
     """-knn and -probe: of a run, or of weights for a model that the flags name. None: another process has them."""
-    asked, world = line.asked, read_world() or ALONE
+    asked, world = line.asked, read_world({}) or ALONE
     log.setLevel("WARNING" if asked.path or not world.first else "INFO")
 
     from engine.trained.model import load_trained, pretrained
@@ -141,8 +141,7 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
     if asked.path:
         trained = load_trained(asked.path, asked.weights, given=given, needs_labels=False, world=world)
     else:
-        about_classes = {"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")}
-        loaded = line.load(about_classes)
+        loaded = line.load({"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")})
         if not loaded.config.MODEL.PRETRAINED:
             raise UserError(f"-cfg {line.run.cfg}: has no MODEL.PRETRAINED; add -pretrained FILE_OR_NAME.")
         for note in loaded.notes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +110,10 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
         *(f"DATA.{key}={given[key]}" for key in IMAGE_KEYS),
         f"MODEL.NUM_CLASSES={given['NUM_CLASSES'] or 'N'}",
     ]
-    for key, value in given.items():
-        if not target.name and key not in (*IMAGE_KEYS, "NUM_CLASSES"):
-            words.append(f"MODEL.{key}={'N' if value is None else one_line(value)}")
-    flags = shlex.join([str(out), *words])
-    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), flags)
+    if target.name is None:
+        others = {key: value for key, value in given.items() if key not in (*IMAGE_KEYS, "NUM_CLASSES")}
+        words += [f"MODEL.{key}={'N' if value is None else one_line(value)}" for key, value in others.items()]
+    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), shlex.join([str(out), *words]))
     return EXIT_DONE
 
 
@@ -162,15 +160,10 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
     if not converted.closed:  # the model of -name or of the file's name, else the first of the family with such tensors
         family = families()[converted.family]
         named = family.timm_name(stem)
-        best, fewest = None, math.inf
-        for guess in dict.fromkeys([name] if name else [*filter(None, [named]), *family.models]):
-            target = _published(converted, guess)
-            if (differing := target.differing(converted)) < fewest:
-                best, fewest = target, differing
-            if not differing:
-                break
-        assert best is not None  # no family is without models
-        if not name and not fewest and best.name != named:
+        guesses = [name] if name else dict.fromkeys(filter(None, [named, *family.models]))
+        targets = [_published(converted, guess) for guess in guesses]
+        best = min(targets, key=lambda target: target.differing(converted))
+        if not name and best.name != named and not best.differing(converted):
             log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
         return best
     try:

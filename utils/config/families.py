@@ -1,9 +1,6 @@
 """Defaults by model family: MODEL.TYPE chooses the defaults of settings that are not set.
 
-The values are those of PaddleViT, whose ViT, DeiT and Swin have a `config.py` each, and of their random crop in
-`datasets.py`. ViT's values are the schema's defaults. Two of DeiT's are left out: a teacher
-(`TRAIN.DISTILLATION_TYPE: hard` needs a file that only the user can name), and an EMA in host memory
-(`TRAIN.MODEL_EMA_FORCE_CPU`), which gives the same weights more slowly.
+ViT's are those of the schema; `paddlevit/families.yaml` has the others.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from utils.config.kinds import AUTO, one_line
-from utils.config.read import TYPE, Entry, type_of
+from utils.config.read import TYPE, Entry, text_of, type_of
 from vitamp.metrics import NO_LABELS, SEVERAL_LABELS
 
 MULTI_LABEL, MAE = "DATA.MULTI_LABEL", "MODEL.MAE_PRETRAIN"
@@ -24,59 +21,6 @@ IMPLIED: dict[str, dict[str, Any]] = {
 WORDS = {TYPE: "of this family", MULTI_LABEL: "for several labels", MAE: "without labels"}
 TRUE_WORDS = ("true", "yes", "on", "1", "t", "y")
 """Words that pydantic reads as true"""
-_DEIT_AND_SWIN: dict[str, Any] = {
-    "DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406),
-    "DATA.IMAGENET_STD": (0.229, 0.224, 0.225),
-    "DATA.CROP_SCALE": (0.08, 1.0),
-    "TRAIN.WEIGHT_DECAY": 0.05,
-    "TRAIN.BASE_LR": 5e-4,
-    "TRAIN.LINEAR_SCALED_LR": 512,
-    "TRAIN.SMOOTHING": 0.1,
-    "TRAIN.COLOR_JITTER": 0.4,
-    "TRAIN.RAND_AUGMENT": True,
-    "TRAIN.MIXUP_ALPHA": 0.8,
-    "TRAIN.CUTMIX_ALPHA": 1.0,
-    "TRAIN.RANDOM_ERASE_PROB": 0.25,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "vit": {},
-    "deit": {
-        **_DEIT_AND_SWIN,
-        "MODEL.NAME": "deit_base_patch16_224",
-        "TRAIN.WARMUP_EPOCHS": 5,
-        "TRAIN.MODEL_EMA": True,
-    },
-    "swin": {
-        **_DEIT_AND_SWIN,
-        "DATA.CROP_PCT": 0.9,
-        "MODEL.NAME": "swin_tiny_patch4_window7_224",
-        "MODEL.DROPPATH": 0.1,
-        "TRAIN.WARMUP_EPOCHS": 20,
-        "TRAIN.WARMUP_START_LR": 5e-7,
-        "TRAIN.END_LR": 5e-6,
-        "TRAIN.GRAD_CLIP": 5.0,
-    },
-    "mae": {
-        "DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406),
-        "DATA.IMAGENET_STD": (0.229, 0.224, 0.225),
-        "DATA.CROP_SCALE": (0.05, 1.0),
-        "TRAIN.NUM_EPOCHS": 800,
-        "TRAIN.WARMUP_EPOCHS": 40,
-        "TRAIN.WEIGHT_DECAY": 0.05,
-        "TRAIN.BASE_LR": 1.5e-4,
-        "TRAIN.LINEAR_SCALED_LR": 256,
-        "TRAIN.OPTIMIZER.BETAS": (0.9, 0.95),
-        "TRAIN.SMOOTHING": 0.1,
-        "TRAIN.RAND_AUGMENT_LAYERS": 9,
-        "TRAIN.RAND_AUGMENT_MAGNITUDE": 5.0,
-        "TRAIN.MIXUP_ALPHA": 0.8,
-        "TRAIN.CUTMIX_ALPHA": 1.0,
-        "SAVE_FREQ": 1,
-        "REPORT_FREQ": 100,
-        "VALIDATE_FREQ": 100,
-    },
-}
-"""TYPE -> dotted key -> the family's default, where it differs from the schema's."""
 TAUGHT = ("deit", "levit", "pit", "xcit")
 """Families that PaddleViT distils, always from the same teacher"""
 RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
@@ -85,21 +29,20 @@ CHANNELS, DEPTH = "DATA.IMAGE_CHANNELS", "DATA.BITS"
 
 def defaults_by(given: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
     """The defaults that the settings of a run change, by key, and lines for the log about those that it takes."""
-    kind = type_of(given)
-    of_family: Mapping[str, Any] | None = FAMILIES.get(kind)
-    if of_family is None:
-        from utils.config.paddlevit import families
+    kind, channels, family = type_of(given), text_of(given, CHANNELS), dict[str, Any]()
+    if kind != "vit":
+        from utils.config.paddlevit import defaults_of
 
-        of_family = families()[kind].defaults if kind in families() else {}
-    channels, bits = (str(given[key].value).strip() if key in given else "" for key in (CHANNELS, DEPTH))
-    plain = channels in ("", "1", "3") and bits in ("", "8")
-    rgb = channels in ("", "3") and plain
-    family = {key: value for key, value in of_family.items() if rgb or key not in RGB_ONLY}
-    on = [by for by in IMPLIED if by in given and str(given[by].value).strip().casefold() in TRUE_WORDS]
+        family |= defaults_of(kind)
+    plain = channels in ("", "1", "3") and text_of(given, DEPTH) in ("", "8")
+    if channels == "1" or not plain:
+        for key in RGB_ONLY:
+            family.pop(key, None)
     entries = {} if plain else {key: Entry(AUTO, f"default ({CHANNELS}, {DEPTH})") for key in RGB_ONLY}
-    notes = []
-    for by, word, values in [(TYPE, kind, family), *((by, "true", IMPLIED[by]) for by in on)]:
-        entries |= {key: Entry(value, f"default ({kind if by == TYPE else by})") for key, value in values.items()}
+    notes, rows = [], [(TYPE, kind, kind, family)]
+    rows += [(by, by, "true", values) for by, values in IMPLIED.items() if text_of(given, by) in TRUE_WORDS]
+    for by, name, word, values in rows:
+        entries |= {key: Entry(value, f"default ({name})") for key, value in values.items()}
         if taken := [f"{key} {one_line(value)}" for key, value in values.items() if key not in given]:
             notes.append(f"{by} {word} ({given[by].source}): defaults {WORDS[by]}: {', '.join(taken)}")
     if kind in ("deit", "levit") and "TRAIN.DISTILLATION_TYPE" not in given:

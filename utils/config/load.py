@@ -50,10 +50,10 @@ class Loaded:
         """Whether neither a file nor the command line set this key."""
         return self.sources[key].partition(" ")[0] == DEFAULT
 
-    def with_values(self, found: Mapping[str, Entry], notes: Iterable[str] = ()) -> Loaded:
+    def with_values(self, found: Mapping[str, Any], source: str, notes: Iterable[str] = ()) -> Loaded:
         """The same settings with values that only the data or the weights could give, checked together as a user's."""
-        entries = {key: Entry(value_of(self.config, key), source) for key, source in self.sources.items()}
-        config, sources = _checked({**entries, **found}, [])
+        entries = {key: Entry(value_of(self.config, key), known) for key, known in self.sources.items()}
+        config, sources = _checked(entries | {key: Entry(value, source) for key, value in found.items()}, [])
         return replace(self, config=config, sources=sources, notes=(*self.notes, *notes))
 
 
@@ -140,7 +140,7 @@ def _with_warmup_in_proportion(loaded: Loaded, below: Mapping[str, Entry]) -> Lo
         return loaded
     part = round(warmup * length / of, 6)
     line = f"{WARMUP} {part:g}: the recipe's {warmup:g} of {before} epochs, in proportion to {EPOCHS} {now} ({by})"
-    return loaded.with_values({WARMUP: Entry(part, f"{by}, in proportion")}, [line])
+    return loaded.with_values({WARMUP: part}, f"{by}, in proportion", [line])
 
 
 def config_of_run(folder: Path) -> Config:

@@ -31,9 +31,13 @@ class Entry:
 TYPE = "MODEL.TYPE"
 
 
+def text_of(given: Mapping[str, Entry], key: str, default: str = "") -> str:
+    """A value in small letters."""
+    return str(given[key].value).strip().casefold() if key in given else default
+
+
 def type_of(given: Mapping[str, Entry]) -> str:
-    """MODEL.TYPE in small letters."""
-    return str(given[TYPE].value).strip().casefold() if TYPE in given else "vit"
+    return text_of(given, TYPE, "vit")
 
 
 @dataclass
@@ -102,15 +106,16 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
         raise UserError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{name}: not a YAML text file: {' '.join(str(error).split())}") from None
-    if root is not None and not isinstance(root, yaml.MappingNode):
+    if not isinstance(root, yaml.MappingNode | None):
         raise UserError(f"{name}:{root.start_mark.line + 1}: expected `KEY: value` lines")
     start = "" if is_of_user(f"{name}:") else start_of(path.parent)
     for key, value, source in _leaves(root, "", layer) if root is not None else ():
         layer.set(key, absolute(key, value, start), source)
     given = layer.entries.pop("BASE", Entry((), name)).value
-    bases = [str(base) for base in as_names(given or ()) if base]
-    below = [read_files(str(path.parent / base), (*above, path.resolve())) for base in bases]
-    return [*(one for layers in below for one in layers), layer]
+    layers = list[Layer]()
+    for base in filter(None, as_names(given or ())):
+        layers += read_files(str(path.parent / str(base)), (*above, path.resolve()))
+    return [*layers, layer]
 
 
 DEEPEST = 3

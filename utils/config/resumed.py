@@ -114,7 +114,7 @@ def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] | None = ())
     if EPOCHS in keys:
         keys.append(WARMUP)
     if kept is None:
-        keys += known.keys() - {"USE", *given}  # code needs consent
+        keys += [key for key in known if key != "USE" and key not in given]  # code needs consent
     else:
         keys = [key for key in (*keys, *kept) if value_of(saved, key) != AUTO]
     return {key: Entry(value_of(saved, key), f"run in {resume.run or resume.folder}") for key in keys}

@@ -27,16 +27,16 @@ _VARIABLES = {
 }
 
 
-def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = os.environ) -> World | None:
+def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> World | None:
     """The rank that a launcher gave this process, or the flags -host -port -rank -world_size; None without either."""
-    given = given or {}
     missing = " ".join(f"-{name}" for name in RANK_FLAGS if name not in given)
     needed = f"-host, -port, -rank and -world_size are needed together; missing: {missing}"
     has_rank = "rank" in given or "world_size" in given  # host and port alone may complete what a launcher says
-    if has_rank and missing:
-        raise UserError(needed)
-    if has_rank and given["rank"] >= given["world_size"]:
-        raise UserError(f"-rank {given['rank']} is not below -world_size {given['world_size']}; ranks count from 0.")
+    if has_rank:
+        if missing:
+            raise UserError(needed)
+        if given["rank"] >= (size := given["world_size"]):
+            raise UserError(f"-rank {given['rank']} is not below -world_size {size}; ranks count from 0.")
     world = world_from_launcher(env)
     if world is not None and world.launcher in (BY_HAND, TORCHRUN):
         if has_rank and (world.rank, world.size) != (given["rank"], given["world_size"]):
@@ -50,9 +50,7 @@ def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = 
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
         return World(given["rank"], given["world_size"], *local, BY_HAND, (given["host"], given["port"]))
     if world is not None:
-        by_job = PORTS[zlib.crc32(world.job.encode()) % len(PORTS)] if world.job else DEFAULT_PORT
-        port = given.get("port") or int(env.get("MASTER_PORT", "0")) or by_job
-        return replace(world, rendezvous=(given.get("host") or _host(world, env), port))
+        return _at_job(world, given, env)
     if given and env.get("WORLD_SIZE") != "1":  # a script may give host and port to any number of machines
         raise UserError(f"Without a launcher, {needed}.")
     for name in SIZES_OF_OTHERS:  # one of several processes without a rank: each would train a model of its own
@@ -117,9 +115,11 @@ def first_host(machines: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else machines
 
 
-def _host(world: World, env: Mapping[str, str]) -> str:
-    """The host of rank 0."""
-    host = env.get("MASTER_ADDR")
+def _at_job(world: World, given: Mapping[str, Any], env: Mapping[str, str]) -> World:
+    """With the address that the flags, the environment or the launcher's job give."""
+    by_job = PORTS[zlib.crc32(world.job.encode()) % len(PORTS)] if world.job else DEFAULT_PORT
+    port = given.get("port") or int(env.get("MASTER_PORT", "0")) or by_job
+    host = given.get("host") or env.get("MASTER_ADDR")
     if host is None and world.local_size == world.size:
         host = LOOPBACK
     if host is None and world.launcher in (SLURM, OPENMPI):  # rank 0 of mpirun in a job is on the job's first machine
@@ -130,4 +130,4 @@ def _host(world: World, env: Mapping[str, str]) -> str:
             f"{world.launcher} started {world.size} processes on several machines and does not say where rank 0 runs: "
             "add -host NAME, the machine of rank 0 (and -port N)."
         )
-    return host
+    return replace(world, rendezvous=(host, port))

@@ -39,8 +39,7 @@ def is_run_folder(folder: Path) -> bool:
 
 def missing_from(folder: Path, best: str | None = None) -> list[str]:
     """Files that a run with a checkpoint has written, and that are no longer in its folder. `best`: its checkpoint."""
-    root = folder / CHECKPOINTS
-    saved = dict.fromkeys(filter(None, (read_index(root)["last"], best)))
+    saved = dict.fromkeys(filter(None, (read_index(folder / CHECKPOINTS)["last"], best)))
     names = [CONFIG, ABOUT, METRICS_FILE, LOG, *(f"{CHECKPOINTS}/{name}" for name in (INDEX, *saved))]
     return [name for name in names if not (folder / name).exists()]
 

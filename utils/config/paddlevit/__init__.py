@@ -93,20 +93,40 @@ class Family:
 
 
 @cache
-def families() -> dict[str, Family]:
-    """TYPE in small letters -> family."""
+def _tables() -> dict[str, Any]:
     # libyaml's loader takes 30 ms, the one in Python 240 ms; both build plain values only.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(FILE.read_text(encoding="utf-8"))
     try:
-        tables = loader.get_single_data()
+        return loader.get_single_data()
     finally:
         loader.dispose()
+
+
+@cache
+def ours() -> dict[str, dict[str, Any]]:
+    """TYPE -> defaults, of the families whose sizes are settings."""
+    return {word: _with_tuples(values) for word, values in _tables()["ours"].items()}
+
+
+def defaults_of(kind: str) -> Mapping[str, Any]:
+    """Of a family, by its TYPE in small letters; empty for an unknown one."""
+    family = families().get(kind)
+    return family.defaults if family else ours().get(kind, {})
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+@cache
+def families() -> dict[str, Family]:
+    """TYPE in small letters -> family, but for `ours`."""
     found = {}
-    for word, table in tables["families"].items():
+    for word, given in _tables()["families"].items():
+        table = {**given}
         common, also = table.pop("sizes", {}), table.pop("also", ())
         models = {name: {**common, **sizes} for name, sizes in table.pop("models", {}).items()}
-        values = {**tables["defaults"], **table.pop("defaults", {})}
-        defaults = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        defaults = _with_tuples(_tables()["defaults"] | table.pop("defaults", {}))
         found |= dict.fromkeys((word, *also), Family(models=models, defaults=defaults, **table))
     return found
 
@@ -145,7 +165,7 @@ def translate(layers: Sequence[Layer]) -> list[str]:
 
 def _update(layer: Layer) -> None:
     """Remove the keys that change nothing, and convert values that only older files have."""
-    for key in FIXED.keys() & layer.entries.keys():
+    for key in [key for key in layer.entries if key in FIXED]:
         entry, (possible, why) = layer.entries[key], FIXED[key]
         value = str(entry.value).strip().casefold()
         if not (is_no_value(value) or value == possible):

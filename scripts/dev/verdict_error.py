@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,7 +196,8 @@ def main() -> None:
     parser.add_argument("-out", type=Path)
     asked = parser.parse_args()
     # The rows of an interrupted command stay.
-    rows: dict[str, Any] = json.loads(asked.out.read_text())["rows"] if asked.out and asked.out.exists() else {}
+    about = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {"rows": {}}
+    rows: dict[str, Any] = about["rows"]
     of_folds = (
         (f"folds; {n:,} images, {f} folds", folds(n, f, asked.tries)) for n, f in ((200, 5), (1000, 5), (1000, 10))
     )
@@ -208,7 +210,8 @@ def main() -> None:
             f"{name}: " + "; ".join(f"{method} {list(one.values())}" for method, one in rows[name].items()), flush=True
         )
         if asked.out:
-            asked.out.write_text(json.dumps({"points": POINTS, "rows": rows}, indent=1) + "\n")
+            about |= {"date": time.strftime("%Y-%m-%d"), "script": "scripts/dev/verdict_error.py", "points": POINTS}
+            asked.out.write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from utils.log import log
 from utils.text import counted, wilson
 from vitamp.checkpoints import read_index
 from vitamp.files import write_atomically
-from vitamp.metrics import AVERAGE, PLAIN, WeightSet
+from vitamp.metrics import AVERAGE, PLAIN
 from vitamp.pooling import POOLED, check_pool, pool_of
 
 
@@ -286,9 +286,9 @@ def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:
     return replace(line, run=replace(line.run, words=words)).load(given).config
 
 
-def trained_last(run: Run, which: WeightSet | None = None) -> Trained:
-    """The weights after the last epoch; the EMA, if the run has one and `which` names none."""
-    root, which = run.folder / "checkpoints", which or (AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN)
+def trained_last(run: Run) -> Trained:
+    """The weights after the last epoch; the EMA, if the run has one."""
+    root, which = run.folder / "checkpoints", AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN
     return load_trained(root / read_index(root)["last"], which.name)
 
 

@@ -117,8 +117,8 @@ def noise_of(ours: np.ndarray, theirs: np.ndarray, every: np.ndarray) -> Noise:
     apart = ours - theirs
     seeds, images = apart.shape
     columns = apart.mean(0)
-    # Two made-up images, one for each side, as Bonett and Price (2012) do: few images that differ are no certainty. They
-    # are as large as a mean over images, weighted by its own squares: rare images that count for much are not lost in it.
+    # Two made-up images, one for each side, as Bonett and Price (2012) do: few images that differ are no certainty.
+    # Their size is a mean that large differences dominate: that of rare images in which a class has all its weight.
     squares = columns**2
     size = math.sqrt((squares**2).sum() / (squares.sum() or 1.0))
     columns = np.append(columns, [size, -size])

@@ -77,7 +77,7 @@ def write(images: Images, found: Found, table: Path) -> None:
         tiles=[
             (f"{len(images.labels):,}", "images searched"),
             (f"{found.verdict.number:,}", "labels look wrong"),
-            *([(f"{found.verdict.agreed:,}", "of them beside the nearest images, too")] if found.second_view else []),
+            *([(f"{found.verdict.agreed:,}", "of them beside the nearest images, too")] if found.verdict.surer else []),
             (f"{found.verdict.if_right:,}", "at most would, if all were right"),
         ],
         pairs=[(*pair, count, 100 * count / of_class[pair[0]]) for pair, count in pairs.most_common(MOST_PAIRS)],

@@ -303,8 +303,6 @@ class Found:
     """Classes with too few images, or with all of them in one group"""
     near: np.ndarray = field(repr=False)
     """Features of all images, in which those are near that look alike"""
-    second_view: bool = False
-    """Whether the verdict asked the nearest images, too"""
 
     def words(self) -> list[str]:
         lines = [self.accuracy]
@@ -313,7 +311,7 @@ class Found:
             lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
         count = f"{counted(self.verdict.number, 'label')} look{'s' * (self.verdict.number == 1)} wrong"
         chance = f"{self.verdict.agreed} of them beside the nearest images, too, as up to {self.verdict.if_right} would"
-        if not self.second_view:
+        if not self.verdict.surer:  # without the nearest images
             chance = f"up to {self.verdict.if_right} would"
         found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
         nothing = f"Nothing found: {count}; {chance} if all were right. The difference is too small to tell."
@@ -337,14 +335,7 @@ def find(images: Images, method: Method, seed: int) -> Found:
     few = np.flatnonzero(few)
     near = logits if method.features is None else np.asarray(method.features)
     suspects, verdict = suspects_of(images, logits, seed, few, features=method.features)
-    return Found(
-        suspects,
-        verdict,
-        accuracy,
-        [images.classes[label] for label in few],
-        near,
-        method.features is not None and labels.ndim == 1,
-    )
+    return Found(suspects, verdict, accuracy, [images.classes[label] for label in few], near)
 
 
 def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:

@@ -215,11 +215,10 @@ def report(about: dict[str, Any], out: Path) -> dict[Path, Any]:
         from tools.common.report_page.page import write_report
 
         rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
-        folders, verdict = [out / row["folder"] for row in rows], "\n".join(sentences(about))
+        of, verdict = {out / row["folder"]: row["mode"] for row in rows}, "\n".join(sentences(about))
         try:
-            of = {out / row["folder"]: row["mode"] for row in rows}
             contenders = Contenders(by_name(rows), about["compared"], judged_of(about), of)
-            page = write_report(folders, out / "report.html", verdict, contenders=contenders, predicted=predicted)
+            page = write_report([*of], out / "report.html", verdict, contenders=contenders, predicted=predicted)
             log.info("report: %s", page)
         except UserError as error:  # not fatal
             log.warning("%s", error)

@@ -1,9 +1,9 @@
 """How often check_labels.py says that wrong labels are found where all are right, and which ones it finds.
 
-    python scripts/dev/label_search_error.py -mnist DIR -photographs FILE.npz -out docs/results/label_searches.json
+    python scripts/dev/label_search_error.py -mnist DIR -photographs FILE.npz -icons FILE.npz -out label_searches.json
 
-Sets: heavy-tailed clusters (Student's t, 3 degrees of freedom), MNIST's pixels (idx files), scikit-learn's digits, and
-photographs (`features`, `labels`). Each draw is searched with its labels as they are, and with 2 % changed.
+Sets: heavy-tailed clusters (Student's t, 3 degrees of freedom), MNIST's pixels (idx files), scikit-learn's digits,
+photographs and icons (`features`, `labels`). Each draw is searched with its labels as they are, and with 2 % changed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -62,14 +63,13 @@ def search(table: Table, fraction: float, seed: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-mnist", type=Path, required=True)
-    parser.add_argument("-photographs", type=Path, required=True)
-    parser.add_argument("-out", type=Path, required=True)
+    for flag in ("-mnist", "-photographs", "-icons", "-out"):
+        parser.add_argument(flag, type=Path, required=True)
     parser.add_argument("-seeds", type=int, default=10)
     asked = parser.parse_args()
     # The rows of an interrupted command stay.
-    rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
-    done = {(row["data"], row["changed"], row["seed"]) for row in rows}
+    about = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
+    rows, done = about["rows"], {(row["data"], row["changed"], row["seed"]) for row in about["rows"]}
     pixels = np.fromfile(asked.mnist / "train-images-idx3-ubyte", np.uint8)[16:].reshape(-1, 784)
     mnist = pixels, np.fromfile(asked.mnist / "train-labels-idx1-ubyte", np.uint8)[8:]
     digits: Any = load_digits()
@@ -79,15 +79,17 @@ def main() -> None:
         "MNIST pixels, 1,000": lambda random: some(random, *mnist),
         "digits, 1,000": lambda random: some(random, digits.data, digits.target),
         "photographs, 1,000": lambda random: some(random, **np.load(asked.photographs)),
+        "icons, 1,000": lambda random: some(random, **np.load(asked.icons)),
         "MNIST pixels, 2,500": lambda random: some(random, *mnist, 2500),
     }
-    for seed, changed, (name, draw) in itertools.product(range(asked.seeds), (0.0, 0.02), sets.items()):
+    for changed, seed, (name, draw) in itertools.product((0.0, 0.02), range(asked.seeds), sets.items()):
         if (name, changed, seed) in done:
             continue
         table = draw(np.random.default_rng(seed))
         rows.append({"data": name, "changed": changed, "seed": seed, **search(table, changed, seed)})
         print(rows[-1], flush=True)
-        asked.out.write_text(json.dumps({"script": "scripts/dev/label_search_error.py", "rows": rows}, indent=1) + "\n")
+        about |= {"script": "scripts/dev/label_search_error.py", "date": time.strftime("%Y-%m-%d")}
+        asked.out.write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

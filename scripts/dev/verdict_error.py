@@ -1,12 +1,13 @@
-"""Error rates of compare.py's verdict: false claims, coverage and power, by simulation and on MNIST.
+"""Error rates of compare.py's verdict: false claims, coverage and power, by simulation and on images.
 
     python scripts/dev/verdict_error.py -tries 400
-    python scripts/dev/verdict_error.py -mnist DIR -out docs/results/verdict_error.json
+    python scripts/dev/verdict_error.py -mnist DIR -photographs FILE.npz -out docs/results/verdict_error.json
 
 Contenders with equal accuracy in the population, each better at other images. Compared: Student's t over seeds, whose
 intervals hold for these images alone; the verdict; Satterthwaite's degrees of freedom alone; a mixed model (variance
-components, normal quantiles); and the pigeonhole bootstrap of seeds and images (Owen 2007). -mnist DIR (idx files):
-networks trained on 600 digits, 40 of each kind; validation images and seeds are drawn anew, all give the truth.
+components, normal quantiles); and the pigeonhole bootstrap of seeds and images (Owen 2007). -mnist DIR (idx files)
+and -photographs FILE.npz (`features`, `labels`): networks trained on 600 images, 40 of each kind; validation images and
+seeds are drawn anew, all give the truth.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,14 +166,21 @@ def train(images: torch.Tensor, labels: torch.Tensor, hidden: int) -> np.ndarray
         return 100.0 * (logits(images[600:]).argmax(-1) == labels[600:]).numpy()
 
 
-def on_mnist(folder: Path, tries: int) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+def on_images(folder: Path, photographs: Path, tries: int) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
     pixels = np.fromfile(folder / "t10k-images-idx3-ubyte", np.uint8)[16:].reshape(-1, 784)[:5000]
     images = torch.from_numpy(pixels.astype(np.float32) / 255)
     labels = torch.from_numpy(np.fromfile(folder / "t10k-labels-idx1-ubyte", np.uint8)[8:5008].astype(np.int64))
-    halves = [images * (torch.arange(784) % 2 == half) for half in (0, 1)]
+    table = np.load(photographs)
+    order = torch.randperm(len(table["labels"]), generator=torch.Generator().manual_seed(0))
+    features, classes = (torch.from_numpy(table[name])[order] for name in ("features", "labels"))
     contenders = {
-        "an MLP of 64 against one of 24": (train(images, labels, 64), train(images, labels, 24)),
-        "a linear model of even pixels against odd ones": (train(halves[0], labels, 0), train(halves[1], labels, 0)),
+        "MNIST, an MLP of 64 against one of 24": [train(images, labels, hidden) for hidden in (64, 24)],
+        "MNIST, a linear model of even pixels against odd ones": [
+            train(images * (torch.arange(784) % 2 == half), labels, 0) for half in (0, 1)
+        ],
+        "photographs, a linear model of even features against odd ones": [
+            train(features[:, half::2] / features.std(), classes.long(), 0) for half in (0, 1)
+        ],
     }
     rng = np.random.default_rng(0)
     for (name, (ours, theirs)), number, seeds in itertools.product(contenders.items(), (200, 1000), (2, 3, 5, 10)):
@@ -185,22 +194,23 @@ def on_mnist(folder: Path, tries: int) -> Iterator[tuple[str, dict[str, dict[str
 
         found = percents(draw() for _ in range(tries // 2))
         truth = f"true difference {ours.mean() - theirs.mean():+.2f} points"
-        yield f"MNIST, {name} ({truth}); {number:,} images, {seeds} seeds", found
+        yield f"{name} ({truth}); {number:,} images, {seeds} seeds", found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-tries", type=int, default=1000)
-    parser.add_argument("-mnist", type=Path)
-    parser.add_argument("-out", type=Path)
+    for flag in ("-mnist", "-photographs", "-out"):
+        parser.add_argument(flag, type=Path)
     asked = parser.parse_args()
     # The rows of an interrupted command stay.
-    rows: dict[str, Any] = json.loads(asked.out.read_text())["rows"] if asked.out and asked.out.exists() else {}
+    about = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {"rows": {}}
+    rows: dict[str, Any] = about["rows"]
     of_folds = (
         (f"folds; {n:,} images, {f} folds", folds(n, f, asked.tries)) for n, f in ((200, 5), (1000, 5), (1000, 10))
     )
-    mnist = on_mnist(asked.mnist, asked.tries) if asked.mnist else ()
-    for name, found in itertools.chain(simulations(asked.tries, rows.keys()), of_folds, mnist):
+    of_images = on_images(asked.mnist, asked.photographs, asked.tries) if asked.mnist else ()
+    for name, found in itertools.chain(simulations(asked.tries, rows.keys()), of_folds, of_images):
         rows[name] = {
             method: {what: round(float(value), 1) for what, value in one.items()} for method, one in found.items()
         }
@@ -208,7 +218,8 @@ def main() -> None:
             f"{name}: " + "; ".join(f"{method} {list(one.values())}" for method, one in rows[name].items()), flush=True
         )
         if asked.out:
-            asked.out.write_text(json.dumps({"points": POINTS, "rows": rows}, indent=1) + "\n")
+            about |= {"date": time.strftime("%Y-%m-%d"), "script": "scripts/dev/verdict_error.py", "points": POINTS}
+            asked.out.write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -21,11 +22,14 @@ from PIL import Image
 
 from datasets.exclude import read_rows
 from engine.evaluation.linear import fit
+from engine.trained.model import Trained
 from tests.label_sets import named, write_recipe, write_set
 from tests.program import Result, metrics
 from tests.tools.browser import View, views_of
 from tools.check_labels import command, prove, search
 from tools.check_labels.noise import Wrong, find_wrong, nearest
+from tools.common.per_image import per_image, values_of_images
+from tools.common.report_page.page import write_report
 from tools.common.turns import Budget
 from tools.compare import runs
 from utils import progress
@@ -285,7 +289,12 @@ def test_hard_images_of_heavy_tailed_classes_do_not_look_wrong() -> None:
         logits = fit(images.astype(np.float32), labels, np.arange(1000) // 3 % 5, 3, torch.device("cpu"))[1]
         near = nearest(images, [np.arange(1000)])
         assert find_wrong(logits, labels, 0).clear
-        assert find_wrong(logits, labels, 0, near=near).clear == found
+        both = find_wrong(logits, labels, 0, near=near)
+        assert both.clear == found
+        assert [number for number, _, _ in both.surer] == [(both.probability >= level).sum() for level in (0.8, 0.95)]
+        of_level = [(both.number, both.agreed, both.if_right), *both.surer]
+        for lower, higher in itertools.pairwise(of_level):
+            assert all(one >= other for one, other in zip(lower, higher, strict=True)), of_level
 
 
 def test_surer_labels_may_decide() -> None:
@@ -356,7 +365,11 @@ def test_folds_train_the_recipe_and_go_on(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("trainings")
-def test_proof_compares_four_trainings_per_seed(check: Call, tiny: Path, digits_run: Path, tmp_path: Path) -> None:
+def test_proof_compares_four_trainings_per_seed(
+    check: Call, tiny: Path, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, logits = [], Trained.logits
+    monkeypatch.setattr(Trained, "logits", lambda model, images: [asked.append(len(images)), logits(model, images)][1])
     planted, out = write_folders(tmp_path / "data" / "train", wrong=24, images=240), tmp_path / "labels"
     write_folders(tmp_path / "data" / "val", wrong=15, images=150, seed=1)
     small = ("-epochs", 10, "-lr", 3e-3, "-batch_size", 16, "DATA.FLIP=0")
@@ -364,8 +377,10 @@ def test_proof_compares_four_trainings_per_seed(check: Call, tiny: Path, digits_
     part = check(*words, "-budget_min", 0.05)
     assert "-budget_min: no time for" in part.err
     assert "It was not shown" not in part.out, "a verdict needs all runs"
+    asked.clear()
     done = check(*words)
     assert "all labels, seed 0: already finished" in done.out
+    assert sum(asked) == 8 * 150, "the best checkpoints, once; of the last ones the runs kept what they predicted"
     about = json.loads((out / "compare.json").read_text())
     assert about["compared"] == ["all labels", "without suspects", "relabelled", "without random images"]
     assert len(about["runs"]) == 8
@@ -418,12 +433,17 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
 
 
 def test_proof_looks_at_the_weights_that_it_compares(digits_run: Path) -> None:
-    run, last = runs.Run("", 0, search.load_trained(digits_run).config, digits_run), metrics(digits_run, "val")[-1]
+    last, page = metrics(digits_run, "val")[-1], digits_run / "report.html"
     for which in (search.PLAIN, search.AVERAGE):
-        of_images = prove._of_images(search.trained_last(run, which), TOP1)
-        assert of_images.mean() == pytest.approx(last[f"{which.prefix}acc1"])
-    best = prove._of_images(search.load_trained(digits_run), TOP1).mean()
-    assert best == pytest.approx(max(line["acc1"] for line in metrics(digits_run, "val")), abs=0.3)
+        of_images = per_image(digits_run, TOP1, which)
+        assert of_images is not None
+        assert of_images.values.mean() == pytest.approx(last[f"{which.prefix}acc1"])
+        assert sorted(of_images.rows.tolist()) == list(range(len(of_images.values)))
+    predicted: dict[Path, Any] = {}
+    write_report([digits_run], page, predicted=predicted)
+    best = values_of_images(TOP1, *predicted[digits_run])
+    assert best is not None
+    assert best.mean() == pytest.approx(max(line["acc1"] for line in metrics(digits_run, "val")), abs=0.3)
 
 
 # Refusals.

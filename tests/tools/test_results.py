@@ -1,4 +1,4 @@
-"""The tables of speeds and of the verdict's errors on the pages are made of their results files."""
+"""The tables of speeds, and of errors of the verdict and of label searches, on the pages are made of results files."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ def test_errors_of_the_verdict_on_its_page_are_measured() -> None:
     made = verdict_table()
     assert len(made) > 8, "a row for each kind"
     assert "\n".join(made) in (ROOT / "docs" / "compare.md").read_text(encoding="utf-8"), "\n".join(made)
+
+
+def label_table() -> list[str]:
+    """A row for each set: how often wrong labels are found, and precision and recall of the lists."""
+    rows = json.loads((ROOT / "docs" / "results" / "label_searches.json").read_text())["rows"]
+    made = []
+    for name in sorted({row["data"] for row in rows}):
+        right, changed = ([row for row in rows if (row["data"], row["changed"]) == (name, how)] for how in (0.0, 0.02))
+        cells = [name, *(f"{sum(row['found'] for row in each)} of {len(each)}" for each in (right, changed))]
+        hits = sum(row["right"] for row in changed)
+        for of_all in ("look_wrong", "wrong"):
+            cells.append(f"{hits / sum(row[of_all] for row in changed):.2f}" if changed else "")
+        made.append("| " + " | ".join(cells) + " |")
+    return made
+
+
+def test_label_searches_on_their_page_are_measured() -> None:
+    made = label_table()
+    assert len(made) > 6, "a row for each set"
+    assert "\n".join(made) in (ROOT / "docs" / "check_labels.md").read_text(encoding="utf-8"), "\n".join(made)

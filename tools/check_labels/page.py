@@ -59,17 +59,10 @@ def write(images: Images, found: Found, table: Path) -> None:
             members = np.flatnonzero((words == name) & np.isfinite(likeness))
             nearest = members[np.argsort(-likeness[members], kind="stable")[:NEIGHBOURS]]
             near[name] = [data_uri(picture_of(images.dataset, index), SMALL) for index in nearest.tolist()]
-        shown.append(
-            {
-                **one._asdict(),
-                "name": images.name(one.image),
-                "row": decisions.pop(images.name(one.image), None),
-                **pictured(images.dataset, one.image, images.data),
-                "near": near,
-            }
-        )
+        file = images.name(one.image)
+        about = {**one._asdict(), "name": file, "row": decisions.pop(file, None), "near": near}
+        shown.append({**about, **pictured(images.dataset, one.image, images.data)})
     pairs = Counter((one.given, one.proposed) for one in found.suspects)
-    of_class = Counter(words.tolist())
     write_template(
         *("labels.html", page, "-output"),
         title=f"Labels of {source_of(images.data)}, {TITLES[images.data.PART]}",
@@ -77,10 +70,10 @@ def write(images: Images, found: Found, table: Path) -> None:
         tiles=[
             (f"{len(images.labels):,}", "images searched"),
             (f"{found.verdict.number:,}", "labels look wrong"),
-            *([(f"{found.verdict.agreed:,}", "of them beside the nearest images, too")] if found.second_view else []),
+            *([(f"{found.verdict.agreed:,}", "of them beside the nearest images, too")] if found.verdict.surer else []),
             (f"{found.verdict.if_right:,}", "at most would, if all were right"),
         ],
-        pairs=[(*pair, count, 100 * count / of_class[pair[0]]) for pair, count in pairs.most_common(MOST_PAIRS)],
+        pairs=[(*pair, count, 100 * count / (words == pair[0]).sum()) for pair, count in pairs.most_common(MOST_PAIRS)],
         more_pairs=max(0, len(pairs) - MOST_PAIRS),
         shown=shown,
         left_out=len(found.suspects) - len(shown),

@@ -5,16 +5,14 @@ Each seed has a search of its own. A validation split that no search reads decid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from engine.machine.device import describe_device, pick_device
-from engine.trained.model import Trained, batches_of, guesses, load_trained, split_of_run
 from tools.check_labels.search import (
     Images,
     Method,
@@ -24,12 +22,11 @@ from tools.check_labels.search import (
     open_images,
     rows_of,
     suspects_of,
-    trained_last,
 )
 from tools.common.command_line import ToolLine
 from tools.common.comparison import Judged, judged_by, spread
 from tools.common.differences import over_images
-from tools.common.per_image import values_of_images
+from tools.common.per_image import per_image, values_of_images
 from tools.common.turns import alternating_order
 from tools.compare.command import report, write
 from tools.compare.runs import Plan, Run, check_runs, read_seeds, train_all
@@ -39,7 +36,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED
 from utils.log import log
 from utils.record.run_folder import write_json
 from vitamp.files import write_atomically
-from vitamp.metrics import TOP1, Metric
+from vitamp.metrics import TOP1
 
 ALL, WITHOUT, RELABELLED, RANDOM = ARMS = ("all labels", "without suspects", "relabelled", "without random images")
 DECISIONS = {WITHOUT: "drop", RELABELLED: "relabel", RANDOM: "drop"}
@@ -77,7 +74,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     script = "scripts/check_labels.py"
     trained = train_all(plan, lambda so_far: write(plan, so_far, out, script), method.budget)
     about = write(plan, trained, out, script)
-    report(about, out)
+    predicted = report(about, out)
     if trained.failed or trained.left_out:
         return EXIT_FAILED if trained.failed else EXIT_DONE
 
@@ -90,8 +87,8 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     if RANDOM in better:
         log.info("Leaving out random images helped too, so the wrong labels may not be the reason.")
     log.info("It helped: %s." if helped else "It was not shown to help.%s", " and ".join(helped))
-    if len(seeds) > 1:
-        write_json(out / "compare.json", {**about, "at_best": at_best(runs, judged)})
+    if len(seeds) > 1 and len(predicted) == len(runs):
+        write_json(out / "compare.json", {**about, "at_best": at_best(runs, judged, predicted)})
     if judged.metric is TOP1 and wrong:
         remaining = np.setdiff1d(np.arange(len(others.labels)), [one.image for one in wrong])
         log.info(
@@ -100,18 +97,22 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
             *(len(wrong), len(remaining)),
         )
         for arm in ARMS:
-            lasts = [trained_last(run, judged.weights) for run in runs if run.contender == arm]
-            log.info("  %s: top-1 %s %%", arm, spread([_of_images(last, TOP1)[remaining].mean() for last in lasts]))
+            lasts = [per_image(run.folder, TOP1, judged.weights) for run in runs if run.contender == arm]
+            means = [float(last.values[np.isin(last.rows, remaining)].mean()) for last in lasts if last is not None]
+            log.info("  %s: top-1 %s %%", arm, spread(means) if means else "unknown")
     return EXIT_DONE
 
 
-def at_best(runs: Sequence[Run], judged: Judged) -> list[dict[str, Any]]:
-    """Compare the checkpoints that a user gets: the best, and of their weights those that validated better."""
+def at_best(runs: Sequence[Run], judged: Judged, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
+    """Compare the checkpoints that a user gets: the best, and of their weights those that validated better.
+
+    `predicted`: of `report`, which evaluated them.
+    """
     log.info("At each run's best checkpoint, which these very images chose:")
-    found = {
-        arm: np.stack([_of_images(load_trained(run.folder), judged.metric) for run in runs if run.contender == arm])
-        for arm in ARMS
-    }
+    found = dict[str, np.ndarray]()
+    for arm in ARMS:
+        of_arm = [values_of_images(judged.metric, *predicted[run.folder]) for run in runs if run.contender == arm]
+        found[arm] = np.stack([each for each in of_arm if each is not None])
     every, verdicts = np.stack([each.mean(1) for each in found.values()]), list[dict[str, Any]]()
     for arm in (WITHOUT, RELABELLED, RANDOM):
         value = float(found[arm].mean() - found[ALL].mean())
@@ -137,14 +138,3 @@ def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[
             given = images.label_words(images.labels[index])
             chosen.append(one._replace(image=index, given=given, certain=False))
     return chosen
-
-
-def _of_images(trained: Trained, metric: Metric) -> np.ndarray:
-    """What each validation image adds to the metric, in percent."""
-    logits, labels, _ = (
-        torch.cat(each).cpu() for each in zip(*batches_of(trained, split_of_run(trained)), strict=True)
-    )
-    columns = {"guess": guesses(logits)[:, 0].numpy(), "logits": logits.numpy()}
-    values = values_of_images(metric, labels.numpy(), columns)
-    assert values is not None, "top-1 or mAP"
-    return values

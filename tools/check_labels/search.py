@@ -37,7 +37,7 @@ from utils.log import log
 from utils.text import counted, wilson
 from vitamp.checkpoints import read_index
 from vitamp.files import write_atomically
-from vitamp.metrics import AVERAGE, PLAIN, WeightSet
+from vitamp.metrics import AVERAGE, PLAIN
 from vitamp.pooling import POOLED, check_pool, pool_of
 
 
@@ -286,9 +286,9 @@ def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:
     return replace(line, run=replace(line.run, words=words)).load(given).config
 
 
-def trained_last(run: Run, which: WeightSet | None = None) -> Trained:
-    """The weights after the last epoch; the EMA, if the run has one and `which` names none."""
-    root, which = run.folder / "checkpoints", which or (AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN)
+def trained_last(run: Run) -> Trained:
+    """The weights after the last epoch; the EMA, if the run has one."""
+    root, which = run.folder / "checkpoints", AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN
     return load_trained(root / read_index(root)["last"], which.name)
 
 
@@ -303,8 +303,6 @@ class Found:
     """Classes with too few images, or with all of them in one group"""
     near: np.ndarray = field(repr=False)
     """Features of all images, in which those are near that look alike"""
-    second_view: bool = False
-    """Whether the verdict asked the nearest images, too"""
 
     def words(self) -> list[str]:
         lines = [self.accuracy]
@@ -313,7 +311,7 @@ class Found:
             lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
         count = f"{counted(self.verdict.number, 'label')} look{'s' * (self.verdict.number == 1)} wrong"
         chance = f"{self.verdict.agreed} of them beside the nearest images, too, as up to {self.verdict.if_right} would"
-        if not self.second_view:
+        if not self.verdict.surer:  # without the nearest images
             chance = f"up to {self.verdict.if_right} would"
         found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
         nothing = f"Nothing found: {count}; {chance} if all were right. The difference is too small to tell."
@@ -337,14 +335,7 @@ def find(images: Images, method: Method, seed: int) -> Found:
     few = np.flatnonzero(few)
     near = logits if method.features is None else np.asarray(method.features)
     suspects, verdict = suspects_of(images, logits, seed, few, features=method.features)
-    return Found(
-        suspects,
-        verdict,
-        accuracy,
-        [images.classes[label] for label in few],
-        near,
-        method.features is not None and labels.ndim == 1,
-    )
+    return Found(suspects, verdict, accuracy, [images.classes[label] for label in few], near)
 
 
 def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:

@@ -16,7 +16,7 @@ POWER = 0.8
 MOST_ROUNDS = 50
 """Beyond so many seeds or folds it is not said how many would show a difference: nobody trains them."""
 FEW, HIDDEN = 4, 0.2
-"""Degrees of freedom below which the seeds' variance is not that of pairs alone, and what is added to it"""
+"""Degrees of freedom below which the seeds' variance is not that of pairs alone; fraction of `by_both` added to it"""
 LIKE_THESE, THESE_ALONE = "images like these", "these images alone"
 """Of which images a difference speaks"""
 
@@ -116,9 +116,12 @@ def noise_of(ours: np.ndarray, theirs: np.ndarray, every: np.ndarray) -> Noise:
     """
     apart = ours - theirs
     seeds, images = apart.shape
+    columns = apart.mean(0)
     # Two made-up images, one for each side, as Bonett and Price (2012) do: few images that differ are no certainty.
-    most = np.full((seeds, 1), np.abs(apart).max())
-    columns = np.hstack((apart, most, -most)).mean(0)
+    # Their size is a mean that large differences dominate: that of rare images in which a class has all its weight.
+    squares = columns**2
+    size = math.sqrt((squares**2).sum() / (squares.sum() or 1.0))
+    columns = np.append(columns, [size, -size])
     by_image = float(columns.var(ddof=1)) / images
     if seeds == 1:
         return Noise(1, images, 0.0, by_image, 0.0, 0.0)
@@ -128,13 +131,14 @@ def noise_of(ours: np.ndarray, theirs: np.ndarray, every: np.ndarray) -> Noise:
     of_runs = every - every.mean(0) - every.mean(1, keepdims=True) + every.mean()
     freedom = (len(every) - 1.0) * (seeds - 1)
     by_seed = max(float(rows.var(ddof=1)), 2 * float((of_runs**2).sum()) / freedom) / seeds
+    # The fewer, the more often a shift hides behind `by_both`.
+    hidden = HIDDEN * by_both / math.sqrt(freedom)
     if freedom < FEW:
-        # So few can agree by chance. The spread of each contender's own runs says more (Welch); and the fewer, the more
-        # often a shift hides behind `by_both`, of which a part is added.
+        # So few can agree by chance. The spread of each contender's own runs says more (Welch).
         own = every.var(1, ddof=1) / seeds
-        by_seed = max(by_seed, 2 * float(own.mean())) + HIDDEN * by_both / freedom
+        by_seed = max(by_seed, 2 * float(own.mean()))
         freedom = (seeds - 1) * float(own.sum() ** 2 / (own**2).sum()) if own.any() else freedom
-    return Noise(seeds, images, by_seed, by_image, by_both, freedom)
+    return Noise(seeds, images, by_seed + hidden, by_image, by_both, freedom)
 
 
 def over_images(value: float, ours: np.ndarray, theirs: np.ndarray, every: np.ndarray, comparisons: int) -> Difference:

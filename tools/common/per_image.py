@@ -17,6 +17,8 @@ class PerImage(NamedTuple):
     """Hashes, in ascending order"""
     values: np.ndarray
     """In percent; their mean is the metric"""
+    rows: np.ndarray
+    """Index of each in the run's validation split"""
 
 
 def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | None:
@@ -31,7 +33,7 @@ def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | No
     columns = {set_of(name)[1]: column for name, column in (of_one or table).items()}
     values = values_of_images(metric, labels, columns)
     order = np.argsort(names, kind="stable")
-    return None if values is None else PerImage(names[order], values[order])
+    return None if values is None else PerImage(names[order], values[order], order)
 
 
 def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.ndarray]) -> np.ndarray | None:

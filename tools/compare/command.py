@@ -197,8 +197,9 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
     return about
 
 
-def report(about: dict[str, Any], out: Path) -> None:
-    """Print the table and the verdict, and write report.html."""
+def report(about: dict[str, Any], out: Path) -> dict[Path, Any]:
+    """Print the table and the verdict, and write report.html. Return what best checkpoints predicted, by their runs."""
+    predicted: dict[Path, Any] = {}
     what = "settings" if "varied" in about else "mode"
     print("\n".join(["", *in_columns(table(by_name(about["runs"]), about["compared"], judged_of(about), what)), ""]))
     for note in notes(about):
@@ -214,14 +215,14 @@ def report(about: dict[str, Any], out: Path) -> None:
         from tools.common.report_page.page import write_report
 
         rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
-        folders, verdict = [out / row["folder"] for row in rows], "\n".join(sentences(about))
+        of, verdict = {out / row["folder"]: row["mode"] for row in rows}, "\n".join(sentences(about))
         try:
-            of = {out / row["folder"]: row["mode"] for row in rows}
             contenders = Contenders(by_name(rows), about["compared"], judged_of(about), of)
-            page = write_report(folders, out / "report.html", verdict=verdict, contenders=contenders)
+            page = write_report([*of], out / "report.html", verdict, contenders=contenders, predicted=predicted)
             log.info("report: %s", page)
         except UserError as error:  # not fatal
             log.warning("%s", error)
+    return predicted
 
 
 def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode") -> list[list[str]]:

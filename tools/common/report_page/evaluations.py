@@ -1,6 +1,6 @@
 """Predictions of a run's best checkpoint, for the report: confusions, calibration, classes, mistakes, or pictures.
 
-Each evaluation is what its template shows, by name.
+Each evaluation is what its template shows, by name; `predicted` is for `values_of_images`.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     )
     return {
         "template": "one.html",
+        "predicted": (true.numpy(), {"guess": guess.numpy()}),
         "headline": headline,
         "tiles": [(one.words, one.number(value), found.intervals[one.name]) for one, value in found.shown.items()],
         "evaluated": found.images,
@@ -170,6 +171,7 @@ def _several_labels(trained: Trained, dataset: ImageDataset, image: str, decidin
     examples, wrong = _examples(trained, dataset, found)
     return {
         "template": "several.html",
+        "predicted": (found.rows[1], {"logits": found.rows[0]}),
         "headline": Headline(metric, found.values[metric], at, found.images, image, guess, guessing, remarks),
         "tiles": [
             *((one.words, one.number(value), found.intervals[one.name]) for one, value in found.shown.items()),

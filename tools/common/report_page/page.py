@@ -117,12 +117,14 @@ def write_report(
     part: str = "val",
     contenders: Contenders | None = None,
     data_path: str | None = None,
+    predicted: dict[Path, Any] | None = None,
 ) -> Path:
     """Write the page and return its path. `out` None: report.html in the folder of the runs, which is always replaced.
 
     `predictions`: evaluate the best checkpoints, on the split `part`; of data that was moved, at `data_path`. Raises
     UserError if one cannot be: a page without predictions is written, but replaces none.
     `contenders`: as the verdict compares them; None for those of the runs' settings, judged by the task's metric.
+    `predicted`: takes what the best checkpoints predicted, by the runs' folders.
     """
     read, metric = read_runs(runs), contenders.judged.metric if contenders else None
     folders = [run.folder for run in read]
@@ -136,7 +138,9 @@ def write_report(
 
         for run in read:
             log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-            evaluations.append(evaluate(run.folder, part, metric or run.deciding, data_path))
+            evaluations.append(found := evaluate(run.folder, part, metric or run.deciding, data_path))
+            if predicted is not None and not isinstance(found, str):
+                predicted[run.folder] = found["predicted"]
     # A run that has not saved yet has nothing to evaluate.
     failed = [
         f"{run.name} could not be evaluated: {found}"

@@ -38,7 +38,7 @@ from engine.task.base import Task
 from engine.task.losses import WeightedCrossEntropy, class_weights, loss_named
 from engine.update import TrainState
 from models.build import build_model
-from models.parts import classifiers
+from models.parts import classifiers, is_convolutional
 from utils.config import Config
 from utils.distributed.world import ALONE, World, broadcast, on_every_rank
 from utils.log import DETAIL, log
@@ -122,8 +122,8 @@ def tuned_model(
 
     `choices`: those of the model's run. `replaced`: a checkpoint's weights will replace those that are made here.
     """
-    choice = broadcast(choose(config.AMP, device), world)  # the CPUs of several machines may differ
     model = on_every_rank(world, lambda: _model(config, device, replaced))
+    choice = broadcast(choose(config.AMP, device, model), world)  # the CPUs of several machines may differ
     precision = Precision(config.AMP, device, choice)
     inputs = Inputs(config.DATA).to(device)
     if precision.level == "O3" or precision.fp8 or (precision.level != "O0" and config.AMP.FP32_MODULES):
@@ -384,8 +384,8 @@ def why_not_compiled(config: Config, device: torch.device, resumed: Choices) -> 
 
 def setting_of(ready: ReadyToTrain) -> Setting:
     """Facts about the run that the advice on its bottleneck depends on."""
-    device = ready.precision.device
-    amp = ready.precision.level != "O0" or not amp_may_gain(device)
+    device, model = ready.precision.device, ready.model
+    amp = ready.precision.level != "O0" or not amp_may_gain(device, model)
     workers = None if ready.train_set.in_memory else ready.train_loader.workers
     samples = ready.train_set.single_images()
     # A data set without single images is an array of pixels.
@@ -393,4 +393,11 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     # Only who has switched compiling off may gain by it: auto has weighed it.
     compiled = (ready.choices.get("compile"), ready.choices.get("compile_why")) != ("none", "as asked for")
     here, several = ready.parts.world.own_cores, ready.train_set.sample_labels().ndim > 1
-    return Setting(device.type, amp, compiled, workers, here, stored, remote, torch.get_num_threads(), several)
+    faster = []
+    if device.type == "cpu":
+        if is_convolutional(model) and not (ready.choices["channels_last"] or ready.parts.sharding):
+            faster.append("SPEED=+channels_last")
+        if ready.precision.level != "O0" and not amp_may_gain(device, model):
+            faster.append("-amp off (fp32 is faster here)")
+    threads = torch.get_num_threads()
+    return Setting(device.type, amp, compiled, workers, here, stored, remote, threads, several, tuple(faster))

@@ -46,6 +46,25 @@ def classifiers(model: nn.Module) -> tuple[str, ...]:
     return known or tuple(name for name in names_in_cfg(model, "classifier") if name in names.values())
 
 
+def overlapping_convolutions(model: nn.Module) -> list[nn.Conv2d]:
+    """Those whose windows overlap; a convolution without is a matrix product."""
+    found = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    return [one for one in found if any(size > step for size, step in zip(one.kernel_size, one.stride, strict=True))]
+
+
+def is_convolutional(model: nn.Module) -> bool:
+    """Whether it has convolutions with batch norms and no attention, as ResNet and EfficientNet, but not ConvNeXt."""
+    attends = any("Att" in type(module).__name__ for module in model.modules())  # Attention, WindowAttn
+    normed = any(isinstance(module, BATCH_NORM) for module in model.modules())
+    return normed and not attends and bool(overlapping_convolutions(model))
+
+
+def convolves_by_channel(model: nn.Module) -> bool:
+    """Whether it has depthwise convolutions with batch norms, as EfficientNet and MobileNet have."""
+    depthwise = any(one.groups == one.in_channels > 1 for one in overlapping_convolutions(model))
+    return depthwise and any(isinstance(module, BATCH_NORM) for module in model.modules())
+
+
 def pretrained_cfg(model: nn.Module) -> dict[str, Any]:
     """timm's settings of a model's weights; empty for models that are not timm's."""
     return vars(model).get("pretrained_cfg") or {}

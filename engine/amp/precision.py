@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from models.parts import convolves_by_channel
 from utils.config.schema import AmpConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError
@@ -36,7 +37,9 @@ BF16_FEATURES = ("avx512_bf16", "amx_bf16", "avx_ne_convert")
 WITHOUT_BF16 = ("AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of ONEDNN_MAX_CPU_ISA that keep oneDNN from it"""
 EMULATED_BF16 = "this CPU has no bf16 arithmetic: expect bf16 to be several times slower than fp32"
+OFF = "AMP is off"
 IN_FP32 = "this CPU has neither fp16 nor bf16 arithmetic, and emulating it would be several times slower"
+DEPTHWISE = "depthwise convolutions with batch norms are faster in fp32 on CPUs; -amp bf16 saves memory"
 
 PRECISION = "precision"
 """Key under which a run's choices keep the name of its precision"""
@@ -62,10 +65,10 @@ class DtypeChoice:
     warning: str | None = None
 
 
-def choose(amp: AmpConfig, device: torch.device) -> DtypeChoice:
-    """The dtype that -amp means on `device`."""
+def choose(amp: AmpConfig, device: torch.device, model: nn.Module | None = None) -> DtypeChoice:
+    """The dtype that -amp means on `device`, for `model` if it is known."""
     if not amp.ENABLED or amp.LEVEL == "O0":
-        return DtypeChoice(torch.float32, "AMP is off")
+        return DtypeChoice(torch.float32, OFF)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     emulated = EMULATED_BF16 if device.type == "cpu" and not cpu_computes_in_bf16() else None
     if amp.DTYPE != "auto":
@@ -90,6 +93,8 @@ def choose(amp: AmpConfig, device: torch.device) -> DtypeChoice:
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return DtypeChoice(torch.float16, "this CPU computes in fp16 but not in bf16")
     if not emulated:
+        if amp.LEVEL == "O1" and model is not None and convolves_by_channel(model):
+            return DtypeChoice(torch.float32, DEPTHWISE)
         return DtypeChoice(torch.bfloat16, "this CPU computes in bf16")
     if amp.LEVEL == "O1":
         return DtypeChoice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
@@ -108,9 +113,9 @@ def cpu_computes_in_bf16() -> bool:
     return limit not in WITHOUT_BF16 and any(features[name] for name in BF16_FEATURES)
 
 
-def amp_may_gain(device: torch.device) -> bool:
+def amp_may_gain(device: torch.device, model: nn.Module | None = None) -> bool:
     """Whether -amp is worth a try on `device`: it is not where it computes in fp32."""
-    return device.type != "cpu" or choose(AmpConfig(ENABLED=True), device).dtype is not torch.float32
+    return device.type != "cpu" or choose(AmpConfig(ENABLED=True), device, model).dtype is not torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -195,7 +200,7 @@ class Precision:
         if self.level == "O0":
             if self.device.type == "cuda":
                 return f"{self.name}, TF32 {'on' if self.tf32 else 'off'}"
-            why = f" ({IN_FP32})" * (self.choice.reason == IN_FP32)
+            why = f" ({self.choice.reason})" * (self.choice.reason != OFF)
             return self.name + why + " (AMP.TF32 has no effect: only CUDA GPUs have TF32)" * self.tf32
         how = {
             "O1": "by autocast",

@@ -206,6 +206,8 @@ class Setting:
     """Of this process's computing on a CPU."""
     several: bool = False
     """Several labels per image, which packed images cannot have"""
+    faster: tuple[str, ...] = ()
+    """Settings with which this model may compute faster"""
 
 
 @dataclass(frozen=True)
@@ -253,14 +255,15 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None =
         text = f"compute-bound: the {device} waited for data {longest:.0f} % of the time"
         if stages:
             text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
-        ways = []
+        ways = [*setting.faster]
         if not setting.amp:
             ways.append(f"-amp ({started_as('scripts/choose_precision.py')} measures the gain)")
         if not setting.compiled and setting.device != "cpu":  # on a CPU it takes minutes, and was never seen to gain
             ways.append("TRAIN.COMPILE=whole (or blocks)")
         if setting.device == "cpu" and setting.threads > 1:
             ways.append("THREADS=1 (faster for a small model or on a busy CPU; -dry_run measures it)")
-        advice = f"To speed up, try {' and '.join(ways)}" if ways else "Only a smaller model or more devices would help"
+        otherwise = "Only a smaller model, smaller images or more devices would help"
+        advice = f"To speed up, try {' and '.join(ways)}" if ways else otherwise
         text = f"{text}. {advice}; see docs/performance.md."
     else:
         text = f"{bound}-bound: {_OTHERWISE[bound].format(device, percents[bound])}; see docs/performance.md."

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.speed.speedup import BuiltModel, Choice, Speedup, mix_in
+from models.parts import is_convolutional, overlapping_convolutions
 from utils.errors import UserError
 
 MODULE = "patch_embed.proj"
@@ -74,21 +75,25 @@ def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
 
 
 class ChannelsLast(Speedup):
-    """The memory format for which convolutions have faster kernels; `auto`: on a GPU in half precision."""
+    """The memory format for which convolutions have faster kernels.
+
+    `auto`: on a GPU in half precision, and on a CPU for ResNet, EfficientNet and the like; docs/dev/kernels.md.
+    """
 
     key, title = "channels_last", "channels last"
 
     def choose(self, built: BuiltModel) -> Choice:
-        obstacle = ""
-        # Without overlapping windows, a convolution is a matrix product.
-        steps = [(m.kernel_size, m.stride) for m in built.model.modules() if isinstance(m, nn.Conv2d)]
-        if not any(size > step for both in steps for size, step in zip(*both, strict=True)):
+        obstacle, wanted = "", built.config.wants("channels_last")
+        if not overlapping_convolutions(built.model):
             obstacle = f"{built.name} has no convolutions except for its patch embedding, and would gain nothing"
         elif built.sharded:
             obstacle = "DIST.STRATEGY fsdp does not support it"
-        if obstacle and built.config.wants("channels_last"):
+        if obstacle and wanted:
             raise UserError(f"SPEED +channels_last: {obstacle}; leave it out.")
-        return Choice(not obstacle)
+        if obstacle or wanted:
+            return Choice(not obstacle)
+        gains = built.precision.device.type != "cpu" or is_convolutional(built.model)
+        return Choice(built.before.get(self.key, gains))
 
     def apply(self, built: BuiltModel, value: bool) -> None:
         built.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]

@@ -145,7 +145,7 @@ def speedups(config: Config, precision: Precision) -> Iterator[Speedup]:
         from engine.speed.fused_mlp import FusedMlps
 
         yield FusedMlps()
-    if may_be("channels_last", half_on_gpu):
+    if may_be("channels_last", on_cpu or half_on_gpu):
         from engine.speed.convolutions import ChannelsLast
 
         yield ChannelsLast()

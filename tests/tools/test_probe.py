@@ -215,6 +215,33 @@ def test_changed_images_weights_and_inputs_are_computed_anew(
     assert 0 in new, "what could not be read is not kept"
 
 
+@pytest.mark.usefixtures("quick")
+def test_probe_compares_several_models(say: Say, greys: tuple[object, ...], tmp_path: Path) -> None:
+    """A model's error is one line, and the results of the others are kept."""
+    names = ("resnet10t", "test_vit", "resnet18")
+    for name in names[:2]:
+        torch.save(timm.create_model(name).state_dict(), tmp_path / f"{name}.pth")
+    listed = ("-model", ",".join(names), "-pretrained", ",".join(f"{tmp_path / name}.pth" for name in names))
+    words = (*listed, *greys, "-image_size", 32, "DEVICE=cpu", "-probe")
+    done = say(*words, "-json", tmp_path / "found.json", code=2)
+    assert done.err.count(f"resnet18: Pretrained weights {tmp_path / 'resnet18.pth'}: no such file.") == 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert ([model["model"] for model in found["models"]], [*found["failed"]]) == ([*names[:2]], ["resnet18"])
+    folds = {model["model"]: model["probes"][model["chosen"]]["folds"] for model in found["models"]}
+    assert folds[found["best"]] == max(folds.values())
+    table = done.out[done.out.rindex("parameters") :]
+    for model in found["models"]:
+        best = r" \(best\)" * (model["model"] == found["best"])
+        top1 = model["probes"][model["chosen"]]["acc1"]
+        assert re.search(rf"{model['model']}{best} +{model['parameters']:,} .* top-1 {top1:.2f} % \(", table), table
+    refused = (
+        (("-out", tmp_path / "run"), "-model: several"),
+        (("-pretrained", "one.pth"), "-pretrained: 1 for 3 models"),
+    )
+    for more, words in refused:
+        assert words in say(*listed[:2], *greys, "-probe", *more, code=2).err
+
+
 def test_nearly_dead_columns_get_no_huge_weights() -> None:
     """Another precision or machine would move the logits by their rounding."""
     labels, features = np.arange(300) % 3, np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)

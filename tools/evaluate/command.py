@@ -6,6 +6,7 @@
     python scripts/evaluate.py runs/flowers -knn
     python scripts/evaluate.py runs/a runs/b runs/c
     python scripts/evaluate.py -model vit_small_patch16_224 -pretrained w.pth -data_path flowers -probe -out runs/probe
+    python scripts/evaluate.py -model tf_efficientnet_lite0,resnet50 -data_path flowers -probe
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are those
@@ -24,14 +25,16 @@ the run's calibration.json; predict.py, export.py and later evaluations of these
 
 -probe trains linear classifiers on the frozen model's features, in seconds: features are computed once and kept, and
 folds of the training images choose the strength and the pooling. It says what the weights are worth for these images,
-also those of a model that learned without labels, or of timm (-model NAME -pretrained FILE, in place of a run). -out
-saves the best one as a run. -knn classifies each image by its nearest training images instead. -dataset and -data_path
+also those of a model that learned without labels, or of timm (-model NAME -pretrained FILE, in place of a run). -model
+A,B,C compares several models, with timm's own weights or those that -pretrained lists in the same order. -out saves the
+best one as a run. -knn classifies each image by its nearest training images instead. -dataset and -data_path
 name images with labels, if the run's have none.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -42,11 +45,12 @@ from tools.common.output_file import writing
 from utils.cli import CommandLine
 from utils.distributed.launchers import read_world
 from utils.distributed.world import ALONE
-from utils.errors import EXIT_DONE, UserError
+from utils.errors import EXIT_DONE, EXIT_USAGE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.record.run_folder import is_run_folder, write_json
-from vitamp.metrics import ONE_LABEL
+from utils.text import Interval
+from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS
 from vitamp.pooling import POOLED, POOLS
 from vitamp.weights import Fitted
 
@@ -105,7 +109,8 @@ def main(argv: list[str]) -> int:
     flags = {**line.run.flags, "EVAL": (True, "evaluate.py")} | ({"DATA.PART": (part, "-part")} if part else {})
     given = replace(line.run, flags=flags)
     if by_features:
-        found = _features(line, given)
+        names = _listed(line, "MODEL.NAME")
+        found = _compare(line, given, names) if len(names) > 1 else _features(line, given)
     else:
         command_line.check_one_process("evaluate.py")
         log.setLevel("WARNING")  # building the model logs what the training has logged already
@@ -127,7 +132,7 @@ def main(argv: list[str]) -> int:
         with writing(out, "-json"):
             write_json(out, found)
         log.info("All metrics: %s", out)
-    return EXIT_DONE
+    return EXIT_USAGE if found is not None and found.get("failed") else EXIT_DONE
 
 
 def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any] | None:
@@ -149,6 +154,44 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
         data = loaded.config.DATA.model_copy(update={"PART": given.flags["DATA.PART"][0]})
         trained = pretrained(loaded.config.model_copy(update={"DATA": data}), world)
     return evaluate_features(trained, given, asked, world)
+
+
+def _listed(line: command_line.ToolLine, key: str) -> list[str]:
+    """The values that a flag lists, separated by commas."""
+    return [word for word in str(line.run.flags.get(key, ("",))[0]).split(",") if word]
+
+
+def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) -> dict[str, Any] | None:
+    """-probe of each of these models, and one table. The error of a model is one line, and the others are evaluated."""
+    from tools.common.evaluation import INTERVALS, measured
+    from tools.common.tables import in_columns
+
+    models, failed = list[dict[str, Any]](), dict[str, str]()
+    for name, weights in zip(names, _listed(line, "MODEL.PRETRAINED") or names, strict=True):
+        flags = {"MODEL.NAME": (name, "-model"), "MODEL.PRETRAINED": (weights, "-pretrained")}
+        began = time.perf_counter()
+        try:
+            found = _features(replace(line, run=replace(line.run, flags=line.run.flags | flags)), given)
+        except UserError as error:
+            log.error("%s: %s", name, error)
+            failed[name] = str(error)
+        else:
+            models += [] if found is None else [found | {"seconds": round(time.perf_counter() - began, 1)}]
+    if not models:
+        return {"failed": failed} if failed else None
+    best = max(models, key=lambda model: model["probes"][model["chosen"]]["folds"])["model"]
+    rows = [["", "parameters", "in folds", "", "seconds"]]
+    for model in models:
+        probe = model["probes"][model["chosen"]]
+        by = (SEVERAL_LABELS if probe[ONE_LABEL.best.name] is None else ONE_LABEL).best
+        interval = probe["intervals"].get(by.name)
+        value = f"{by.words} {measured(probe[by.name], interval and Interval(*interval))}"
+        name = f"{model['model']}{' (best)' * (model['model'] == best)}"
+        rows.append([name, f"{model['parameters']:,}", f"{probe['folds']:.2f} %", value, f"{model['seconds']:.0f}"])
+    rows += [[name, "failed", "", "", ""] for name in failed]
+    by_folds = "Best is the highest accuracy in folds of the training images. Kept features take no time."
+    log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, by_folds]))
+    return {"models": models, "best": best, "failed": failed}
 
 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
@@ -234,7 +277,8 @@ def _check(line: command_line.ToolLine) -> None:
         raise UserError(f"-out {asked.out}: the run that -probe saves; give that too.")
     if asked.out and is_run_folder(Path(asked.out)):
         raise UserError(f"-out {asked.out}: this folder has a run, which is not overwritten; name another folder.")
-    if asked.path is None and not (by and (line.run.cfg or line.given_by("MODEL.PRETRAINED"))):
+    several = len(_listed(line, "MODEL.NAME")) > 1
+    if asked.path is None and not (by and (line.run.cfg or several or line.given_by("MODEL.PRETRAINED"))):
         raise UserError(
             "RUN_OR_CHECKPOINT is missing: name a run, a checkpoint or a file of weights. -probe and -knn also take "
             "weights of another program: -model NAME -pretrained FILE_OR_NAME, or the -cfg of a recipe that has both."
@@ -262,6 +306,12 @@ def _check_features(line: command_line.ToolLine, by: str, part: str | None) -> N
         raise UserError(f"-part {part}: {by} learns from the training images, so it needs others: val or test.")
     if asked.probe and asked.knn is not None:
         raise UserError("-knn: leave it out; -probe shows it too.")
+    if (names := len(_listed(line, "MODEL.NAME"))) > 1:
+        weights = len(_listed(line, "MODEL.PRETRAINED"))
+        if not asked.probe or asked.path or asked.out:
+            raise UserError("-model: several models need -probe, and neither a run nor -out.")
+        if weights not in (0, names):
+            raise UserError(f"-pretrained: {weights} for {names} models; list one for each, or leave it out.")
 
 
 def _check_settings(line: command_line.ToolLine) -> None:

@@ -20,6 +20,7 @@ from engine.evaluation.features import Features, features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
 from engine.evaluation.linear import STRENGTHS, UNWEIGHTED, fit, folds_of
 from engine.trained.model import Trained
+from models.parts import count_parameters
 from tools.common.evaluation import INTERVALS, OneLabel, SeveralLabels, measured
 from tools.common.tables import in_columns
 from tools.common.turns import progress_bar
@@ -68,6 +69,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     pools = _pools(model, seen, asked)
     found: dict[str, Any] = {
         "model": config.MODEL.NAME,
+        "parameters": count_parameters(model)[0],
         "source": f"{trained.chosen.place}",
         "precision": trained.precision.name,
         "data": title_of(data),

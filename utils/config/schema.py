@@ -27,7 +27,7 @@ class AmpConfig(Section):
     DTYPE: Literal["auto", "fp16", "bf16", "fp8"] = setting(
         "auto",
         "auto: bf16 with O3, else fp16 on GPUs and bf16 on CPUs (fp16 if a CPU has fp16 but no bf16; with O1, fp32 if "
-        "it has neither). fp8 needs torchao.",
+        "it has neither, or for depthwise convolutions). fp8 needs torchao.",
         _ON,
         excludes("DIST.STRATEGY=fsdp", at="fp8", why="FSDP with fp8 is not supported", do="use bf16, fp16 or ddp"),
     )

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -61,6 +62,26 @@ def test_auto_is_fp16_on_gpus_with_tensor_cores(gpu, name: str) -> None:
 @pytest.mark.parametrize("capability", [(6, 0), (6, 1), (5, 2)])
 def test_gpus_without_a_gain_from_fp16_warn(gpu, capability: tuple[int, int]) -> None:
     assert re.search("no .*speed", str(choose(AUTO, gpu(*capability)).warning))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("tf_efficientnet_lite0", torch.float32),
+        ("mobilenetv3_small_050", torch.float32),
+        ("test_resnet", torch.bfloat16),
+        ("test_convnext", torch.bfloat16),
+        ("test_vit", torch.bfloat16),
+    ],
+)
+def test_amp_is_fp32_for_depthwise_convolutions_with_batch_norms_on_a_cpu(cpu, name: str, dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    choice = choose(AUTO, cpu(False, True), model)
+    assert choice.dtype is dtype
+    assert amp_may_gain(CPU, model) == (dtype is not torch.float32)
+    assert ("depthwise" in Precision(AUTO, CPU, choice).line()) == (dtype is torch.float32)
+    assert choose(BF16, CPU, model).dtype is torch.bfloat16, "what was asked for is done"
 
 
 def test_bf16_warns_on_a_gpu_that_emulates_it(gpu) -> None:

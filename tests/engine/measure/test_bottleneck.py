@@ -104,7 +104,7 @@ def test_device_time_takes_precedence_over_host_time() -> None:
         ("cuda", True, False, "To speed up, try TRAIN.COMPILE=whole (or blocks);"),
         ("cpu", False, False, "To speed up, try -amp (scripts/choose_precision.py measures the gain);"),
         ("cuda", False, True, "To speed up, try -amp"),
-        ("cuda", True, True, "Only a smaller model or more devices"),
+        ("cuda", True, True, "Only a smaller model, smaller images or more devices"),
     ],
 )
 def test_advice_for_a_compute_bound_run(device: str, amp: bool, compiled: bool, advice: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.amp.low_precision import force_fp32
 from engine.amp.precision import Precision
+from engine.setup import setting_of
 from engine.speed.convolutions import ChannelsLast, LinearPatches, PatchesAsProduct
 from engine.speed.speedup import mix_in
 from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
@@ -33,14 +35,19 @@ LAST = torch.channels_last
         ("test_resnet", "O1", "fsdp", False),
         ("test_vit", "O1", "ddp", False),
         ("swin_tiny_patch4_window7_224", "O1", "ddp", False),
+        ("pvt_v2_b0", "O1", "ddp", True),
     ],
 )
-def test_auto_is_for_convolutions_on_a_gpu_in_half_precision(name: str, level: str, strategy: str, last: bool) -> None:
+def test_auto_is_for_convolutions_on_a_cpu_and_in_half_precision_on_a_gpu(
+    name: str, level: str, strategy: str, last: bool
+) -> None:
     with torch.device("meta"):
         model = create_model(name)
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0), level=level)
     assert chosen(ChannelsLast, built_of(model, on_gpu, DIST={"STRATEGY": strategy})).value is last
-    assert chosen(ChannelsLast, built_of(model)).value is False
+    built = built_of(model, DIST={"STRATEGY": strategy})
+    assert chosen(ChannelsLast, built).value is ((name, strategy) == ("test_resnet", "ddp"))
+    assert chosen(ChannelsLast, replace(built, before={"channels_last": False})).value is False, "as the resumed run"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,7 @@ def test_training_in_channels_last_is_the_same_to_rounding(tiny: Path) -> None:
         train(ready, 2)
         assert seen == {last == "+channels_last"}
         assert ready.choices["channels_last"] == (last == "+channels_last")
+        assert setting_of(ready).faster == ("SPEED=+channels_last",) * (last == "-channels_last"), "the log's advice"
         weights.append(ready.model.state_dict().values())
     assert all(torch.allclose(a.float(), b.float(), atol=1e-4) for a, b in zip(*weights, strict=True))
 

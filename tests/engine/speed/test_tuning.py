@@ -19,7 +19,7 @@ ALWAYS, ON_GPUS = ["attention"], ["linear_patches", "fused_mlp", "channels_last"
 @pytest.mark.parametrize(
     ("device", "level", "keys"),
     [
-        ("cpu", "O1", [*ALWAYS, "linear_patches"]),
+        ("cpu", "O1", [*ALWAYS, "linear_patches", "channels_last"]),
         ("cuda", "O0", ALWAYS),
         ("cuda", "O1", [*ALWAYS, *ON_GPUS]),
         ("mps", "O1", ALWAYS),

@@ -331,7 +331,21 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
     return labels
 
 
-def _places(file: Path, header: list[str], data: DataConfig, split: int | None) -> tuple[list[int], list[int]]:
+def images_in_table(file: Path, data: DataConfig) -> list[str]:
+    """Paths of the images that a table names, whatever its other columns are; each one may be several files."""
+    rows = _rows(file, data)
+    _, header = next(rows)
+    places, _ = _places(file, header, data, None, labelled=False)
+    paths = []
+    for number, fields in rows:
+        of_image = [check_path(fields[place] if place < len(fields) else "", f"{file}:{number}") for place in places]
+        paths.append(OF_SEVERAL.join(str(file.parent / path) for path in of_image))
+    return paths
+
+
+def _places(
+    file: Path, header: list[str], data: DataConfig, split: int | None, labelled: bool = True
+) -> tuple[list[int], list[int]]:
     """Places of the columns of paths, and of the one of labels, or of one per class. `split`: that of splits.
 
     With DATA.MULTI_LABEL and no column of labels, all but those of paths are classes. Two columns may have any names.
@@ -345,8 +359,10 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
     paths = [] if path is None else [path]
     if not paths and "file" not in given:
         paths = _numbered(file, header)
+    if paths and not labelled:
+        return paths, []
     layout = LAYOUT.format(root=file.parent)
-    if len(own) == 2 and not (paths and target is not None) and not data.MULTI_LABEL and not given:
+    if labelled and len(own) == 2 and not (paths and target is not None) and not data.MULTI_LABEL and not given:
         if any(header[place].lower().endswith(ENDINGS) for place in own):
             raise UserError(f"{file} has no header: its first line is {', '.join(header)}. {ADVICE}")
         path = paths[0] if paths else next(place for place in own if place != target)
@@ -355,10 +371,8 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
     if not paths or (target is None and (not data.MULTI_LABEL or "label" in given)):
         names = target_names if paths else path_names
         suggestion = next((text for name in columns if (text := nearest(name, names))), "")
-        raise UserError(
-            f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
-            f"{ADVICE} {layout}"
-        )
+        wrong = f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion}"
+        raise UserError(f"{wrong} {ADVICE} {layout}" if labelled else wrong)
 
     targets, names = [] if target is None else [target], columns
     if target is None:

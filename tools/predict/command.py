@@ -9,9 +9,9 @@
     find /data -name '*.jpg' | python scripts/predict.py runs/flowers - -format jsonl -amp bf16 | gzip > all.jsonl.gz
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. With several, one
-after another, the mean of their probabilities is predicted. Images are files, folders with their subfolders, globs, or
-`-` for a list of files on standard input; or with -part a split of the run's data. They are prepared exactly as in the
-run's validation. Results keep the order of the images and are written batch by batch.
+after another, the mean of their probabilities is predicted. Images are files, folders with their subfolders, globs,
+.csv tables with paths, or `-` for a list of files on stdin; or with -part a split of the run's data. They are prepared
+exactly as in the run's validation. Results keep the order of the images and are written batch by batch.
 
 -features FILE writes what the model has learned to see in each image, in place of classes: vectors of numbers, for
 search, clustering, or another classifier. A model that learned without labels has these alone.
@@ -80,7 +80,7 @@ OWN = (
 )
 PLACES = (
     Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),
-    Positional("images", "IMAGE", "file, folder, glob, or - for a list on stdin", "*"),
+    Positional("images", "IMAGE", "file, folder, glob, .csv table, or - for a list on stdin", "*"),
 )
 OF_CLASSES = ("topk", "threshold", "format", "out", "tta", "no_calibration")
 """Own flags about classes"""
@@ -96,19 +96,20 @@ def main(argv: list[str]) -> int:
     log.setLevel("WARNING")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    from datasets.decoding import endings_of
     from datasets.given import open_given
+    from datasets.sources.files import OF_SEVERAL
     from engine.evaluation.data import check_split
     from engine.trained.model import load_trained, name_of, split_of_run, together
     from tools.predict.images import FORMS, Chosen, find_images, predict_images, write_features
 
     how: Any = {"calibrated": not asked.no_calibration, "needs_labels": asked.features is None}
     trained = together(asked.models, lambda at: load_trained(at, asked.weights, asked.device, asked.amp, **how))
-    paths = find_images(asked.images, endings_of(trained.config.DATA)) if asked.images else []
+    paths = find_images(asked.images, trained.config.DATA) if asked.images else []
     for one in (trained, *trained.others):
         one.flip = bool(asked.tta)
     if asked.part is None:
         dataset = open_given(paths, trained.config.DATA)
+        paths = [path.partition(OF_SEVERAL)[0] for path in paths]  # the name of an image of several files
     else:
         try:
             for one in (trained, *trained.others):

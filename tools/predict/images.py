@@ -9,6 +9,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -18,11 +19,13 @@ from tqdm import tqdm
 
 from datasets import Batch, ImageDataset, ValLoader, auto_workers, has_labels
 from datasets.base import PADDING
-from datasets.decoding import ENDINGS
+from datasets.decoding import endings_of
+from datasets.sources.csv_table import images_in_table
 from datasets.sources.files import SkippedFiles, images_below
 from engine.trained.model import Trained, guesses
 from tools.common.output_file import writing
 from tools.common.tables import shown
+from utils.config.data import DataConfig
 from utils.errors import EXIT_DONE, EXIT_FAILED, TrainingError, UserError
 from utils.log import log
 from utils.text import one_line
@@ -148,10 +151,10 @@ class Chosen:
         return [row if finite else None for row, finite in zip(rows, logits.amax(1).isfinite().tolist(), strict=True)]
 
 
-def find_images(words: list[str], endings: tuple[str, ...] = ENDINGS) -> list[str]:
+def find_images(words: list[str], data: DataConfig) -> list[str]:
     """Paths in the order of the arguments; those of a folder or glob are sorted."""
-    skipped, none = SkippedFiles(), f"no images found (files ending in {' '.join(endings)})"
-    by_word = {word: _paths_of(word, skipped, endings) for word in words}
+    skipped, none = SkippedFiles(), f"no images found (files ending in {' '.join(endings_of(data))})"
+    by_word = {word: _paths_of(word, skipped, data) for word in words}
     skipped.warn(", ".join(words[:2]) + (", ..." if len(words) > 2 else ""))
     found = [path for word in words for path in by_word[word]]
     empty = [word for word, paths in by_word.items() if not paths and word != "-"]
@@ -164,7 +167,7 @@ def find_images(words: list[str], endings: tuple[str, ...] = ENDINGS) -> list[st
     return found
 
 
-def _paths_of(word: str, skipped: SkippedFiles, endings: tuple[str, ...]) -> list[str]:
+def _paths_of(word: str, skipped: SkippedFiles, data: DataConfig) -> list[str]:
     if word == "-":  # names separated by newlines, or by zero bytes, as `find -print0` prints them
         content = sys.stdin.buffer.read()
         names = content.split(b"\0") if b"\0" in content else [name.rstrip(b"\r") for name in content.split(b"\n")]
@@ -177,7 +180,10 @@ def _paths_of(word: str, skipped: SkippedFiles, endings: tuple[str, ...]) -> lis
         raise UserError(f"{word}: {reason}.")
     found = []
     for one in matched:
-        below = (os.path.join(one, file) for file in images_below(one, skipped, endings=endings))
+        if one.lower().endswith(".csv") and os.path.isfile(one):
+            found += images_in_table(Path(one), data)
+            continue
+        below = (os.path.join(one, file) for file in images_below(one, skipped, endings=endings_of(data)))
         found += below if os.path.isdir(one) else [one]
     return found
 

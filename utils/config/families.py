@@ -9,10 +9,12 @@ The values are those of PaddleViT, whose ViT, DeiT and Swin have a `config.py` e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from utils.config.kinds import AUTO, one_line
+from utils.config.kinds import AUTO, as_names, one_line
 from utils.config.read import TYPE, Entry, type_of
+from utils.program import ROOT
 from vitamp.metrics import NO_LABELS, SEVERAL_LABELS
 
 MULTI_LABEL, MAE = "DATA.MULTI_LABEL", "MODEL.MAE_PRETRAIN"
@@ -83,8 +85,11 @@ RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 CHANNELS, DEPTH = "DATA.IMAGE_CHANNELS", "DATA.BITS"
 
 
-def defaults_by(given: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
-    """The defaults that the settings of a run change, by key, and lines for the log about those that it takes."""
+def defaults_by(given: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+    """The defaults that the settings of a run change, by key, and lines for the log about those that it takes.
+
+    Removes the mean and std of a recipe of `configs/` that are for images of other channels or bits.
+    """
     kind = type_of(given)
     of_family: Mapping[str, Any] | None = FAMILIES.get(kind)
     if of_family is None:
@@ -96,8 +101,15 @@ def defaults_by(given: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]
     rgb = channels in ("", "3") and plain
     family = {key: value for key, value in of_family.items() if rgb or key not in RGB_ONLY}
     on = [by for by in IMPLIED if by in given and str(given[by].value).strip().casefold() in TRUE_WORDS]
-    entries = {} if plain else {key: Entry(AUTO, f"default ({CHANNELS}, {DEPTH})") for key in RGB_ONLY}
+    opened = Entry(AUTO, f"default ({CHANNELS}, {DEPTH})")
+    entries: dict[str, Entry] = {} if plain else dict.fromkeys(RGB_ONLY, opened)
     notes = []
+    for key in (key for key in RGB_ONLY if key in given and not rgb):
+        source, several = given[key].source, len({*as_names(given[key].value)}) > 1
+        if (several or not plain) and Path(source.rpartition(":")[0] or "/").resolve().parent == ROOT / "configs":
+            notes.append(f"{key} auto: {source} has that of images of other channels or bits")
+            del given[key]
+            entries[key] = opened
     for by, word, values in [(TYPE, kind, family), *((by, "true", IMPLIED[by]) for by in on)]:
         entries |= {key: Entry(value, f"default ({kind if by == TYPE else by})") for key, value in values.items()}
         if taken := [f"{key} {one_line(value)}" for key, value in values.items() if key not in given]:

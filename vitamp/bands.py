@@ -51,7 +51,8 @@ def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str) -> np.
     if kind.name != wanted and not (wanted == "float32" and kind.kind == "f"):
         raise ValueError(f"its values are {kind.name}; DATA.BITS {bits} takes {wanted}")
     if pixels.shape[2] != channels:
-        raise ValueError(f"it has {pixels.shape[2]} channels; DATA.IMAGE_CHANNELS is {channels}")
+        files = "" if pixels.shape[2] > channels else ", or name its other files in a table: docs/bands.md"
+        raise ValueError(f"it has {pixels.shape[2]} channels; DATA.IMAGE_CHANNELS is {channels}{files}")
     if kind.kind == "f" and (wrong := pixels.size - int(np.isfinite(pixels).sum())):
         raise ValueError(f"{wrong:,} of its {pixels.size:,} values are NaN or infinity")
     return pixels

@@ -81,10 +81,10 @@ class _Header:
         With DATA.MULTI_LABEL and no column of labels, all but those of paths are classes. Two columns may have any
         names.
         """
-        names = {"file": PATHS, "label": (*TARGETS, *PLURALS) if self.data.MULTI_LABEL else TARGETS}
-        names |= {kind: (name,) for kind, name in self.given.items()}
+        targets = (*TARGETS, *PLURALS) if self.data.MULTI_LABEL else TARGETS
+        names = (self.given["label"],) if "label" in self.given else targets
         own = [place for place, name in enumerate(self.names) if name != self.data.GROUP and place != split]
-        paths, labels = self.first_of(names["file"]) or self.numbered(), self.first_of(names["label"])
+        paths, labels = self.files(), self.first_of(names)
         if len(own) == 2 and not (self.data.MULTI_LABEL or self.given or (paths and labels)):
             if any(self.names[place].lower().endswith(ENDINGS) for place in own):
                 raise UserError(f"{self.file} has no header: its first line is {', '.join(self.names)}. {ADVICE}")
@@ -95,19 +95,23 @@ class _Header:
             read = f"{self.names[path]!r} is read as the path, {self.names[label]!r} as the label"
             warn_once(f"{self.file}: the column {read}. {ADVICE}")
         if not paths:
-            raise self.lacks(names["file"])
+            raise self.lacks(PATHS)
         called = self.folded
         if not labels:
             if not self.data.MULTI_LABEL or "label" in self.given:
-                raise self.lacks(names["label"])
+                raise self.lacks(names)
             labels, called = [place for place in own if place not in paths], self.names  # classes may be a and A
             if len(labels) < 2:
-                what = f"neither a column called {' or '.join(names['label'])} nor one column per class"
+                what = f"neither a column called {' or '.join(names)} nor one column per class"
                 raise UserError(f"{self.file} has {what}. {LAYOUT.format(root=self.file.parent)}")
         for place in (*paths, *labels):
             if called.count(called[place]) > 1:
                 raise UserError(f"{self.file}: two columns are called {self.names[place]!r}; remove or rename one.")
         return paths, labels
+
+    def files(self) -> list[int]:
+        """Places of the columns of paths: one, or those of several files per image."""
+        return self.first_of([self.given["file"]] if "file" in self.given else PATHS) or self.numbered()
 
     def numbered(self) -> list[int]:
         """Places of columns such as file_1, file_2, each with a file of the same image, in the order of numbers."""
@@ -123,11 +127,12 @@ class _Header:
         warn_once(f"{of_image}, in the order of its channels.", logging.INFO)
         return [found[number] for number in numbers]
 
-    def lacks(self, names: Sequence[str]) -> UserError:
+    def lacks(self, names: Sequence[str], labelled: bool = True) -> UserError:
         """The error for a column of paths or labels that has none of these names."""
         suggestion = next((text for name in self.folded if (text := nearest(name, names))), "")
         what = f"no column {' or '.join(names)}; its columns are {', '.join(self.names) or 'none'}.{suggestion}"
-        return UserError(f"{self.file} has {what} {ADVICE} {LAYOUT.format(root=self.file.parent)}")
+        advice = f" {ADVICE} {LAYOUT.format(root=self.file.parent)}" if labelled else ""
+        return UserError(f"{self.file} has {what}{advice}")
 
 
 @dataclass(frozen=True)
@@ -392,6 +397,21 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
     if repeated := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(f"{where}: the label {repeated!r} appears twice; give each label once.")
     return labels
+
+
+def images_in_table(file: Path, data: DataConfig) -> list[str]:
+    """Paths of the images that a table names, whatever its other columns are; each one may be several files."""
+    rows = _rows(file, data)
+    _, names = next(rows)
+    header = _Header(file, names, data)
+    places = header.files()
+    if not places:
+        raise header.lacks(PATHS, labelled=False)
+    paths = []
+    for number, fields in rows:
+        of_image = [check_path(fields[place] if place < len(fields) else "", f"{file}:{number}") for place in places]
+        paths.append(OF_SEVERAL.join(str(file.parent / path) for path in of_image))
+    return paths
 
 
 def _whole_number(text: str) -> int | None:

@@ -289,9 +289,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
         if theirs.task != ONE_LABEL:
             raise UserError(f"{KEY} {setting}: trained {theirs.task.words}; a teacher needs one label per image.")
         data = theirs.DATA
-        for key in ("IMAGE_CHANNELS", "BITS", "RANGE"):
-            if (mine := getattr(config.DATA, key)) != (its := getattr(data, key)):
-                raise UserError(f"{KEY} {setting}: trained with DATA.{key} {its}, but here it is {mine}.")
+        _check_values(setting, config, (data.IMAGE_CHANNELS, data.BITS, data.value_range))
         model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
         if own:
             own.values = values
@@ -325,9 +323,19 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     size = header.get("image_size", pretrained.input_size[1:])
     size = size_of(*sides(size))
     mean, std = (tuple(header.get(key, getattr(pretrained, key))) for key in ("mean", "std"))
+    colours = channels if config.DATA.is_plain else len(mean)
+    _check_values(setting, config, (colours, header.get("bits", 8), tuple(header.get("range", (0, 255)))))
     if len(mean) != channels:  # grey images, and a teacher trained on colour
         mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
     return TeacherModel(model, setting, size, mean, std, classes)
+
+
+def _check_values(setting: str, config: Config, theirs: tuple[Any, ...]) -> None:
+    """Raise UserError if the teacher has learned from other channels, bits, or range of values (`theirs`)."""
+    ours = (config.DATA.IMAGE_CHANNELS, config.DATA.BITS, config.DATA.value_range)
+    for key, its, mine in zip(("IMAGE_CHANNELS", "BITS", "RANGE"), theirs, ours, strict=True):
+        if its != mine:
+            raise UserError(f"{KEY} {setting}: trained with DATA.{key} {its}, but here it is {mine}.")
 
 
 UNNAMED = f"{KEY} {{}}: neither the file's header nor its name says which timm model it is".format

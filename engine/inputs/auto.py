@@ -276,10 +276,14 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
         )
         return replace(loaded, warnings=(*loaded.warnings, warning))
     (theirs, where), data = known, loaded.config.DATA
-    as_many = data.is_plain or len(theirs.get(COLOURS[0], ())) == data.IMAGE_CHANNELS
+    channels = len(theirs.get(COLOURS[0], ()))
+    as_many = channels in (0, 1, 3) if data.is_plain else channels == data.IMAGE_CHANNELS
     if theirs.pop("DATA.BITS") != data.BITS or not as_many:
         for key in MEASURED:  # of other values
             theirs.pop(key, None)
+        if opened := [key for key in COLOURS if loaded.is_default(key)]:
+            said = f"{' and '.join(opened)} auto: {where} has those of images of other channels or bits"
+            loaded = loaded.with_values(dict.fromkeys(opened, AUTO), "default (MODEL.PRETRAINED)", [said])
     elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
         theirs |= {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
     taken, unsupported, differing = dict[str, Any](), list[str](), list[str]()

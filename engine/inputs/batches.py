@@ -79,7 +79,8 @@ def input_of(data: DataConfig) -> dict[str, Any]:
         "exif_rotate": data.EXIF_ROTATE,
         "background": background_of(data),
     }
-    return about if data.is_plain else about | {"bits": data.BITS, "range": list(data.value_range)}
+    about |= {} if data.is_plain else {"bits": data.BITS}
+    return about if data.is_plain and data.RANGE is None else about | {"range": list(data.value_range)}
 
 
 def shortcuts_of(config: Config) -> Shortcuts:

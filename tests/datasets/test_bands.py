@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 import vitamp as package
 from datasets.base import Unreadable
@@ -24,9 +26,11 @@ from engine.inputs.batches import Inputs
 from tests.datasets.opened import part, settings
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import Vitamp
+from tools.common.command_line import Tool
 from tools.common.report_page.evaluations import pictured
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
+from utils.errors import UserError
 from utils.seeding import seed_host
 from vitamp.bands import together
 
@@ -278,9 +282,13 @@ def test_a_class_in_the_fifth_channel_is_learned_and_lost_where_channels_are_per
     batch = open_given(images, load_data(run)).__getitems__([(0, index) for index in range(8)])
     exported = torch.export.load(weights).module()(batch.images)
     assert exported.softmax(1)[:, 0].tolist() == pytest.approx(predicted, abs=2e-6)
-    for other, said in (("-to onnx -with_resize -out x.onnx", "-with_resize"), ("-to hub -output x", "-to hub")):
+    for other, said, instead in (
+        ("-to onnx -with_resize -out x.onnx", "-with_resize", "-with_preprocess"),
+        ("-to hub -output x", "-to hub", "-to safetensors"),
+    ):
         refused = vitamp(run, *other.split(), script="scripts/export.py", cwd=tmp_path, code=2)
         assert f"{said}: for 8-bit grey and RGB images" in refused.text
+        assert f"; use {instead}." in refused.text
 
     # Pretrained weights of three channels are adapted; other tools look at these images, too.
     first = tmp_path / "rgb"
@@ -316,6 +324,18 @@ def test_files_in_columns_are_the_channels_of_an_image(tmp_path: Path, vitamp: V
     samples = part(data, num_classes=2)
     first = Reader(data).whole(samples.read(0))
     assert first[5, 5].tolist() == [1000.0 * int(Path(samples.name(0)).name[0]), first[5, 5, 0] + 1]
+    run, small = tmp_path / "run", ("-batch_size", 2, "TRAIN.NUM_EPOCHS=1", "DATA.VAL_FRACTION=0.25")
+    kind = ("DATA.IMAGE_CHANNELS=2", "DATA.BITS=16", f"DATA.CACHE={tmp_path}/cache")
+    vitamp("-data_path", table, *TINY, *kind, *small, "-output", run, code=0)
+    predict: Any = {"script": "scripts/predict.py"}
+    split = vitamp(run, "-part", "all", "-format", "jsonl", **predict, code=0).out
+    assert vitamp(run, table, "-format", "jsonl", **predict, code=0).out == split
+    alone = vitamp(run, tmp_path / "0_0.png", **predict, code=1).text
+    assert "it has 1 channels; DATA.IMAGE_CHANNELS is 2, or name its other files in a table" in alone
+    (tmp_path / "photos.csv").write_text("photo\n0_0.png\n")
+    refused = vitamp(run, tmp_path / "photos.csv", **predict, code=2)
+    assert refused.text.endswith("no column path or image_path or image or file or filename; its columns are photo.\n")
+
     (tmp_path / "3_1.png").unlink()
     words = ("-data_path", table, *TINY, "DATA.IMAGE_CHANNELS=2", "DATA.BITS=16", "-batch_size", 2, "DATA.MAX_BAD=0")
     refused = vitamp(*words, f"DATA.CACHE={tmp_path}", code=2)
@@ -324,6 +344,43 @@ def test_files_in_columns_are_the_channels_of_an_image(tmp_path: Path, vitamp: V
     assert f"{table} names 3_1.png, but there is no file" in vitamp(*words, *given, code=2).text
     table.write_text(table.read_text().replace("file_2", "file_3"))
     assert "are the files of an image, but there is none with number 2" in vitamp(*words, code=2).text
+
+
+def test_means_of_recipes_and_weights_for_other_images_are_measured(tmp_path: Path, vitamp: Vitamp) -> None:
+    def noise(generator: np.random.Generator, _: np.ndarray) -> np.ndarray:
+        return generator.integers(0, 256, (SIDE, SIDE, 5), dtype=np.uint8)
+
+    words = ("-data_path", write_classes(tmp_path / "data", noise), *TINY, f"DATA.CACHE={tmp_path}", "-dry_run")
+    shipped = (*words, "DATA.IMAGE_CHANNELS=5", "-cfg", "vit_tiny_patch16_224")
+    done = vitamp(*shipped, code=0)
+    assert "STD auto: configs/_vit_imagenet.yaml:7 has that of images of other channels or bits" in done.text
+    assert "Measured on 128 training images, of values from 0 to 255: DATA.IMAGENET_MEAN [0." in done.text
+    assert "[0.4, 0.5, 0.6] has 3 numbers" in vitamp(*shipped, "DATA.IMAGENET_MEAN=[0.4,0.5,0.6]", code=2).text
+
+    # Weights of five channels for photographs, and a teacher of photographs for five channels.
+    run, photographs = tmp_path / "run", tmp_path / "photographs"
+    five = ("-data_path", tmp_path / "data", *TINY, f"DATA.CACHE={tmp_path}", "DATA.IMAGE_CHANNELS=5")
+    vitamp(*five, "TRAIN.NUM_EPOCHS=1", "-output", run, code=0)
+    for number, path in enumerate(sorted(tmp_path.glob("data/*/*/*.npy"))):
+        other = photographs / path.relative_to(tmp_path / "data").with_suffix(".png")
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_bytes(saved(bands(3, np.uint8, number)))
+    done = vitamp("-data_path", photographs, *TINY, f"DATA.CACHE={tmp_path}", "-pretrained", run, "-dry_run", code=0)
+    assert "DATA.IMAGENET_MEAN and DATA.IMAGENET_STD auto: " in done.text
+    assert "patch_embed.proj.weight resized from 32x5x4x4 to 32x3x4x4" in done.text
+    save_file(timm.create_model("vit_tiny_patch16_224", num_classes=2).state_dict(), tmp_path / "t.safetensors")
+    teacher = f"vit_tiny_patch16_224={tmp_path}/t.safetensors"
+    refused = vitamp(*five, "-dry_run", "TRAIN.DISTILLATION_TYPE=soft", "-teacher_model", teacher, code=2)
+    assert f"{teacher}: trained with DATA.IMAGE_CHANNELS 3, but here it is 5" in refused.text
+
+
+def test_benchmarks_of_random_images_need_no_measured_mean(vitamp: Vitamp) -> None:
+    words, tool = ["DATA.IMAGE_CHANNELS=5", "DATA.BITS=16"], Tool("a.py", "Measure.", ())
+    assert tool.read(words).load(resolved=False).config.DATA.IMAGENET_MEAN == (0.5,)
+    with pytest.raises(UserError, match="IMAGENET_MEAN auto does not work in this tool"):
+        tool.read([*words, "DATA.IMAGENET_MEAN=auto"]).load(resolved=False)
+    refused = vitamp("timm", *words, script="scripts/benchmark_amp.py", code=2)
+    assert "DATA.BITS: this table has a value of its own for all loops" in refused.text
 
 
 def test_check_data_names_blank_bands_and_the_hint_of_16_bits(tmp_path: Path, vitamp: Vitamp) -> None:

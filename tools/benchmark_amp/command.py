@@ -338,6 +338,7 @@ TIMM_FLAGS = (
 )
 OF_TIMMS_LOOP = ("AMP.LEVEL", "MODEL.PRETRAINED", "MODEL.NEW_CLASSIFIER", "MODEL.LORA.RANK", "TRAIN.LAYER_DECAY")
 OF_TIMMS_LOOP += ("TRAIN.OPTIMIZER.NAME", "TRAIN.GRAD_CHECKPOINT", "TRAIN.SIZE_SCHEDULE", "TRAIN.TOKEN_DROP")
+OF_TIMMS_LOOP += ("DATA.BITS", "DATA.RANGE")
 """Settings that have their default, whatever a recipe says: timm's loop, as it is measured, has no other."""
 TIMM_FIXED: dict[str, Any] = {
     "TRAIN.NUM_EPOCHS": 10,

@@ -173,8 +173,8 @@ def main(argv: list[str]) -> int:
     count = None if asked.int8 and "check" not in line.given else asked.check
     images = images_for_check(trained, asked.images, count, asked.part or "val")
     if not trained.config.DATA.is_plain and (asked.with_resize or HUB in formats):
-        what = "-with_resize" if asked.with_resize else f"-to {HUB}"
-        raise UserError(f"{what}: for 8-bit grey and RGB images, and this model takes others; see docs/bands.md.")
+        what, other = ("-with_resize", "-with_preprocess") if asked.with_resize else (f"-to {HUB}", "-to safetensors")
+        raise UserError(f"{what}: for 8-bit grey and RGB images, and this model takes others; use {other}.")
     if asked.with_resize:
         from tools.export.from_image import whole_images
 

@@ -10,9 +10,9 @@
     python scripts/predict.py runs/flowers -serve
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. With several, one
-after another, the mean of their probabilities is predicted. Images are files, folders with their subfolders, globs, or
-`-` for a list of files on standard input; or with -part a split of the run's data. They are prepared exactly as in the
-run's validation. Results keep the order of the images and are written batch by batch.
+after another, the mean of their probabilities is predicted. Images are files, folders with their subfolders, globs,
+.csv tables with paths, or `-` for a list of files on stdin; or with -part a split of the run's data. They are prepared
+exactly as in the run's validation. Results keep the order of the images and are written batch by batch.
 
 -features FILE writes what the model has learned to see in each image, in place of classes: vectors of numbers, for
 search, clustering, or another classifier. A model that learned without labels has these alone.
@@ -89,7 +89,7 @@ OWN = (
 )
 PLACES = (
     Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),
-    Positional("images", "IMAGE", "file, folder, glob, or - for a list on stdin", "*"),
+    Positional("images", "IMAGE", "file, folder, glob, .csv table, or - for a list on stdin", "*"),
 )
 OF_CLASSES = ("topk", "threshold", "format", "out", "tta", "no_calibration")
 """Own flags about classes"""
@@ -105,8 +105,8 @@ def main(argv: list[str]) -> int:
     log.setLevel("WARNING")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    from datasets.decoding import endings_of
     from datasets.given import open_given
+    from datasets.sources.files import OF_SEVERAL
     from engine.evaluation.data import check_split
     from engine.trained.model import load_trained, name_of, split_of_run, together
     from tools.predict.images import FORMS, Chosen, find_images, predict_images, serve, write_features
@@ -119,9 +119,10 @@ def main(argv: list[str]) -> int:
         choose = Chosen(trained, asked.topk, asked.threshold)
         _say_what_predicts(asked.models, trained, choose)
         return serve(sys.stdin, sys.stdout, trained, choose, asked)
-    paths = find_images(asked.images, endings_of(trained.config.DATA)) if asked.images else []
+    paths = find_images(asked.images, trained.config.DATA) if asked.images else []
     if asked.part is None:
         dataset = open_given(paths, trained.config.DATA)
+        paths = [path.partition(OF_SEVERAL)[0] for path in paths]  # the name of an image of several files
     else:
         try:
             for one in (trained, *trained.others):

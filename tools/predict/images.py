@@ -9,6 +9,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -18,12 +19,14 @@ from tqdm import tqdm
 
 from datasets import Batch, ImageDataset, ValLoader, auto_workers, has_labels
 from datasets.base import PADDING
-from datasets.decoding import ENDINGS, endings_of
+from datasets.decoding import endings_of
 from datasets.given import open_given
-from datasets.sources.files import SkippedFiles, images_below
+from datasets.sources.csv_table import images_in_table
+from datasets.sources.files import OF_SEVERAL, SkippedFiles, images_below
 from engine.trained.model import Trained, guesses
 from tools.common.output_file import writing
 from tools.common.tables import shown
+from utils.config.data import DataConfig
 from utils.errors import EXIT_DONE, EXIT_FAILED, TrainingError, UserError
 from utils.log import log
 from utils.text import one_line
@@ -149,10 +152,10 @@ class Chosen:
         return [row if finite else None for row, finite in zip(rows, logits.amax(1).isfinite().tolist(), strict=True)]
 
 
-def find_images(words: list[str], endings: tuple[str, ...] = ENDINGS) -> list[str]:
+def find_images(words: list[str], data: DataConfig) -> list[str]:
     """Paths in the order of the arguments; those of a folder or glob are sorted."""
-    skipped, none = SkippedFiles(), f"no images found (files ending in {' '.join(endings)})"
-    by_word = {word: _paths_of(word, skipped, endings) for word in words}
+    skipped, none = SkippedFiles(), f"no images found (files ending in {' '.join(endings_of(data))})"
+    by_word = {word: _paths_of(word, skipped, data) for word in words}
     skipped.warn(", ".join(words[:2]) + (", ..." if len(words) > 2 else ""))
     found = [path for word in words for path in by_word[word]]
     empty = [word for word, paths in by_word.items() if not paths and word != "-"]
@@ -165,7 +168,7 @@ def find_images(words: list[str], endings: tuple[str, ...] = ENDINGS) -> list[st
     return found
 
 
-def _paths_of(word: str, skipped: SkippedFiles, endings: tuple[str, ...]) -> list[str]:
+def _paths_of(word: str, skipped: SkippedFiles, data: DataConfig) -> list[str]:
     if word == "-":  # names separated by newlines, or by zero bytes, as `find -print0` prints them
         content = sys.stdin.buffer.read()
         names = content.split(b"\0") if b"\0" in content else [name.rstrip(b"\r") for name in content.split(b"\n")]
@@ -178,7 +181,10 @@ def _paths_of(word: str, skipped: SkippedFiles, endings: tuple[str, ...]) -> lis
         raise UserError(f"{word}: {reason}.")
     found = []
     for one in matched:
-        below = (os.path.join(one, file) for file in images_below(one, skipped, endings=endings))
+        if one.lower().endswith(".csv") and os.path.isfile(one):
+            found += images_in_table(Path(one), data)
+            continue
+        below = (os.path.join(one, file) for file in images_below(one, skipped, endings=endings_of(data)))
         found += below if os.path.isdir(one) else [one]
     return found
 
@@ -237,21 +243,18 @@ def write_table(stream: TextIO, rows: Rows, classes: Sequence[str], topk: int, p
 def serve(requests: TextIO, stream: TextIO, trained: Trained, choose: Chosen, asked: Namespace) -> int:
     """Answer each line, a JSON list of images as the command line takes them, with a line of JSON."""
     data = trained.config.DATA
+
+    def predict(batch: Batch) -> list[list[Guess] | None]:
+        return choose(trained.logits(batch.images))
+
     for line in requests:
         try:
             words = json.loads(line)
             if not isinstance(words, list) or not all(isinstance(word, str) and word != "-" for word in words):
                 raise UserError(f"{one_line(line.strip())}: is no list of names of images.")
-            paths = find_images(words, endings_of(data))
-            rows = predict_images(
-                trained,
-                open_given(paths, data),
-                paths,
-                lambda batch: choose(trained.logits(batch.images)),
-                asked,
-                False,
-                [],
-            )
+            paths = find_images(words, data)
+            dataset, names = open_given(paths, data), [path.partition(OF_SEVERAL)[0] for path in paths]
+            rows = predict_images(trained, dataset, names, predict, asked, False, [])
             answer = f"[{', '.join(_json(*row) for row in rows)}]"
         except (UserError, TrainingError, json.JSONDecodeError) as error:
             answer = json.dumps({"error": str(error)})

@@ -6,10 +6,12 @@ ViT's are those of the schema; `paddlevit/families.yaml` has the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from utils.config.kinds import AUTO, one_line
+from utils.config.kinds import AUTO, as_names, one_line
 from utils.config.read import TYPE, Entry, text_of, type_of
+from utils.program import ROOT
 from vitamp.metrics import NO_LABELS, SEVERAL_LABELS
 
 MULTI_LABEL, MAE = "DATA.MULTI_LABEL", "MODEL.MAE_PRETRAIN"
@@ -27,19 +29,29 @@ RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 CHANNELS, DEPTH = "DATA.IMAGE_CHANNELS", "DATA.BITS"
 
 
-def defaults_by(given: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
-    """The defaults that the settings of a run change, by key, and lines for the log about those that it takes."""
+def defaults_by(given: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+    """The defaults that the settings of a run change, by key, and lines for the log about those that it takes.
+
+    Removes the mean and std of a recipe of `configs/` that are for images of other channels or bits.
+    """
     kind, channels, family = type_of(given), text_of(given, CHANNELS), dict[str, Any]()
     if kind != "vit":
         from utils.config.paddlevit import defaults_of
 
         family |= defaults_of(kind)
     plain = channels in ("", "1", "3") and text_of(given, DEPTH) in ("", "8")
-    if channels == "1" or not plain:
-        for key in RGB_ONLY:
-            family.pop(key, None)
-    entries = {} if plain else {key: Entry(AUTO, f"default ({CHANNELS}, {DEPTH})") for key in RGB_ONLY}
-    notes, rows = [], [(TYPE, kind, kind, family)]
+    opened, notes = Entry(AUTO, f"default ({CHANNELS}, {DEPTH})"), list[str]()
+    entries = {} if plain else dict.fromkeys(RGB_ONLY, opened)
+    for key in RGB_ONLY if channels == "1" or not plain else ():
+        family.pop(key, None)
+        if key not in given:
+            continue
+        source, several = given[key].source, len({*as_names(given[key].value)}) > 1
+        if (several or not plain) and Path(source.rpartition(":")[0] or "/").resolve().parent == ROOT / "configs":
+            notes.append(f"{key} auto: {source} has that of images of other channels or bits")
+            del given[key]
+            entries[key] = opened
+    rows = [(TYPE, kind, kind, family)]
     rows += [(by, by, "true", values) for by, values in IMPLIED.items() if text_of(given, by) in TRUE_WORDS]
     for by, name, word, values in rows:
         entries |= {key: Entry(value, f"default ({name})") for key, value in values.items()}

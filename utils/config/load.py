@@ -94,12 +94,13 @@ def load_config(
 
         kept = [WARMUP] if proportional else []
         of_run = resolved_by_run(given, None if cfg is None else kept)
+    known = given | of_run
     if type_of(given) != "vit" or not given.keys().isdisjoint(CHANGE_DEFAULTS):
         from utils.config.families import defaults_by
 
-        defaults, about = defaults_by(given | of_run)
+        defaults, about = defaults_by(known)
         lines += about
-    loaded = Loaded(*_checked(defaults | given | of_run, problems), tuple(lines))
+    loaded = Loaded(*_checked(defaults | known, problems), tuple(lines))
     if proportional and WARMUP not in of_run:
         loaded = _with_warmup_in_proportion(loaded, defaults | recipe)
     sources = {key: entry.source for key, entry in given.items()}

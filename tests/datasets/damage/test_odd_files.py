@@ -34,7 +34,7 @@ def test_image_extensions_are_the_same_everywhere(tmp_path: Path) -> None:
         (image.convert("1") if ending == ".pbm" else image).save(folder / f"x{ending}")
     paths = list(class_files(tmp_path, ["one"]).paths)
     assert {Path(path).suffix for path in paths} == set(made)
-    assert [os.path.relpath(path, tmp_path) for path in find_images([str(tmp_path)])] == paths
+    assert [os.path.relpath(path, tmp_path) for path in find_images([str(tmp_path)], DataConfig())] == paths
     assert f" {' '.join(ENDINGS)};" in (ROOT / "docs" / "datasets.md").read_text(encoding="utf-8").replace("\n", " ")
     assert {f".{kind}" for kind in IMAGE_KINDS} == {*ENDINGS, ".npy"}
     part = open_given([str(tmp_path / path) for path in paths], DataConfig(IMAGE_SIZE=8, DATASET="imagefolder"))
@@ -48,7 +48,7 @@ def test_skipped_files_are_counted_by_extension(tmp_path: Path, walk: str, said:
     for name in ("photo.heic", "b.HEIC", "c.heic", "notes.txt", "Makefile", ".hidden"):
         (tmp_path / "one" / name).write_bytes(b"x")
     for _ in range(2):
-        class_files(tmp_path, ["one"]) if walk == "training" else find_images([str(tmp_path)])
+        class_files(tmp_path, ["one"]) if walk == "training" else find_images([str(tmp_path)], DataConfig())
     line = "skipped .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), hidden files 1 (.hidden), no extension 1"
     assert said.text.count(f"{tmp_path}: {line}") == 1
 
@@ -59,7 +59,7 @@ def test_circular_links_are_not_followed(tmp_path: Path) -> None:
         (tmp_path / "one" / name).symlink_to(tmp_path)
     (tmp_path / "one" / "self").symlink_to("self")
     assert list(class_files(tmp_path, ["one"]).paths) == ["one/a.png"]
-    assert find_images([str(tmp_path)]) == [str(tmp_path / "one" / "a.png")]
+    assert find_images([str(tmp_path)], DataConfig()) == [str(tmp_path / "one" / "a.png")]
 
 
 def test_tar_images_with_two_dots_are_counted_as_skipped(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:

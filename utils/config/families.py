@@ -5,7 +5,6 @@ ViT's are those of the schema; `paddlevit/families.yaml` has the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def defaults_by(given: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
         family |= defaults_of(kind)
     plain = channels in ("", "1", "3") and text_of(given, DEPTH) in ("", "8")
     opened, notes = Entry(AUTO, f"default ({CHANNELS}, {DEPTH})"), list[str]()
-    entries = {} if plain else dict.fromkeys(RGB_ONLY, opened)
+    entries: dict[str, Entry] = {} if plain else dict.fromkeys(RGB_ONLY, opened)
     for key in RGB_ONLY if channels == "1" or not plain else ():
         family.pop(key, None)
         if key not in given:

@@ -46,4 +46,4 @@ def train(cfg: str | Path, ngpus: int | None = None, **flags: Any) -> Run:
     """
     from vitamp.processes import trained
 
-    return trained(str(cfg), {"ngpus": ngpus, **flags})
+    return trained(str(cfg), {"ngpus": ngpus, **flags}, load)

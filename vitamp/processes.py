@@ -16,6 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,8 +145,9 @@ class _Predictor:
 class Run:
     """A run that `vitamp.train` trained: its folder, its curves, and its best model."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, load: Callable[[Path], Loaded]) -> None:
         self.folder = folder
+        self._load = cache(load)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
@@ -158,11 +160,7 @@ class Run:
 
     def predict(self, images: Any, **flags: Any) -> list[Prediction]:
         """See `Loaded.predict`."""
-        from vitamp import load
-
-        if not hasattr(self, "_loaded"):
-            self._loaded = load(self.folder)
-        return self._loaded.predict(images, **flags)
+        return self._load(self.folder).predict(images, **flags)
 
     def report(self, **flags: Any) -> Path:
         """Write the run's report, a page for a browser."""
@@ -170,13 +168,13 @@ class Run:
         return self.folder / "report.html"
 
 
-def trained(cfg: str, flags: dict[str, Any]) -> Run:
+def trained(cfg: str, flags: dict[str, Any], load: Callable[[Path], Loaded]) -> Run:
     """See `vitamp.train`."""
     script = "main_single_gpu.py" if flags["ngpus"] is None else "main_multi_gpu.py"
     with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
         place = Path(folder, "run")
         _run(script, ["-cfg", cfg, *words_of(flags)], VITAMP_FOLDER_FILE=str(place))
-        return Run(Path(place.read_text(encoding="utf-8").removesuffix("\n")).absolute())
+        return Run(Path(place.read_text(encoding="utf-8").removesuffix("\n")).absolute(), load)
 
 
 def words_of(flags: dict[str, Any]) -> Iterator[str]:

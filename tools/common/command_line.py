@@ -19,7 +19,6 @@ from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
 from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO
-from utils.config.read import Entry
 from utils.distributed.launchers import world_from_launcher
 from utils.distributed.world import RANK_VARIABLES
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
@@ -211,7 +210,7 @@ class ToolLine:
 
             return resolve(loaded)
         measured = [key for key in MEASURED if value_of(loaded.config, key) == AUTO and loaded.is_default(key)]
-        loaded = loaded.with_values(dict.fromkeys(measured, Entry(0.5, "not measured: no speed depends on it")))
+        loaded = loaded.with_values(dict.fromkeys(measured, 0.5), "not measured: no speed depends on it")
         if unknown := [key for key in AUTO_BY_DATA if value_of(loaded.config, key) == AUTO]:
             where, key = loaded.sources[unknown[0]], unknown[0]
             raise UserError(

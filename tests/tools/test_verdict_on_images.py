@@ -75,6 +75,17 @@ def test_few_images_that_differ_are_no_certainty() -> None:
     )
 
 
+def test_made_up_images_are_as_large_as_those_that_make_the_noise() -> None:
+    """Not as in one run, where seeds differ much; but as rare images that count for much, as in balanced accuracy."""
+    random = np.random.default_rng(0)
+    base = random.normal(2, 3, 200)
+    ours, theirs = (100.0 * (random.logistic(size=(10, 200)) * 3 < base) for _ in range(2))
+    rare = np.where(np.arange(200) < 4, 1000.0, 1.0) * np.resize([1, -1], 200) * np.ones((2, 1))
+    for one, other, least, most in ((ours, theirs, 1, 1.08), (rare, 0 * rare, 1.4, 1.6)):
+        own = (one - other).mean(0).var(ddof=1) / 200
+        assert least < noise_of(one, other, of_runs(one, other)).by_image / own < most
+
+
 def test_more_seeds_or_else_more_images_are_named() -> None:
     random = np.random.default_rng(0)
     base = random.normal(2.2, 3, 300)

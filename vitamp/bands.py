@@ -118,6 +118,8 @@ def _of_dicom(content: bytes) -> np.ndarray:
     about = _package("pydicom").dcmread(io.BytesIO(content))
     _refuse_large(about.get("Rows", 0) * about.get("Columns", 0) * int(about.get("NumberOfFrames") or 1) * 8)
     values = about.pixel_array
+    if about.get("PhotometricInterpretation") == "PALETTE COLOR":  # the values number colours
+        return pixels.apply_color_lut(values, about)
     if about.get("SamplesPerPixel", 1) != 1:
         return values
     least = -(2 ** (about.BitsStored - 1)) if about.PixelRepresentation else 0

@@ -185,6 +185,14 @@ def test_slope_and_window_of_dicom_are_applied() -> None:
         Reader(settings(IMAGE_CHANNELS=1, BITS=16)).whole(dicom(stored))
 
 
+def test_palettes_of_dicom_are_colours() -> None:
+    pydicom = pytest.importorskip("pydicom")
+    file = pytest.importorskip("pydicom.data").get_testdata_file("examples_palette.dcm", download=False)
+    about = pydicom.dcmread(file)
+    found = Reader(settings(IMAGE_CHANNELS=3, BITS=16)).whole(Path(file).read_bytes())
+    assert np.array_equal(found, pydicom.pixels.apply_color_lut(about.pixel_array, about))
+
+
 def test_augmentations_of_shape_move_all_bands_alike() -> None:
     data = settings(IMAGE_CHANNELS=5, BITS=16, IMAGE_SIZE=12, ROTATE=20, SHIFT=0.2, IMAGENET_MEAN=[0.2])
     plane = bands(1, np.uint16)

@@ -33,7 +33,6 @@ from tools.export.formats import (
     Export,
     Onnx,
     chosen_images,
-    compare,
     run_onnx,
     thresholds_of,
 )
@@ -119,21 +118,26 @@ class Int8(Onnx):
         return kept
 
     def agreement(self, export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
-        images, trained = export.images, export.trained
-        if thresholds_of(trained) is not None or images.labels is None:
-            return f"{self._gain}; {compare(trained, images, expected, found, np.inf)}"
-        guesses = expected.argmax(1), found.argmax(1)
-        right = [(guess == images.labels).numpy() for guess in guesses]
-        changed = torch.nonzero(guesses[0] != guesses[1])[:, 0].tolist()
-        cost, low, high = paired_interval(right[0], right[1])
-        words = (
-            f"int8 costs {100 * cost:.1f} points of top-1 ({100 * CONFIDENCE:.0f} % interval {100 * low:.1f} to "
-            f"{100 * high:.1f}, for {LIKE_THESE}): {100 * right[0].mean():.2f} to {100 * right[1].mean():.2f} % on "
-            f"{counted(len(found), 'image')} {images.source}; {counted(len(changed), 'answer')} changed"
-        )
+        images, trained, limits = export.images, export.trained, thresholds_of(export.trained)
+        if limits is None:
+            model, file = expected.argmax(1), found.argmax(1)
+            changed = torch.nonzero(model != file)[:, 0].tolist()
+        else:
+            model, file = (logits.double().sigmoid() >= limits for logits in (expected, found))
+            changed = torch.nonzero((model != file).any(1))[:, 0].tolist()
+        words = f"{counted(len(changed), 'answer')} of {len(found):,} changed on images {images.source}"
         if changed:
-            names = [trained.name_of(int(guess[changed[0]])) for guess in guesses]
-            words += f", such as {images.names[changed[0]]} ({names[0]} to the model, {names[1]} to the file)"
+            words += f", such as that of {images.names[changed[0]]}"
+        if limits is None and changed:
+            names = (trained.name_of(int(guess[changed[0]])) for guess in (model, file))
+            words += f" ({' to the model, '.join(names)} to the file)"
+        if limits is None and images.labels is not None:
+            right = [(guess == images.labels).numpy() for guess in (model, file)]
+            cost, low, high = (100 * value for value in paired_interval(*right))
+            words += (
+                f"; int8 costs {cost:.1f} points of top-1 ({100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for "
+                f"{LIKE_THESE}): {100 * right[0].mean():.2f} to {100 * right[1].mean():.2f} %"
+            )
         return f"{words}; {self._gain}"
 
 

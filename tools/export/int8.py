@@ -134,10 +134,9 @@ class Int8(Onnx):
         if limits is None and images.labels is not None:
             right = [(guess == images.labels).numpy() for guess in (model, file)]
             cost, low, high = (100 * value for value in paired_interval(*right))
-            words += (
-                f"; int8 costs {cost:.1f} points of top-1 ({100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for "
-                f"{LIKE_THESE}): {100 * right[0].mean():.2f} to {100 * right[1].mean():.2f} %"
-            )
+            interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
+            words += f"; int8 costs {cost:.1f} points of top-1 ({interval}): "
+            words += f"{100 * right[0].mean():.2f} to {100 * right[1].mean():.2f} %"
         return f"{words}; {self._gain}"
 
 

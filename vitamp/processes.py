@@ -71,6 +71,8 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
         if self._predictor is None or not self._predictor.answers(words):
             self._predictor = _Predictor(words)
         many = images if isinstance(images, (list, tuple)) else [images]
+        if not many:
+            return []
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             paths = [_path_of(image, Path(folder, str(number))) for number, image in enumerate(many)]
             rows = self._predictor.ask(paths)
@@ -92,6 +94,8 @@ def _path_of(image: Any, free: Path) -> str:
         image.save(path := f"{free}.png", exif=image.getexif())
         return path
     array = np.asarray(image)
+    if array.dtype.kind not in "biuf" or array.ndim < 2:
+        raise TypeError(f"{type(image).__name__}: an image is a path, one of Pillow's images, or an array of numbers")
     if array.dtype == np.uint8 and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))):
         Image.fromarray(array).save(path := f"{free}.png")
     else:
@@ -237,6 +241,6 @@ def _run(script: str, words: list[str], **env: str) -> None:
 
 def _failed(code: int, text: str) -> Exception:
     """An exception with the program's own words."""
-    errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
-    words = " ".join(errors) or text.strip()[-1000:] or f"the process ended with code {code}"
+    _, found, words = f"\n{text}".partition("\nerror: ")
+    words = (words if found else text[-1000:]).strip() or f"the process ended with code {code}"
     return ValueError(words) if code == EXIT_USAGE else RuntimeError(words)

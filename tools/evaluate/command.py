@@ -148,7 +148,7 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
     else:
         loaded = line.load({"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")})
         if not loaded.config.MODEL.PRETRAINED:
-            raise UserError(f"-cfg {line.run.cfg}: has no MODEL.PRETRAINED; add -pretrained FILE_OR_NAME.")
+            raise UserError("-probe: MODEL.PRETRAINED is not set; add -pretrained FILE_OR_NAME.")
         for note in loaded.notes:
             log.info("%s", note)
         data = loaded.config.DATA.model_copy(update={"PART": given.flags["DATA.PART"][0]})

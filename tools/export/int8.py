@@ -74,7 +74,7 @@ class Int8(Onnx):
         advice = (
             "" if faster >= FASTER else ": here fp32 serves as well (int8 pays for larger models, on CPUs with VNNI)"
         )
-        self._gain = f"{smaller:.1f} times smaller, {faster:.2g} times as fast on this CPU with 1 thread{advice}"
+        self._gain = f"{smaller:.1f} times smaller, {faster:.2g} times as fast an image at a time, with 1 thread of this CPU{advice}"
         log.info("int8: calibrated on %s %s", counted(len(self._images.names), "image"), self._images.source)
         if kept:
             why = "-keep" if self._keep else "in 8 bits they change the outputs most"
@@ -134,8 +134,10 @@ class Int8(Onnx):
         if limits is None and images.labels is not None:
             right = [(guess == images.labels).numpy() for guess in (model, file)]
             cost, low, high = (100 * value for value in paired_interval(*right))
+            if gained := cost < 0:
+                cost, low, high = -cost, -high, -low
             interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
-            words += f"; int8 costs {cost:.1f} points of top-1 ({interval}): "
+            words += f"; int8 {'gains' if gained else 'costs'} {cost:.1f} points of top-1 ({interval}): "
             words += f"{100 * right[0].mean():.2f} to {100 * right[1].mean():.2f} %"
         return f"{words}; {self._gain}"
 
@@ -189,6 +191,9 @@ def _write(exact: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
         extra_options={},
     )
     quantizer.quantize_model()
+    about = quantizer.model.model.metadata_props
+    for one in [one for one in about if one.key.startswith("onnx.")]:  # the quantiser's note; all others are JSON
+        about.remove(one)
     quantizer.model.save_model_to_file(str(file))
 
 

@@ -71,9 +71,7 @@ class Int8(Onnx):
                 raise TrainingError(f"-int8: onnxruntime cannot quantise the model: {first_line(error)}") from None
             faster = _times_as_fast(exact, file, next(self._batches(export)))
             smaller = exact.stat().st_size / file.stat().st_size
-        self._gain = (
-            f"{smaller:.1f} times smaller, {faster:.2g} times as fast an image at a time, with 1 thread of this CPU"
-        )
+        self._gain = f"{smaller:.1f} times smaller, {faster:.2g} times as fast an image at a time (this CPU, 1 thread)"
         if faster < FASTER:
             self._gain += ": here fp32 serves as well (int8 pays for larger models, on CPUs with VNNI)"
         log.info("int8: calibrated on %s %s", counted(len(self._images.names), "image"), self._images.source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,7 @@ from utils.config.resumed import resume_of
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output, is_of_user
+from vitamp.checkpoints import CHECKPOINTS
 from vitamp.metrics import metric_named
 
 LEAST_FILES = 256
@@ -38,7 +40,12 @@ def check(config: Config) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, most))
     if config.MODEL.RESUME is not None:
         from engine.checkpoint.find import check_resumable
+        from engine.checkpoint.run_folder import NAME, FolderLock
 
+        path = Path(config.MODEL.RESUME)
+        if (path / NAME).exists() and not (path / CHECKPOINTS).exists():  # perhaps it is training and has not saved yet
+            with FolderLock() as lock:
+                lock.take(path)
         check_resumable(config)
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)

@@ -166,12 +166,7 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
 
 def check_resumable(config: Config) -> None:
     """Raise UserError for a wrong -resume path, or a run of another version. One process checks the rest for all."""
-    from engine.checkpoint.run_folder import NAME, FolderLock
-
     run, path = resumed_run(config), Path(str(config.MODEL.RESUME))
-    if (path / NAME).exists() and not (path / CHECKPOINTS).exists():  # perhaps it is training and has not saved yet
-        with FolderLock() as lock:
-            lock.take(path)
     if config.MODEL.RESUME != AUTO:
         folder, root = _places(path)
         if folder is not None:

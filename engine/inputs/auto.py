@@ -277,7 +277,7 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
         return replace(loaded, warnings=(*loaded.warnings, warning))
     (theirs, where), data = known, loaded.config.DATA
     channels = len(theirs.get(COLOURS[0], ()))
-    as_many = channels in (0, 1, 3) if data.is_plain else channels == data.IMAGE_CHANNELS
+    as_many = channels <= 3 if data.is_plain else channels == data.IMAGE_CHANNELS
     if theirs.pop("DATA.BITS") != data.BITS or not as_many:
         for key in MEASURED:  # of other values
             theirs.pop(key, None)

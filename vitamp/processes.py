@@ -26,6 +26,9 @@ from torch import Tensor, nn
 
 from vitamp.__main__ import EXIT_USAGE, PROGRAM
 
+IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Modes of images that PNG keeps"""
+
 
 class Guess(NamedTuple):
     """One class of an image."""
@@ -59,6 +62,9 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
     def transform(self) -> Callable[[Any], Tensor]:
         return self[1]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Loaded, (tuple(self),)
+
     def predict(self, images: Any, **flags: Any) -> list[Prediction]:
         """The classes of images, with the numbers of predict.py, whose flags these are (topk=3, device="cuda").
 
@@ -68,14 +74,15 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
         """
         origin: Any = self.model.vitamp
         words = [str(origin.path), "-weights", origin.weights, *words_of(flags)]
-        if self._predictor is None or not self._predictor.answers(words):
-            self._predictor = _Predictor(words)
+        predictor = self._predictor
+        if predictor is None or not predictor.answers(words):
+            predictor = self._predictor = _Predictor(words)
         many = images if isinstance(images, (list, tuple)) else [images]
         if not many:
             return []
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             paths = [_path_of(image, Path(folder, str(number))) for number, image in enumerate(many)]
-            rows = self._predictor.ask(paths)
+            rows = predictor.ask(paths)
         return [
             Prediction(
                 Path(row["image"]).stem if row["image"].startswith(folder) else row["image"],
@@ -91,6 +98,8 @@ def _path_of(image: Any, free: Path) -> str:
     if isinstance(image, (str, os.PathLike)):
         return os.fspath(image)
     if isinstance(image, Image.Image):
+        if image.mode not in IN_PNG:
+            image = image.convert("RGBA" if image.has_transparency_data else "RGB")
         image.save(path := f"{free}.png", exif=image.getexif())
         return path
     array = np.asarray(image)
@@ -103,17 +112,23 @@ def _path_of(image: Any, free: Path) -> str:
     return path
 
 
+def _as_child() -> dict[str, str]:
+    """Environment of a process that ends with this one; training saves before."""
+    return {**os.environ, "VITAMP_PARENT_PID": str(os.getpid())}
+
+
 class _Predictor:
     """A process of `predict.py -serve`, which ends with this object."""
 
     def __init__(self, words: list[str]) -> None:
-        self._words, self._lock = words, threading.Lock()
+        self._words, self._folder, self._lock = words, os.getcwd(), threading.Lock()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, str(PROGRAM / "scripts" / "predict.py"), *words, "-serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            env=_as_child(),
             text=True,
             encoding="utf-8",
             errors="surrogateescape",
@@ -121,7 +136,7 @@ class _Predictor:
         weakref.finalize(self, self._process.kill)
 
     def answers(self, words: list[str]) -> bool:
-        return self._words == words and self._process.poll() is None
+        return self._words == words and self._folder == os.getcwd() and self._process.poll() is None
 
     def ask(self, images: list[str]) -> list[dict[str, Any]]:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -135,6 +150,7 @@ class _Predictor:
                 line = stdout.readline()
         except BaseException:  # its answer would be taken for that of the next question
             self._process.kill()
+            self._process.wait()
             raise
         if not line:
             self._process.wait()
@@ -178,6 +194,8 @@ def trained(cfg: str, flags: dict[str, Any], load: Callable[[Path], Loaded]) -> 
     with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
         place = Path(folder, "run")
         _run(script, ["-cfg", cfg, *words_of(flags)], VITAMP_FOLDER_FILE=str(place))
+        if not place.exists():
+            raise ValueError("this command trained nothing, so there is no run; use the command line for it")
         return Run(Path(place.read_text(encoding="utf-8").removesuffix("\n")).absolute(), load)
 
 
@@ -205,7 +223,7 @@ def _run(script: str, words: list[str], **env: str) -> None:
         stdin=subprocess.DEVNULL,
         stdout=its,
         stderr=its,
-        env={"COLUMNS": "100", **os.environ, **env},
+        env={"COLUMNS": "100", **_as_child(), **env},
         start_new_session=True,  # an interrupt reaches it from here alone, once
     )
     os.close(its)
@@ -215,6 +233,11 @@ def _run(script: str, words: list[str], **env: str) -> None:
         while True:
             try:
                 data = os.read(ours, 1 << 16)
+                text = decoder.decode(data).replace("\r\n", "\n")
+                shown = shown[-100_000:] + text
+                with contextlib.suppress(OSError, UnicodeError):  # no reason to lose the training
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
             except KeyboardInterrupt:  # it saves, says how to resume, and ends
                 interrupted = True
                 process.send_signal(signal.SIGINT)
@@ -223,10 +246,6 @@ def _run(script: str, words: list[str], **env: str) -> None:
                 break
             if not data:
                 break
-            text = decoder.decode(data).replace("\r\n", "\n")
-            shown = shown[-100_000:] + text
-            sys.stdout.write(text)
-            sys.stdout.flush()
         code = process.wait()
     except BaseException:
         process.kill()
@@ -242,5 +261,7 @@ def _run(script: str, words: list[str], **env: str) -> None:
 def _failed(code: int, text: str) -> Exception:
     """An exception with the program's own words."""
     _, found, words = f"\n{text}".partition("\nerror: ")
-    words = (words if found else text[-1000:]).strip() or f"the process ended with code {code}"
+    if code < 0 and not found:
+        words = f"the process was ended by signal {-code}"
+    words = (words or text[-1000:]).strip() or f"the process ended with code {code}"
     return ValueError(words) if code == EXIT_USAGE else RuntimeError(words)

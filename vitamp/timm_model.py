@@ -71,7 +71,7 @@ def load_model(path: Path, weights: str) -> Loaded:
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise ValueError(f"{path}: the weights do not fit timm's plain model ({reason}). {_export(path)}") from None
     vars(model)["vitamp"] = Origin(
-        chosen.place, chosen.which.name, chosen.words, chosen.classes, temperature, chosen.thresholds
+        chosen.place.absolute(), chosen.which.name, chosen.words, chosen.classes, temperature, chosen.thresholds
     )
     return Loaded((model.eval(), transform))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -76,6 +77,29 @@ def test_images_in_memory_are_predicted_like_their_files(loaded: Loaded, photos:
     assert loaded.predict([paths[0], paths[0]]) == [files[0], files[0]]
 
 
+def test_a_relative_path_means_the_current_folder(
+    loaded: Loaded, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        Image.open(photos / f"ä {number}.png").save(tmp_path / str(number) / "one.png")
+        monkeypatch.chdir(tmp_path / str(number))
+        assert loaded.predict("one.png")[0].guesses == loaded.predict(photos / f"ä {number}.png")[0].guesses
+
+
+def test_after_its_process_was_killed_the_next_call_starts_another(loaded: Loaded, photos: Path) -> None:
+    before = loaded.predict(photos)
+    assert loaded._predictor is not None
+    loaded._predictor._process.kill()
+    loaded._predictor._process.wait()
+    assert loaded.predict(photos) == before
+    assert pickle.loads(pickle.dumps(loaded)).predict(photos) == before  # noqa: S301
+    cmyk = Image.open(photos / "ä 0.png").convert("CMYK")
+    assert loaded.predict([cmyk])[0].guesses
+    with pytest.raises(TypeError, match="NoneType: an image is a path"):
+        loaded.predict(None)
+
+
 def test_a_wrong_question_is_an_exception_and_the_next_is_answered(loaded: Loaded, photos: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.png: no such file or folder"):
         loaded.predict("none.png")
@@ -114,13 +138,14 @@ def test_training_returns_the_run(tmp_path: Path, photos: Path, capfd: pytest.Ca
     assert "error: -epochs: TRAIN.NUM_EPOCHS: expected" in capfd.readouterr().out, "it is shown as it comes"
 
 
-def test_interrupted_training_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_training_is_saved_when_it_or_its_caller_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
     script = "import vitamp; vitamp.train('tiny.yaml', epochs=10000, device='cpu', output='run')"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     until(lambda: metrics.exists() and "train" in metrics.read_text(encoding="utf-8"), 120)
-    process.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in process.communicate(timeout=120)[1]
-    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    process.send_signal(number)
+    assert ("KeyboardInterrupt" in process.communicate(timeout=120)[1]) == (number == signal.SIGINT)
+    until(lambda: len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) > 0, 60)

@@ -168,7 +168,7 @@ def main(argv: list[str]) -> int:
     if asked.int8:
         from tools.export.int8 import Int8, calibration_images
 
-        kinds["onnx"] = Int8(calibration_images(trained), tuple(asked.keep.split(",")) if asked.keep else ())
+        kinds["onnx"] = Int8(calibration_images(trained), tuple(filter(None, (asked.keep or "").split(","))))
         asked.dtype = "int8"
     count = None if asked.int8 and "check" not in line.given else asked.check
     images = images_for_check(trained, asked.images, count, asked.part or "val")
@@ -202,6 +202,10 @@ def _formats(asked: Namespace) -> list[str]:
         raise UserError("-with_preprocess: -with_resize normalises pixels too; leave -with_preprocess out.")
     if asked.int8 and (names != ["onnx"] or asked.with_resize or asked.dtype != "fp32"):
         raise UserError("-int8: goes with -to onnx alone, in fp32 and without -with_resize; leave the others out.")
+    if asked.int8 and asked.tolerance:
+        raise UserError(
+            f"-tolerance {asked.tolerance:g}: has no effect on -int8, whose cost is measured; leave it out."
+        )
     if asked.keep and not asked.int8:
         raise UserError(f"-keep {asked.keep}: works only with -int8; add it, or leave -keep out.")
     if asked.dtype == "bf16" and "onnx" in names:

@@ -65,7 +65,7 @@ class Int8(Onnx):
             summary = super().write(export, exact)
             try:
                 kept = self._quantise(export, exact, file)
-            except (TrainingError, UserError):
+            except (TrainingError, UserError, OSError):
                 raise
             except Exception as error:  # onnxruntime's tools raise many types
                 raise TrainingError(f"-int8: onnxruntime cannot quantise the model: {first_line(error)}") from None

@@ -256,7 +256,7 @@ def serve(requests: TextIO, stream: TextIO, trained: Trained, choose: Chosen, as
             dataset, names = open_given(paths, data), [path.partition(OF_SEVERAL)[0] for path in paths]
             rows = predict_images(trained, dataset, names, predict, asked, False, [])
             answer = f"[{', '.join(_json(*row) for row in rows)}]"
-        except (UserError, TrainingError, json.JSONDecodeError) as error:
+        except (UserError, TrainingError, json.JSONDecodeError, RecursionError) as error:
             answer = json.dumps({"error": str(error)})
         print(answer, file=stream, flush=True)
     return EXIT_DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -101,8 +102,11 @@ def test_local_ranks_listen_on_this_machine_only(place: Path, by: str) -> None:
 
 def listening(pids: list[int]) -> list[str]:
     """Addresses and ports, as /proc has them, that these processes listen on."""
-    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
-    opened = {os.path.basename(os.path.realpath(link)) for link in links}  # some are closed by now
+    opened = set()
+    for pid in pids:
+        for link in Path("/proc", str(pid), "fd").glob("*"):
+            with contextlib.suppress(OSError):  # closed by now
+                opened.add(os.readlink(link))
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in opened]
 

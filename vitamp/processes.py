@@ -72,14 +72,14 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
         the stored values where a run has other images than photographs; or a list of these. The first call starts a
         process, which takes seconds and stays.
         """
+        many = images if isinstance(images, (list, tuple)) else [images]
+        if not many:
+            return []
         origin: Any = self.model.vitamp
         words = [str(origin.path), "-weights", origin.weights, *words_of(flags)]
         predictor = self._predictor
         if predictor is None or not predictor.answers(words):
             predictor = self._predictor = _Predictor(words)
-        many = images if isinstance(images, (list, tuple)) else [images]
-        if not many:
-            return []
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             paths = [_path_of(image, Path(folder, str(number))) for number, image in enumerate(many)]
             rows = predictor.ask(paths)
@@ -182,9 +182,9 @@ class Run:
         """See `Loaded.predict`."""
         return self._load(self.folder).predict(images, **flags)
 
-    def report(self, **flags: Any) -> Path:
+    def report(self) -> Path:
         """Write the run's report, a page for a browser."""
-        _run("scripts/report.py", [str(self.folder), *words_of(flags)])
+        _run("scripts/report.py", [str(self.folder)])
         return self.folder / "report.html"
 
 

@@ -28,9 +28,9 @@ SAME_PATCHES = 112, 448
 """With 196 patches of 16 x 16, as images of 224 x 224"""
 
 
-def model_of(name: str, size: ImageSize, depth: int | None = None) -> Any:
+def model_of(name: str, size: ImageSize, depth: int | None = None, classes: int = 5) -> Any:
     torch.manual_seed(0)
-    model = build_model(ModelConfig(NAME=name, NUM_CLASSES=5, DEPTH=depth), size, 3).eval()
+    model = build_model(ModelConfig(NAME=name, NUM_CLASSES=classes, DEPTH=depth), size, 3).eval()
     for key, weight in model.named_parameters():
         if "pos" in key:
             nn.init.normal_(weight)

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+import timm
 import torch
 import yaml
 from PIL import Image
 
 import vitamp as package
+from tests.models.test_image_shapes import CAIT, EVA, SWIN, model_of, saved
 from tests.package.test_load import in_program
 from tests.program import Result, metrics, run_program
 from tests.tools.timm_alone import Tool
@@ -84,6 +86,27 @@ def test_program_package_and_onnx_predict_alike(far: Path, wide_run: Path, expor
         close(torch.as_tensor(probabilities), logits.softmax(1)[0])
     with pytest.raises(Exception, match="Got: 32 Expected: 16"):
         plain.run(None, {"images": np.zeros((1, 3, 32, 16), np.float32)})
+
+
+@pytest.mark.parametrize("name", [SWIN, EVA, CAIT])
+def test_runs_with_weights_of_squares_predict_as_timm(name: str, far: Path, export_tool: Tool, tmp_path: Path) -> None:
+    """After an update that changes nothing. CaiT's weights are of the same shape: timm cannot resize them."""
+    size = (112, 224)
+    file = saved(model_of(name, size if name == CAIT else 224, classes=2), None, tmp_path / "a.safetensors")
+    words = ("-model", name, "-pretrained", file, "-dataset", "synthetic", "-num_classes", 2, "-image_size", "112,224")
+    data = ("DATA.SYNTHETIC_TRAIN=2", "DATA.SYNTHETIC_VAL=2", "-batch_size", 2)
+    how = ("-epochs", 1, "-lr", "1e-30", "TRAIN.WARMUP_EPOCHS=0", "-threads", 1, "-device", "cpu")
+    run_program(*words, *data, *how, "-output", tmp_path / "run", streams=tmp_path, code=0)
+    export_tool(tmp_path / "run", "-to", "onnx", "-out", tmp_path / "a.onnx", "-check", 2)
+    own = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(file), "num_classes": 2}}
+    image, (model, transform) = far / "val" / "left" / "0.png", package.load(tmp_path / "run")
+    pixels = transform(Image.open(image))[None]
+    with torch.no_grad():
+        theirs = timm.create_model(name, num_classes=2, img_size=size, **own).eval()(pixels)
+        loaded = model(pixels)
+    (of_file,) = onnxruntime.InferenceSession(str(tmp_path / "a.onnx")).run(None, {"images": pixels.numpy()})
+    for ours in (loaded, torch.as_tensor(of_file), in_program(tmp_path / "run", image)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 def test_other_shapes_are_refused(far: Path, wide_run: Path, tmp_path: Path) -> None:

@@ -155,20 +155,23 @@ def background_of(data: DataConfig) -> Colour | None:
     return named[data.BACKGROUND] if isinstance(data.BACKGROUND, str) else data.BACKGROUND
 
 
+def per_channel(values: tuple[float, ...], channels: int) -> list[float]:
+    """One value per channel. If their numbers differ, the first value serves every channel."""
+    return list(values) if len(values) == channels else [values[0]] * channels
+
+
 def mean_colour(data: DataConfig) -> Colour:
-    """The colour that normalisation maps to 0."""
-    shades = [min(255, max(0, round(255 * value))) for value in data.IMAGENET_MEAN]
-    red, green, blue = shades if len(shades) == data.IMAGE_CHANNELS == 3 else [shades[0]] * 3
+    """The colour of photographs that normalisation maps to 0."""
+    shades = [round(shade) for shade in shades_of_mean(data)]
+    red, green, blue = shades if len(shades) == 3 else [shades[0]] * 3
     return red, green, blue
 
 
 def shades_of_mean(data: DataConfig) -> tuple[float, ...]:
-    """The stored values that normalisation maps to 0, by channel."""
-    if data.is_plain:
-        return mean_colour(data)[: data.IMAGE_CHANNELS]
+    """The stored values that normalisation maps to 0, by channel; of photographs whole numbers."""
     low, high = data.value_range
-    mean = data.IMAGENET_MEAN if len(data.IMAGENET_MEAN) > 1 else data.IMAGENET_MEAN * data.IMAGE_CHANNELS
-    return tuple(low + (high - low) * value for value in mean)
+    shades = [low + (high - low) * value for value in per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS)]
+    return tuple(min(255, max(0, round(shade))) if data.is_plain else shade for shade in shades)
 
 
 def dtype_of(data: DataConfig) -> torch.dtype:

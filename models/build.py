@@ -348,7 +348,7 @@ def _run_once(module: nn.Module, channels: int, image_size: ImageSize) -> None:
 def _other_sizes(timm_name: str, arguments: dict[str, Any], image_size: ImageSize) -> str:
     """'; possible: IMAGE_SIZE 192 or 224': the nearest sizes that timm's model takes, or its own; '' if none fits."""
     known = timm.get_pretrained_cfg(timm_name)
-    own = [size_of(*known.input_size[1:])] if known is not None else []
+    own = [size_of(known.input_size[1:])] if known is not None else []
     for sizes in (*(divisible_sizes(image_size, step) for step in STEPS), own):
         possible = list[str]()
         for size in sizes:

@@ -97,7 +97,7 @@ def divisible_sizes(size: ImageSize, step: int) -> list[ImageSize]:
         return []
     below = [side // step * step for side in both]
     above = [-(-side // step) * step for side in both]
-    return [size_of(*both) for both in (below, above) if all(both)]
+    return [size_of(both) for both in (below, above) if all(both)]
 
 
 def shortcut_problems(shortcuts: Shortcuts, reference: nn.Module, patch: int | None) -> list[str]:

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 ImageSize = int | tuple[int, int]
 
 
-def size_of(high: int, wide: int) -> ImageSize:
-    """The size as settings, weights and messages have it."""
-    return high if high == wide else (high, wide)
-
-
 def sides(size: int | Sequence[int]) -> tuple[int, int]:
     """Height and width."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def size_of(size: int | Sequence[int]) -> ImageSize:
+    """The size as settings, weights and messages have it."""
+    high, wide = sides(size)
+    return high if high == wide else (high, wide)
 
 
 def in_pixels(size: int | Sequence[int]) -> str:

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from datasets.base import per_channel
 from engine.amp.low_precision import force_fp32
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
 from engine.checkpoint.restore import load_weights
-from engine.inputs.batches import BatchTransform, TransformedBatch, per_channel
+from engine.inputs.batches import BatchTransform, TransformedBatch
 from engine.machine.memory import is_out_of_memory
 from engine.measure.throughput import FORWARD, TEACHER
 from engine.speed.speedup import mix_in
@@ -320,8 +321,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
             f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
             "classifier, too."
         )
-    size = header.get("image_size", pretrained.input_size[1:])
-    size = size_of(*sides(size))
+    size = size_of(header.get("image_size", pretrained.input_size[1:]))
     mean, std = (tuple(header.get(key, getattr(pretrained, key))) for key in ("mean", "std"))
     colours = channels if config.DATA.is_plain else len(mean)
     _check_values(setting, config, (colours, header.get("bits", 8), tuple(header.get("range", (0, 255)))))

@@ -105,7 +105,7 @@ def with_image_size(loaded: Loaded) -> Loaded:
 def with_own_shape(loaded: Loaded) -> Loaded:
     """Take the size of timm's model where that is no square, such as that of Sapiens 2."""
     known = timm_weights(loaded.config.MODEL.NAME.strip())
-    size = 0 if known is None else size_of(*known.input_size[1:])
+    size = 0 if known is None else size_of(known.input_size[1:])
     if isinstance(size, int):
         return loaded
     where = f"timm's {loaded.config.MODEL.NAME}"
@@ -349,7 +349,7 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
         return None
     size = fields.get("input_size")  # timm's
     if isinstance(size, list | tuple) and len(size) == 3:
-        fields = {**fields, "image_size": size_of(*size[1:])}
+        fields = {**fields, "image_size": size_of(size[1:])}
     if fields.get("crop") == "none":
         fields = {**fields, "crop_mode": "squash", "crop_pct": 1.0}
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}

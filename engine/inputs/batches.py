@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from datasets.base import background_of
+from datasets.base import background_of, per_channel
 from datasets.registry import squeezes
 from models.sizes import Shortcuts
 from utils.config.data import DataConfig
@@ -32,11 +32,6 @@ BatchTransform = Callable[[Tensor, Tensor], TransformedBatch]
 
 def no_transform(images: Tensor, labels: Tensor) -> TransformedBatch:
     return TransformedBatch(images, labels, labels)
-
-
-def per_channel(values: tuple[float, ...], channels: int) -> list[float]:
-    """One value per channel. If their numbers differ, the first value serves every channel."""
-    return list(values) if len(values) == channels else [values[0]] * channels
 
 
 class Inputs(nn.Module):

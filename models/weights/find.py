@@ -22,7 +22,7 @@ from vitamp.checkpoints import CHECKPOINTS, checkpoint_of, checkpoints_in, files
 from vitamp.files import NotRegular, only_regular
 from vitamp.meta import Input, check_fields, unchecked_meta
 from vitamp.metrics import BETTER, PLAIN, SETS
-from vitamp.sizes import ImageSize, sides, size_of
+from vitamp.sizes import ImageSize, size_of
 from vitamp.weights import choose_weights, read_header
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
@@ -80,7 +80,7 @@ def size_of_run(file: Path) -> ImageSize | None:
     if (size := _saved(file, "input").get("image_size")) is None:
         return None
     check_fields(Input, {"image_size": size}, file)
-    return size_of(*sides(size))
+    return size_of(size)
 
 
 def check_file(path: Path) -> None:

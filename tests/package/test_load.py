@@ -187,7 +187,7 @@ MODES = ("RGB", "L", "RGBA", "P", "I;16")
         ({"CROP_MODE": "border", "CROP_PCT": 0.9, "BACKGROUND": "mean"}, 1),
         ({"CROP": "none", "EXIF_ROTATE": True, "BACKGROUND": "drop"}, 1),
         ({"DATASET": "cifar10", "CROP_PCT": 0.8}, 0),
-        ({"RANGE": [10, 138]}, 1),
+        ({"RANGE": [10, 138], "CROP_MODE": "border"}, 1),
     ],
 )
 def test_transform_is_that_of_validation(values: dict[str, Any], most: int, interpolation: str, tmp_path: Path) -> None:

@@ -29,11 +29,12 @@ from timm.data.loader import PrefetchLoader
 from torch import Tensor, nn
 
 from datasets import Batch, MicroBatch, Window
+from datasets.base import per_channel
 from engine.amp.low_precision import prepare_model
 from engine.amp.precision import Precision, check_amp, switch_tf32
 from engine.compile.choice import choose_compiling
 from engine.compile.compiled import NONE, WHOLE
-from engine.inputs.batches import TransformedBatch, per_channel
+from engine.inputs.batches import TransformedBatch
 from engine.machine.device import pick_device, set_up_device, synchronize, threads_of
 from engine.machine.memory import peak_memory_gb
 from engine.setup import TunedModel, build_train_state, tuned_model

@@ -82,16 +82,16 @@ def check(config: Config) -> None:
         from engine.distill.teacher import check_teacher
 
         check_teacher(config)
-    if config.MODEL.PRETRAINED and _starts_anew(config):
-        from models.weights.find import locate
-
-        locate(config.MODEL.PRETRAINED, download=False)
     if config.USE:
         from engine.task.own_code import try_own_code
 
         try_own_code(config)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
+    if config.MODEL.PRETRAINED and _starts_anew(config):  # last: it may ask the network
+        from models.weights.find import locate
+
+        locate(config.MODEL.PRETRAINED, download=False)
 
 
 def _starts_anew(config: Config) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import os
 import sys
@@ -25,12 +26,15 @@ class ClosedPipe(BrokenPipeError):
 def watch_standard_output() -> None:
     """From now on, a failed write to standard output raises OutputError, or ClosedPipe if its reader is gone.
 
-    What is written to a closed standard stream (`>&-`) is discarded.
+    What is written to a closed standard stream (`>&-`) is discarded; a closed standard input is empty.
     """
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next file opened would get its number
         pass
     os.close(free)
+    sys.stdin = sys.stdin or os.fdopen(0)
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    if sys.stdout.errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of names that its encoding lacks
     for name in ("write", "flush"):
         setattr(sys.stdout, name, _watched(getattr(sys.stdout, name)))
 

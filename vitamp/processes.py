@@ -81,7 +81,13 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
         if predictor is None or not predictor.answers(words):
             predictor = self._predictor = _Predictor(words)
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
-            paths = [_path_of(image, Path(folder, str(number))) for number, image in enumerate(many)]
+            paths = list[str]()
+            for number, image in enumerate(many):
+                try:
+                    paths.append(_path_of(image, Path(folder, f"{number}")))
+                except Exception as error:
+                    error.add_note(f"It is number {number} of the images that were given.")
+                    raise
             rows = predictor.ask(paths)
         return [
             Prediction(

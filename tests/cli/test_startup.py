@@ -7,10 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.program import ROOT
+from tests.program import ROOT, run_program
 
 LATE = {
     *("tensorboard", "matplotlib", "torchao", "sklearn", "pandas", "pyarrow", "fsspec", "onnx", "scipy", "sympy"),
@@ -66,6 +67,7 @@ def test_settings_are_checked_without_torch() -> None:
     code = """
 import sys
 from pathlib import Path
+from typing import Any
 from utils.config import load_config
 load_config("configs/vit_digits.yaml", words={"TRAIN.TOKEN_DROP": "0.5"})
 import engine.entry
@@ -118,3 +120,22 @@ def test_what_is_written_to_closed_streams_is_discarded() -> None:
     for closed, code in ((">&-", 0), ("<&- >&- 2>&-", 0), ("-nosuch 2>&-", 2)):
         done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], cwd=ROOT, capture_output=True, check=False)
         assert (done.returncode, b"Traceback" in done.stderr) == (code, False), closed
+
+
+def test_closed_standard_input_is_empty(digits_run: Path) -> None:
+    words = [sys.executable, str(ROOT / "scripts" / "predict.py"), str(digits_run), "-serve"]
+    done = subprocess.run(["sh", "-c", '"$@" <&-', "sh", *words], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (0, b""), done.stderr
+
+
+def test_names_that_the_output_cannot_encode_are_escaped(digits_run: Path, tmp_path: Path) -> None:
+    words = (digits_run, "-to", "safetensors", "-out", tmp_path / "ö.safetensors")
+    how: Any = {"env": {"PYTHONIOENCODING": "ascii"}, "slow_start": True, "streams": tmp_path}
+    assert r"\xf6.safetensors: " in run_program(*words, script="scripts/export.py", code=0, **how).out
+
+
+def test_an_unknown_model_is_named_before_weights_are_looked_for(tmp_path: Path) -> None:
+    words = ("-dataset", "digits", "-model", "vit_smal_patch16_224", "-pretrained", "vit_tiny_patch16_224")
+    done = run_program(*words, env={"HF_HUB_OFFLINE": "1"}, streams=tmp_path, code=2)
+    assert "'vit_smal_patch16_224' is not a timm model" in done.err
+    assert "Did you mean vit_small_patch16_224?" in done.err

@@ -309,7 +309,8 @@ def test_a_class_in_the_fifth_channel_is_learned_and_lost_where_channels_are_per
     packed = tmp_path / "packed"
     refused = vitamp(root, packed, "DATA.IMAGE_CHANNELS=5", script="scripts/pack_images.py", code=2)
     assert "add -keep" in refused.text
-    vitamp(root, packed, "DATA.IMAGE_CHANNELS=5", "-keep", script="scripts/pack_images.py", code=0)
+    kept = vitamp(root, packed, "DATA.IMAGE_CHANNELS=5", "-keep", script="scripts/pack_images.py", code=0)
+    assert "Measuring" not in kept.text
     assert top1(vitamp, run, "-data_path", packed) > 95
 
 

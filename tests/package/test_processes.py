@@ -96,8 +96,9 @@ def test_after_its_process_was_killed_the_next_call_starts_another(loaded: Loade
     assert pickle.loads(pickle.dumps(loaded)).predict(photos) == before  # noqa: S301
     cmyk = Image.open(photos / "ä 0.png").convert("CMYK")
     assert loaded.predict([cmyk])[0].guesses
-    with pytest.raises(TypeError, match="NoneType: an image is a path"):
-        loaded.predict(None)
+    with pytest.raises(TypeError, match="NoneType: an image is a path") as raised:
+        loaded.predict([cmyk, None])
+    assert raised.value.__notes__ == ["It is number 1 of the images that were given."]
 
 
 def test_a_wrong_question_is_an_exception_and_the_next_is_answered(loaded: Loaded, photos: Path) -> None:

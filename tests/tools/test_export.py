@@ -138,6 +138,8 @@ def test_without_data_the_check_uses_noise_and_says_so(export_tool: Tool, run: P
     said = export_tool(moved, "-to", "safetensors", "-out", tmp_path / "m.safetensors")
     assert f"{tmp_path / 'gone'} does not exist" in said
     assert "images of generated noise, since the real ones cannot be read" in said
+    said = export_tool(run, "-to", "safetensors", "-out", tmp_path / "n.safetensors", "-part", "test", code=2)
+    assert "the data set digits has no test split; -part val evaluates" in said
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])

@@ -237,6 +237,7 @@ def test_probe_compares_several_models(say: Say, greys: tuple[object, ...], tmp_
     refused = (
         (("-out", tmp_path / "run"), "-model: several"),
         (("-pretrained", "one.pth"), "-pretrained: 1 for 3 models"),
+        (("-model", "resnet18,resnet81"), "'resnet81': not a file or folder, and not a timm model. Did you mean"),
     )
     for more, words in refused:
         assert words in say(*listed[:2], *greys, "-probe", *more, code=2).err

@@ -163,11 +163,15 @@ def _listed(line: command_line.ToolLine, key: str) -> list[str]:
 
 def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) -> dict[str, Any] | None:
     """-probe of each of these models, and one table. The error of a model is one line, and the others are evaluated."""
+    from models.weights.find import local_weights
     from tools.common.evaluation import INTERVALS, measured
     from tools.common.tables import in_columns
 
     models, failed = list[dict[str, Any]](), dict[str, str]()
-    for name, weights in zip(names, _listed(line, "MODEL.PRETRAINED") or names, strict=True):
+    if not (listed := _listed(line, "MODEL.PRETRAINED")):
+        for name in names:
+            local_weights(name)  # raises UserError for an unknown one before the first is downloaded
+    for name, weights in zip(names, listed or names, strict=True):
         flags = {"MODEL.NAME": (name, "-model"), "MODEL.PRETRAINED": (weights, "-pretrained")}
         began = time.perf_counter()
         try:

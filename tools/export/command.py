@@ -171,7 +171,7 @@ def main(argv: list[str]) -> int:
         kinds["onnx"] = Int8(calibration_images(trained), tuple(filter(None, (asked.keep or "").split(","))))
         asked.dtype = "int8"
     count = None if asked.int8 and "check" not in line.given else asked.check
-    images = images_for_check(trained, asked.images, count, asked.part or "val")
+    images = images_for_check(trained, asked.images, count, asked.part)
     if not trained.config.DATA.is_plain and (asked.with_resize or HUB in formats):
         what, other = ("-with_resize", "-with_preprocess") if asked.with_resize else (f"-to {HUB}", "-to safetensors")
         raise UserError(f"{what}: for 8-bit grey and RGB images, and this model takes others; use {other}.")

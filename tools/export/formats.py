@@ -98,8 +98,9 @@ class CheckImages:
                 yield (part if with_preprocess else trained.inputs(part)).contiguous()
 
 
-def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str) -> CheckImages:
-    """`count` images, evenly chosen from the folder or a split of the run's data; noise if that cannot be read."""
+def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str | None) -> CheckImages:
+    """`count` images, evenly chosen from the folder or a split of the run's data; noise if that cannot be read, unless
+    `part` names it."""
     if folder is not None:
         if not folder.is_dir():
             raise UserError(f"-images {folder}: not a folder; name a folder with images.")
@@ -111,8 +112,10 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
             raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
         return replace(chosen_images(open_given(paths, trained.config.DATA), count, f"in {folder}"), labels=None)
     try:
-        dataset = split_of_run(trained, part)
+        dataset = split_of_run(trained, part or "val")
     except UserError as error:
+        if part is not None:
+            raise
         log.warning("The images of the run cannot be read: %s", error)
         log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
         data = trained.config.DATA
@@ -123,7 +126,7 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
             pixels = low + (high - low) / 255 * pixels
         names = [f"noise {number}" for number in range(NOISE_IMAGES)]
         return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
-    found = chosen_images(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part]}")
+    found = chosen_images(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part or 'val']}")
     return found if has_labels(trained.config.DATA) else replace(found, labels=None)
 
 

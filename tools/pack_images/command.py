@@ -18,6 +18,7 @@ from pathlib import Path
 from tools.common.command_line import Tool, ToolLine, tool
 from tools.common.output_file import if_interrupted
 from utils.config import Loaded
+from utils.config.keys import MEASURED
 from utils.config.kinds import one_line
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
@@ -56,7 +57,9 @@ def main(argv: list[str]) -> int:
     if "DATA.DATA_PATH" in line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
-    loaded = line.load({place: (places[0], "SRC")})
+    # Files that are kept are not normalised, so nothing is to be measured.
+    unused = dict.fromkeys(MEASURED[1:], ("0.5", "-keep")) if line.asked.keep else {}
+    loaded = line.load({place: (places[0], "SRC"), **unused})
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.pack_images.run import pack

@@ -162,8 +162,7 @@ def per_channel(values: tuple[float, ...], channels: int) -> list[float]:
 
 def mean_colour(data: DataConfig) -> Colour:
     """The colour of photographs that normalisation maps to 0."""
-    shades = [round(shade) for shade in shades_of_mean(data)]
-    red, green, blue = shades if len(shades) == 3 else [shades[0]] * 3
+    red, green, blue = map(round, per_channel(shades_of_mean(data), 3))
     return red, green, blue
 
 

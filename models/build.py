@@ -324,18 +324,15 @@ def _trial(
     blocks = sum(depths) if isinstance(depths, tuple) else depths
     if blocks > MOST_BLOCKS:  # building them would take minutes even without weights
         return has, 0, [f"{blocks:,} blocks; at most {MOST_BLOCKS:,} are supported"]
+    fault = f"timm cannot build {timm_name} with {', '.join(f'{name}={value}' for name, value in arguments.items())}"
     try:
         module = _without_weights(timm_name, arguments).eval()
-    except UNFIT as error:
-        given = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        why = f"timm cannot build {timm_name} with {given}: {error or type(error).__name__}"
-        return has, 0, [f"{why}{_other_sizes(timm_name, arguments, image_size)}"]
-    if not arguments_of(module):  # image sizes of ViT and Swin are checked by arithmetic
-        try:
+        if not arguments_of(module):  # image sizes of ViT and Swin are checked by arithmetic
+            fault = f"DATA.IMAGE_SIZE {one_line(image_size)}: {timm_name} does not support images of this size"
             _run_once(module, arguments["in_chans"], image_size)
-        except UNFIT as error:
-            why = f"DATA.IMAGE_SIZE {one_line(image_size)}: {timm_name} does not support images of this size ({error})"
-            return has, 0, [f"{why}{_other_sizes(timm_name, arguments, image_size)}"]
+    except UNFIT as error:
+        other = _other_sizes(timm_name, arguments, image_size)
+        return has, 0, [f"{fault}: {error or type(error).__name__}{other}"]
     return sizes_of(module), count_parameters(module)[0], []
 
 

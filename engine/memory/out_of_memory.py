@@ -55,8 +55,7 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
     lines = [f"out of memory {where}: {taken}."]
     batch = (data.BATCH_SIZE_EVAL if validating else None) or data.BATCH_SIZE
     if batch != AUTO:
-        size = f"{in_pixels(data.IMAGE_SIZE)} x {data.IMAGE_CHANNELS}"
-        lines.append(f"  {counted(batch, 'image')} at a time, of {size}.")
+        lines.append(f"  {counted(batch, 'image')} at a time, of {in_pixels(data.IMAGE_SIZE)} x {data.IMAGE_CHANNELS}.")
     return "\n".join([*lines, "Ways out:", *(f"  {way}" for way in ways)])
 
 

@@ -29,12 +29,11 @@ from timm.data.loader import PrefetchLoader
 from torch import Tensor, nn
 
 from datasets import Batch, MicroBatch, Window
-from datasets.base import per_channel
 from engine.amp.low_precision import prepare_model
 from engine.amp.precision import Precision, check_amp, switch_tf32
 from engine.compile.choice import choose_compiling
 from engine.compile.compiled import NONE, WHOLE
-from engine.inputs.batches import TransformedBatch
+from engine.inputs.batches import TransformedBatch, input_of
 from engine.machine.device import pick_device, set_up_device, synchronize, threads_of
 from engine.machine.memory import peak_memory_gb
 from engine.setup import TunedModel, build_train_state, tuned_model
@@ -204,7 +203,7 @@ class Timm:
     def train(self, batches: list[Batch]) -> float:
         """Train one pass over the batches and return the mean loss."""
         data = self.config.DATA
-        mean, std = (tuple(per_channel(v, data.IMAGE_CHANNELS)) for v in (data.IMAGENET_MEAN, data.IMAGENET_STD))
+        mean, std = (tuple(input_of(data)[key]) for key in ("mean", "std"))
         pairs: Any = [(batch.images, batch.labels) for batch in batches]
         given: dict[str, Any] = {
             "epoch": 0,

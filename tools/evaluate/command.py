@@ -168,9 +168,9 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
     from tools.common.tables import in_columns
 
     models, failed = list[dict[str, Any]](), dict[str, str]()
-    if not (listed := _listed(line, "MODEL.PRETRAINED")):
-        for name in names:
-            local_weights(name)  # raises UserError for an unknown one before the first is downloaded
+    listed = _listed(line, "MODEL.PRETRAINED")
+    for name in [] if listed else names:
+        local_weights(name)  # raises UserError for an unknown one before the first is downloaded
     for name, weights in zip(names, listed or names, strict=True):
         flags = {"MODEL.NAME": (name, "-model"), "MODEL.PRETRAINED": (weights, "-pretrained")}
         began = time.perf_counter()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from datasets import PADDING, ImageDataset, has_labels
-from datasets.base import TITLES, Samples
+from datasets.base import TITLES, Samples, dtype_of
 from datasets.decoding import endings_of
 from datasets.given import open_given
 from datasets.registry import crop_of
@@ -99,8 +99,7 @@ class CheckImages:
 
 
 def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str | None) -> CheckImages:
-    """`count` images, evenly chosen from the folder or a split of the run's data; noise if that cannot be read, unless
-    `part` names it."""
+    """`count` images, evenly chosen from the folder or `part` of the run's data; for None noise if it has none."""
     if folder is not None:
         if not folder.is_dir():
             raise UserError(f"-images {folder}: not a folder; name a folder with images.")
@@ -119,11 +118,9 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
         log.warning("The images of the run cannot be read: %s", error)
         log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
         data = trained.config.DATA
-        size = (NOISE_IMAGES, *data.shape)
-        pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        if not data.is_plain:
-            low, high = data.value_range
-            pixels = low + (high - low) / 255 * pixels
+        shades = torch.randint(0, 256, (NOISE_IMAGES, *data.shape), generator=torch.Generator().manual_seed(0))
+        low, high = data.value_range
+        pixels = (low + (high - low) / 255 * shades).to(dtype_of(data))
         names = [f"noise {number}" for number in range(NOISE_IMAGES)]
         return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
     found = chosen_images(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part or 'val']}")

@@ -57,8 +57,7 @@ def main(argv: list[str]) -> int:
     if "DATA.DATA_PATH" in line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
-    # Files that are kept are not normalised, so nothing is to be measured.
-    unused = dict.fromkeys(MEASURED[1:], ("0.5", "-keep")) if line.asked.keep else {}
+    unused = dict.fromkeys(MEASURED[1:], ("0.5", "-keep")) if line.asked.keep else {}  # rather than measured
     loaded = line.load({place: (places[0], "SRC"), **unused})
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.

@@ -160,34 +160,29 @@ def is_own_setting(value: Any) -> bool:
 
 
 OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), _in_words("a name that USE registers")]
+_WHOLE, _NUMBER, _AUTO = {"type": "integer", "minimum": 1}, {"type": "number"}, {"enum": [AUTO]}
+_SIDES = {"type": "array", "description": "[height, width]"}
+
+
+def _either(*kinds: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [*kinds]})
+
+
+def _list_of(**limits: float) -> WithJsonSchema:
+    return _either({"type": "array", "items": {**_NUMBER, **limits}}, _AUTO)
+
+
 # To its readers it is a number: what is found replaces "auto" before anything is built.
-_Auto = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]}]})
+_Auto = _either(_WHOLE, {"type": "string", **_AUTO})
 _or_auto = WrapValidator(lambda value, check: AUTO if folded(value) == AUTO else check(value))
 PositiveOrAuto = Annotated[Positive, _or_auto, _Auto]
-SizeOrAuto = Annotated[
-    _Size,
-    _or_auto,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1},
-                {"type": "array", "description": "[height, width]"},
-                {"type": "string", "enum": [AUTO]},
-            ]
-        }
-    ),
-]
-CountOrAuto = Annotated[
-    Count, _or_auto, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"enum": [AUTO]}]})
-]
-_number = {"type": "number"}
-_LISTS = {"anyOf": [{"type": "array", "items": {**_number, "minimum": -1e6, "maximum": 1e6}}, {"enum": [AUTO]}]}
-NumbersOrAuto = Annotated[Numbers, _or_auto, WithJsonSchema(_LISTS)]
-_ABOVE_ZERO = {"anyOf": [{"type": "array", "items": {**_number, "exclusiveMinimum": 0}}, {"enum": [AUTO]}]}
-NumbersAboveZeroOrAuto = Annotated[NumbersAboveZero, _or_auto, WithJsonSchema(_ABOVE_ZERO)]
+SizeOrAuto = Annotated[_Size, _or_auto, _either(_WHOLE, _SIDES, {"type": "string", **_AUTO})]
+CountOrAuto = Annotated[Count, _or_auto, _either({**_WHOLE, "minimum": 0}, _AUTO)]
+NumbersOrAuto = Annotated[Numbers, _or_auto, _list_of(minimum=-1e6, maximum=1e6)]
+NumbersAboveZeroOrAuto = Annotated[NumbersAboveZero, _or_auto, _list_of(exclusiveMinimum=0)]
 Range = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
-_RANGES = {"anyOf": [{"type": "array", "prefixItems": [_number, _number]}, {"enum": [AUTO]}, {"type": "null"}]}
-RangeOrAuto = Annotated[Range | None, _or_auto, WithJsonSchema(_RANGES)]
+_PAIR = {"type": "array", "prefixItems": [_NUMBER, _NUMBER]}
+RangeOrAuto = Annotated[Range | None, _or_auto, _either(_PAIR, _AUTO, {"type": "null"})]
 PositiveUnlessAuto = Annotated[
     Annotated[Positive, _Auto] | None, BeforeValidator(lambda value: None if folded(value) == AUTO else value)
 ]

@@ -18,7 +18,7 @@ from engine.evaluation.features import AT_ONCE, Seeing, features_of, sees_featur
 from engine.machine.device import Run
 from engine.task import task_of
 from engine.task.several import MOST_NAMED, scores_of
-from models.parts import classifiers
+from models.parts import BATCH_NORM, classifiers
 from utils.config.data import DataConfig
 from utils.distributed.world import broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
@@ -173,6 +173,13 @@ def start_at_probe(run: Run, ready: Seeing) -> float:
         raise UserError(
             f"MODEL.NEW_CLASSIFIER probe: {type(model).__name__}'s classifier is not one linear layer with a bias that "
             "sees the features themselves; use zero or true."
+        )
+    norms = (weight for part in model.modules() if isinstance(part, BATCH_NORM) for weight in part.parameters())
+    if config.TRAIN.NUM_EPOCHS and any(weight.requires_grad for weight in norms):
+        log.warning(
+            "MODEL.NEW_CLASSIFIER probe: the batch norms are trained, so training sees other features than the probe "
+            "was fitted to, and may lose what the weights have learned. Use MODEL.FREEZE=batch_norm or "
+            "MODEL.NEW_CLASSIFIER=zero."
         )
     data = config.DATA.model_copy(update={"PART": "train"})
     bank = open_dataset(data, False, classes, config.SEED, run.device)

@@ -189,6 +189,16 @@ def test_training_from_a_probe_is_never_worse_and_zeros_guess_nothing(
     assert torch.equal(logits, torch.zeros(4, 10))
 
 
+def test_a_probe_before_trained_batch_norms_is_warned_of(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
+    torch.save(timm.create_model("lcnet_035").state_dict(), tmp_path / "weights.pth")
+    words = ["-cfg", ROOT / "configs" / "finetune.yaml", "-model", "lcnet_035", "-pretrained", tmp_path / "weights.pth"]
+    words += ["-data_path", place / "flowers", "DATA.IMAGE_SIZE=32", "-epochs", 1, "-batch_size", 64, "-device", "cpu"]
+    words += ["THREADS=1", "DATA.NUM_WORKERS=0", "TRAIN.WARMUP_EPOCHS=0", "-output"]
+    warning = "the batch norms are trained, so training sees other features than the probe was fitted to"
+    assert warning not in vitamp(*words, tmp_path / "frozen", code=0).text
+    assert warning in vitamp(*words, tmp_path / "trained", "MODEL.FREEZE=null", code=0).text
+
+
 ON_IMAGES = f"""\
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})

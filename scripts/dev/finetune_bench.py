@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Fine-tune on small sets of images with `-cfg configs/finetune.yaml` and nothing set, beside timm's train.py.
+
+    python scripts/dev/finetune_bench.py SETS -weights lite0.safetensors -timm pytorch-image-models -json bench.json
+
+SETS has one folder per set of images, with `pool/CLASS` and `aside/CLASS`. Draw 0 trains on some images of the pool and
+is validated on others of it; there, timm's learning rate is chosen among three. The other draws train on other images
+of the pool, with another seed, and are evaluated on those set aside. Runs that the JSON file holds are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from scipy.stats import t as student
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MODEL = "tf_efficientnet_lite0"
+RATES = (2e-4, 5e-4, 1e-3)
+OURS = (
+    "main_single_gpu.py -cfg configs/finetune.yaml -amp -model {model} -pretrained {weights} -data_path {data}"
+    " -epochs {epochs} -image_size {size} -device cpu THREADS=1 DATA.NUM_WORKERS=0 VALIDATE_FREQ={epochs} SEED={seed}"
+    " -output {out}"
+)
+TIMMS = (
+    "train.py --model {model} --pretrained --pretrained-path {weights} --data-dir {data} --train-split train"
+    " --val-split val --num-classes {classes} --epochs {epochs} --input-size 3 {size} {size} --device cpu -j 1"
+    " --no-prefetcher --channels-last --val-interval {epochs} --seed {seed} --output {out} --experiment run -b 32 -vb 100 --opt adamw"
+    " --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6 --warmup-epochs 0 --clip-grad 1.0"
+    " --scale 0.3 1.0 --smoothing 0.1 --color-jitter 0 --head-init-scale 1e-6 --lr {lr}"
+)
+
+
+def link(images: list[Path], folder: Path) -> None:
+    for number, image in enumerate(images):
+        place = folder / image.parent.name / f"{number}{image.suffix}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(image.resolve(), place)
+
+
+def lay_out(of: Path, draw: int, images: int, folder: Path) -> int:
+    """Make train/ and val/ of one draw; returns the number of images in val/."""
+    pool = sorted(path for path in (of / "pool").rglob("*") if path.is_file())
+    random.Random(f"{of.name}{draw}").shuffle(pool)
+    images = min(images, len(pool) if draw else len(pool) * 2 // 3)
+    validation = sorted(path for path in (of / "aside").rglob("*") if path.is_file()) if draw else pool[images:][:500]
+    link(pool[:images], folder / "train")
+    link(validation, folder / "val")
+    return len(validation)
+
+
+def run(asked: argparse.Namespace, of: Path, draw: int, rate: float | None) -> dict[str, Any]:
+    """Train once; `rate` is timm's learning rate, None means vitamp."""
+    with tempfile.TemporaryDirectory() as scratch:
+        data, out = Path(scratch, "data"), Path(scratch, "out")
+        validated = lay_out(of, draw, asked.images, data)
+        command = (OURS if rate is None else TIMMS).format(
+            model=MODEL,
+            weights=asked.weights.resolve(),
+            data=data,
+            epochs=asked.epochs,
+            size=asked.size,
+            seed=draw,
+            out=out,
+            lr=rate,
+            classes=len(list((data / "train").iterdir())),
+        )
+        before = os.times()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        place = ROOT if rate is None else asked.timm
+        command = [sys.executable, *command.split()]
+        done = subprocess.run(command, check=True, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
+        after = os.times()
+        row = {"set": of.name, "draw": draw, "program": "vitamp" if rate is None else "timm", "images": validated}
+        if rate is None:
+            probe, *_, last = re.findall(r"Validation Loss: .*?Acc@1: ([\d.]+)", done.stdout)
+            row |= {"probe": float(probe), "acc1": float(last)}
+        else:
+            *_, last = csv.DictReader((out / "run/summary.csv").open())
+            row |= {"lr": rate, "acc1": float(last["eval_top1"])}
+        used = after.children_user + after.children_system - before.children_user - before.children_system
+        return row | {"cpu_minutes": round(used / 60, 2)}
+
+
+def best_rate(rows: list[dict[str, Any]], name: str) -> float:
+    """timm's rate with the best top-1 in draw 0."""
+    tried = [row for row in rows if (row["set"], row["draw"], row["program"]) == (name, 0, "timm")]
+    return max(tried, key=lambda row: row["acc1"])["lr"]
+
+
+def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Means over the draws; `reach` is of a 95 % interval of the difference for other images like those set aside.
+
+    It takes the two programs' answers as independent, which is too wide where they err on the same images.
+    """
+    of: dict[str, list[dict[str, Any]]] = {"vitamp": [], "timm": []}
+    for row in rows:
+        if row["set"] == name and row["draw"]:
+            of[row["program"]].append(row)
+    acc1 = {program: mean(row["acc1"] for row in runs) for program, runs in of.items()}
+    images = of["vitamp"][0]["images"]
+    variance = sum(value * (100 - value) / images for value in acc1.values())
+    return {
+        "set": name,
+        "images": images,
+        "probe": round(mean(row["probe"] for row in of["vitamp"]), 1),
+        "timm_lr": best_rate(rows, name),
+        **{program: round(value, 1) for program, value in acc1.items()},
+        "difference": round(acc1["vitamp"] - acc1["timm"], 1),
+        "reach": round(1.96 * sqrt(variance), 1),
+        **{
+            f"{program}_cpu_minutes": round(mean(row["cpu_minutes"] for row in runs), 2) for program, runs in of.items()
+        },
+    }
+
+
+def over_sets(summaries: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean difference, and the reach of its 95 % interval for other sets like these."""
+    differences = [one["difference"] for one in summaries]
+    error = stdev(differences) / sqrt(len(differences))
+    reach = student.ppf(0.975, len(differences) - 1) * error
+    return {"difference": round(mean(differences), 1), "reach": round(reach, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sets", type=Path)
+    parser.add_argument("-weights", type=Path, required=True, help=f"ImageNet weights of {MODEL}")
+    parser.add_argument("-timm", type=Path, required=True, help="a checkout of timm, for its train.py")
+    parser.add_argument("-json", type=Path, required=True)
+    parser.add_argument("-images", type=int, default=500, help="training images of a draw")
+    parser.add_argument("-epochs", type=int, default=8)
+    parser.add_argument("-size", type=int, default=96, help="image size in pixels")
+    parser.add_argument("-draws", type=int, default=2)
+    asked = parser.parse_args()
+    held = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+    rows: list[dict[str, Any]] = held.get("runs", [])
+    names = sorted(folder.name for folder in asked.sets.iterdir() if (folder / "pool").is_dir())
+
+    def add(name: str, draw: int, rate: float | None) -> None:
+        program = "vitamp" if rate is None else "timm"
+        if not any((r["set"], r["draw"], r["program"], r.get("lr")) == (name, draw, program, rate) for r in rows):
+            rows.append(run(asked, asked.sets / name, draw, rate))
+            asked.json.write_text(json.dumps(held | {"runs": rows}, indent=1))
+
+    for name in names:
+        for rate in RATES:
+            add(name, 0, rate)
+        for draw in range(1, asked.draws + 1):
+            add(name, draw, None)
+            add(name, draw, best_rate(rows, name))
+    summaries = [summary(rows, name) for name in names]
+    commands = {"vitamp": f"python {OURS}", "timm": f"python {TIMMS}"}
+    held |= {"commands": commands, "sets": summaries, "over_sets": over_sets(summaries), "runs": rows}
+    asked.json.write_text(json.dumps(held, indent=1) + "\n")
+    print(json.dumps(held["sets"], indent=1), held["over_sets"])
+
+
+if __name__ == "__main__":
+    main()

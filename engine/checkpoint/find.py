@@ -14,12 +14,12 @@ from engine.checkpoint.folder import bring_back
 from engine.checkpoint.state import VERSION
 from utils.config import Config
 from utils.config.kinds import AUTO
+from utils.config.resumed import resumed_run, target_folder
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log
 from utils.program import start_again
 from utils.record.history import read_lines
-from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import read_about
 from vitamp.checkpoints import (
     CHECKPOINTS,

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from engine.checkpoint.find import chosen_checkpoint
 from engine.checkpoint.restore import check_classes, check_task, check_unchanged, load_weights, restore_fp32
-from engine.checkpoint.run_folder import largest_class, make_run_folder, write_run_files
 from engine.evaluation.data import copies_evaluated, evaluated_weights
 from engine.evaluation.evaluate import validate
 from engine.machine.device import Run
@@ -15,6 +14,7 @@ from engine.measure.meters import Position
 from engine.report.banner import banner
 from engine.report.outcome import in_context
 from engine.report.reporter import Reporter
+from engine.run_folder import largest_class, make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
 from engine.task.base import Metrics
 from utils.config.kinds import AUTO

@@ -23,10 +23,10 @@ from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from utils.config.keys import DATASET, default_of
 from utils.config.kinds import OWN_SETTING
+from utils.config.resumed import settings_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
 from utils.program import started_as
-from utils.record.resumed_run import settings_of
 from utils.text import aligned, counted
 from vitamp.checkpoints import META, checkpoint_of, checkpoints_at, inspect, read_index, run_folder_of, verify
 from vitamp.files import replacing

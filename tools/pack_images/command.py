@@ -19,6 +19,7 @@ from tools.common.command_line import Tool, ToolLine, tool
 from tools.common.output_file import if_interrupted
 from utils.config import Loaded
 from utils.config.kinds import one_line
+from utils.config.read import Kind, Source
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
     if "DATA.DATA_PATH" in line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
-    loaded = line.load({place: (places[0], "SRC")})
+    loaded = line.load({place: (places[0], Source("SRC", Kind.TOOL))})
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.pack_images.run import pack

@@ -196,13 +196,11 @@ def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, g
 
         number = 1
         if starts:
-            from engine.machine.device import visible_devices, visible_gpus
+            from engine.machine.device import visible_devices, why_one_process
 
             number = visible_devices(config)
             if number == 1:
-                none = "no CUDA GPU is used; -ngpus N starts N processes"
-                visible = "one GPU is visible" if visible_gpus(config) else none
-                log.info("One process: %s.", "-ngpus 1" if config.NGPUS == 1 else visible)
+                log.info("One process: %s.", why_one_process(config))
         elif world.size > 1:
             from utils.distributed.launch import die_with_launcher
 

@@ -125,6 +125,12 @@ def visible_devices(config: Config) -> int:
     return config.NGPUS
 
 
+def why_one_process(config: Config) -> str:
+    if config.NGPUS == 1:
+        return "-ngpus 1"
+    return "one GPU is visible" if visible_gpus(config) else "no CUDA GPU is used; -ngpus N starts N processes"
+
+
 def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] = os.environ) -> str | None:
     """One line for the log; None if a GPU is used, or if -device cpu was given."""
     if device.type != "cpu" or config.DEVICE is not None:

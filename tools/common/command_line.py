@@ -7,7 +7,7 @@ import math
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -217,6 +217,12 @@ class ToolLine:
                 f"say {key}={SAY[key]}."
             )
         return loaded
+
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Raise UserError if one of these own flags is given. `why`: with {} in place of its name."""
+        for name in names:
+            if name in self.given:
+                raise UserError(why.format(name))
 
     def given_by(self, key: str) -> str:
         """The flag that gave a setting, or 'on the command line'; '' if neither did."""

@@ -206,8 +206,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     models = (trained, *trained.others)
     log.setLevel("INFO")
     for path, one in zip(asked.models, models, strict=True):
-        calibration = one.chosen.describe_calibration(one.calibrated)
-        log.info("%s: %s", path, "; ".join(filter(None, (one.chosen.words, calibration))))
+        log.info("%s: %s", path, one.chosen.with_calibration(one.calibrated))
     if len({(one.chosen.samples or {}).get("data") for one in models}) > 1:
         log.warning(
             "The models were not all trained on the same images. Where one was trained on images that are evaluated "
@@ -284,8 +283,8 @@ def _check(line: command_line.ToolLine) -> None:
             "weights of another program: -model NAME -pretrained FILE_OR_NAME, or the -cfg of a recipe that has both."
         )
     if asked.calibrate:
-        if others := [name for name in ("tta", "json", "no_calibration") if name in line.given]:
-            raise UserError(f"-{others[0]}: does not go with -calibrate, which only fits a temperature; leave it out.")
+        why = "-{}: does not go with -calibrate, which only fits a temperature; leave it out."
+        line.refuse(("tta", "json", "no_calibration"), why)
         if part in MEMORISED:
             raise UserError(
                 f"-part {part}: the model was trained on these images, and is surer of them than of others; "
@@ -298,8 +297,7 @@ def _check(line: command_line.ToolLine) -> None:
 def _check_features(line: command_line.ToolLine, by: str, part: str | None) -> None:
     """Raise UserError for flags that do not go with -knn or -probe, whichever is `by`."""
     asked = line.asked
-    if others := [name for name in OF_CLASSIFIER if name in line.given]:
-        raise UserError(f"-{others[0]}: does not go with {by}, which leaves out the classifier of the model.")
+    line.refuse(OF_CLASSIFIER, f"-{{}}: does not go with {by}, which leaves out the classifier of the model.")
     if asked.path is None and "weights" in line.given:
         raise UserError(f"-weights {asked.weights}: chooses among those of a run, and no run is named; leave it out.")
     if part in MEMORISED:

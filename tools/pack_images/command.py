@@ -78,8 +78,7 @@ def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     if kind != "keep" and not data.is_plain:
         raise UserError("DATA.BITS, DATA.IMAGE_CHANNELS: such images are packed as they are stored; add -keep.")
     useless = {"keep": ("short_side", "quality"), "raw": ("quality",)}.get(kind, ())
-    if given := [name for name in useless if name in line.given]:
-        raise UserError(f"-{given[0]} has no effect with -{kind}; leave it out.")
+    line.refuse(useless, f"-{{}} has no effect with -{kind}; leave it out.")
     names = [name for name in ("short_side", "quality", "shard_images") if name not in useless]
     settings: dict[str, int | str | bool] = {"kind": kind, **{name: getattr(asked, name) for name in names}}
     keys = ("DATA.EXIF_ROTATE", "DATA.BACKGROUND")

@@ -6,6 +6,7 @@ is 10) do not apply, and a value means the same in a file and on the command lin
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,7 +17,7 @@ import yaml
 
 from utils.config.keys import absolute, canonical, sections, settings
 from utils.config.kinds import as_names, is_no_value
-from utils.errors import UserError
+from utils.errors import UserError, closest, either
 from utils.program import ROOT
 from utils.record.run_folder import is_config_of_run, start_of
 from vitamp.files import only_regular
@@ -108,12 +109,39 @@ class Layer:
 
 def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
     """The layers of -cfg, a file or the name of a recipe that comes with vitamp, and lines for the log."""
-    lines: list[str] = []
-    if cfg is not None and not Path(cfg).is_file():
-        from utils.config.recipes import recipe_file
+    if cfg is None:
+        return [], []
+    path = Path(cfg)
+    if not path.is_file():
+        # Files that begin with an underscore are parts of others.
+        shipped = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
+        if cfg in shipped:
+            file = _as_seen(shipped[cfg])
+            return read_files(str(file)), [f"-cfg {cfg}: {file}, a recipe that comes with vitamp"]
+        if not path.exists() and path.suffix in (".yaml", ".yml") and path.stem in shipped:
+            raise UserError(f"{cfg}: no such file. Did you mean -cfg {path.stem}, a recipe that comes with vitamp?")
+        if not path.exists() and path.name == cfg and not path.suffix:
+            similar = difflib.get_close_matches(cfg, shipped)
+            suggestion = f" Did you mean {either(similar)}?" if similar else ""
+            where = (
+                f"The recipes are in {_as_seen(ROOT / 'configs')}; {_as_seen(ROOT / 'docs/recipes.md')} describes them."
+            )
+            raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {where}")
+    return read_files(cfg), []
 
-        cfg, lines = recipe_file(cfg)
-    return [] if cfg is None else read_files(cfg), lines
+
+def _as_seen(path: Path) -> Path:
+    """Relative to the current folder, if it is below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _similar_file(path: Path) -> str:
+    """' Did you mean configs/x.yaml?' for a file that cannot be read; '' if it exists, or no name is close."""
+    if path.exists() or not path.parent.is_dir():
+        return "" if path.exists() else f" The folder {path.parent} does not exist either."
+    files = {entry.stem: entry.name for entry in path.parent.iterdir()}
+    match = closest(path.stem, files)
+    return f" Did you mean {path.parent / files[match]}?" if match else ""
 
 
 def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
@@ -128,9 +156,7 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
             # Composing creates no Python object, whatever tags the file contains.
             root = yaml.compose(stream, Loader=yaml.SafeLoader)
     except OSError as error:
-        from utils.config.recipes import similar_file
-
-        raise UserError(f"{name} cannot be read: {error.strerror}.{similar_file(path)}") from None
+        raise UserError(f"{name} cannot be read: {error.strerror}.{_similar_file(path)}") from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
 import torch
 
@@ -23,7 +22,6 @@ from utils.config.read import Kind
 from utils.config.resumed import resume_of, resumed_run, target_folder
 from utils.errors import UserError
 from utils.record.run_folder import check_output
-from vitamp.checkpoints import CHECKPOINTS
 from vitamp.metrics import metric_named
 
 LEAST_FILES = 256
@@ -39,12 +37,7 @@ def check(config: Config) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, most))
     if config.MODEL.RESUME is not None:
         from engine.checkpoint.find import check_resumable
-        from utils.record.folder_lock import LOCK, FolderLock
 
-        path = Path(config.MODEL.RESUME)
-        if (path / LOCK).exists() and not (path / CHECKPOINTS).exists():  # perhaps it is training and has not saved yet
-            with FolderLock() as lock:
-                lock.take(path)
         check_resumable(config)
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)

@@ -19,7 +19,7 @@ from engine.setup import build_for_evaluation
 from engine.task.base import Metrics
 from utils.config.kinds import AUTO
 from utils.distributed.world import on_every_rank
-from utils.log import log
+from utils.log import log, log_lines
 from vitamp.metrics import PLAIN, SETS, WeightSet, best_set, metric_named
 from vitamp.tensors import open_tensors
 
@@ -79,8 +79,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     better = best_set(values, by) or PLAIN
     images = len(ready.val_set)
     context = in_context(by, values[better], images, largest_class(ready))
-    for words in filter(None, (context, copies_evaluated(config, saved, images))):
-        log.info(words)
+    log_lines((context, copies_evaluated(config, saved, images)))
     # All metrics of the better weights; of the others, the one that they are compared by.
     fields = metrics[better].fields().items()
     text = ", ".join(f"{name} {value:.4f}" for name, value in fields if value is not None)

@@ -33,7 +33,7 @@ from tools.common.tables import in_columns
 from utils.config.kinds import one_line
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.flags import Flag, whole
-from utils.log import log, unheard
+from utils.log import log, log_lines, unheard
 from utils.record.history import History, plain
 from utils.record.run_folder import describe_run, make_folder, write_json
 from utils.text import counted, redacted_values
@@ -222,8 +222,7 @@ def main(argv: list[str]) -> int:
     modes, left_out = modes_to_measure(asked.modes, config, device)
     if not modes:
         raise UserError(f"-modes {asked.modes}: name a precision other than fp32, with which all are compared.")
-    for note in [*loaded.notes, *about_one_device(loaded)]:
-        log.info(note)
+    log_lines([*loaded.notes, *about_one_device(loaded)])
     where = describe_devices(device, ALONE, threads := set_up_device(config, device, ALONE))
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
     names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
@@ -267,8 +266,7 @@ def main(argv: list[str]) -> int:
 
     advice = recommend(found, base, "-amp off" + " AMP.TF32=false" * config.AMP.TF32)
     log.info("\n%s\n", "\n".join(in_columns(_rows(found, base))))
-    for text in details(found, base, on_gpu=device.type == "cuda"):
-        log.info("%s", text)
+    log_lines(details(found, base, on_gpu=device.type == "cuda"))
     about = {
         **describe_run(where, {"updates": asked.updates, "threads": threads}, config.TAG),
         "seconds": round(time.monotonic() - began, 1),

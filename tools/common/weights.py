@@ -25,7 +25,7 @@ from utils.config.keys import DATASET, default_of
 from utils.config.kinds import OWN_SETTING
 from utils.config.resumed import settings_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
-from utils.log import log
+from utils.log import log, log_lines
 from utils.program import started_as
 from utils.text import aligned, counted
 from vitamp.checkpoints import (
@@ -108,8 +108,7 @@ def list_checkpoints(path: Path) -> int:
             row.append(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-")
         row += [size_words(size), time.strftime("%Y-%m-%d %H:%M", saved)]
         rows.append((*row, ", ".join(name for name in ("last", "best") if index.get(name) == folder.name)))
-    for line in aligned([columns, *rows]):
-        log.info("%s", line)
+    log_lines(aligned([columns, *rows]))
     log.info("%s, %s", counted(len(folders), "checkpoint"), size_words(sum(sizes)))
     return EXIT_DONE
 

@@ -47,7 +47,7 @@ from utils.distributed.launchers import read_world
 from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, EXIT_USAGE, UserError
 from utils.flags import Flag, Positional, whole
-from utils.log import log
+from utils.log import log, log_lines
 from utils.record.run_folder import is_run_folder, write_json
 from utils.text import Interval
 from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS
@@ -149,8 +149,7 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
         loaded = line.load({"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")})
         if not loaded.config.MODEL.PRETRAINED:
             raise UserError("-probe: MODEL.PRETRAINED is not set; add -pretrained FILE_OR_NAME.")
-        for note in loaded.notes:
-            log.info("%s", note)
+        log_lines(loaded.notes)
         data = loaded.config.DATA.model_copy(update={"PART": given.flags["DATA.PART"][0]})
         trained = pretrained(loaded.config.model_copy(update={"DATA": data}), world)
     return evaluate_features(trained, given, asked, world)
@@ -246,8 +245,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         *(found.strange(trained) if isinstance(found, OneLabel) else ()),
     )
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
-    for words in filter(None, (*said, *dict.fromkeys(copies))):
-        log.info("%s", words)
+    log_lines((*said, *dict.fromkeys(copies)))
     return {
         "model": config.MODEL.NAME,
         "source": places if trained.others else places[0],

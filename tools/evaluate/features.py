@@ -30,7 +30,7 @@ from utils.config.data import DataConfig
 from utils.config.keys import values_to_keep
 from utils.config.read import Kind, Source
 from utils.distributed.world import ALONE, World
-from utils.log import log
+from utils.log import log, log_lines
 from utils.text import wilson
 from vitamp.metrics import KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
@@ -104,8 +104,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         strength = found["probes"][found["chosen"]]["strength"]
         edge = ", the weakest that is tried" if strength == STRENGTHS[-1] else ""
         log.info("Chosen by the folds: linear, %s, strength %.2g%s.", found["chosen"], strength, edge)
-        for line in said[found["chosen"]]:
-            log.info("%s", line)
+        log_lines(said[found["chosen"]])
         if asked.out:
             save_probe(trained, data, found["chosen"], asked.out)
     return found

@@ -25,8 +25,8 @@ from utils.config.keys import (
     value_of,
     values_by_key,
 )
-from utils.config.kinds import AUTO, folded, is_no_value
-from utils.config.read import Entry, Kind, Source, read_files
+from utils.config.kinds import AUTO, is_no_value
+from utils.config.read import Entry, Kind, Source, read_files, text_of
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import warn_once
@@ -154,9 +154,8 @@ def values_of_run(given: Mapping[str, Entry], all_settings: bool, warmup: bool) 
         return {}
     if not known:
         return {}
-    texts = {key: str(entry.value) for key, entry in given.items()}
-    keys = [key for key in (DATASET, *FROM_WEIGHTS) if is_no_value(texts.get(key, ""))]
-    keys += [key for key in (*AUTO_BY_DATA, EPOCHS) if folded(texts.get(key)) == AUTO]
+    keys = [key for key in (DATASET, *FROM_WEIGHTS) if is_no_value(text_of(given, key))]
+    keys += [key for key in (*AUTO_BY_DATA, EPOCHS) if text_of(given, key) == AUTO]
     if warmup or EPOCHS in keys:
         keys.append(WARMUP)
     if all_settings:

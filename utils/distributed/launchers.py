@@ -11,6 +11,7 @@ from typing import Any
 
 from utils.distributed.world import LOOPBACK, World
 from utils.errors import UserError
+from utils.flags import RANK_FLAGS
 from utils.machine.cpus import cores
 
 BY_HAND, TORCHRUN, OPENMPI, SLURM = "by hand", "torchrun", "OpenMPI", "SLURM"
@@ -33,7 +34,6 @@ NAME_THE_KILLED = (TORCHRUN, OPENMPI)
 """Those that print which of their processes was killed, and end the others a moment later"""
 MAKE_TERMINALS = (OPENMPI,)
 """Those that give each process a terminal, even where their own output is a file"""
-RANK_FLAGS = ("host", "port", "rank", "world_size")
 DEFAULT_PORT = 29500
 PORTS = range(20000, 32000)
 """Of jobs that have a number: below the range from which Linux takes ephemeral ports."""
@@ -41,7 +41,7 @@ PORTS = range(20000, 32000)
 
 def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> World | None:
     """The rank that a launcher gave this process, or the flags -host -port -rank -world_size; None without either."""
-    missing = " ".join(f"-{name}" for name in RANK_FLAGS if name not in given)
+    missing = " ".join(f"-{flag.name}" for flag in RANK_FLAGS if flag.name not in given)
     needed = f"-host, -port, -rank and -world_size are needed together; missing: {missing}"
     has_rank = "rank" in given or "world_size" in given  # host and port alone may complete what a launcher says
     if has_rank:

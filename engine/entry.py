@@ -10,7 +10,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,13 +17,13 @@ from engine.machine import late_compiler, stopping
 from engine.machine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config
-from utils.config.checks import is_typed
 from utils.config.keys import default_of
-from utils.distributed.world import ALONE, BY_HAND, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, World
+from utils.config.load import load_command
+from utils.distributed.launchers import BY_HAND, MAKE_TERMINALS, read_world, world_from_launcher
+from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, AllRanksError, AllRanksUserError, TrainingError, UserError
 from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
 from utils.program import die_with_starting_tool, started_as
-from utils.record.resumed_run import load_command
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 from utils.text import redacted
 
@@ -52,7 +51,7 @@ def main(script: str, many: bool) -> NoReturn:
 
 def _exit_code(script: str, argv: list[str], many: bool) -> int:
     """Run the program, and report any exception as text."""
-    place = _launched_as() or ALONE
+    place = world_from_launcher() or ALONE
     start_log(place.first, survives_closed_pipe=True)
     try:
         return flush_after(lambda: _dispatch(script, argv, many))
@@ -90,15 +89,6 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
             signals.exit_if_asked(ENDED)
         _report(_of_this_rank(_in_own_code(error) or traceback.format_exc()), aloud=True)
         return EXIT_FAILED
-
-
-def _launched_as() -> World | None:
-    """This process's rank as its launcher gives it, before any setting is known."""
-    if not any(name in os.environ for name in RANK_VARIABLES.values()):
-        return None
-    from utils.distributed.launchers import world_from_launcher
-
-    return world_from_launcher()
 
 
 def _group() -> Any:
@@ -162,10 +152,10 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         _use_own_code(loaded, given, command.trust)
         from engine.amp.precision import check_amp
         from engine.amp.print_amp import show_precisions
-        from engine.preflight import resolve
+        from engine.preflight import fill_in
         from models.build import check_model
 
-        config = resolve(loaded).config
+        config = fill_in(loaded).config
         check_amp(config.AMP, config.TRAIN)
         check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
         print(show_precisions(config))
@@ -183,12 +173,13 @@ def _use_own_code(loaded: Loaded, given: bool, trust: bool) -> None:
 
 def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, given: bool, many: bool) -> int:
     """Train or evaluate: alone, as one rank of several, or by starting one process per device."""
-    config, world = loaded.config, _world(command.ranks, many)
+    config, launched = loaded.config, world_from_launcher()
+    # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
+    world = launched if launched and not many else read_world(command.ranks) or ALONE
     if not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
     trains = command.action == "train" and not config.EVAL
-    # mpirun gives ranks a terminal even where its output is a file.
-    if trains and config.LOG_STYLE == "auto" and world.launcher != OPENMPI:
+    if trains and config.LOG_STYLE == "auto" and world.launcher not in MAKE_TERMINALS:
         shorten_on_terminal()
     if not many and world.size > 1:
         raise UserError(
@@ -197,27 +188,25 @@ def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, g
             f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
         )
     starts = many and world is ALONE
-    if not starts and is_typed(loaded.sources["NGPUS"]) and config.NGPUS not in (-1, world.local_size):
+    if not starts and loaded.sources["NGPUS"].is_typed and config.NGPUS not in (-1, world.local_size):
         log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
     try:
         _use_own_code(loaded, given, command.trust)
-        from engine.preflight import check, resolve
+        from engine.preflight import check, fill_in
 
         number = 1
         if starts:
-            from engine.machine.device import visible_devices, visible_gpus
+            from engine.machine.device import visible_devices, why_one_process
 
             number = visible_devices(config)
             if number == 1:
-                none = "no CUDA GPU is used; -ngpus N starts N processes"
-                visible = "one GPU is visible" if visible_gpus(config) else none
-                log.info("One process: %s.", "-ngpus 1" if config.NGPUS == 1 else visible)
+                log.info("One process: %s.", why_one_process(config))
         elif world.size > 1:
             from utils.distributed.launch import die_with_launcher
 
             die_with_launcher()
 
-        loaded = resolve(loaded)
+        loaded = fill_in(loaded)
         check(loaded.config)
         if number > 1:
             from utils.distributed.launch import self_launch
@@ -234,15 +223,3 @@ def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, g
             if not refuse(world, error) and not logs_to_terminal():
                 start_log(to_terminal=True)  # nobody else would print the error
         raise
-
-
-def _world(ranks: Mapping[str, Any], many: bool) -> World:
-    """This process among the ranks, as its launcher or the flags -host -port -rank -world_size give it."""
-    # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
-    if not many and (launched := _launched_as()) is not None:
-        return launched
-    if ranks or any(name in os.environ for name in (*RANK_VARIABLES.values(), *SIZES_OF_OTHERS)):
-        from utils.distributed.launchers import read_world
-
-        return read_world(ranks) or ALONE
-    return ALONE

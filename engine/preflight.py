@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
 import torch
 
@@ -17,14 +16,12 @@ from engine.task import task_of
 from engine.task.losses import check_class_weights
 from models.build import check_model
 from utils.config import Config, Loaded
-from utils.config.checks import is_typed
 from utils.config.keys import DATASET, IMAGE_SIZE, value_of, values_by_key
 from utils.config.kinds import AUTO, one_line
-from utils.config.resumed import resume_of
+from utils.config.read import Kind
+from utils.config.resumed import resume_of, resumed_run, target_folder
 from utils.errors import UserError
-from utils.record.resumed_run import resumed_run, target_folder
-from utils.record.run_folder import check_output, is_of_user
-from vitamp.checkpoints import CHECKPOINTS
+from utils.record.run_folder import check_output
 from vitamp.metrics import metric_named
 
 LEAST_FILES = 256
@@ -40,12 +37,7 @@ def check(config: Config) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, most))
     if config.MODEL.RESUME is not None:
         from engine.checkpoint.find import check_resumable
-        from engine.checkpoint.run_folder import NAME, FolderLock
 
-        path = Path(config.MODEL.RESUME)
-        if (path / NAME).exists() and not (path / CHECKPOINTS).exists():  # perhaps it is training and has not saved yet
-            with FolderLock() as lock:
-                lock.take(path)
         check_resumable(config)
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
@@ -117,13 +109,13 @@ def with_data_set(loaded: Loaded) -> Loaded:
     return loaded
 
 
-def resolve(loaded: Loaded) -> Loaded:
+def fill_in(loaded: Loaded) -> Loaded:
     """The settings with numbers for `auto`, the layout of DATA_PATH, and the preprocessing of the weights.
 
     For an evaluation also with the split to evaluate.
     """
     loaded = with_data_set(loaded)
-    given = {key for key, source in loaded.sources.items() if is_typed(source)}
+    given = {key for key, source in loaded.sources.items() if source.is_typed}
     if "DATA.DATA_PATH" in given and not loaded.config.EVAL and (unread := unread_path(loaded.config.DATA)):
         raise UserError(unread)
     if loaded.config.MODEL.NUM_CLASSES == AUTO:
@@ -166,6 +158,6 @@ def resolve(loaded: Loaded) -> Loaded:
         return loaded
     from engine.evaluation.data import evaluated_weights, settings_for_evaluation
 
-    given |= {DATASET} if is_of_user(loaded.sources[DATASET]) else set()
+    given |= {DATASET} if loaded.sources[DATASET].kind is not Kind.RUN else set()
     values, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)
     return loaded.with_values(values, "the evaluated data", notes)

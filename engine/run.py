@@ -8,13 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datasets import data_identity
-from engine.checkpoint.run_folder import (
-    FolderLock,
-    largest_class,
-    lock_existing_folder,
-    make_run_folder,
-    write_run_files,
-)
 from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
@@ -23,18 +16,25 @@ from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
 from engine.report.outcome import FOLDS, flatters, in_context, next_commands, strange
 from engine.report.reporter import Reporter
+from engine.run_folder import (
+    largest_class,
+    lock_existing_folder,
+    make_run_folder,
+    write_run_files,
+)
 from engine.setup import ReadyToTrain, build_for_training
 from engine.trainer import Trainer
 from utils.config import Loaded
 from utils.config.keys import value_of
 from utils.config.kinds import AUTO
+from utils.config.resumed import resumed_run
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
-from utils.log import CONTROL, DETAIL, IN_LINE, brief_terminal, log, print_on_terminal
+from utils.log import CONTROL, DETAIL, IN_LINE, brief_terminal, log, log_lines, print_on_terminal
 from utils.program import FOLDER_FILE
+from utils.record.folder_lock import FolderLock
 from utils.record.history import History, is_end, last_line
 from utils.record.predictions import read_predictions
-from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words, missing_from
 from utils.text import counted, some_of
 from vitamp.checkpoints import Checkpoint, folder_name
@@ -50,8 +50,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
     try:
         device = pick_device(config.DEVICE, world)
         threads = set_up_device(config, device, world)
-        for note in loaded.notes:
-            log.info(note.translate(IN_LINE))
+        log_lines(note.translate(IN_LINE) for note in loaded.notes)
         for warning in loaded.warnings:
             log.warning(warning.translate(IN_LINE))
         if world.first and (advice := no_gpu_notice(config, device)):
@@ -234,8 +233,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         if context and figure is not None:
             context = f"{context} {flatters(len(validations), folder, config.DATA)}".rstrip()
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
-        for line in filter(None, (context, *_strange(ready, folder), copies_in_words(folder), commands)):
-            log.info(line)
+        log_lines((context, *_strange(ready, folder), copies_in_words(folder), commands))
     place = f"; {_whereabouts(run, ready, folder, trainer)}" if world.first else ""
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from engine.amp.health import Health
 from engine.checkpoint.meta import progress_meta, weights_meta
-from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import estimate_seconds
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import keep_predictions, on_device, validate
@@ -23,6 +22,7 @@ from engine.measure.throughput import Bottleneck, Throughput, find_bottleneck
 from engine.report.curves import Curves, title_of
 from engine.report.outcome import mark_of_best
 from engine.report.reporter import Reporter
+from engine.run_folder import largest_class
 from engine.setup import ReadyToTrain, setting_of
 from engine.task.base import Metrics
 from engine.update import train_update

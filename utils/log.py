@@ -7,7 +7,7 @@ import errno
 import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -43,6 +43,12 @@ def unheard(least: int = logging.ERROR) -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+def log_lines(lines: Iterable[str]) -> None:
+    """Log those of the lines that are not empty."""
+    for line in filter(None, lines):
+        log.info("%s", line)
 
 
 def warn_once(text: str, level: int = logging.WARNING) -> None:

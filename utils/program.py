@@ -15,7 +15,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from utils.distributed.world import BY_HAND, World
+from utils.distributed.launchers import BY_HAND
+from utils.distributed.world import World
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = ROOT.name == "program" and (ROOT.parent / "__main__.py").is_file()

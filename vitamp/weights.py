@@ -145,6 +145,10 @@ class Chosen:
             return Calibration.model_validate(kept) if kept else None
         return next((one for one in read_calibrations(self.place) if one.sha256 == self.hashes), None)
 
+    def with_calibration(self, applied: bool) -> str:
+        """`words`, and those about the temperature."""
+        return "; ".join(filter(None, (self.words, self.describe_calibration(applied))))
+
     def describe_calibration(self, applied: bool) -> str:
         """For the log; '' if the run has no temperature at all."""
         if (own := self.calibration) is not None:

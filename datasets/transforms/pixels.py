@@ -200,10 +200,9 @@ class Pixels:
             top, left = (int(random.random() * (2 * self.pad + 1)) for _ in range(2))
             padded = np.pad(pixels, ((self.pad, self.pad), (self.pad, self.pad), (0, 0)))
             pixels = padded[top : top + high, left : left + wide]
-        if self.flip > 0 and random.random() < self.flip:
-            pixels = torch.from_numpy(pixels).flip(1).numpy()  # seven times as fast as numpy
-        if self.vertical_flip > 0 and random.random() < self.vertical_flip:
-            pixels = torch.from_numpy(pixels).flip(0).numpy()
+        for axis, chance in ((1, self.flip), (0, self.vertical_flip)):
+            if chance > 0 and random.random() < chance:
+                pixels = torch.from_numpy(pixels).flip(axis).numpy()  # seven times as fast as numpy
         if self.changes and not self.is_plain:
             pixels = self.changed_bands(pixels)
         elif self.changes:

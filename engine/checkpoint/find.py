@@ -14,12 +14,13 @@ from engine.checkpoint.folder import bring_back
 from engine.checkpoint.state import VERSION
 from utils.config import Config
 from utils.config.kinds import AUTO
+from utils.config.resumed import resumed_run, target_folder
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log
 from utils.program import start_again
+from utils.record.folder_lock import LOCK, FolderLock
 from utils.record.history import read_lines
-from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import read_about
 from vitamp.checkpoints import (
     CHECKPOINTS,
@@ -167,6 +168,9 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
 def check_resumable(config: Config) -> None:
     """Raise UserError for a wrong -resume path, or a run of another version. One process checks the rest for all."""
     run, path = resumed_run(config), Path(str(config.MODEL.RESUME))
+    if (path / LOCK).exists() and not (path / CHECKPOINTS).exists():  # perhaps it is training and has not saved yet
+        with FolderLock() as lock:
+            lock.take(path)
     if config.MODEL.RESUME != AUTO:
         folder, root = _places(path)
         if folder is not None:

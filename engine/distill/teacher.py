@@ -36,11 +36,11 @@ from models.weights.fit import load_pretrained
 from utils.config import Config
 from utils.config.families import TAUGHT
 from utils.config.kinds import one_line
+from utils.config.load import config_of_weights
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 from utils.log import log
 from utils.own_code import FIELD, noted_files, noted_of
-from utils.record.resumed_run import config_of
 from vitamp.checkpoints import META, run_folder_of
 from vitamp.meta import Input, check_fields
 from vitamp.metrics import ONE_LABEL
@@ -276,7 +276,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     if name is None:  # a run or checkpoint; its precision follows from the student's settings
         with _errors_name_teacher():
             chosen = chosen_at(Path(place))
-            theirs = config_of(chosen)
+            theirs = config_of_weights(chosen)
             own = own_named("model", theirs.MODEL.NAME)  # if the model to train is this one too
             values = own.values if own else {}
             if theirs.USE:

@@ -23,11 +23,12 @@ from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.keys import DATASET, default_of
 from utils.config.kinds import AUTO
+from utils.config.load import config_of_weights
+from utils.config.resumed import resumed_run, settings_of
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import unheard
 from utils.record.history import History
-from utils.record.resumed_run import config_of, resumed_run, settings_of
 from utils.record.run_folder import copies_in_words
 from vitamp.checkpoints import CHECKPOINTS, read_index, run_folder_of
 from vitamp.metrics import NO_LABELS
@@ -143,7 +144,7 @@ def check_split(config: Config, saved: Chosen, part: str) -> None:
 
     Its lists of images to leave out or to relabel apply after the split, and may have changed: then it is not known.
     """
-    own = config_of(saved)
+    own = config_of_weights(saved)
     if part not in (AUTO, "val") or not comes_unsplit(config.DATA) or own.task == NO_LABELS:
         return
     known = saved.samples if not (own.DATA.EXCLUDE or own.DATA.RELABEL) else None

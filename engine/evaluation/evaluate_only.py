@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from engine.checkpoint.find import chosen_checkpoint
 from engine.checkpoint.restore import check_classes, check_task, check_unchanged, load_weights, restore_fp32
-from engine.checkpoint.run_folder import largest_class, make_run_folder, write_run_files
 from engine.evaluation.data import copies_evaluated, evaluated_weights
 from engine.evaluation.evaluate import validate
 from engine.machine.device import Run
@@ -15,11 +14,12 @@ from engine.measure.meters import Position
 from engine.report.banner import banner
 from engine.report.outcome import in_context
 from engine.report.reporter import Reporter
+from engine.run_folder import largest_class, make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
 from engine.task.base import Metrics
 from utils.config.kinds import AUTO
 from utils.distributed.world import on_every_rank
-from utils.log import log
+from utils.log import log, log_lines
 from vitamp.metrics import PLAIN, SETS, WeightSet, best_set, metric_named
 from vitamp.tensors import open_tensors
 
@@ -79,8 +79,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     better = best_set(values, by) or PLAIN
     images = len(ready.val_set)
     context = in_context(by, values[better], images, largest_class(ready))
-    for words in filter(None, (context, copies_evaluated(config, saved, images))):
-        log.info(words)
+    log_lines((context, copies_evaluated(config, saved, images)))
     # All metrics of the better weights; of the others, the one that they are compared by.
     fields = metrics[better].fields().items()
     text = ", ".join(f"{name} {value:.4f}" for name, value in fields if value is not None)

@@ -31,9 +31,9 @@ from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run
 from utils.cache import cache_folder, process_lock
 from utils.config import DataConfig, Loaded
-from utils.config.checks import is_typed
 from utils.config.keys import CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO, one_line
+from utils.config.read import Kind
 from utils.config.words import choices
 from utils.errors import UserError
 from utils.log import log
@@ -203,7 +203,7 @@ def with_packing(loaded: Loaded) -> Loaded:
         if (how.get("kind") == "keep" and "background" not in how) or packed in ("none", *own):
             continue
         said = f"{source_of(loaded.config.DATA)} was packed with {key} {packed}"
-        if is_typed(loaded.sources[key]) and loaded.sources[key] != "-probe":
+        if loaded.sources[key].is_typed:
             raise UserError(f"{loaded.sources[key]}: {said}. Give that, or pack the original images with your value.")
         loaded = loaded.with_values({key: packed}, "packing", [said])
     if how.get("channels") == 1 and how.get("kind") != "keep" and loaded.config.DATA.IMAGE_CHANNELS == 3:
@@ -283,7 +283,8 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
             theirs.pop(key, None)
         if opened := [key for key in COLOURS if loaded.is_default(key)]:
             said = f"{' and '.join(opened)} auto: {where} has those of images of other channels or bits"
-            loaded = loaded.with_values(dict.fromkeys(opened, AUTO), "default (MODEL.PRETRAINED)", [said])
+            autos, source = dict.fromkeys(opened, AUTO), "default (MODEL.PRETRAINED)"
+            loaded = loaded.with_values(autos, source, [said], Kind.DEFAULT)
     elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
         theirs |= {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
     taken, unsupported, differing = dict[str, Any](), list[str](), list[str]()

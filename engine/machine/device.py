@@ -14,15 +14,14 @@ import torch
 from torch.cuda import nccl
 
 from utils.config import Config
-from utils.distributed.world import ALONE, OPENMPI, SLURM, TORCHRUN, World
+from utils.distributed.launchers import SHOW_ONE_GPU, TORCHRUN
+from utils.distributed.world import ALONE, World
 from utils.errors import UserError
 from utils.machine.cpus import keep_freed_memory
 from utils.record.run_folder import versions
 from utils.text import counted
 
 NVIDIA_DRIVER, PROCESSORS = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
-# Launchers under which a process may see only its own GPU (srun --gpus-per-task=1).
-LAUNCHERS_WITH_OWN_GPU = (SLURM, OPENMPI)
 
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
@@ -39,7 +38,7 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f" (CUDA_VISIBLE_DEVICES is {hidden!r})" if hidden is not None else ""
         raise UserError(f"-device cuda: torch {torch.__version__} sees no GPU here{why}; use -device cpu.")
-    if visible == 1 and world.launcher in LAUNCHERS_WITH_OWN_GPU:
+    if visible == 1 and world.launcher in SHOW_ONE_GPU:
         return torch.device("cuda", 0)  # join_run finds two ranks on one GPU
     if world.local_rank >= visible:
         raise UserError(
@@ -124,6 +123,12 @@ def visible_devices(config: Config) -> int:
     if visible and visible < config.NGPUS:
         raise UserError(f"-ngpus {config.NGPUS}: only {visible} GPU(s) are visible; use -ngpus {visible} or fewer.")
     return config.NGPUS
+
+
+def why_one_process(config: Config) -> str:
+    if config.NGPUS == 1:
+        return "-ngpus 1"
+    return "one GPU is visible" if visible_gpus(config) else "no CUDA GPU is used; -ngpus N starts N processes"
 
 
 def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] = os.environ) -> str | None:

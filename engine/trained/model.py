@@ -30,11 +30,11 @@ from engine.task import task_of
 from engine.task.base import Task
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config
+from utils.config.load import config_of_weights
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError, UserError
 from utils.log import unheard
 from utils.own_code import FIELD, allowed, noted_of
-from utils.record.resumed_run import config_of
 from utils.text import counted
 from vitamp.bands import picture_of_bands
 from vitamp.checkpoints import run_folder_of
@@ -165,7 +165,7 @@ def load_trained(
         flags["DEVICE"] = (device, "-device")
     if amp is not None:
         flags |= {key: (value, "-amp") for key, value in amp_settings(amp).items()}
-    config = config_of(chosen, flags, given)
+    config = config_of_weights(chosen, flags, given)
     if needs_labels and config.task == NO_LABELS:
         raise UserError(
             f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "

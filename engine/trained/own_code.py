@@ -21,6 +21,7 @@ from models.parts import pretrained_cfg
 from utils.config import Config
 from utils.config.keys import value_of
 from utils.config.kinds import OWN_SETTING, parse_text
+from utils.config.resumed import resumed_run
 from utils.config.words import choices
 from utils.errors import UserError, nearest
 from utils.log import log
@@ -38,7 +39,6 @@ from utils.own_code import (
     read,
 )
 from utils.record.history import NO_METRICS
-from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import ABOUT, read_about
 from vitamp.metrics import METRICS, set_of
 from vitamp.registry import KINDS, Own, registered

@@ -78,14 +78,14 @@ def load_pretrained(
         )
     if found.file.suffix == ".npz":
         own = {key: value.clone() for key, value in module.state_dict().items() if is_inside(key, fresh)}
-        loaded, changes = _load_npz(module, found.file, name)
+        loaded, changes, untrained = _load_npz(module, found.file, name)
         module.load_state_dict(own, strict=False)
         changes += [f"{', '.join(fresh)} {start}"] if fresh else []
     else:
         new = {prefix: f"{prefix} {start} (MODEL.NEW_CLASSIFIER)" for prefix in fresh}
-        loaded, changes = _load_tensors(module, found, name, new)
+        loaded, changes, untrained = _load_tensors(module, found, name, new)
     sentence = f"Pretrained weights: {'; '.join([f'{loaded} from {found.file}', *changes])}"
-    if complete and any(FRESH in change for change in changes):
+    if complete and (untrained or fresh):
         raise UserError(
             f"{sentence}. -eval trains nothing, so its accuracy would be that of an untrained classifier: "
             "set MODEL.NUM_CLASSES to the number of classes in the file, evaluate on data with these classes, and "
@@ -94,7 +94,11 @@ def load_pretrained(
     return f"{sentence} ({found.description})" if found.description else sentence
 
 
-def _load_tensors(module: nn.Module, found: WeightFiles, name: str, new: dict[str, str]) -> tuple[str, list[str]]:
+Result = tuple[str, list[str], bool]
+"""What was loaded, what was changed for it, and whether parts of the model stay freshly initialised"""
+
+
+def _load_tensors(module: nn.Module, found: WeightFiles, name: str, new: dict[str, str]) -> Result:
     """Load weights by the names of tensors, all or none. `new`: parts of the model to keep, with what the log says."""
     weights, target, masking = _read(found.files), module.state_dict(), isinstance(module, MaskedAutoencoder)
     unused = "head" if masking else DECODER  # a masked autoencoder has no classifier, others seldom a decoder
@@ -120,7 +124,8 @@ def _load_tensors(module: nn.Module, found: WeightFiles, name: str, new: dict[st
             )
         raise UserError("\n".join([f"{_misfit(module, given, found.file, name, OTHER_SIZE * fixed)}:", *lines]))
     module.load_state_dict(weights, strict=False)
-    return f"{len(weights)} of {len(target)} tensors", [*changes, *replacements, *new.values()]
+    changes += [*replacements, *new.values()]
+    return f"{len(weights)} of {len(target)} tensors", changes, bool(replacements or new)
 
 
 def _read(files: Sequence[Path]) -> Weights:
@@ -306,7 +311,7 @@ def _mismatches(weights: Weights, before: dict[str, tuple[int, ...]], target: We
     return lines
 
 
-def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:
+def _load_npz(module: Any, file: Path, name: str) -> Result:
     """Load Google's ViT weights (AugReg and earlier) with timm's reader."""
     if not hasattr(module, "load_pretrained"):
         raise UserError(f"Pretrained weights {file}: .npz files are for ViTs; {name} is a {type(module).__name__}.")
@@ -328,9 +333,10 @@ def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:
     own = tuple(module.pos_embed.shape) if isinstance(getattr(module, "pos_embed", None), Tensor) else None
     if position and own and position != own:
         changes.append(f"pos_embed resized from {_shape(position)} to {_shape(own)}")
+    untrained = head is None or head[-1] != module.num_classes
     if head is None:
         changes.append(f"the file has no head; the model's head stays {FRESH}")
-    elif head[-1] != module.num_classes:
+    elif untrained:
         changes.append(REPLACED.format("head", head[-1], module.num_classes))
     try:
         module.load_pretrained(str(file))
@@ -342,7 +348,7 @@ def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:
             changes.append(f"pos_embed resized to {in_pixels(grid)} patches")
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"Pretrained weights {file} do not fit {name}: {error}.") from None
-    return f"{len(names)} arrays", changes
+    return f"{len(names)} arrays", changes, untrained
 
 
 def _shape(shape: tuple[int, ...]) -> str:

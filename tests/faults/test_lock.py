@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint import run_folder as run_lock
-from engine.checkpoint.run_folder import FolderLock
 from tests.faults.killing import ENDLESS, reported
 from tests.program import Started, Vitamp
 from tests.waiting import until
 from utils.errors import UserError
+from utils.record import folder_lock as run_lock
+from utils.record.folder_lock import FolderLock
 
 
 def test_a_second_run_is_told_who_is_there(
@@ -56,8 +56,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_as(folder: Path, sign: int, host: str = "elsewhere") -> None:
     about = {"host": host, "pid": 4711, "since": "2026-01-01 00:00:00", "sign": sign}
-    (folder / run_lock.NAME).touch()
-    with (folder / run_lock.NAME).open("r+") as file:  # as a run does: never empty while it lives
+    (folder / run_lock.LOCK).touch()
+    with (folder / run_lock.LOCK).open("r+") as file:  # as a run does: never empty while it lives
         file.write(json.dumps(about) + "\n")
 
 
@@ -86,8 +86,8 @@ def test_a_run_on_another_machine_that_is_dead(tmp_path: Path) -> None:
     write_as(tmp_path, 1)
     with FolderLock() as mine:
         assert mine.take(tmp_path)
-        assert json.loads((tmp_path / run_lock.NAME).read_text())["pid"] == os.getpid()
-    assert (tmp_path / run_lock.NAME).read_text() == ""
+        assert json.loads((tmp_path / run_lock.LOCK).read_text())["pid"] == os.getpid()
+    assert (tmp_path / run_lock.LOCK).read_text() == ""
 
 
 def test_a_run_that_died_on_this_machine_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_resuming_a_run_that_trains_and_has_not_saved_says_so(vitamp: Vitamp, tm
 def test_it_shows_that_it_lives(tmp_path: Path) -> None:
     with FolderLock() as mine:
         mine.take(tmp_path)
-        path = tmp_path / run_lock.NAME
+        path = tmp_path / run_lock.LOCK
         first = json.loads(path.read_text())["sign"]
         until(lambda: json.loads(path.read_text() or "{}").get("sign", 0) > first, 5)
 
@@ -132,8 +132,8 @@ def test_it_shows_that_it_lives(tmp_path: Path) -> None:
 def test_lock_that_is_removed_is_taken_again(tmp_path: Path) -> None:
     with FolderLock() as first:
         first.take(tmp_path)
-        (tmp_path / run_lock.NAME).unlink()
-        until((tmp_path / run_lock.NAME).exists, 10)
+        (tmp_path / run_lock.LOCK).unlink()
+        until((tmp_path / run_lock.LOCK).exists, 10)
         with pytest.raises(UserError, match="a run is training in this folder"), FolderLock() as second:
             second.take(tmp_path)
     with FolderLock() as third:

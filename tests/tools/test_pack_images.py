@@ -24,7 +24,7 @@ from PIL import Image
 
 from datasets import check_dataset, open_dataset
 from datasets.sources.files import FileSamples
-from engine.preflight import resolve
+from engine.preflight import fill_in
 from tests.waiting import until
 from tools.pack_images.command import main
 from utils.config import load_config
@@ -128,7 +128,7 @@ def test_keep_copies_bytes_and_validates_the_same(imagenet: Path, tmp_path: Path
         assert len(images) == count
         assert images == files
     words = {"DATA.DATASET": "shards", "DATA.DATA_PATH": f"{packed}", "MODEL.NUM_CLASSES": "4"}
-    resolve(load_config(words=words | {"DATA.BACKGROUND": "black"}))  # which is not fixed by packing
+    fill_in(load_config(words=words | {"DATA.BACKGROUND": "black"}))  # which is not fixed by packing
     keys = [(0, k) for k in range(8)]
     one, two = opened(imagenet, False, "imagenet2012", 4), opened(packed, False, "shards", 4)
     for ours, theirs in zip(one.__getitems__(keys), two.__getitems__(keys), strict=True):
@@ -308,14 +308,14 @@ def test_exif_rotation_is_applied_to_small_images(tmp_path: Path) -> None:
     (tmp_path / "src" / "train" / "b").mkdir()
     assert pack(tmp_path / "src", tmp_path / "packed", "DATA.EXIF_ROTATE=true", "DATA.BACKGROUND=mean") == 0
     words = {"DATA.DATASET": "shards", "DATA.DATA_PATH": f"{tmp_path / 'packed'}", "MODEL.NUM_CLASSES": "2"}
-    assert resolve(load_config(words=words)).config.DATA.EXIF_ROTATE, "what a run records"
+    assert fill_in(load_config(words=words)).config.DATA.EXIF_ROTATE, "what a run records"
     with pytest.raises(UserError, match=r"line: shards in .* packed with DATA\.BACKGROUND \[128, 128, 128\]\. Give"):
-        resolve(load_config(words=words | {"DATA.BACKGROUND": "black"}))
+        fill_in(load_config(words=words | {"DATA.BACKGROUND": "black"}))
     assert pack(tmp_path / "src", tmp_path / "grey", "DATA.IMAGE_CHANNELS=1") == 0
-    notes = resolve(load_config(words=words | {"DATA.DATA_PATH": f"{tmp_path / 'grey'}"})).notes
+    notes = fill_in(load_config(words=words | {"DATA.DATA_PATH": f"{tmp_path / 'grey'}"})).notes
     assert any("was packed in grey, but tools will see other images in colour" in note for note in notes)
     assert pack(tmp_path / "packed", tmp_path / "again", "-keep") == 0
-    data = resolve(load_config(words=words | {"DATA.DATA_PATH": f"{tmp_path / 'again'}"})).config.DATA
+    data = fill_in(load_config(words=words | {"DATA.DATA_PATH": f"{tmp_path / 'again'}"})).config.DATA
     assert (data.EXIF_ROTATE, data.BACKGROUND) == (True, (128, 128, 128))
     packed = [content for name, content in members(tmp_path / "packed", "train").items() if name.endswith(".jpg")]
     kept = [(folder / f"{name}.jpg").read_bytes() for name in ("plain", "upright")]

@@ -16,8 +16,9 @@ from torch.distributed import DistNetworkError, HashStore  # pyright: ignore[rep
 
 from tests.waiting import until
 from utils.distributed import group
+from utils.distributed.launchers import TORCHRUN
 from utils.distributed.watchdog import Watchdog, start_time_of
-from utils.distributed.world import TORCHRUN, World
+from utils.distributed.world import World
 
 WAITS = {"number": 9, "in_collective": True, "place": "torch/distributed/distributed_c10d.py:1 (all_reduce)"}
 READS = {"number": 9, "in_collective": False, "place": "engine/measure/meters.py:70 (read)"}

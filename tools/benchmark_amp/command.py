@@ -50,7 +50,7 @@ from utils.config import AmpConfig, Config
 from utils.config.keys import default_of
 from utils.errors import EXIT_DONE, TrainingError, nearest
 from utils.flags import Flag, whole
-from utils.log import log
+from utils.log import log, log_lines
 from utils.machine.cpus import cores
 from utils.program import typed
 from utils.record.run_folder import git_state, versions, write_json
@@ -520,8 +520,7 @@ def measure(table: str, plan: Plan, budget: Budget, path: Path | None, words: Se
     longest: dict[str, float] = {}
     try:
         log.info("%s: %s on %s", table, ", ".join(results.turns), plan.device)
-        for line in [*plan.remarks, *results.failures()]:
-            log.info("%s", line)
+        log_lines([*plan.remarks, *results.failures()])
         with progress_bar(len(plan.contenders) * plan.rounds, "turns") as bar:
             for nth, name in alternating_order(list(plan.contenders), range(plan.rounds)):
                 bar.update()

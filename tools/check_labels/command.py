@@ -26,11 +26,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tools.common.command_line import OVERWRITE, POOL, TRUST, Tool, above_zero, check_one_training, tool
+from tools.common.command_line import OVERWRITE, POOL, TRUST, Tool, ToolLine, above_zero, check_one_training, tool
 from tools.common.output_file import if_interrupted, results_folder
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
-from utils.log import log
+from utils.log import log, log_lines
 from vitamp.pooling import POOLED, POOLS
 
 FOLDS = 5
@@ -54,20 +54,7 @@ TOOL = Tool("check_labels.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPO
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked, out = line.asked, results_folder(line.asked.output)
-    if asked.path and (line.run.cfg is not None) != bool(asked.prove):
-        instead = "leave -cfg out: it has the settings of its own training"
-        raise UserError(f"{asked.path}: {'-prove trains a recipe: name it by -cfg' if asked.prove else instead}.")
-    if asked.path and asked.folds:
-        raise UserError(f"-folds {asked.folds}: trains a recipe, so leave {asked.path} out and name it by -cfg.")
-    if asked.folds and asked.pool:
-        raise UserError(f"-pool {asked.pool}: chooses features, and -folds trains instead; leave one of them out.")
-    if (out / SUSPECTS).exists() and not (asked.overwrite or asked.prove):
-        raise UserError(f"{out / SUSPECTS} may have decisions of yours; name another -output, or give -overwrite.")
-    if "seeds" in line.given and not asked.prove:
-        raise UserError(f"-seeds {asked.seeds}: only for -prove; a search has one seed, SEED.")
-    given = {*line.run.flags, *line.run.words}
-    if not asked.path and line.run.cfg is None and not {"MODEL.NAME", "MODEL.PRETRAINED"} & given:
-        raise UserError("Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE.")
+    _check(line, out)
 
     from datasets import comes_unsplit
     from tools.check_labels.page import write  # imports torch; a wrong command fails at once
@@ -76,8 +63,7 @@ def main(argv: list[str]) -> int:
 
     loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {})
     check_one_training(loaded, "check_labels.py")
-    for note in (*loaded.notes, *loaded.warnings):
-        log.info("%s", note)
+    log_lines((*loaded.notes, *loaded.warnings))
     if loaded.config.DATA.RELABEL:
         raise UserError("DATA.RELABEL: the labels are searched as they are in the data; leave the table out.")
     if asked.prove and loaded.config.DATA.FOLD:
@@ -108,3 +94,22 @@ def main(argv: list[str]) -> int:
         others = replace(open_images(config, "val"), classes=images.classes)  # it may have no image of the last classes
         write(others, judge(others, method, found, config.SEED), out / "validation" / SUSPECTS)
     return EXIT_DONE
+
+
+def _check(line: ToolLine, out: Path) -> None:
+    """Raise UserError for flags that do not go together."""
+    asked = line.asked
+    if asked.path and (line.run.cfg is not None) != bool(asked.prove):
+        instead = "leave -cfg out: it has the settings of its own training"
+        raise UserError(f"{asked.path}: {'-prove trains a recipe: name it by -cfg' if asked.prove else instead}.")
+    if asked.path and asked.folds:
+        raise UserError(f"-folds {asked.folds}: trains a recipe, so leave {asked.path} out and name it by -cfg.")
+    if asked.folds and asked.pool:
+        raise UserError(f"-pool {asked.pool}: chooses features, and -folds trains instead; leave one of them out.")
+    if (out / SUSPECTS).exists() and not (asked.overwrite or asked.prove):
+        raise UserError(f"{out / SUSPECTS} may have decisions of yours; name another -output, or give -overwrite.")
+    if "seeds" in line.given and not asked.prove:
+        raise UserError(f"-seeds {asked.seeds}: only for -prove; a search has one seed, SEED.")
+    given = {*line.run.flags, *line.run.words}
+    if not asked.path and line.run.cfg is None and not {"MODEL.NAME", "MODEL.PRETRAINED"} & given:
+        raise UserError("Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE.")

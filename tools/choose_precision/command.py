@@ -23,7 +23,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from tools.common.tables import in_columns
 from utils.config.kinds import one_line
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.flags import Flag, whole
-from utils.log import log, unheard
+from utils.log import log, log_lines, unheard
 from utils.record.history import History, plain
 from utils.record.run_folder import describe_run, make_folder, write_json
 from utils.text import counted, redacted_values
@@ -103,6 +103,19 @@ class Measured:
     against: list[str] = field(default_factory=list)
     """Reasons not to recommend it, whatever its speed."""
 
+    def read(self, folder: Path) -> None:
+        """Take over what the run in `folder` measured."""
+        history = History.of_run(folder)
+        lines = history.of("train")
+        if self.failed or not lines:
+            self.failed = self.failed or "it reported no update in its part of -budget_min"
+            return
+        self.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
+        self.images_per_second, self.skipped = history.images_per_second or 0.0, history.skipped
+        self.data_wait_percent = statistics.median(line["perf"]["data_wait_percent"] for line in lines[1:] or lines)
+        self.peak_memory_gb, self.scale = history.peak_memory_gb or 0.0, lines[-1]["scale"]
+        self.updates = max(line.get("update", 0) for line in history.lines)  # the last one may not be reported
+
 
 class Baseline:
     """fp32 with three seeds: its speed and loss curves, and the noise of both."""
@@ -119,6 +132,10 @@ class Baseline:
         """Largest difference between loss curves of two seeds, over this many reports."""
         curves = [run.losses[:reports] for run in self.runs]
         return max(largest_difference(*pair) for pair in itertools.combinations(curves, 2))
+
+    def as_json(self) -> dict[str, Any]:
+        noise = {"speed_noise": self.speed_noise, "seed_noise": self.seed_noise(len(self.runs[0].losses))}
+        return {"images_per_second": self.images_per_second, **noise, "runs": [asdict(run) for run in self.runs]}
 
 
 def _smooth(*curves: list[float]) -> np.ndarray:
@@ -205,10 +222,8 @@ def main(argv: list[str]) -> int:
     modes, left_out = modes_to_measure(asked.modes, config, device)
     if not modes:
         raise UserError(f"-modes {asked.modes}: name a precision other than fp32, with which all are compared.")
-    for note in [*loaded.notes, *about_one_device(loaded)]:
-        log.info(note)
-    threads = set_up_device(config, device, ALONE)
-    where = describe_devices(device, ALONE, threads)
+    log_lines([*loaded.notes, *about_one_device(loaded)])
+    where = describe_devices(device, ALONE, threads := set_up_device(config, device, ALONE))
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
     names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
@@ -251,35 +266,33 @@ def main(argv: list[str]) -> int:
 
     advice = recommend(found, base, "-amp off" + " AMP.TF32=false" * config.AMP.TF32)
     log.info("\n%s\n", "\n".join(in_columns(_rows(found, base))))
-    for text in details(found, base, on_gpu=device.type == "cuda"):
-        log.info("%s", text)
+    log_lines(details(found, base, on_gpu=device.type == "cuda"))
     about = {
         **describe_run(where, {"updates": asked.updates, "threads": threads}, config.TAG),
         "seconds": round(time.monotonic() - began, 1),
         "recommendation": advice,
         "left_out": left_out,
-        "fp32": {
-            "images_per_second": base.images_per_second,
-            "speed_noise": base.speed_noise,
-            "seed_noise": base.seed_noise(len(base.runs[0].losses)),
-            "runs": [asdict(run) for run in base.runs],
-        },
+        "fp32": base.as_json(),
         "modes": [asdict(one) for one in found],
         "runs": [run.folder.name for run in runs],
     }
-    report = folder / f"{NAME}.json"
     if_interrupted.clear()
-    with writing(report, "-output"):
-        write_json(report, redacted_values(plain(about)))
-    from tools.common.report_page.page import write_report
-
-    folders = [run.folder for run in runs if not measured[run.folder].failed]
-    try:
-        write_report(folders, folder / "report.html", verdict=advice["sentence"], predictions=False)
-    except UserError as error:  # not fatal: everything else is in the log
-        log.warning("%s", error)
+    _write(folder, about, [run.folder for run in runs if not measured[run.folder].failed])
     log.info("\n%s\nFlags: %s\nReport: %s", advice["sentence"], advice["flags"], folder)
     return EXIT_DONE
+
+
+def _write(folder: Path, about: dict[str, Any], runs: list[Path]) -> None:
+    """Write what was measured, and the page of the runs, into `folder`."""
+    from tools.common.report_page.page import write_report
+
+    report = folder / f"{NAME}.json"
+    with writing(report, "-output"):
+        write_json(report, redacted_values(plain(about)))
+    try:
+        write_report(runs, folder / "report.html", verdict=about["recommendation"]["sentence"], predictions=False)
+    except UserError as error:  # not fatal: everything else is in the log
+        log.warning("%s", error)
 
 
 def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]:
@@ -299,16 +312,7 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
                 own = math.ceil(max(1.0, (end - time.monotonic()) / (len(runs) - len(measured) + 1)))
                 limit = f"MAX_TIME={own // 3600:02d}:{own // 60 % 60:02d}:{own % 60:02d}"
                 one.failed = train_run(run, limit) or ""
-            history = History.of_run(run.folder)
-            if not one.failed and (lines := history.of("train")):
-                one.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
-                one.images_per_second, one.skipped = history.images_per_second or 0.0, history.skipped
-                waited = (line["perf"]["data_wait_percent"] for line in lines[1:] or lines)
-                one.data_wait_percent, one.peak_memory_gb = statistics.median(waited), history.peak_memory_gb or 0.0
-                # The last update of a run is not always a reported one.
-                one.updates, one.scale = max(line.get("update", 0) for line in history.lines), lines[-1]["scale"]
-            else:
-                one.failed = one.failed or "it reported no update in its part of -budget_min"
+            one.read(run.folder)
             if one.failed and run.contender == FP32:
                 raise TrainingError(
                     f"fp32 failed, so nothing can be compared with it: {one.failed}. Try a smaller -batch_size, or a "

@@ -7,7 +7,7 @@ import math
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,13 @@ from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
 from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO
-from utils.distributed.launchers import world_from_launcher
-from utils.distributed.world import RANK_VARIABLES
+from utils.config.read import Kind
+from utils.distributed.launchers import VARIABLES, world_from_launcher
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.log import log, start_log
 from utils.own_code import allow
 from utils.program import die_with_starting_tool, help_here, started_as
-from utils.record.run_folder import is_of_user
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, NO_LABELS, ONE_LABEL
 from vitamp.pooling import PATCHES, POOLED, POOLS
@@ -201,14 +200,14 @@ class ToolLine:
         if loaded.config.USE:
             from engine.trained.own_code import use_own_code
 
-            use_own_code(loaded.config, is_of_user(loaded.sources["USE"]), self.run.trust)
+            use_own_code(loaded.config, loaded.sources["USE"].kind is not Kind.RUN, self.run.trust)
         if self.one_label and loaded.config.task != ONE_LABEL:
             key = "MODEL.MAE_PRETRAIN" if loaded.config.task == NO_LABELS else "DATA.MULTI_LABEL"
             raise UserError(f"{loaded.sources[key]}: {key} true: {self.one_label}.")
         if resolved:
-            from engine.preflight import resolve  # imports torch, which takes seconds, so only for valid settings
+            from engine.preflight import fill_in  # imports torch, which takes seconds, so only for valid settings
 
-            return resolve(loaded)
+            return fill_in(loaded)
         measured = [key for key in MEASURED if value_of(loaded.config, key) == AUTO and loaded.is_default(key)]
         loaded = loaded.with_values(dict.fromkeys(measured, 0.5), "not measured: no speed depends on it")
         if unknown := [key for key in AUTO_BY_DATA if value_of(loaded.config, key) == AUTO]:
@@ -218,6 +217,12 @@ class ToolLine:
                 f"say {key}={SAY[key]}."
             )
         return loaded
+
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Raise UserError if one of these own flags is given. `why`: with {} in place of its name."""
+        for name in names:
+            if name in self.given:
+                raise UserError(why.format(name))
 
     def given_by(self, key: str) -> str:
         """The flag that gave a setting, or 'on the command line'; '' if neither did."""
@@ -293,7 +298,7 @@ def check_one_process(tool: str) -> None:
     """Refuse a launch in several processes, each of which would do all the work."""
     world = world_from_launcher()
     if world is not None and world.size > 1:
-        rank = RANK_VARIABLES.get(world.launcher, "RANK")
+        rank = VARIABLES[world.launcher][0] if world.launcher in VARIABLES else "RANK"
         raise UserError(
             f"{tool} is one process, but {rank} says that this is one of {world.size} ({world.launcher}). Start one; "
             f"if this is the only one, put env -u {rank} before the command."

@@ -23,12 +23,21 @@ from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from utils.config.keys import DATASET, default_of
 from utils.config.kinds import OWN_SETTING
+from utils.config.resumed import settings_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
-from utils.log import log
+from utils.log import log, log_lines
 from utils.program import started_as
-from utils.record.resumed_run import settings_of
 from utils.text import aligned, counted
-from vitamp.checkpoints import META, checkpoint_of, checkpoints_at, inspect, read_index, run_folder_of, verify
+from vitamp.checkpoints import (
+    META,
+    Checkpoint,
+    checkpoint_of,
+    checkpoints_at,
+    inspect,
+    read_index,
+    run_folder_of,
+    verify,
+)
 from vitamp.files import replacing
 from vitamp.metrics import BETTER, KNN, LOSS, METRICS, PLAIN, SETS, task_of
 from vitamp.tensors import fp32_modules, open_tensors
@@ -69,6 +78,7 @@ PRIVATE = (
     *("TRAIN.TEACHER_MODEL", "TRAIN.KNN", "teacher_model", "teacher"),
 )
 """Settings and choices with private paths, which the header does not get."""
+Shapes = dict[str, tuple[int, ...]]
 OF_SPLIT = ("DATA.FOLD", "DATA.SPLIT_SEED", "DATA.VAL_FRACTION", "DATA.GROUP")
 
 
@@ -98,8 +108,7 @@ def list_checkpoints(path: Path) -> int:
             row.append(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-")
         row += [size_words(size), time.strftime("%Y-%m-%d %H:%M", saved)]
         rows.append((*row, ", ".join(name for name in ("last", "best") if index.get(name) == folder.name)))
-    for line in aligned([columns, *rows]):
-        log.info("%s", line)
+    log_lines(aligned([columns, *rows]))
     log.info("%s, %s", counted(len(folders), "checkpoint"), size_words(sum(sizes)))
     return EXIT_DONE
 
@@ -133,7 +142,7 @@ def strip(path: Path, out: Path, weights: str) -> int:
     if source.checkpoint is None:
         raise UserError(f"{path}: this file already holds only weights; name a run or a checkpoint.")
     which, tensors = source.which, dict(open_tensors(verify(source.checkpoint), source.which.file))
-    log.info("%s", "; ".join(filter(None, (source.words, source.describe_calibration(applied=True)))))
+    log.info("%s", source.with_calibration(applied=True))
     kept = source.calibration
     header = {"weights": which.words, "from": source.place.name}
     calibration = {"calibration": kept.model_dump(include={"temperature", "images"})} if kept else {}
@@ -169,19 +178,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     files = [open_tensors(checkpoint, which.file) for checkpoint in checkpoints]
     shapes = [{key: file.shape(key) for key in file} for file in files]
     for checkpoint, own in zip(checkpoints, shapes, strict=True):
-        both = f"{checkpoint.folder} and {checkpoints[0].folder}"
-        if own != shapes[0]:
-            key = next(k for k in sorted({*own, *shapes[0]}) if own.get(k) != shapes[0].get(k))
-            raise UserError(
-                f"{both} have different architectures and cannot be averaged: "
-                f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
-            )
-        trained_on = {(one.meta.get("samples") or {}).get("data") for one in (checkpoint, checkpoints[0])}
-        split = () if len(trained_on) == 1 and None not in trained_on else OF_SPLIT
-        about, first = (_besides_weights(one.meta, split) for one in (checkpoint, checkpoints[0]))
-        if other := [key for key in about if about[key] != first.get(key, about[key])]:
-            words = f"{other[0]} is {about[other[0]]} and {first[other[0]]}"
-            raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
+        _check_alike(checkpoint, own, checkpoints[0], shapes[0])
     starts = {settings_of(source).get("MODEL.PRETRAINED") for source in sources}
     if len({run_folder_of(source.place) for source in sources}) > 1 and (len(starts) > 1 or None in starts):
         log.warning(
@@ -189,7 +186,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
             "mean of their weights is most likely useless. `%s RUN RUN` and predict.py average their predictions.",
             started_as("scripts/evaluate.py"),
         )
-    mean = {key: _mean([file[key] for file in files]) for key in progress_bar(list(shapes[0]), "tensors")}
+    mean = {key: _mean([file[key] for file in files]) for key in progress_bar([*shapes[0]], "tensors")}
     names = [source.place.name for source in sources]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)
@@ -203,6 +200,22 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         way = f"fine-tune it with -pretrained {out}"
     log.info("The accuracy of the average is unknown; %s.", way)
     return EXIT_DONE
+
+
+def _check_alike(one: Checkpoint, own: Shapes, other: Checkpoint, theirs: Shapes) -> None:
+    """Raise UserError for a checkpoint whose mean with another one would be no model."""
+    both = f"{one.folder} and {other.folder}"
+    if own != theirs:
+        key = next(key for key in sorted({*own, *theirs}) if own.get(key) != theirs.get(key))
+        shapes = f"the shape of {key} is {own.get(key, 'missing')} and {theirs.get(key, 'missing')}"
+        raise UserError(f"{both} have different architectures and cannot be averaged: {shapes}.")
+    trained_on = {(each.meta.get("samples") or {}).get("data") for each in (one, other)}
+    split = () if len(trained_on) == 1 and None not in trained_on else OF_SPLIT
+    about, known = (_besides_weights(each.meta, split) for each in (one, other))
+    for key, value in about.items():
+        if value != known.get(key, value):
+            words = f"{key} is {value} and {known[key]}"
+            raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
 
 
 def _besides_weights(meta: dict[str, Any], split: tuple[str, ...]) -> dict[str, Any]:

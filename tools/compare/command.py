@@ -57,7 +57,7 @@ from tools.common.output_file import if_interrupted, results_folder
 from tools.common.tables import in_columns, non_defaults
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag, whole
-from utils.log import log
+from utils.log import log, log_lines
 from utils.program import typed
 from utils.record.run_folder import git_state, read_data, write_json
 from utils.text import counted, redacted_values
@@ -97,8 +97,7 @@ def main(argv: list[str]) -> int:
     from tools.compare.runs import make_plan, train_all
 
     plan = make_plan(line, out)
-    for remark in plan.remarks:
-        log.info("%s", remark)
+    log_lines(plan.remarks)
     names = ("; " if plan.varied else ", ").join(plan.contenders)
     rounds = f"each with seed{'s' * (len(plan.seeds) > 1)} {', '.join(map(str, plan.seeds))}"
     if plan.folds is not None:

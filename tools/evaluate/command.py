@@ -47,7 +47,7 @@ from utils.distributed.launchers import read_world
 from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, EXIT_USAGE, UserError
 from utils.flags import Flag, Positional, whole
-from utils.log import log
+from utils.log import log, log_lines
 from utils.record.run_folder import is_run_folder, write_json
 from utils.text import Interval
 from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS
@@ -149,8 +149,7 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
         loaded = line.load({"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")})
         if not loaded.config.MODEL.PRETRAINED:
             raise UserError("-probe: MODEL.PRETRAINED is not set; add -pretrained FILE_OR_NAME.")
-        for note in loaded.notes:
-            log.info("%s", note)
+        log_lines(loaded.notes)
         data = loaded.config.DATA.model_copy(update={"PART": given.flags["DATA.PART"][0]})
         trained = pretrained(loaded.config.model_copy(update={"DATA": data}), world)
     return evaluate_features(trained, given, asked, world)
@@ -210,8 +209,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     models = (trained, *trained.others)
     log.setLevel("INFO")
     for path, one in zip(asked.models, models, strict=True):
-        calibration = one.chosen.describe_calibration(one.calibrated)
-        log.info("%s: %s", path, "; ".join(filter(None, (one.chosen.words, calibration))))
+        log.info("%s: %s", path, one.chosen.with_calibration(one.calibrated))
     if len({(one.chosen.samples or {}).get("data") for one in models}) > 1:
         log.warning(
             "The models were not all trained on the same images. Where one was trained on images that are evaluated "
@@ -251,8 +249,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         *(found.strange(trained) if isinstance(found, OneLabel) else ()),
     )
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
-    for words in filter(None, (*said, *dict.fromkeys(copies))):
-        log.info("%s", words)
+    log_lines((*said, *dict.fromkeys(copies)))
     return {
         "model": config.MODEL.NAME,
         "source": places if trained.others else places[0],
@@ -288,8 +285,8 @@ def _check(line: command_line.ToolLine) -> None:
             "weights of another program: -model NAME -pretrained FILE_OR_NAME, or the -cfg of a recipe that has both."
         )
     if asked.calibrate:
-        if others := [name for name in ("tta", "json", "no_calibration") if name in line.given]:
-            raise UserError(f"-{others[0]}: does not go with -calibrate, which only fits a temperature; leave it out.")
+        why = "-{}: does not go with -calibrate, which only fits a temperature; leave it out."
+        line.refuse(("tta", "json", "no_calibration"), why)
         if part in MEMORISED:
             raise UserError(
                 f"-part {part}: the model was trained on these images, and is surer of them than of others; "
@@ -302,8 +299,7 @@ def _check(line: command_line.ToolLine) -> None:
 def _check_features(line: command_line.ToolLine, by: str, part: str | None) -> None:
     """Raise UserError for flags that do not go with -knn or -probe, whichever is `by`."""
     asked = line.asked
-    if others := [name for name in OF_CLASSIFIER if name in line.given]:
-        raise UserError(f"-{others[0]}: does not go with {by}, which leaves out the classifier of the model.")
+    line.refuse(OF_CLASSIFIER, f"-{{}}: does not go with {by}, which leaves out the classifier of the model.")
     if asked.path is None and "weights" in line.given:
         raise UserError(f"-weights {asked.weights}: chooses among those of a run, and no run is named; leave it out.")
     if part in MEMORISED:

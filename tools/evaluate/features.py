@@ -28,8 +28,9 @@ from utils.cli import CommandLine
 from utils.config import load_config
 from utils.config.data import DataConfig
 from utils.config.keys import values_to_keep
+from utils.config.read import Kind, Source
 from utils.distributed.world import ALONE, World
-from utils.log import log
+from utils.log import log, log_lines
 from utils.text import wilson
 from vitamp.metrics import KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
@@ -103,8 +104,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         strength = found["probes"][found["chosen"]]["strength"]
         edge = ", the weakest that is tried" if strength == STRENGTHS[-1] else ""
         log.info("Chosen by the folds: linear, %s, strength %.2g%s.", found["chosen"], strength, edge)
-        for line in said[found["chosen"]]:
-            log.info("%s", line)
+        log_lines(said[found["chosen"]])
         if asked.out:
             save_probe(trained, data, found["chosen"], asked.out)
     return found
@@ -160,7 +160,7 @@ SECTIONS = ("MODEL.", "DATA.", "AMP.", "SEED", "USE", "DEVICE", "THREADS", "SPEE
 
 def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
     """A run without epochs: it fits the chosen classifier anew, to the features that are kept."""
-    from engine.preflight import check, resolve
+    from engine.preflight import check, fill_in
     from engine.run import run
 
     config, chosen = trained.config.model_copy(update={"DATA": data}), trained.chosen
@@ -181,6 +181,7 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
         "TRAIN.WARMUP_EPOCHS": 0,
         "OUTPUT": out,
     }
-    loaded = resolve(load_config(None, {key: (value, "-probe") for key, value in settings.items()}))
+    source = Source("-probe", Kind.TOOL)
+    loaded = fill_in(load_config(None, {key: (value, source) for key, value in settings.items()}))
     check(loaded.config)
     run(loaded, ALONE, dry=False)

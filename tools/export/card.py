@@ -22,8 +22,8 @@ from models.parts import count_parameters
 from tools.common.report_page.runs import LAYOUTS, Run, read_runs
 from tools.export import CARD, CONFIG, CURVES, WEIGHTS
 from tools.export.formats import Export, Format
+from utils.config.resumed import settings_of
 from utils.errors import TrainingError, first_line
-from utils.record.resumed_run import settings_of
 from utils.record.run_folder import is_run_folder
 from vitamp.checkpoints import run_folder_of
 from vitamp.colours import OPAQUE

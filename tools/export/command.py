@@ -38,7 +38,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, number, tool
+from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, ToolLine, number, tool
 from tools.common.output_file import check_output_file, check_output_folder
 from tools.export import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
@@ -116,62 +116,42 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
     if asked.path.suffix == PADDLE:
-        if asked.to != "safetensors":
-            raise UserError(f"-to {asked.to}: PaddleViT's weights become safetensors only; use -to safetensors.")
-        if others := sorted(line.given - {"path", "to", "out", "overwrite", "name"}):
-            raise UserError(f"-{others[0]}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
-        file = asked.path.expanduser()
-        if not file.is_file():
-            raise UserError(f"{file}: no such file.")
-        asked.out = asked.out or file.with_suffix(ENDINGS["safetensors"])
-        out: Any = line.file("out", ENDINGS["safetensors"])
-
-        from tools.export.paddle import import_weights
-
-        return import_weights(file, out, asked.name)
+        return _convert(line)
     if asked.name is not None:
         raise UserError(f"-name {asked.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
     formats = _formats(asked)
     files = _files(asked, formats)
-    missing = [name for name in ONNX_PACKAGES if "onnx" in formats and find_spec(name) is None]
-    if missing:
+    missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
+    if missing and "onnx" in formats:
         raise UserError(f"-to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained
     from tools.export.card import Hub
-    from tools.export.formats import (
-        FORMATS,
-        TOLERANCES,
-        Export,
-        images_for_check,
-        reference_logits,
-        write_checked,
-    )
+    from tools.export.formats import FORMATS, TOLERANCES, Export, images_for_check, reference_logits, write_checked
 
     kinds = FORMATS | {HUB: Hub(asked.license)}
     calibrated = not asked.no_calibration
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=calibrated)
-    calibration = trained.chosen.describe_calibration(trained.calibrated)
-    log.info("%s: %s", asked.path, "; ".join(filter(None, (trained.chosen.words, calibration))))
+    log.info("%s: %s", asked.path, trained.chosen.with_calibration(trained.calibrated))
     if HUB in formats and trained.task.kind != ONE_LABEL:
         raise UserError(
             f"-to {HUB}: this model has several labels per image, but the Hub and timm's example code apply a softmax, "
             "which fits only one label; use safetensors, whose header names the sigmoid."
         )
     pool, own = trained.config.MODEL.POOL, getattr(trained.model, "global_pool", None)
-    weights = [name for name in formats if name in ONLY_WEIGHTS]
-    if weights and pool is not None and (pool, own) != ("class", "token"):  # these two are the same
-        raise UserError(f"-to {weights[0]}: timm's model has no MODEL.POOL {pool}; use -to torch or onnx.")
-    if weights and own_named("model", name := trained.config.MODEL.NAME):
-        raise UserError(f"-to {weights[0]}: timm does not have {name}, a model of your own; use -to torch or onnx.")
+    for weights in [name for name in formats if name in ONLY_WEIGHTS]:
+        if pool is not None and (pool, own) != ("class", "token"):  # these two are the same
+            raise UserError(f"-to {weights}: timm's model has no MODEL.POOL {pool}; use -to torch or onnx.")
+        if own_named("model", name := trained.config.MODEL.NAME):
+            raise UserError(f"-to {weights}: timm does not have {name}, a model of your own; use -to torch or onnx.")
     if asked.int8:
         from tools.export.int8 import Int8, calibration_images
 
         kinds["onnx"] = Int8(calibration_images(trained), tuple(filter(None, (asked.keep or "").split(","))))
         asked.dtype = "int8"
-    count = None if asked.int8 and "check" not in line.given else asked.check
-    images = images_for_check(trained, asked.images, count, asked.part)
+        asked.check = asked.check if "check" in line.given else None  # all
+    images = images_for_check(trained, asked.images, asked.check, asked.part)
     if not trained.config.DATA.is_plain and (asked.with_resize or HUB in formats):
         what, other = ("-with_resize", "-with_preprocess") if asked.with_resize else (f"-to {HUB}", "-to safetensors")
         raise UserError(f"{what}: for 8-bit grey and RGB images, and this model takes others; use {other}.")
@@ -188,6 +168,24 @@ def main(argv: list[str]) -> int:
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
     return EXIT_DONE
+
+
+def _convert(line: ToolLine) -> int:
+    """Make safetensors of PaddleViT's weights."""
+    asked = line.asked
+    if asked.to != "safetensors":
+        raise UserError(f"-to {asked.to}: PaddleViT's weights become safetensors only; use -to safetensors.")
+    others = sorted(line.given - {"path", "to", "out", "overwrite", "name"})
+    line.refuse(others, f"-{{}}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
+    file = asked.path.expanduser()
+    if not file.is_file():
+        raise UserError(f"{file}: no such file.")
+    asked.out = asked.out or file.with_suffix(ENDINGS["safetensors"])
+    out: Any = line.file("out", ENDINGS["safetensors"])
+
+    from tools.export.paddle import import_weights
+
+    return import_weights(file, out, asked.name)
 
 
 def _formats(asked: Namespace) -> list[str]:

@@ -20,6 +20,7 @@ from tools.common.output_file import if_interrupted
 from utils.config import Loaded
 from utils.config.keys import MEASURED
 from utils.config.kinds import one_line
+from utils.config.read import Kind, Source
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 
@@ -57,8 +58,8 @@ def main(argv: list[str]) -> int:
     if "DATA.DATA_PATH" in line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
-    unused = dict.fromkeys(MEASURED[1:], ("0.5", "-keep")) if line.asked.keep else {}  # rather than measured
-    loaded = line.load({place: (places[0], "SRC"), **unused})
+    unused = dict.fromkeys(MEASURED[1:], ("0.5", Source("-keep", Kind.TOOL))) if line.asked.keep else {}  # rather than measured
+    loaded = line.load({place: (places[0], Source("SRC", Kind.TOOL)), **unused})
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.pack_images.run import pack
@@ -79,8 +80,7 @@ def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     if kind != "keep" and not data.is_plain:
         raise UserError("DATA.BITS, DATA.IMAGE_CHANNELS: such images are packed as they are stored; add -keep.")
     useless = {"keep": ("short_side", "quality"), "raw": ("quality",)}.get(kind, ())
-    if given := [name for name in useless if name in line.given]:
-        raise UserError(f"-{given[0]} has no effect with -{kind}; leave it out.")
+    line.refuse(useless, f"-{{}} has no effect with -{kind}; leave it out.")
     names = [name for name in ("short_side", "quality", "shard_images") if name not in useless]
     settings: dict[str, int | str | bool] = {"kind": kind, **{name: getattr(asked, name) for name in names}}
     keys = ("DATA.EXIF_ROTATE", "DATA.BACKGROUND")

@@ -158,8 +158,8 @@ def _check(line: command_line.ToolLine) -> None:
     while asked.images and all(_is_model(path) for path in (asked.path, Path(asked.images[0]))):
         asked.models.append(Path(asked.images.pop(0)))
     if asked.serve:
-        if others := [name for name in ("part", "features", "format", "out") if name in line.given]:
-            raise UserError(f"-serve: does not go with -{others[0]}; standard input names the images.")
+        why = "-serve: does not go with -{}; standard input names the images."
+        line.refuse(("part", "features", "format", "out"), why)
         if asked.images:
             raise UserError(f"-serve: standard input names the images; leave {asked.images[0]} out.")
     elif bool(asked.images) == bool(asked.part):
@@ -176,8 +176,7 @@ def _check(line: command_line.ToolLine) -> None:
     if len(asked.models) > 1:
         raise UserError(f"-features: takes one model, but {len(asked.models)} are given; their features differ.")
     asked.pool = asked.pool or POOLED
-    if others := [name for name in OF_CLASSES if name in line.given]:
-        raise UserError(f"-{others[0]}: does not go with -features, which writes no classes; leave it out.")
+    line.refuse(OF_CLASSES, "-{}: does not go with -features, which writes no classes; leave it out.")
     asked.features = line.file("features", ".npz")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, check_one_process, tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
-from utils.log import log
+from utils.log import log, log_lines
 
 OWN = (
     Flag("out", "file to write", "FILE.html", default_text="report.html in the run's folder"),
@@ -47,7 +47,6 @@ def main(argv: list[str]) -> int:
     verdict = verdict_of(folders_of(asked.runs))
     how = {"part": asked.part, "data_path": asked.data_path}
     page = write_report(asked.runs, out, "\n".join(verdict) or None, not asked.no_predictions, **how)
-    for line in verdict:
-        log.info("%s", line)
+    log_lines(verdict)
     log.info("Report: %s", page)
     return EXIT_DONE

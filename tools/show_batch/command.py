@@ -14,7 +14,7 @@ from __future__ import annotations
 from tools.common.command_line import OVERWRITE, Tool, tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, whole
-from utils.log import log
+from utils.log import log, log_lines
 from utils.text import counted
 
 MOST = 256
@@ -42,8 +42,7 @@ def main(argv: list[str]) -> int:
 
     check_dataset(loaded.config.DATA, loaded.config.MODEL.NUM_CLASSES)
     check_augmentations(loaded.config.TRAIN, loaded.config.DATA)
-    for note in loaded.notes:
-        log.info(note)
+    log_lines(loaded.notes)
     shown = first_images(loaded.config, count)
     draw(out, loaded.config, shown)
     log.info("%s as the model sees them: %s", counted(len(shown), "image"), out)

@@ -12,6 +12,7 @@ from functools import partial
 from utils.config.fields import broken, rules_of
 from utils.config.keys import default_of, settings, value_of
 from utils.config.kinds import AUTO, one_line
+from utils.config.read import Entry, Source
 from utils.config.schema import Config
 from utils.config.train import LOSSES
 from utils.errors import either, nearest
@@ -87,7 +88,7 @@ def _names(config: Config) -> Iterator[Problem]:
         yield "SAVE_BEST_BY", f"{by} is not measured {kind.words}.{other} {use}"
 
 
-def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
+def notes(config: Config, given: Mapping[str, Entry]) -> Iterator[str]:
     """Lines for the log about settings without the expected effect. `given`: keys that were set -> where."""
     span = config.TRAIN.spanning(1)
     warmup, epochs = span.WARMUP_EPOCHS, span.NUM_EPOCHS
@@ -96,18 +97,18 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
             f"TRAIN.WARMUP_EPOCHS {warmup:g} is more than TRAIN.NUM_EPOCHS {epochs}: clipped to {epochs}, so the "
             "learning rate rises until the end"
         )
-    yield from (f"{given[key]}: {note}" for key, note in _broken_rules(config, errors=False) if key in given)
+    yield from (f"{given[key].source}: {note}" for key, note in _broken_rules(config, errors=False) if key in given)
 
 
-def warnings(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
+def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
     """Rates and numbers of epochs with results that whoever gives some may not expect. `sources`: key -> where."""
     train, shape, reference = config.TRAIN, config.TRAIN.LR_SCHEDULER, config.TRAIN.scale_reference
     rates = [
         f"{key} {one_line(value_of(config, key))} ({sources[key]})"
         for key in ("TRAIN.BASE_LR", "TRAIN.WARMUP_START_LR", "TRAIN.END_LR")
-        if is_typed(sources[key]) and value_of(config, key)
+        if sources[key].is_typed and value_of(config, key)
     ]
-    if reference is not None and rates and not is_typed(sources[SCALE]):
+    if reference is not None and rates and not sources[SCALE].is_typed:
         yield (
             f"{', '.join(rates)}: multiplied by (global batch / {reference:g}), because {SCALE} is {reference:g} "
             f"({sources[SCALE]}). Set {SCALE}=null to train at the given learning rate"
@@ -131,8 +132,3 @@ def warnings(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
             key, limit = f"TRAIN.{name}", f"TRAIN.{other}"
             high, low = (f"{one} {one_line(value_of(config, one))} ({sources[one]})" for one in (key, limit))
             yield f"{high} is too high beside {low}, so {result}: set a lower {key}"
-
-
-def is_typed(source: str) -> bool:
-    """Whether a setting comes from the command line."""
-    return source.startswith("-") or source == "command line"

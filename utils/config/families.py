@@ -5,12 +5,10 @@ ViT's are those of the schema; `paddlevit/families.yaml` has the others.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from utils.config.kinds import AUTO, as_names, one_line
-from utils.config.read import TYPE, Entry, text_of, type_of
-from utils.program import ROOT
+from utils.config.read import TYPE, Entry, Kind, Source, text_of, type_of
 from vitamp.metrics import NO_LABELS, SEVERAL_LABELS
 
 MULTI_LABEL, MAE = "DATA.MULTI_LABEL", "MODEL.MAE_PRETRAIN"
@@ -39,21 +37,21 @@ def defaults_by(given: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
 
         family |= defaults_of(kind)
     plain = channels in ("", "1", "3") and text_of(given, DEPTH) in ("", "8")
-    opened, notes = Entry(AUTO, f"default ({CHANNELS}, {DEPTH})"), list[str]()
+    opened, notes = Entry(AUTO, Source(f"default ({CHANNELS}, {DEPTH})", Kind.DEFAULT)), list[str]()
     entries: dict[str, Entry] = {} if plain else dict.fromkeys(RGB_ONLY, opened)
     for key in RGB_ONLY if channels == "1" or not plain else ():
         family.pop(key, None)
         if key not in given:
             continue
         source, several = given[key].source, len({*as_names(given[key].value)}) > 1
-        if (several or not plain) and Path(source.rpartition(":")[0] or "/").resolve().parent == ROOT / "configs":
+        if (several or not plain) and source.kind is Kind.RECIPE:
             notes.append(f"{key} auto: {source} has that of images of other channels or bits")
             del given[key]
             entries[key] = opened
     rows = [(TYPE, kind, kind, family)]
     rows += [(by, by, "true", values) for by, values in IMPLIED.items() if text_of(given, by) in TRUE_WORDS]
     for by, name, word, values in rows:
-        entries |= {key: Entry(value, f"default ({name})") for key, value in values.items()}
+        entries |= {key: Entry(value, Source(f"default ({name})", Kind.DEFAULT)) for key, value in values.items()}
         if taken := [f"{key} {one_line(value)}" for key, value in values.items() if key not in given]:
             notes.append(f"{by} {word} ({given[by].source}): defaults {WORDS[by]}: {', '.join(taken)}")
     if kind in ("deit", "levit") and "TRAIN.DISTILLATION_TYPE" not in given:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ from utils.config.checks import conflicts, notes, warnings
 from utils.config.keys import (
     CHANGE_DEFAULTS,
     EPOCHS,
+    OF_ONE_START,
     WARMUP,
     absolute,
     default_of,
@@ -25,13 +26,17 @@ from utils.config.keys import (
     values_by_key,
 )
 from utils.config.kinds import AUTO, as_integer, as_names, as_yaml, folded, is_own_setting, one_line
-from utils.config.read import Entry, Layer, read_recipe, read_typed, type_of
+from utils.config.read import NOT_SET, Entry, Kind, Layer, Source, read_recipe, read_typed, type_of
+from utils.config.resumed import resume_of, settings_of, values_of_run, without_words, written_before_restart
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.log import log
 from utils.record.run_folder import CONFIG
 from utils.text import redacted
 
-DEFAULT = "default"
+if TYPE_CHECKING:
+    from utils.cli import CommandLine
+    from vitamp.weights import Chosen
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Loaded:
     """The settings of a run, checked and frozen, and where each comes from."""
 
     config: Config
-    sources: dict[str, str]
+    sources: dict[str, Source]
     """Dotted key -> 'configs/x.yaml:12', '-batch_size', 'command line', 'default' or 'default (swin)'."""
     notes: tuple[str, ...] = ()
     """Lines for the log."""
@@ -48,13 +53,34 @@ class Loaded:
 
     def is_default(self, key: str) -> bool:
         """Whether neither a file nor the command line set this key."""
-        return self.sources[key].partition(" ")[0] == DEFAULT
+        return self.sources[key].kind is Kind.DEFAULT
 
-    def with_values(self, found: Mapping[str, Any], source: str, notes: Iterable[str] = ()) -> Loaded:
+    def with_values(
+        self, found: Mapping[str, Any], source: str, notes: Iterable[str] = (), kind: Kind = Kind.FOUND
+    ) -> Loaded:
         """The same settings with values that only the data or the weights could give, checked together as a user's."""
         entries = {key: Entry(value_of(self.config, key), known) for key, known in self.sources.items()}
-        config, sources = _checked(entries | {key: Entry(value, source) for key, value in found.items()}, [])
+        entries |= {key: Entry(value, Source(source, kind)) for key, value in found.items()}
+        config, sources = _checked(entries, [])
         return replace(self, config=config, sources=sources, notes=(*self.notes, *notes))
+
+
+def load_command(command: CommandLine) -> tuple[Loaded, bool]:
+    """The settings that a command line asks for, and whether the code that they name in USE is the user's own.
+
+    A resumed run has its own config.yaml, so that resuming needs no -cfg.
+    """
+    cfg, flags, run = command.cfg, command.flags, None
+    if cfg is None and (resume := resume_of({key: value for key, (value, _) in flags.items()} | command.words)):
+        run = resume.run
+    if run is not None and (run / CONFIG).exists():  # with auto, it may have been killed before it wrote one
+        cfg, flags = str(run / CONFIG), {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
+    loaded = load_config(cfg, flags, command.words)
+    if written_before_restart(loaded.config):
+        loaded = load_config(cfg, flags, {**command.words, "MODEL.RESUME": AUTO})
+        log.info("torchrun has restarted this job, which resumes its run.")
+    use = loaded.sources["USE"]
+    return loaded, use.is_typed or (run is None and use.kind is not Kind.RUN)  # a resumed folder may be someone else's
 
 
 def load_config(
@@ -72,11 +98,9 @@ def load_config(
     unknown: dict[str, Entry] = {}
     for layer in layers:
         gone = layer.take_unknown()
-        if layer.of_user:
+        if layer.kind is not Kind.RUN:
             unknown |= gone
         elif gone:
-            from utils.config.resumed import without_words
-
             lines.append(without_words(layer.name, gone))
     given = _merged(layers)
     if unknown:
@@ -85,15 +109,10 @@ def load_config(
         problems += unknown_keys(given, unknown)
     problems += _keep_own_settings(given, layers)
 
-    recipe, of_run, defaults = _merged(files), {}, {}
-    # A warm-up belongs to the number of epochs that it was chosen with.
-    warmup_alone = WARMUP in typed.entries or (WARMUP in recipe and EPOCHS not in recipe)
-    proportional = EPOCHS in typed.entries and not warmup_alone
+    recipe, of_run, defaults = _merged(files), dict[str, Entry](), dict[str, Entry]()
+    alone = _changes_epochs_alone(typed.entries, recipe)
     if "MODEL.RESUME" in given:
-        from utils.config.resumed import resolved_by_run
-
-        kept = [WARMUP] if proportional else []
-        of_run = resolved_by_run(given, None if cfg is None else kept)
+        of_run = values_of_run(given, all_settings=cfg is None, warmup=alone and cfg is not None)
     known = given | of_run
     if type_of(given) != "vit" or not given.keys().isdisjoint(CHANGE_DEFAULTS):
         from utils.config.families import defaults_by
@@ -101,10 +120,9 @@ def load_config(
         defaults, about = defaults_by(known)
         lines += about
     loaded = Loaded(*_checked(defaults | known, problems), tuple(lines))
-    if proportional and WARMUP not in of_run:
+    if alone and WARMUP not in of_run:
         loaded = _with_warmup_in_proportion(loaded, defaults | recipe)
-    sources = {key: entry.source for key, entry in given.items()}
-    later = [note + _of_family(loaded.sources, note) for note in notes(loaded.config, sources)]
+    later = [note + _of_family(loaded.sources, note) for note in notes(loaded.config, given)]
     warned = () if loaded.config.EVAL else tuple(warnings(loaded.config, loaded.sources))
     return replace(loaded, notes=(*loaded.notes, *later), warnings=warned)
 
@@ -131,6 +149,15 @@ def _keep_own_settings(given: dict[str, Entry], layers: Sequence[Layer]) -> list
     return []
 
 
+# A warm-up belongs to the number of epochs that it was chosen with. So epochs on the command line alone scale that of a
+# recipe, and leave that of a resumed run.
+
+
+def _changes_epochs_alone(typed: Mapping[str, Entry], recipe: Mapping[str, Entry]) -> bool:
+    """Whether the command line changes the number of epochs, but not the warm-up that was chosen with it."""
+    return EPOCHS in typed and WARMUP not in typed and (WARMUP not in recipe or EPOCHS in recipe)
+
+
 def _with_warmup_in_proportion(loaded: Loaded, below: Mapping[str, Entry]) -> Loaded:
     """The warm-up as the same part of the epochs on the command line as of those `below` it."""
     before = as_integer(below[EPOCHS].value if EPOCHS in below else default_of(EPOCHS))
@@ -149,10 +176,20 @@ def config_of_run(folder: Path) -> Config:
     return load_config(str(folder / CONFIG)).config
 
 
-def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config, dict[str, str]]:
+def config_of_weights(
+    chosen: Chosen, flags: dict[str, tuple[Any, str]] | None = None, given: CommandLine | None = None
+) -> Config:
+    """Those that trained these weights, overridden by `flags` and `given`: of a whole model, no adapters or shards."""
+    base = {key: (value, f"{chosen.place}") for key, value in settings_of(chosen).items()}
+    unset: dict[str, Any] = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED", "MODEL.LORA.RANK"), (None, ""))
+    unset |= {"MODEL.NEW_CLASSIFIER": (False, ""), "DIST.STRATEGY": ("ddp", ""), "DIST.HSDP": (False, "")}
+    return load_config(None, {**base, **unset, **(flags or {})}, given.words if given else {}).config
+
+
+def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config, dict[str, Source]]:
     """The frozen settings and their sources. Raises a UserError with all problems."""
-    sources = {key: entries[key].source if key in entries else DEFAULT for key in settings()}
-    where = {key: "" if source == DEFAULT else f"{source}: " for key, source in sources.items()}
+    sources = {key: entries[key].source if key in entries else NOT_SET for key in settings()}
+    where = {key: "" if source == NOT_SET else f"{source}: " for key, source in sources.items()}
     try:
         config = Config.model_validate(nested({key: entry.value for key, entry in entries.items()}))
     except ValidationError as error:
@@ -163,9 +200,9 @@ def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config,
             # The location may end with the branch of a union or an index of a list.
             parts = [str(part) for part in details["loc"]]
             key = next(key for end in range(1, 5) if (key := ".".join(parts[:end])) in settings())
-            source = sources[key]  # a flag that sets two keys gets one line
             text = f"{where[key]}{key}: {expected(key, entries[key].value)}"
-            found.setdefault(source if source.startswith("-") else key, text)
+            # A flag that sets two keys gets one line.
+            found.setdefault(sources[key] if sources[key].kind is Kind.FLAG else key, text)
         problems = [*problems, *found.values()]
     else:
         if not problems:
@@ -177,9 +214,10 @@ def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config,
     raise UserError("\n  ".join([f"{len(problems)} settings are wrong:", *problems]))
 
 
-def _of_family(sources: Mapping[str, str], text: str) -> str:
+def _of_family(sources: Mapping[str, Source], text: str) -> str:
     """' (KEY: default (swin))' for settings in `text` that are a family's defaults."""
-    named = [key for key, source in sources.items() if source.startswith(f"{DEFAULT} (") and key in text]
+    of_families = {key: source for key, source in sources.items() if source.kind is Kind.DEFAULT and source != NOT_SET}
+    named = [key for key in of_families if key in text]
     return f" ({', '.join(named)}: {sources[named[0]]})" if named else ""
 
 

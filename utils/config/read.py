@@ -6,8 +6,10 @@ is 10) do not apply, and a value means the same in a file and on the command lin
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,48 @@ import yaml
 
 from utils.config.keys import absolute, canonical, sections, settings
 from utils.config.kinds import as_names, is_no_value
-from utils.errors import UserError
-from utils.record.run_folder import is_of_user, start_of
+from utils.errors import UserError, closest, either
+from utils.program import ROOT
+from utils.record.run_folder import is_config_of_run, start_of
 from vitamp.files import only_regular
+
+
+class Kind(Enum):
+    """What gives a setting its value."""
+
+    DEFAULT = "the schema, or the model's family"
+    RECIPE = "a file of configs/"
+    FILE = "a file of the user's"
+    RUN = "what a run has saved, perhaps someone else's"
+    FLAG = "a flag"
+    WORD = "KEY=VALUE"
+    TOOL = "a tool by itself"
+    FOUND = "the data or the weights"
+
+
+class Source(str):
+    """Where a setting comes from, as messages say it: `configs/x.yaml:12`, `-batch_size` or `command line`."""
+
+    kind: Kind
+
+    def __new__(cls, words: str, kind: Kind) -> Source:
+        source = super().__new__(cls, words)
+        source.kind = kind
+        return source
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether the setting is on the command line."""
+        return self.kind in (Kind.FLAG, Kind.WORD)
+
+
+NOT_SET = Source("default", Kind.DEFAULT)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A value and its source: `configs/x.yaml:12`, `-batch_size` or `command line`."""
-
     value: Any
-    source: str
+    source: Source
 
 
 TYPE = "MODEL.TYPE"
@@ -45,23 +78,19 @@ class Layer:
     """The settings of one file, or of the words on the command line, and the problems found in it."""
 
     name: str
+    kind: Kind
     entries: dict[str, Entry] = field(default_factory=dict)
     """By dotted key; also keys that are none of ours"""
     problems: list[str] = field(default_factory=list)
     own_words: list[str] = field(default_factory=list)
     """NAME.SETTING=VALUE of own code, beside those in USE"""
 
-    @property
-    def of_user(self) -> bool:
-        """Whether it is no file of a run."""
-        return is_of_user(f"{self.name}:")
-
     def take_unknown(self) -> dict[str, Entry]:
         """Remove what is no setting: of a run by an earlier version, what is gone, or was a section."""
-        was_section = [] if self.of_user else [key for key, entry in self.entries.items() if entry.value == {}]
+        was_section = [key for key, entry in self.entries.items() if self.kind is Kind.RUN and entry.value == {}]
         return {key: self.entries.pop(key) for key in [*self.entries] if key not in settings() or key in was_section}
 
-    def set(self, key: str, value: Any, source: str) -> None:
+    def set(self, key: str, value: Any, source: Source) -> None:
         """Set a value. `AMP: true` turns the section on; no other section takes a value, and empty sets nothing."""
         key = canonical(key)
         if key in sections():
@@ -80,17 +109,46 @@ class Layer:
 
 def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
     """The layers of -cfg, a file or the name of a recipe that comes with vitamp, and lines for the log."""
-    lines: list[str] = []
-    if cfg is not None and not Path(cfg).is_file():
-        from utils.config.recipes import recipe_file
+    if cfg is None:
+        return [], []
+    path = Path(cfg)
+    if not path.is_file():
+        # Files that begin with an underscore are parts of others.
+        shipped = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
+        if cfg in shipped:
+            file = _as_seen(shipped[cfg])
+            return read_files(str(file)), [f"-cfg {cfg}: {file}, a recipe that comes with vitamp"]
+        if not path.exists() and path.suffix in (".yaml", ".yml") and path.stem in shipped:
+            raise UserError(f"{cfg}: no such file. Did you mean -cfg {path.stem}, a recipe that comes with vitamp?")
+        if not path.exists() and path.name == cfg and not path.suffix:
+            similar = difflib.get_close_matches(cfg, shipped)
+            suggestion = f" Did you mean {either(similar)}?" if similar else ""
+            where = (
+                f"The recipes are in {_as_seen(ROOT / 'configs')}; {_as_seen(ROOT / 'docs/recipes.md')} describes them."
+            )
+            raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {where}")
+    return read_files(cfg), []
 
-        cfg, lines = recipe_file(cfg)
-    return [] if cfg is None else read_files(cfg), lines
+
+def _as_seen(path: Path) -> Path:
+    """Relative to the current folder, if it is below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _similar_file(path: Path) -> str:
+    """' Did you mean configs/x.yaml?' for a file that cannot be read; '' if it exists, or no name is close."""
+    if path.exists() or not path.parent.is_dir():
+        return "" if path.exists() else f" The folder {path.parent} does not exist either."
+    files = {entry.stem: entry.name for entry in path.parent.iterdir()}
+    match = closest(path.stem, files)
+    return f" Did you mean {path.parent / files[match]}?" if match else ""
 
 
 def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
     """The layers of the file's BASE files and of the file itself; later ones override earlier ones."""
-    path, layer = Path(name), Layer(name)
+    path = Path(name)
+    kind = Kind.RECIPE if path.resolve().parent == ROOT / "configs" else Kind.FILE
+    layer = Layer(name, Kind.RUN if is_config_of_run(path) else kind)
     if path.resolve() in above:
         raise UserError(f"{name}: BASE leads back to this file; remove it from one of the BASE lists")
     try:
@@ -98,9 +156,7 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
             # Composing creates no Python object, whatever tags the file contains.
             root = yaml.compose(stream, Loader=yaml.SafeLoader)
     except OSError as error:
-        from utils.config.recipes import similar_file
-
-        raise UserError(f"{name} cannot be read: {error.strerror}.{similar_file(path)}") from None
+        raise UserError(f"{name} cannot be read: {error.strerror}.{_similar_file(path)}") from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
@@ -108,10 +164,10 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
         raise UserError(f"{name}: not a YAML text file: {' '.join(str(error).split())}") from None
     if not isinstance(root, yaml.MappingNode | None):
         raise UserError(f"{name}:{root.start_mark.line + 1}: expected `KEY: value` lines")
-    start = "" if is_of_user(f"{name}:") else start_of(path.parent)
+    start = start_of(path.parent) if layer.kind is Kind.RUN else ""
     for key, value, source in _leaves(root, "", layer) if root is not None else ():
         layer.set(key, absolute(key, value, start), source)
-    given = layer.entries.pop("BASE", Entry((), name)).value
+    given = layer.entries.pop("BASE", Entry((), NOT_SET)).value
     layers = list[Layer]()
     for base in filter(None, as_names(given or ())):
         layers += read_files(str(path.parent / str(base)), (*above, path.resolve()))
@@ -122,10 +178,10 @@ DEEPEST = 3
 """Lists in lists that a setting may have, as SIZE_SCHEDULE; deeper ones would let a small file fill the memory."""
 
 
-def _leaves(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple[str, Any, str]]:
+def _leaves(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple[str, Any, Source]]:
     """(dotted key, value, source) of each setting in a mapping."""
     for name, value in node.value:
-        source = f"{layer.name}:{name.start_mark.line + 1}"
+        source = Source(f"{layer.name}:{name.start_mark.line + 1}", layer.kind)
         if not isinstance(name, yaml.ScalarNode) or name.tag.endswith(":merge"):
             # Nested merges let a small file fill the memory.
             layer.problems.append(f"{source}: a key must be a plain word; instead of `<<`, build on files with BASE")
@@ -156,7 +212,8 @@ def _text_of(node: yaml.Node, depth: int) -> Any:
 
 def read_typed(flags: Mapping[str, tuple[Any, str]], words: Mapping[str, str]) -> Layer:
     """The layer of the command line. Each KEY=VALUE word is a YAML scalar or list, whose text is kept as written."""
-    layer = Layer("command line")
+    layer = Layer("command line", Kind.WORD)
+    by = Source(layer.name, layer.kind)
     for key, raw in words.items():
         if not key.isupper():
             layer.own_words.append(f"{key}={raw}")
@@ -174,6 +231,10 @@ def read_typed(flags: Mapping[str, tuple[Any, str]], words: Mapping[str, str]) -
         if key == "BASE":
             layer.problems.append(f"{layer.name}: BASE belongs in a YAML file")
         else:
-            layer.set(key, value, layer.name)
-    layer.entries = {key: Entry(value, source) for key, (value, source) in flags.items()} | layer.entries
+            layer.set(key, value, by)
+    of_flags = {
+        key: Entry(value, name if isinstance(name, Source) else Source(name, Kind.FLAG))
+        for key, (value, name) in flags.items()
+    }
+    layer.entries = of_flags | layer.entries
     return layer

@@ -1,13 +1,14 @@
-"""What -resume names, and what is read of a run's saved settings: it keeps those that its data and weights gave it."""
+"""What -resume names, the folder that a run writes to, and what is read of a run's saved settings."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -22,15 +23,19 @@ from utils.config.keys import (
     nested,
     settings,
     value_of,
+    values_by_key,
 )
-from utils.config.kinds import AUTO, folded, is_no_value
-from utils.config.read import Entry, read_files
+from utils.config.kinds import AUTO, is_no_value
+from utils.config.read import Entry, Kind, Source, read_files, text_of
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import warn_once
-from utils.record.run_folder import CONFIG, start_of
+from utils.record.run_folder import CONFIG, is_run_folder, start_of
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_at, checkpoints_in, run_folder_of
 from vitamp.meta import unchecked_meta
+
+if TYPE_CHECKING:
+    from vitamp.weights import Chosen
 
 FROM_WEIGHTS = (
     *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
@@ -47,6 +52,11 @@ def known_settings(saved: Mapping[str, Any], where: Path) -> dict[str, Any]:
         warn_once(without_words(where, gone), logging.INFO)
     start = start_of(run_folder_of(where))
     return {key: absolute(key, value, start) for key, value in saved.items() if key in settings()}
+
+
+def settings_of(chosen: Chosen) -> dict[str, Any]:
+    """The settings, by dotted key, of the run that trained these weights."""
+    return known_settings(chosen.meta["settings"], chosen.place)
 
 
 def without_words(where: object, gone: Iterable[str]) -> str:
@@ -92,11 +102,47 @@ def resume_of(values: Mapping[str, Any]) -> Resume | None:
     return Resume(Path(os.path.expanduser(place)), auto) if place and isinstance(place, str) else None
 
 
-def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] | None = ()) -> dict[str, Entry]:
+def resumed_run(config: Config) -> Path | None:
+    """The folder of the run to resume; None without one."""
+    resume = resume_of(values_by_key(config))
+    if resume is None or (resume.auto and not is_run_folder(resume.place)):
+        return None
+    return resume.run
+
+
+def target_folder(config: Config) -> str | None:
+    """-output; else, when resuming, the resumed run's folder; else None: a new folder in SAVE.
+
+    An evaluation never writes to the run that it evaluates: if OUTPUT names that run, it gets a new folder too.
+    """
+    output, resumed = config.OUTPUT, resumed_run(config)
+    if config.EVAL:
+        evaluated = output is not None and resumed is not None and Path(output).resolve() == resumed.resolve()
+        return None if evaluated else output
+    return output if output is not None or resumed is None else str(resumed)
+
+
+def written_before_restart(config: Config) -> bool:
+    """Whether torchrun has restarted the ranks (--max-restarts), and -output has a run that they wrote before.
+
+    A run of an earlier job is older than torchrun's process.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.OUTPUT is None or config.EVAL:
+        return False
+    from utils.distributed.watchdog import start_time_of
+
+    began, file = start_time_of(os.getppid()), Path(config.OUTPUT, CONFIG)
+    if began is None or not file.exists():
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / os.sysconf("SC_CLK_TCK")
+    return time.time() - file.stat().st_mtime < age
+
+
+def values_of_run(given: Mapping[str, Entry], all_settings: bool, warmup: bool) -> dict[str, Entry]:
     """The resumed run's data set, preprocessing and model, for settings that are open now.
 
-    And its values of `kept`; None: of all other settings. The data may have grown by a class since, and the weights may
-    be gone. Nothing, if the run's settings cannot be read, which loading reports later.
+    The data may have grown by a class since, and the weights may be gone. `all_settings`: also all others that are not
+    given. `warmup`: also its warm-up. Nothing, if the run's settings cannot be read, which loading reports later.
     """
     resume = resume_of({key: entry.value for key, entry in given.items()})
     if resume is None or resume.begins_anew:  # perhaps from other weights
@@ -108,13 +154,13 @@ def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] | None = ())
         return {}
     if not known:
         return {}
-    texts = {key: str(entry.value) for key, entry in given.items()}
-    keys = [key for key in (DATASET, *FROM_WEIGHTS) if is_no_value(texts.get(key, ""))]
-    keys += [key for key in (*AUTO_BY_DATA, EPOCHS) if folded(texts.get(key)) == AUTO]
-    if EPOCHS in keys:
+    keys = [key for key in (DATASET, *FROM_WEIGHTS) if is_no_value(text_of(given, key))]
+    keys += [key for key in (*AUTO_BY_DATA, EPOCHS) if text_of(given, key) == AUTO]
+    if warmup or EPOCHS in keys:
         keys.append(WARMUP)
-    if kept is None:
+    if all_settings:
         keys += [key for key in known if key != "USE" and key not in given]  # code needs consent
     else:
-        keys = [key for key in (*keys, *kept) if value_of(saved, key) != AUTO]
-    return {key: Entry(value_of(saved, key), f"run in {resume.run or resume.folder}") for key in keys}
+        keys = [key for key in keys if value_of(saved, key) != AUTO]
+    source = Source(f"run in {resume.run or resume.folder}", Kind.RUN)
+    return {key: Entry(value_of(saved, key), source) for key in keys}

@@ -1,4 +1,4 @@
-"""This process's rank, as its launcher or the flags -host -port -rank -world_size give it."""
+"""The launchers: how each gives a process its rank, as the flags -host -port -rank -world_size do, and what it does."""
 
 from __future__ import annotations
 
@@ -9,27 +9,39 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from utils.distributed.world import BY_HAND, LOOPBACK, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, SLURM, TORCHRUN, World
+from utils.distributed.world import LOOPBACK, World
 from utils.errors import UserError
+from utils.flags import RANK_FLAGS
 from utils.machine.cpus import cores
 
+BY_HAND, TORCHRUN, OPENMPI, SLURM = "by hand", "torchrun", "OpenMPI", "SLURM"
+# The environment variables of each: rank, world size, local rank, local world size. The innermost launcher comes first:
+# mpirun within a SLURM job counts, not the job.
+VARIABLES = {
+    TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    OPENMPI: (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    # Never SLURM_NTASKS: a plain python in a batch script finds it set, and is one process all the same.
+    SLURM: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "", ""),
+}
+SIZES_OF_OTHERS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Set by launchers that give a number of processes, but too little else to join them."""
+SHOW_ONE_GPU = (SLURM, OPENMPI)
+"""Those under which a process may see its own GPU alone (srun --gpus-per-task=1)"""
+NAME_THE_KILLED = (TORCHRUN, OPENMPI)
+"""Those that print which of their processes was killed, and end the others a moment later"""
+MAKE_TERMINALS = (OPENMPI,)
+"""Those that give each process a terminal, even where their own output is a file"""
 DEFAULT_PORT = 29500
-RANK_FLAGS = ("host", "port", "rank", "world_size")
 PORTS = range(20000, 32000)
 """Of jobs that have a number: below the range from which Linux takes ephemeral ports."""
-# For each launcher: world size, local rank, local world size. The innermost launcher comes first: mpirun within a SLURM
-# job counts, not the job.
-_VARIABLES = {
-    TORCHRUN: ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    OPENMPI: ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    # Never SLURM_NTASKS: a plain python in a batch script finds it set, and is one process all the same.
-    SLURM: ("SLURM_STEP_NUM_TASKS", "", ""),
-}
 
 
 def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> World | None:
     """The rank that a launcher gave this process, or the flags -host -port -rank -world_size; None without either."""
-    missing = " ".join(f"-{name}" for name in RANK_FLAGS if name not in given)
+    missing = " ".join(f"-{flag.name}" for flag in RANK_FLAGS if flag.name not in given)
     needed = f"-host, -port, -rank and -world_size are needed together; missing: {missing}"
     has_rank = "rank" in given or "world_size" in given  # host and port alone may complete what a launcher says
     if has_rank:
@@ -77,8 +89,7 @@ def _at_address(world: World, env: Mapping[str, str]) -> World:
 
 def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
     """This process's rank from its launcher's environment variables, before any setting is known."""
-    for launcher, (size, local_rank, local_size) in _VARIABLES.items():
-        rank = RANK_VARIABLES[launcher]
+    for launcher, (rank, size, local_rank, local_size) in VARIABLES.items():
         if rank not in env or size not in env:
             continue
         # A Kubernetes operator or a shell script may set RANK, too, without local rank and size: one process per

@@ -24,7 +24,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from utils.distributed.launch import SECONDS_TO_SAVE
-from utils.distributed.world import BY_HAND, OPENMPI, TORCHRUN, World, name_of
+from utils.distributed.launchers import BY_HAND, NAME_THE_KILLED
+from utils.distributed.world import World, name_of
 from utils.errors import EXIT_FAILED
 from utils.log import log, logs_to_terminal, write_to_files
 from utils.text import counted, some_of
@@ -41,8 +42,6 @@ SECONDS_OF_SILENCE = 60.0
 SECONDS_OF_SILENCE_AFTER_DISCONNECT = 4.0
 """The limit once a rank has lost its connection to another."""
 SECONDS_OF_GRACE = 5.0
-LAUNCHERS_THAT_NAME_THE_KILLED = (TORCHRUN, OPENMPI)
-"""They print which of their processes was killed, and end the others a moment later."""
 # A main thread in one of these files, or in what they call, waits for other ranks: it is not the one to blame.
 _COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py")
 DIED = "died without an error message"
@@ -171,7 +170,7 @@ class Watchdog:
     def _death_of(self, rank: int) -> tuple[str, bool]:
         """The reason why the run ends, and whether the terminal needs it: some launchers name the killed process."""
         text = f"{self._names[rank]} {DIED}: it was killed, perhaps by the out-of-memory killer"
-        return text, self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED
+        return text, self._world.launcher not in NAME_THE_KILLED
 
     def _blame_for_hang(self, heartbeats: dict[int, dict[str, Any]]) -> str:
         """Of the ranks that do not themselves wait for others, blame the one that is where no other is."""

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-BY_HAND, TORCHRUN, OPENMPI, SLURM = "by hand", "torchrun", "OpenMPI", "SLURM"
-RANK_VARIABLES = {TORCHRUN: "RANK", OPENMPI: "OMPI_COMM_WORLD_RANK", SLURM: "SLURM_PROCID"}
-# Set by launchers that give a number of processes, but too little else to join them.
-SIZES_OF_OTHERS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 @dataclass(frozen=True)

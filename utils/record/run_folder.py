@@ -44,11 +44,9 @@ def missing_from(folder: Path, best: str | None = None) -> list[str]:
     return [name for name in names if not (folder / name).exists()]
 
 
-def is_of_user(source: str) -> bool:
-    """Whether a setting is the user's, not a resumed run's, by its `Loaded.sources`. A config.yaml may be another's."""
-    file = Path(source.rpartition(":")[0])
-    others = (file.parent / name for name in FILES_OF_A_RUN if name != CONFIG)
-    return not source.startswith("run in ") and (file.name != CONFIG or not any(path.exists() for path in others))
+def is_config_of_run(file: Path) -> bool:
+    """Whether a run has written this file, perhaps someone else's; a config.yaml by itself is the user's."""
+    return file.name == CONFIG and any((file.parent / name).exists() for name in FILES_OF_A_RUN if name != CONFIG)
 
 
 def check_output(output: str | None, save: str, resumed: Path | None) -> None:
@@ -57,10 +55,11 @@ def check_output(output: str | None, save: str, resumed: Path | None) -> None:
     with os_errors_as_user_errors(folder):  # of a name that is too long, for example
         if output is not None and folder.exists() and not folder.is_dir():
             raise UserError(f"-output {folder}: this is a file; name a folder for the run.")
+        is_run = output is not None and is_run_folder(folder)
         begun = (folder / LOG).exists()  # a run that was killed early has no other file
-        if output is not None and is_run_folder(folder) and not begun and is_of_user(f"{folder / CONFIG}:"):
+        if is_run and not begun and not is_config_of_run(folder / CONFIG):
             raise UserError(f"-output {folder}: its {CONFIG} is yours, which is not overwritten; name another folder.")
-        if output is not None and is_run_folder(folder) and (resumed is None or resumed.resolve() != folder.resolve()):
+        if is_run and (resumed is None or resumed.resolve() != folder.resolve()):
             raise UserError(
                 f"-output {folder}: this folder already contains a run, which is not overwritten. "
                 f"Resume it with -resume auto, or name another folder."

@@ -24,7 +24,7 @@ from engine.distill import teacher as teachers
 from engine.distill.teacher import Distillation, Teacher, check_teacher_matches, load_teacher
 from engine.inputs.mixing import build_batch_transform
 from engine.optim.ema import Ema
-from engine.preflight import resolve
+from engine.preflight import fill_in
 from engine.setup import ReadyToTrain
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
@@ -218,7 +218,7 @@ def test_deit_learns_from_paddlevits_teacher_unless_another_is_set(
 
     def chosen(kind: str = "deit", **words: str) -> tuple[str | None, str]:
         given = {"DATA.DATASET": "digits", "TRAIN.DISTILLATION_TYPE": "hard", "MODEL.TYPE": kind, **words}
-        loaded = resolve(load_config(words=given))
+        loaded = fill_in(load_config(words=given))
         return loaded.config.TRAIN.TEACHER_MODEL, loaded.notes[-1] if loaded.notes else ""
 
     note = "TRAIN.TEACHER_MODEL regnety_160.deit_in1k: PaddleViT's default teacher for MODEL.TYPE deit"

@@ -18,7 +18,8 @@ from engine.machine.environment import _check_devices, environment_table
 from tests.program import Vitamp
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.distributed.world import ALONE, TORCHRUN, World
+from utils.distributed.launchers import TORCHRUN
+from utils.distributed.world import ALONE, World
 from utils.errors import AllRanksUserError, UserError
 from utils.text import counted
 

@@ -19,7 +19,8 @@ from engine.report.reporter import Reporter
 from engine.task.one import Means
 from tests.engine.small import CPU
 from utils.config import Config
-from utils.distributed.world import BY_HAND, SLURM, World
+from utils.distributed.launchers import BY_HAND, SLURM
+from utils.distributed.world import World
 from utils.program import LAUNCHER_PID, start_again
 from vitamp.metrics import PLAIN
 

@@ -13,7 +13,7 @@ import yaml
 
 from utils.config.keys import settings
 from utils.config.kinds import as_integer, folded, is_no_value, one_line, parse_text
-from utils.config.read import TYPE, Entry, Layer, type_of
+from utils.config.read import TYPE, Entry, Kind, Layer, type_of
 from utils.config.resumed import FROM_WEIGHTS
 from utils.errors import UserError, closest
 
@@ -169,7 +169,7 @@ def _update(layer: Layer) -> None:
         entry, (possible, why) = layer.entries[key], FIXED[key]
         value = str(entry.value).strip().casefold()
         if not (is_no_value(value) or value == possible):
-            if not layer.of_user:  # a run of an earlier version, of which loading says what is gone
+            if layer.kind is Kind.RUN:  # a run of an earlier version, of which loading says what is gone
                 continue
             layer.problems.append(f"{entry.source}: {key} {entry.value} is not possible: {why}; leave the key out")
         del layer.entries[key]
@@ -215,7 +215,7 @@ def _distilled(layers: Sequence[Layer], given: Mapping[str, Entry]) -> list[str]
     layer = next(layer for layer in layers if layer.entries.get(NAME) is name)
     named = re.sub("^(deit_[a-z]+)(_patch)", r"\1_distilled\2", str(name.value))
     # Files that are not PaddleViT's do not restate the sizes; a run of an earlier version keeps its model.
-    if named == name.value or WIDTH not in layer.entries or not layer.of_user:
+    if named == name.value or WIDTH not in layer.entries or layer.kind is Kind.RUN:
         return []
     layer.entries[NAME] = Entry(named, name.source)
     return [f"{by.source}: MODEL.NAME {name.value} is timm's {named}, with token and classifier for {DISTILLED_BY}"]

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from timm.data.config import resolve_data_config
 
 from engine.inputs.batches import Inputs
-from engine.preflight import resolve
+from engine.preflight import fill_in
 from tests.program import save_image
 from utils.config import Loaded, load_config
 from utils.errors import UserError
@@ -24,7 +24,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def resolved(**words: str) -> Loaded:
     words = {"DATA.DATASET": "digits"} | {key.replace("__", "."): value for key, value in words.items()}
-    return resolve(load_config(None, words=words))
+    return fill_in(load_config(None, words=words))
 
 
 def test_a_name_of_timm_brings_its_preprocessing() -> None:
@@ -42,7 +42,7 @@ def test_a_recipe_takes_the_weights_of_the_model_that_is_named(tmp_path: Path) -
     (tmp_path / "recipe.yaml").write_text(f"MODEL: {{PRETRAINED: {DEIT}}}\nDATA: {{DATASET: digits}}\n")
 
     def found(**words: str) -> Loaded:
-        return resolve(load_config(str(tmp_path / "recipe.yaml"), words={f"MODEL.{key}": words[key] for key in words}))
+        return fill_in(load_config(str(tmp_path / "recipe.yaml"), words={f"MODEL.{key}": words[key] for key in words}))
 
     other = found(NAME="resnet18")
     assert other.config.MODEL.PRETRAINED == "resnet18.a1_in1k"
@@ -138,7 +138,7 @@ def of_images(folder: Path, *sizes: tuple[int, int], **words: str) -> Loaded:
         for label in range(2):
             save_image(folder / "images" / f"class_{label}" / f"{number}.png", seed=number, size=size)
     auto = {"DATA.IMAGE_SIZE": "auto", "MODEL.PATCH_SIZE": "auto", "DATA.DATA_PATH": str(folder / "images")}
-    return resolve(load_config(None, words=auto | {key.replace("__", "."): value for key, value in words.items()}))
+    return fill_in(load_config(None, words=auto | {key.replace("__", "."): value for key, value in words.items()}))
 
 
 def sizes_of(loaded: Loaded) -> tuple[ImageSize, int | None]:

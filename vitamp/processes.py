@@ -9,10 +9,12 @@ import codecs
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -218,12 +220,15 @@ def _run(script: str, words: list[str], **env: str) -> None:
     """
     draws = sys.stdout.isatty() or "ipykernel" in sys.modules
     ours, its = os.openpty() if draws else os.pipe()
+    if draws:
+        size = shutil.get_terminal_size((100, 24))  # a new terminal has no columns, so that no bar is drawn
+        termios.tcsetwinsize(its, (size.lines, size.columns))
     process = subprocess.Popen(
         [sys.executable, str(PROGRAM / script), *words],
         stdin=subprocess.DEVNULL,
         stdout=its,
         stderr=its,
-        env={"COLUMNS": "100", **_as_child(), **env},
+        env={**_as_child(), **env},
         start_new_session=True,  # an interrupt reaches it from here alone, once
     )
     os.close(its)

@@ -58,13 +58,15 @@ class Int8(Onnx):
     def __init__(self, images: CheckImages, keep: tuple[str, ...]) -> None:
         self._images, self._keep = images, keep
         self._gain = ""
+        self.kept: set[str] = set()
+        """Layers left in fp32"""
 
     def write(self, export: Export, file: Path) -> str:
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             exact = Path(folder, "exact.onnx")
             summary = super().write(export, exact)
             try:
-                kept = self._quantise(export, exact, file)
+                self.kept = self._quantise(export, exact, file)
             except (TrainingError, UserError, OSError):
                 raise
             except Exception as error:  # onnxruntime's tools raise many types
@@ -75,16 +77,16 @@ class Int8(Onnx):
         if faster < FASTER:
             self._gain += ": here fp32 serves as well (int8 pays for larger models, on CPUs with VNNI)"
         log.info("int8: calibrated on %s %s", counted(len(self._images.names), "image"), self._images.source)
-        if kept:
+        if self.kept:
             why = "-keep" if self._keep else "in 8 bits they change the outputs most"
-            log.info("int8: left in fp32: %s (%s)", some_of(sorted(kept)), why)
+            log.info("int8: left in fp32: %s (%s)", some_of(sorted(self.kept)), why)
         return summary
 
     def _batches(self, export: Export) -> Iterator[np.ndarray]:
         return (batch.numpy() for batch in self._images.batches(export.trained, export.with_preprocess))
 
     def _quantise(self, export: Export, exact: Path, file: Path) -> set[str]:
-        """Write `file`, and return the blocks that it leaves in fp32."""
+        """Write `file`, and return the layers that it leaves in fp32."""
         nodes = {node.name for node in onnx.load(str(exact)).graph.node if node.op_type in OPERATORS}
         layers = {node: layer for node, layer in self.layers.items() if node in nodes}
         blocks = {layer: BLOCK.match(layer)[0] for layer in layers.values()}  # pyright: ignore[reportOptionalSubscript]
@@ -159,7 +161,7 @@ def paired_interval(first: np.ndarray, second: np.ndarray) -> tuple[float, float
     return (lost - won) / len(first), middle - reach, middle + reach
 
 
-class _Reader(CalibrationDataReader):
+class Reader(CalibrationDataReader):
     def __init__(self, batches: Iterator[np.ndarray]) -> None:
         self._batches = batches
 
@@ -172,7 +174,7 @@ def _ranges(exact: Path, batches: Iterator[np.ndarray]) -> Any:
     """The smallest and largest values of what each layer takes and gives."""
     augmented, method = str(exact.with_name("ranges.onnx")), CalibrationMethod.MinMax
     calibrator = create_calibrator(str(exact), OPERATORS, augmented, calibrate_method=method)
-    calibrator.collect_data(_Reader(batches))
+    calibrator.collect_data(Reader(batches))
     return calibrator.compute_data()
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import json
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -34,13 +37,14 @@ from engine.checkpoint.restore import load_weights
 from engine.inputs.batches import Inputs, input_of
 from engine.trained.model import Trained, name_of, split_of_run
 from models.build import timm_call
+from tools.common.differences import CONFIDENCE, LIKE_THESE, paired_interval
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
 from tools.export import CONFIG, HUB_FILES
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
-from utils.text import counted
+from utils.text import counted, some_of
 from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import pool_by
@@ -56,6 +60,8 @@ IMAGE = "image"
 BATCH = 32
 WORST_SHOWN = 3
 NOISE_IMAGES = 16
+TURNS, SECONDS = 7, 0.1
+"""Turns that two take to be timed, and how long one lasts"""
 
 
 def thresholds_of(trained: Trained) -> Tensor | None:
@@ -156,7 +162,7 @@ def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
     return torch.cat(logits)
 
 
-def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
+def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Outputs of a model with one input, a file or its bytes, for each input. `name`: of the model, for errors."""
     import onnxruntime
 
@@ -166,33 +172,49 @@ def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.nda
     try:
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         (taken,) = session.get_inputs()
-        return [np.asarray(session.run([output], {taken.name: one})[0]) for one in inputs]
+        for one in inputs:
+            yield np.asarray(session.run([output], {taken.name: one})[0])
     except Exception as error:  # onnxruntime's exceptions have no common base class
         raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
-def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tensor, tolerance: float) -> str:
+def verdict(export: Export, expected: Tensor, found: Tensor, within: str = "") -> str:
+    """Which answers differ from the model's, and in a lower precision what that costs."""
+    trained, images, limits = export.trained, export.images, thresholds_of(export.trained)
+    if limits is None:
+        model, file = expected.argmax(1), found.argmax(1)
+    else:
+        both = (output.double() for output in (expected, found))
+        model, file = ((output.sigmoid() if images.output == LOGITS else output) >= limits for output in both)
+    changed = torch.nonzero((model != file).reshape(len(found), -1).any(1))[:, 0].tolist()
+    words = f"checked on {counted(len(found), 'image')} {images.source}: {within}"
+    words += f"{counted(len(changed), 'answer') if changed else 'no answer'} changed"
+    if changed and limits is None:
+        names = [[trained.name_of(int(guess[row])) for guess in (model, file)] for row in changed]
+        pairs = zip((images.names[row] for row in changed), names, strict=True)
+        words += f": {some_of([f'{image} ({old} to the model, {new} to the file)' for image, (old, new) in pairs], 3)}"
+    elif changed:
+        words += f": {some_of([images.names[row] for row in changed])}"
+    if limits is not None and images.output == LOGITS:
+        words += "; apply a sigmoid to the logits"
+    if limits is not None or images.labels is None or export.dtype == "fp32":
+        return words
+    right = [(guess == images.labels).numpy() for guess in (model, file)]
+    cost, low, high = (100 * value for value in paired_interval(*right))
+    what, cost, low, high = ("gains", -cost, -high, -low) if cost < 0 else ("costs", cost, low, high)
+    interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
+    before, after = (100 * each.mean() for each in right)
+    return f"{words}; {export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
+
+
+def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
     """Describe how well the outputs agree with those expected; raise TrainingError beyond the tolerance."""
+    trained, images = export.trained, export.images
     errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
     worst = float(errors.max())
     if worst <= tolerance:  # never with NaN
-        checked = f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e}"
-        checked += f" x the largest output ({tolerance:g} allowed), "
-        if (thresholds := thresholds_of(trained)) is not None:
-            are_logits = images.output == LOGITS
-            both = (output.double().sigmoid() if are_logits else output.double() for output in (expected, found))
-            by_model, by_file = (output >= thresholds for output in both)
-            different = int((by_model != by_file).any(1).sum())
-            advice = "; apply a sigmoid to the logits" if are_logits else ""
-            return f"{checked}labels {f'different on {different}' if different else 'the same on all'}{advice}"
-        other = torch.nonzero(expected.argmax(1) != found.argmax(1))[:, 0].tolist()
-        if not other:
-            return f"{checked}top-1 the same on all"
-        by_model, by_file = (trained.name_of(int(output[other[0]].argmax())) for output in (expected, found))
-        return (
-            f"{checked}top-1 different on {len(other)}, where two classes are nearly equal: {images.names[other[0]]} "
-            f"is {by_model} to the model, {by_file} to the exported file"
-        )
+        within = f"largest difference {worst:.1e} x the largest output ({tolerance:g} allowed), "
+        return verdict(export, expected, found, within)
     # NaN counts as the largest difference.
     order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)
     lines = []
@@ -207,6 +229,24 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tens
         f"images {images.source}, but only {tolerance:g} is allowed (-tolerance). Largest differences:\n"
         + "\n".join(lines)
     )
+
+
+def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
+    """How many times as fast the second computes its next value as the first, in turns, with one thread."""
+    ratios, threads = list[float](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(TURNS):
+        spent = []
+        for each in (first, second):
+            next(each)  # the first loads the file
+            begin, number = time.process_time(), 0
+            while time.process_time() - begin < SECONDS:
+                next(each)
+                number += 1
+            spent.append((time.process_time() - begin) / number)
+        ratios.append(spent[0] / spent[1])
+    torch.set_num_threads(threads)
+    return median(ratios)
 
 
 INPUT, ANY_NUMBER = "images", "batch"
@@ -311,20 +351,35 @@ class Format:
         """Write the file and return a summary of it."""
         raise NotImplementedError
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        """Logits of the written file, calibrated if the model is."""
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Logits of the written file for each batch, calibrated if the model is."""
         raise NotImplementedError
 
     def agreement(self, export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
         """How well the logits agree with those expected; TrainingError beyond the tolerance."""
-        return compare(export.trained, export.images, expected, found, tolerance)
+        return compare(export, expected, found, tolerance)
+
+    def gain(self, export: Export, file: Path) -> str:
+        """How fast the file is beside the model in torch; '' if torch runs it, or if it does more than the model."""
+        return ""
 
     def how_to_load(self, export: Export, out: Path) -> str:
         """Line of Python that loads the file, for the log; '' if it takes more than a line."""
         return ""
 
 
-class Onnx(Format):
+class _Program(Format):
+    def gain(self, export: Export, file: Path) -> str:
+        trained, pixels = export.trained, export.images.pixels[:1]
+        if export.with_resize:
+            return ""
+        model = map(trained.model, itertools.repeat(trained.inputs(pixels)))
+        batch = next(export.images.batches(trained, export.with_preprocess))
+        faster = times_as_fast(model, self.run(export, file, itertools.repeat(batch)))
+        return f"{faster:.2g} times as fast as torch an image at a time (this CPU, 1 thread)"
+
+
+class Onnx(_Program):
     layers: Mapping[str, str] = {}
     """Of the written file: the layer of the model that each node with weights is from"""
 
@@ -359,12 +414,12 @@ class Onnx(Format):
             program.save(str(file))
         return f"opset {model.opset_imports['']}, {summary}"
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         # With -with_resize, a batch is one image, and the outputs are its probabilities.
-        whole, output = export.with_resize, export.images.output
+        whole = export.with_resize
         arrays = (batch[0].numpy() if whole else batch.numpy() for batch in batches)
-        found = [torch.from_numpy(one) for one in run_onnx(str(file), file.name, output, arrays)]
-        return torch.stack(found) if whole else torch.cat(found)
+        for one in run_onnx(str(file), file.name, export.images.output, arrays):
+            yield torch.from_numpy(one[None] if whole else one)
 
 
 def _layer_of(node: Any) -> str:
@@ -378,7 +433,7 @@ def _layer_of(node: Any) -> str:
     return scopes[-2].removeprefix("module.") if len(scopes) > 1 else ""
 
 
-class Torch(Format):
+class Torch(_Program):
     def write(self, export: Export, file: Path) -> str:
         batch = torch.export.Dim(ANY_NUMBER, min=1)
         with _torch_exporter("torch", export):
@@ -391,9 +446,8 @@ class Torch(Format):
         file.write_bytes(buffer.getbuffer())
         return export.input_summary
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        module = torch.export.load(file).module()
-        return torch.cat([module(batch) for batch in batches])
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        return map(torch.export.load(file).module(), batches)
 
 
 class Safetensors(Format):
@@ -408,9 +462,9 @@ class Safetensors(Format):
             safetensors.torch.save_file(export.tensors(), file, metadata=header)
         return "weights under timm's names"
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         module = timm.create_model(export.timm_name, **export.timm_arguments, checkpoint_path=str(file)).eval()
-        return torch.cat([module(batch) for batch in batches]) / export.trained.temperature
+        return (module(batch) / export.trained.temperature for batch in batches)
 
     def how_to_load(self, export: Export, out: Path) -> str:
         given = "".join(f"{name}={value!r}, " for name, value in export.timm_arguments.items())
@@ -439,8 +493,10 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
                         bar.update(len(batch))
 
                 with torch.no_grad():
-                    logits = kind.run(export, folder / out.name, batches())
-            agreement = kind.agreement(export, expected, logits, tolerance)
+                    logits = torch.cat([*kind.run(export, folder / out.name, batches())])
+            words = [kind.agreement(export, expected, logits, tolerance)]
+            with torch.no_grad():
+                words += filter(None, [kind.gain(export, folder / out.name)])
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:
@@ -448,7 +504,7 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: %.1f MB, %s, %s", out, size / 1e6, export.dtype, summary)
-    log.info("  %s", agreement)
+    log.info("  %s", "; ".join(words))
     if how := kind.how_to_load(export, out):
         log.info("  %s", how)
 

@@ -27,13 +27,13 @@ from PIL import Image
 path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engine.trained.model import load_trained
 from tools.export.formats import INPUT, LOGITS, Export, Onnx, images_for_check, run_onnx
-from tools.export.int8 import Int8, Reader, calibration_images
+from tools.export.int8 import Int8, calibration_images, reader
 from utils.arrays_only import ArraysOnly
 
 SEEDS, VALIDATION, TURNS, SECONDS_EACH = 5, 2000, 9, 0.2
 PROBE = "configs/finetune.yaml MODEL.FREEZE=backbone TRAIN.NUM_EPOCHS=0 TRAIN.WARMUP_EPOCHS=0 DATA.IMAGE_SIZE=128 "
 PROBE += "-model tf_efficientnet_lite0 -pretrained"
-OF_MNIST = "configs/vit_digits.yaml -epochs 6 DATA.IMAGE_SIZE=28 MODEL.PATCH_SIZE=4"
+OF_MNIST = "configs/vit_digits.yaml -dataset imagefolder -epochs 6 DATA.IMAGE_SIZE=28 MODEL.PATCH_SIZE=4"
 
 
 def cifar(file: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +76,7 @@ def measure(run: Path, place: Path) -> dict[str, Any]:
     Onnx().write(Export(trained, images, "fp32", False), files["fp32"])
     kind.write(Export(trained, images, "int8", False), files["int8"])
     batches = [batch.numpy() for batch in images.batches(trained, False)]
-    quantize_static(files["fp32"], files["naive"], Reader(one.numpy() for one in calibration.batches(trained, False)))
+    quantize_static(files["fp32"], files["naive"], reader(calibration.batches(trained, False)))
     fast = {threads: speeds(files, batches[0], threads) for threads in (1, 2)}
     found: dict[str, Any] = {"images": len(images.names), "kept": sorted(kind.kept)}
     right, expected = np.asarray(images.labels), np.array([])

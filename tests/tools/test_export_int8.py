@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from tests.predicted import validation_predictions
 from tests.program import Result, change_settings
 from tools.common.differences import paired_interval
 from tools.export import command, int8
-from tools.export.formats import CheckImages, times_as_fast, verdict
+from tools.export.formats import CheckImages, compare, times_as_fast
+from utils.errors import TrainingError
 
 Say = Callable[..., Result]
 
@@ -55,9 +57,12 @@ def test_the_verdict_is_what_onnxruntime_shows(say: Say, digits_run: Path, tmp_p
     about = {one.key: json.loads(one.value) for one in onnx.load(str(file)).metadata_props}
     assert about["dtype"] == "int8"
     assert f"{100 * (model == labels).mean():.2f} to {100 * (guesses == labels).mean():.2f} %; " in said
-    assert f"checked on {len(labels)} images of the run's validation split: {changed} answers changed: " in said
+    assert f"checked on {len(labels)} images of the run's validation split: largest difference " in said
     first = int((model != guesses).argmax())
-    assert f" changed: {found.name(first)} ({model[first]} to the model, {guesses[first]} to the file), " in said
+    assert (
+        f" {changed} answers changed: {found.name(first)} ({model[first]} to the model, {guesses[first]} to the file), "
+        in said
+    )
     assert "MatMul" in quantised(file)
     assert "Gemm" in quantised(file)
     smaller = re.search(r"(\d\.\d) times smaller, [\d.]+ times as fast an image at a time", said)
@@ -149,11 +154,16 @@ def test_speeds_are_compared_in_turns() -> None:
 
 def test_several_labels_are_compared_by_their_thresholds() -> None:
     """By the largest output, the second answer would have changed."""
-    trained = SimpleNamespace(task=SeveralLabels(2), thresholds=lambda: ([0.5, 0.9], None))
+    trained = SimpleNamespace(task=SeveralLabels(2), thresholds=lambda: ([0.5, 0.9], None), name_of=str)
     images = CheckImages(torch.zeros(2, 1, 8, 8), ["a", "b"], "of a test", labels=None)
     export: Any = SimpleNamespace(trained=trained, images=images, dtype="int8")
-    found = verdict(export, torch.tensor([[1.0, 3.0], [1.0, 0.9]]), torch.tensor([[1.0, 2.0], [1.0, 1.1]]))
-    assert found == "checked on 2 images of a test: 1 answer changed: a; apply a sigmoid to the logits"
+    expected, found = torch.tensor([[1.0, 3.0], [1.0, 0.9]]), torch.tensor([[1.0, 2.0], [1.0, 1.1]])
+    said = compare(export, expected, found, math.inf)
+    assert said.endswith(
+        " largest difference 3.3e-01 x the largest output, 1 answer changed: a; apply a sigmoid to the logits"
+    )
+    with pytest.raises(TrainingError, match=r"b, class 1: nan instead of 0\.9"):
+        compare(export, expected, found * torch.tensor([[1.0, 1.0], [1.0, torch.nan]]), math.inf)
 
 
 @pytest.mark.parametrize(("count", "changes"), [(200, 0.02), (200, 0.1), (2000, 0.01)])

@@ -181,7 +181,7 @@ def main(argv: list[str]) -> int:
         images = whole_images(trained, images)
     expected = reference_logits(trained, images)
     expected = trained.task.probabilities(expected) if asked.with_resize else expected
-    tolerance = asked.tolerance or TOLERANCES.get(asked.dtype, 0)
+    tolerance = asked.tolerance or TOLERANCES[asked.dtype]
     for name in formats:
         export = Export(trained, images, asked.dtype, asked.with_preprocess)
         write_checked(kinds[name], export, expected, files[name], tolerance)

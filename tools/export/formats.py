@@ -11,6 +11,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -52,7 +53,7 @@ from vitamp.registry import own_named
 from vitamp.sizes import in_pixels
 from vitamp.weights import EXPORTED, MADE_BY, encoded
 
-TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2}
+TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "int8": math.inf}
 """Fractions of the largest output; docs/benchmarks.md has measured differences."""
 LOGITS, PROBABILITIES = "logits", "probabilities"
 IMAGE = "image"
@@ -178,26 +179,33 @@ def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.nda
         raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
-def verdict(export: Export, expected: Tensor, found: Tensor, within: str = "") -> str:
-    """Which answers differ from the model's, and in a lower precision what that costs."""
+def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
+    """Which answers differ from those expected, and in a lower precision what that costs.
+
+    TrainingError if outputs differ by more than the tolerance.
+    """
     trained, images, limits = export.trained, export.images, thresholds_of(export.trained)
+    errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
+    worst = float(errors.max())
+    if not worst <= tolerance:  # or NaN
+        raise TrainingError(_worst_of(export, expected, found, errors, tolerance))
     if limits is None:
         model, file = expected.argmax(1), found.argmax(1)
     else:
         both = (output.double() for output in (expected, found))
         model, file = ((output.sigmoid() if images.output == LOGITS else output) >= limits for output in both)
     changed = torch.nonzero((model != file).reshape(len(found), -1).any(1))[:, 0].tolist()
-    words = f"checked on {counted(len(found), 'image')} {images.source}: {within}"
-    words += f"{counted(len(changed), 'answer') if changed else 'no answer'} changed"
-    if changed and limits is None:
-        names = [[trained.name_of(int(guess[row])) for guess in (model, file)] for row in changed]
-        pairs = zip((images.names[row] for row in changed), names, strict=True)
-        words += f": {some_of([f'{image} ({old} to the model, {new} to the file)' for image, (old, new) in pairs], 3)}"
-    elif changed:
-        words += f": {some_of([images.names[row] for row in changed])}"
-    if limits is not None and images.output == LOGITS:
-        words += "; apply a sigmoid to the logits"
-    if limits is not None or images.labels is None or export.dtype == "fp32":
+    shown = [images.names[row] for row in changed]
+    for place, row in enumerate(changed if limits is None else ()):
+        to_model, to_file = (trained.name_of(int(guess[row])) for guess in (model, file))
+        shown[place] += f" ({to_model} to the model, {to_file} to the file)"
+    allowed = "" if tolerance == math.inf else f" ({tolerance:g} allowed)"
+    words = f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
+    words += f"output{allowed}, {counted(len(changed), 'answer') if changed else 'no answer'} changed"
+    words += f": {some_of(shown, WORST_SHOWN)}" if changed else ""
+    if limits is not None:
+        return f"{words}; apply a sigmoid to the logits" if images.output == LOGITS else words
+    if images.labels is None or export.dtype == "fp32":
         return words
     right = [(guess == images.labels).numpy() for guess in (model, file)]
     cost, low, high = (100 * value for value in paired_interval(*right))
@@ -207,14 +215,9 @@ def verdict(export: Export, expected: Tensor, found: Tensor, within: str = "") -
     return f"{words}; {export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
 
 
-def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
-    """Describe how well the outputs agree with those expected; raise TrainingError beyond the tolerance."""
+def _worst_of(export: Export, expected: Tensor, found: Tensor, errors: Tensor, tolerance: float) -> str:
+    """The error for outputs that differ too much."""
     trained, images = export.trained, export.images
-    errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
-    worst = float(errors.max())
-    if worst <= tolerance:  # never with NaN
-        within = f"largest difference {worst:.1e} x the largest output ({tolerance:g} allowed), "
-        return verdict(export, expected, found, within)
     # NaN counts as the largest difference.
     order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)
     lines = []
@@ -224,11 +227,10 @@ def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -
             f"  {images.names[row]}, class {trained.name_of(label)}: {float(found[row, label]):.6g} instead of "
             f"{float(expected[row, label]):.6g}"
         )
-    raise TrainingError(
-        f"the outputs differ from the model's by up to {worst:.2g} times the largest output on {len(images.names)} "
-        f"images {images.source}, but only {tolerance:g} is allowed (-tolerance). Largest differences:\n"
-        + "\n".join(lines)
-    )
+    return (
+        f"the outputs differ from the model's by up to {float(errors.max()):.2g} times the largest output on "
+        f"{len(found)} images {images.source}, but only {tolerance:g} is allowed (-tolerance). Largest differences:\n"
+    ) + "\n".join(lines)
 
 
 def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
@@ -354,10 +356,6 @@ class Format:
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         """Logits of the written file for each batch, calibrated if the model is."""
         raise NotImplementedError
-
-    def agreement(self, export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
-        """How well the logits agree with those expected; TrainingError beyond the tolerance."""
-        return compare(export, expected, found, tolerance)
 
     def gain(self, export: Export, file: Path) -> str:
         """How fast the file is beside the model in torch; '' if torch runs it, or if it does more than the model."""
@@ -494,7 +492,7 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
 
                 with torch.no_grad():
                     logits = torch.cat([*kind.run(export, folder / out.name, batches())])
-            words = [kind.agreement(export, expected, logits, tolerance)]
+            words = [compare(export, expected, logits, tolerance)]
             with torch.no_grad():
                 words += filter(None, [kind.gain(export, folder / out.name)])
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -10,28 +10,19 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import onnx
-from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, create_calibrator
+import torch
+from onnxruntime.quantization import CalibrationMethod, QuantType, create_calibrator
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from torch import Tensor
 
 from datasets.base import TITLES
 from engine.trained.model import Trained, split_of_run
 from tools.common.turns import progress_bar
-from tools.export.formats import (
-    INPUT,
-    LOGITS,
-    CheckImages,
-    Export,
-    Onnx,
-    chosen_images,
-    run_onnx,
-    times_as_fast,
-    verdict,
-)
+from tools.export.formats import INPUT, CheckImages, Export, Onnx, chosen_images, times_as_fast
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.text import counted, some_of
@@ -65,7 +56,8 @@ class Int8(Onnx):
                 raise
             except Exception as error:  # onnxruntime's tools raise many types
                 raise TrainingError(f"-int8: onnxruntime cannot quantise the model: {first_line(error)}") from None
-            faster = times_as_fast(*(self._one_by_one(export, each) for each in (exact, file)))
+            one = next(self._batches(export))
+            faster = times_as_fast(*(self.run(export, each, itertools.repeat(one)) for each in (exact, file)))
             smaller = exact.stat().st_size / file.stat().st_size
         self._gain = f"{smaller:.1f} times smaller, {faster:.2g} times as fast an image at a time (this CPU, 1 thread)"
         if faster < FASTER:
@@ -76,11 +68,8 @@ class Int8(Onnx):
             log.info("int8: left in fp32: %s (%s)", some_of(sorted(self.kept)), why)
         return summary
 
-    def _batches(self, export: Export) -> Iterator[np.ndarray]:
-        return (batch.numpy() for batch in self._images.batches(export.trained, export.with_preprocess))
-
-    def _one_by_one(self, export: Export, file: Path) -> Iterator[np.ndarray]:
-        return run_onnx(str(file), file.name, LOGITS, itertools.repeat(next(self._batches(export))))
+    def _batches(self, export: Export) -> Iterator[Tensor]:
+        return self._images.batches(export.trained, export.with_preprocess)
 
     def _quantise(self, export: Export, exact: Path, file: Path) -> set[str]:
         """Write `file`, and return the layers that it leaves in fp32."""
@@ -91,15 +80,15 @@ class Int8(Onnx):
             names = some_of(sorted(set(blocks.values())))
             raise UserError(f"-keep {','.join(unknown)}: no layer's name begins so; they are in {names}.")
         ranges = _ranges(exact, self._batches(export))
-        expected = np.concatenate([*run_onnx(str(exact), exact.name, LOGITS, self._batches(export))])
+        expected = torch.cat([*self.run(export, exact, self._batches(export))])
 
         def error_without(kept: set[str]) -> float:
             """Write `file` with these layers in fp32."""
             if kept >= blocks.keys():
                 raise TrainingError("-int8: no layer can be in 8 bits without changing the outputs; use fp32 or fp16.")
             _write(exact, file, ranges, [node for node, layer in layers.items() if layer not in kept])
-            found = np.concatenate([*run_onnx(str(file), file.name, LOGITS, self._batches(export))])
-            return float(np.sqrt(np.mean((found - expected) ** 2)) / (expected.std() or 1.0))
+            found = torch.cat([*self.run(export, file, self._batches(export))])
+            return float((found - expected).square().mean().sqrt() / (expected.std() or 1.0))
 
         kept = {layer for layer in blocks if layer.startswith(self._keep)} if self._keep else set[str]()
         if error_without(kept) <= MOST_ERROR or self._keep:
@@ -115,9 +104,6 @@ class Int8(Onnx):
                 break
         return kept
 
-    def agreement(self, export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
-        return verdict(export, expected, found)
-
     def gain(self, export: Export, file: Path) -> str:
         return self._gain
 
@@ -131,20 +117,17 @@ def calibration_images(trained: Trained) -> CheckImages:
     return chosen_images(dataset, IMAGES, f"of the run's {TITLES['train']}")
 
 
-class Reader(CalibrationDataReader):
-    def __init__(self, batches: Iterator[np.ndarray]) -> None:
-        self._batches = batches
-
-    def get_next(self) -> Any:
-        batch = next(self._batches, None)
-        return None if batch is None else {INPUT: batch}
+def reader(batches: Iterator[Tensor]) -> Any:
+    """As onnxruntime reads inputs: `get_next` returns one, or None after the last."""
+    inputs = ({INPUT: batch.numpy()} for batch in batches)
+    return SimpleNamespace(get_next=lambda: next(inputs, None))
 
 
-def _ranges(exact: Path, batches: Iterator[np.ndarray]) -> Any:
+def _ranges(exact: Path, batches: Iterator[Tensor]) -> Any:
     """The smallest and largest values of what each layer takes and gives."""
     augmented, method = str(exact.with_name("ranges.onnx")), CalibrationMethod.MinMax
     calibrator = create_calibrator(str(exact), OPERATORS, augmented, calibrate_method=method)
-    calibrator.collect_data(Reader(batches))
+    calibrator.collect_data(reader(batches))
     return calibrator.compute_data()
 
 
@@ -159,7 +142,6 @@ def _write(exact: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
         nodes_to_quantize=nodes,
         nodes_to_exclude=[],
         op_types_to_quantize=OPERATORS,
-        extra_options={},
     )
     quantizer.quantize_model()
     about = quantizer.model.model.metadata_props

@@ -142,6 +142,7 @@ def _write(exact: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
         nodes_to_quantize=nodes,
         nodes_to_exclude=[],
         op_types_to_quantize=OPERATORS,
+        extra_options={},
     )
     quantizer.quantize_model()
     about = quantizer.model.model.metadata_props

@@ -180,10 +180,7 @@ def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.nda
 
 
 def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
-    """Which answers differ from those expected, and in a lower precision what that costs.
-
-    TrainingError if outputs differ by more than the tolerance.
-    """
+    """Which answers changed, and in a lower precision what that costs; TrainingError beyond the tolerance."""
     trained, images, limits = export.trained, export.images, thresholds_of(export.trained)
     errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
     worst = float(errors.max())

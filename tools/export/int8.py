@@ -43,8 +43,7 @@ class Int8(Onnx):
     def __init__(self, images: CheckImages, keep: tuple[str, ...]) -> None:
         self._images, self._keep = images, keep
         self._gain = ""
-        self.kept: set[str] = set()
-        """Layers left in fp32"""
+        self.kept: set[str] = set()  # layers in fp32
 
     def write(self, export: Export, file: Path) -> str:
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:

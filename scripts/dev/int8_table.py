@@ -33,8 +33,7 @@ from utils.arrays_only import ArraysOnly
 SEEDS, VALIDATION, TURNS, SECONDS_EACH = 5, 2000, 9, 0.2
 PROBE = "configs/finetune.yaml MODEL.FREEZE=backbone TRAIN.NUM_EPOCHS=0 TRAIN.WARMUP_EPOCHS=0 DATA.IMAGE_SIZE=128 "
 PROBE += "-model tf_efficientnet_lite0 -pretrained"
-OF_MNIST = "configs/vit_digits.yaml -dataset imagefolder -epochs 6 DATA.IMAGE_SIZE=28 MODEL.PATCH_SIZE=4 "
-OF_MNIST += "DATA.FLIP=0 DATA.CROP_SCALE=[0.8,1]"
+OF_MNIST = "-dataset imagefolder -epochs 6 DATA.IMAGE_SIZE=28 MODEL.PATCH_SIZE=4 DATA.FLIP=0 DATA.CROP_SCALE=[0.8,1]"
 
 
 def cifar(file: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +98,11 @@ def main() -> None:
     models: dict[str, tuple[Any, ...]] = {
         "EfficientNet-Lite0, CIFAR-10": ([*PROBE.split(), asked.lite0], 500, *photographs),
         "ViT, digits": (("configs/vit_digits.yaml", "-epochs", "15"), 0),
-        "ViT, MNIST": (OF_MNIST.split(), 4000, *(mnist(asked.mnist, part) for part in ("train", "t10k"))),
+        "ViT, MNIST": (
+            ["configs/vit_digits.yaml", *OF_MNIST.split()],
+            4000,
+            *(mnist(asked.mnist, part) for part in ("train", "t10k")),
+        ),
     }
     about: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": {}}
     for seed, (name, (words, count, *data)) in ((seed, one) for seed in range(SEEDS) for one in models.items()):

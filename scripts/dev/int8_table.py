@@ -33,7 +33,7 @@ from utils.arrays_only import ArraysOnly
 SEEDS, VALIDATION, TURNS, SECONDS_EACH = 5, 2000, 9, 0.2
 PROBE = "configs/finetune.yaml MODEL.FREEZE=backbone TRAIN.NUM_EPOCHS=0 TRAIN.WARMUP_EPOCHS=0 DATA.IMAGE_SIZE=128 "
 PROBE += "-model tf_efficientnet_lite0 -pretrained"
-OF_MNIST = "-dataset imagefolder -epochs 6 DATA.IMAGE_SIZE=28 MODEL.PATCH_SIZE=4 DATA.FLIP=0 DATA.CROP_SCALE=[0.8,1]"
+OF_MNIST = "configs/vit_digits.yaml -epochs 6 DATA.IMAGE_SIZE=28 MODEL.PATCH_SIZE=4 DATA.FLIP=0 DATA.CROP_SCALE=[0.8,1]"
 
 
 def cifar(file: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -54,8 +54,7 @@ def write_images(place: Path, pixels: np.ndarray, labels: np.ndarray, count: int
         Image.fromarray(pixels[row]).save(file)
 
 
-def speeds(files: dict[str, Path], batch: np.ndarray, threads: int) -> dict[str, float]:
-    """How many times as fast as fp32 each file is, in turns."""
+def times_as_fast(files: dict[str, Path], batch: np.ndarray, threads: int) -> dict[str, float]:
     options, seconds = onnxruntime.SessionOptions(), {name: list[float]() for name in files}
     options.intra_op_num_threads, options.log_severity_level = threads, 3
     sessions = {name: onnxruntime.InferenceSession(str(file), options) for name, file in files.items()}
@@ -77,7 +76,7 @@ def measure(run: Path, place: Path) -> dict[str, Any]:
     kind.write(Export(trained, images, "int8", False), files["int8"])
     batches = [batch.numpy() for batch in images.batches(trained, False)]
     quantize_static(files["fp32"], files["naive"], reader(calibration.batches(trained, False)))
-    fast = {threads: speeds(files, batches[0], threads) for threads in (1, 2)}
+    fast = {threads: times_as_fast(files, batches[0], threads) for threads in (1, 2)}
     found: dict[str, Any] = {"images": len(images.names), "kept": sorted(kind.kept)}
     right, expected = np.asarray(images.labels), np.array([])
     for name, file in files.items():
@@ -98,11 +97,7 @@ def main() -> None:
     models: dict[str, tuple[Any, ...]] = {
         "EfficientNet-Lite0, CIFAR-10": ([*PROBE.split(), asked.lite0], 500, *photographs),
         "ViT, digits": (("configs/vit_digits.yaml", "-epochs", "15"), 0),
-        "ViT, MNIST": (
-            ["configs/vit_digits.yaml", *OF_MNIST.split()],
-            4000,
-            *(mnist(asked.mnist, part) for part in ("train", "t10k")),
-        ),
+        "ViT, MNIST": (OF_MNIST.split(), 4000, *(mnist(asked.mnist, part) for part in ("train", "t10k"))),
     }
     about: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": {}}
     for seed, (name, (words, count, *data)) in ((seed, one) for seed in range(SEEDS) for one in models.items()):
@@ -111,7 +106,8 @@ def main() -> None:
         place = Path(tempfile.mkdtemp())
         for part, number, (pixels, labels) in zip(("train", "val"), (count, VALIDATION), data, strict=False):
             write_images(place / "data" / part, pixels, labels, number, seed)
-        own = (f"SEED={seed}", "-output", place / "run", *(("-data_path", place / "data") if data else ()))
+        files = ("-data_path", place / "data", "-dataset", "imagefolder") if data else ()
+        own = (f"SEED={seed}", "-output", place / "run", *files)
         command = (executable, "main_single_gpu.py", "-device", "cpu", "THREADS=1", *own, "-cfg", *words)
         subprocess.run([str(word) for word in command], cwd=path[0], check=True, stdout=subprocess.DEVNULL)
         about["rows"][title] = measure(place / "run", place)

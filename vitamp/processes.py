@@ -9,10 +9,12 @@ import codecs
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -111,10 +113,9 @@ def _path_of(image: Any, free: Path) -> str:
     array = np.asarray(image)
     if array.dtype.kind not in "biuf" or array.ndim < 2:
         raise TypeError(f"{type(image).__name__}: an image is a path, one of Pillow's images, or an array of numbers")
-    if array.dtype == np.uint8 and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))):
-        Image.fromarray(array).save(path := f"{free}.png")
-    else:
-        np.save(path := f"{free}.npy", array, allow_pickle=False)
+    if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2:] in ((3,), (4,))):
+        return _path_of(Image.fromarray(array), free)
+    np.save(path := f"{free}.npy", array, allow_pickle=False)
     return path
 
 
@@ -145,9 +146,8 @@ class _Predictor:
         return self._words == words and self._folder == os.getcwd() and self._process.poll() is None
 
     def ask(self, images: list[str]) -> list[dict[str, Any]]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
+        stdin: Any = self._process.stdin
+        stdout: Any = self._process.stdout
         line = ""
         try:
             with self._lock, contextlib.suppress(BrokenPipeError):
@@ -222,14 +222,18 @@ def _run(script: str, words: list[str], **env: str) -> None:
 
     In a terminal or a notebook it has a terminal of its own, so it draws a progress bar.
     """
-    draws = sys.stdout.isatty() or "ipykernel" in sys.modules
-    ours, its = os.openpty() if draws else os.pipe()
+    if sys.stdout.isatty() or "ipykernel" in sys.modules:
+        ours, its = os.openpty()
+        columns, lines = shutil.get_terminal_size((100, 24))  # a new terminal has none, and no bar is drawn in it
+        termios.tcsetwinsize(its, (lines, columns))
+    else:
+        ours, its = os.pipe()
     process = subprocess.Popen(
         [sys.executable, str(PROGRAM / script), *words],
         stdin=subprocess.DEVNULL,
         stdout=its,
         stderr=its,
-        env={"COLUMNS": "100", **_as_child(), **env},
+        env={**_as_child(), **env},
         start_new_session=True,  # an interrupt reaches it from here alone, once
     )
     os.close(its)

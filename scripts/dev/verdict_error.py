@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.common.differences import interval, level_of, noise_of, students
+from tools.common.differences import interval, level_of, noise_of, paired_interval, students
 
 POINTS, BOOTSTRAPS, MODELS, OTHERS = 3.0, 200, 40, 16
 """Power is that for this true difference. The literature's methods get one try of 16."""
@@ -141,6 +141,25 @@ def folds(images: int, count: int, tries: int) -> dict[str, dict[str, float]]:
     return {OURS: {"false claims": 100 * claims / tries, "tries": tries}}
 
 
+def of_files(tries: int) -> dict[str, dict[str, float]]:
+    """Percent of wrong intervals of export.py, where a file changes answers: some become wrong, and 0.4 become right.
+
+    The rest are wrong before and after. `claims`: intervals without 0.
+    """
+    rng, found = np.random.default_rng(0), {}
+    for images, changed, lost in itertools.product((200, 1000, 10_000), (0.005, 0.02, 0.1), (0.4, 0.6)):
+        ends = []
+        for _ in range(tries):
+            drawn = rng.random(images) / changed
+            ends.append(paired_interval((drawn < lost) | (drawn >= lost + 0.4), drawn >= lost)[1:])
+        low, high = np.array(ends).T
+        missed, claims = ((low > truth) | (high < truth) for truth in (changed * (lost - 0.4), 0.0))
+        title = f"{images:,} images, {100 * changed:g} % of answers changed, {lost:.0%} of these from right to wrong"
+        percent = (round(100 * float(wrong.mean()), 1) for wrong in (missed, claims))
+        found[title] = {**dict(zip(("missed", "claims"), percent, strict=True)), "tries": tries}
+    return found
+
+
 def train(images: torch.Tensor, labels: torch.Tensor, hidden: int) -> np.ndarray:
     """MODELS x images of which the first 600 are trained on: 100 where right, on the others. `hidden` 0: linear."""
     torch.manual_seed(hidden)
@@ -206,6 +225,7 @@ def main() -> None:
     # The rows of an interrupted command stay.
     about = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {"rows": {}}
     rows: dict[str, Any] = about["rows"]
+    about["files"] = of_files(10 * asked.tries)
     of_folds = (
         (f"folds; {n:,} images, {f} folds", folds(n, f, asked.tries)) for n, f in ((200, 5), (1000, 5), (1000, 10))
     )

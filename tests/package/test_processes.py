@@ -17,7 +17,7 @@ from PIL import Image
 import vitamp
 from tests.program import ROOT, TINY_DIGITS, Vitamp, train_tiny
 from tests.waiting import until
-from vitamp.processes import Loaded, Prediction
+from vitamp.processes import Loaded, Prediction, _failed, _path_of, words_of
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,30 @@ def test_images_in_memory_are_predicted_like_their_files(loaded: Loaded, photos:
     assert loaded.predict([paths[0], paths[0]]) == [files[0], files[0]]
 
 
+def test_images_in_memory_keep_what_they_hold(tmp_path: Path) -> None:
+    turned = Image.new("RGB", (2, 3))
+    turned.getexif()[0x0112] = 6
+    assert Image.open(_path_of(turned, tmp_path / "turned")).getexif()[0x0112] == 6
+    for mode, kept in (("PA", "RGBA"), ("CMYK", "RGB"), ("I;16", "I;16")):
+        assert Image.open(_path_of(Image.new(mode, (2, 3)), tmp_path / mode)).mode == kept
+    for stored in (np.full((2, 3), 1000, np.uint16), np.zeros((2, 3, 5), np.uint8)):
+        assert np.array_equal(np.load(_path_of(stored, tmp_path / "stored")), stored)
+    with pytest.raises(TypeError, match="ndarray: an image is a path"):
+        _path_of(np.array([["photo.jpg"]]), tmp_path / "text")
+
+
+def test_flags_are_typed_as_on_the_command_line() -> None:
+    flags = {"amp": True, "out": Path("a"), "tta": False, "device": None, "to": ("a", "b"), "X": [1, 2], "Y": False}
+    assert [*words_of(flags)] == ["-amp", "-out", "a", "-to", "a,b", "X=[1, 2]", "Y=false"]
+
+
+def test_a_failed_process_is_an_exception_with_its_last_words() -> None:
+    assert repr(_failed(2, "a note\nerror: -x: no such flag.\n")) == "ValueError('-x: no such flag.')"
+    assert repr(_failed(1, "internal error: 3\nerror: disk full\n")) == "RuntimeError('disk full')"
+    assert str(_failed(-9, "epoch 1")) == "the process was ended by signal 9"
+    assert str(_failed(1, "Traceback")) == "Traceback"
+
+
 def test_a_relative_path_means_the_current_folder(
     loaded: Loaded, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +113,7 @@ def test_a_relative_path_means_the_current_folder(
 
 def test_after_its_process_was_killed_the_next_call_starts_another(loaded: Loaded, photos: Path) -> None:
     before = loaded.predict(photos)
+    assert loaded.predict([]) == []
     assert loaded._predictor is not None
     loaded._predictor._process.kill()
     loaded._predictor._process.wait()
@@ -134,6 +159,8 @@ def test_training_returns_the_run(tmp_path: Path, photos: Path, capfd: pytest.Ca
     assert len(run.predict(photos)) == 4
     assert run.report().is_file()
     capfd.readouterr()
+    with pytest.raises(ValueError, match="this command trained nothing"):
+        vitamp.train(recipe, device="cpu", dry_run=True)
     with pytest.raises(ValueError, match=r"^-epochs: TRAIN.NUM_EPOCHS: expected whole number >= 0 or auto, got -1\.$"):
         vitamp.train(recipe, epochs=-1)
     assert "error: -epochs: TRAIN.NUM_EPOCHS: expected" in capfd.readouterr().out, "it is shown as it comes"

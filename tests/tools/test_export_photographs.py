@@ -22,7 +22,7 @@ from datasets.transforms.pixels import Pixels
 from engine.trained.model import load_trained
 from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
-from tests.program import ROOT, change_settings, metrics, save_image, train_tiny
+from tests.program import ROOT, Vitamp, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, check_equal, in_timm_alone, pictures_of
 from tools.checkpoint import command as checkpoint
 from tools.export import from_image
@@ -196,7 +196,9 @@ def test_pixels_are_those_of_validation(interpolation: str, mode: str, share: fl
         assert (differences > 0).mean() < 0.2, (wide, high)
 
 
-def test_documented_code_predicts_from_images_of_any_size(export_tool: Tool, photo_run: Path, tmp_path: Path) -> None:
+def test_documented_code_predicts_from_images_of_any_size(
+    vitamp: Vitamp, export_tool: Tool, photo_run: Path, tmp_path: Path
+) -> None:
     said = export_tool(photo_run, "-to", "onnx", "-with_resize", "-out", tmp_path / "m.onnx")
     assert "'image' H x W x 3 (uint8, RGB, any size) to 'probabilities' 3" in said
     assert "checked on 25 images of the run's validation split (16 of them resized to be portrait, landscape" in said
@@ -221,9 +223,12 @@ def test_documented_code_predicts_from_images_of_any_size(export_tool: Tool, pho
     (code_of_page,) = re.findall(pattern, (ROOT / "docs/export.md").read_text(encoding="utf-8"), re.DOTALL)
     words = [sys.executable, "-c", code_of_page, str(tmp_path / "m.onnx"), *pictures]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    lines = [line.rpartition(" ")[0] for line in done.stdout.splitlines()]
-    labels = predicted.logits.argmax(1).tolist()
-    assert lines == [f"{path} {NAMES[label]}" for path, label in zip(pictures, labels, strict=True)]
+    words = (photo_run, *pictures, "-format", "jsonl", "-topk", 1)
+    rows = [json.loads(row) for row in vitamp(*words, script="scripts/predict.py").expect(0).out.splitlines()]
+    for line, row in zip(done.stdout.splitlines(), rows, strict=True):
+        said, _, probability = line.rpartition(" ")
+        assert said == f"{row['image']} {row['guesses'][0]['class']}"
+        assert abs(float(probability) - row["guesses"][0]["probability"]) < told["differences"]["probabilities"] + 1e-3
 
 
 def test_file_that_would_predict_otherwise_is_not_written(

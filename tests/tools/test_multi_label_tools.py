@@ -215,13 +215,13 @@ def test_check_data_compares_all_labels_of_copies(vitamp: Tool, tmp_path: Path) 
 @pytest.mark.slow
 def test_export_notes_the_sigmoid(tool: Tool, run: Path, tmp_path: Path) -> None:
     done = tool("export", run, "-to", "onnx,torch,safetensors", "-weights", "model", "-out", tmp_path / "m")
-    assert done.out.count("labels the same on all; apply a sigmoid to the logits") == 3
+    assert done.out.count("no answer changed; apply a sigmoid to the logits") == 3
     header = read_header(tmp_path / "m.safetensors")
     assert (header["multi_label"], header["activation"]) == (True, "sigmoid")
     assert header["class_thresholds"] == best(run)["thresholds"]["model"]
     words = ("-to", "onnx", "-with_resize", "-weights", "model", "-check", 8, "-out", tmp_path / "whole.onnx")
     done = tool("export", run, *words)
-    assert done.out.count("labels the same on all\n") == 1, "they are probabilities"
+    assert done.out.count("no answer changed\n") == 1, "they are probabilities"
     image = run.parent / "images/val1.png"
     alone = tool("predict", tmp_path / "m.safetensors", image)
     assert alone.out == tool("predict", run, image, "-weights", "model").out

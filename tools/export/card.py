@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import timm
 import timm.models
-import torch
 from huggingface_hub import EvalResult, ModelCardData
 from timm.data.config import resolve_model_data_config
 from torch import Tensor
@@ -225,7 +224,7 @@ class Hub(Format):
         present = [name for name in (CONFIG, WEIGHTS, CARD, CURVES) if (file / name).exists()]
         return f"{', '.join(present)}, {export.input_summary}"
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         try:
             model = timm.create_model(f"local-dir:{file}", pretrained=True).eval()
         except Exception as error:  # timm and its models raise many types
@@ -234,7 +233,7 @@ class Hub(Format):
         found |= {key: tuple(value) for key, value in found.items() if isinstance(value, list)}  # JSON has no tuples
         if wrong := [f"{key} {found[key]} instead of {value}" for key, value in wanted.items() if found[key] != value]:
             raise TrainingError(f"timm would prepare images differently: {'; '.join(wrong)}")
-        return torch.cat([model(batch) for batch in batches]) / export.trained.temperature
+        return (model(batch) / export.trained.temperature for batch in batches)
 
     def how_to_load(self, export: Export, out: Path) -> str:
         return f'timm.create_model("local-dir:{out}", pretrained=True)'

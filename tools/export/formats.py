@@ -9,13 +9,17 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import json
+import math
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -34,13 +38,14 @@ from engine.checkpoint.restore import load_weights
 from engine.inputs.batches import Inputs, input_of
 from engine.trained.model import Trained, name_of, split_of_run
 from models.build import timm_call
+from tools.common.differences import CONFIDENCE, LIKE_THESE, paired_interval
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
 from tools.export import CONFIG, HUB_FILES
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
-from utils.text import counted
+from utils.text import counted, some_of
 from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import pool_by
@@ -48,7 +53,7 @@ from vitamp.registry import own_named
 from vitamp.sizes import in_pixels
 from vitamp.weights import EXPORTED, MADE_BY, encoded
 
-TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2}
+TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "int8": math.inf}
 """Fractions of the largest output; docs/benchmarks.md has measured differences."""
 LOGITS, PROBABILITIES = "logits", "probabilities"
 IMAGE = "image"
@@ -56,6 +61,8 @@ IMAGE = "image"
 BATCH = 32
 WORST_SHOWN = 3
 NOISE_IMAGES = 16
+TURNS, SECONDS = 7, 0.1
+"""Turns that two take to be timed, and how long one lasts"""
 
 
 def thresholds_of(trained: Trained) -> Tensor | None:
@@ -156,7 +163,7 @@ def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
     return torch.cat(logits)
 
 
-def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
+def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Outputs of a model with one input, a file or its bytes, for each input. `name`: of the model, for errors."""
     import onnxruntime
 
@@ -166,33 +173,48 @@ def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.nda
     try:
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         (taken,) = session.get_inputs()
-        return [np.asarray(session.run([output], {taken.name: one})[0]) for one in inputs]
+        for one in inputs:
+            yield np.asarray(session.run([output], {taken.name: one})[0])
     except Exception as error:  # onnxruntime's exceptions have no common base class
         raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
-def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tensor, tolerance: float) -> str:
-    """Describe how well the outputs agree with those expected; raise TrainingError beyond the tolerance."""
+def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
+    """Which answers changed, and in a lower precision what that costs; TrainingError beyond the tolerance."""
+    trained, images, limits = export.trained, export.images, thresholds_of(export.trained)
     errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
     worst = float(errors.max())
-    if worst <= tolerance:  # never with NaN
-        checked = f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e}"
-        checked += f" x the largest output ({tolerance:g} allowed), "
-        if (thresholds := thresholds_of(trained)) is not None:
-            are_logits = images.output == LOGITS
-            both = (output.double().sigmoid() if are_logits else output.double() for output in (expected, found))
-            by_model, by_file = (output >= thresholds for output in both)
-            different = int((by_model != by_file).any(1).sum())
-            advice = "; apply a sigmoid to the logits" if are_logits else ""
-            return f"{checked}labels {f'different on {different}' if different else 'the same on all'}{advice}"
-        other = torch.nonzero(expected.argmax(1) != found.argmax(1))[:, 0].tolist()
-        if not other:
-            return f"{checked}top-1 the same on all"
-        by_model, by_file = (trained.name_of(int(output[other[0]].argmax())) for output in (expected, found))
-        return (
-            f"{checked}top-1 different on {len(other)}, where two classes are nearly equal: {images.names[other[0]]} "
-            f"is {by_model} to the model, {by_file} to the exported file"
-        )
+    if not worst <= tolerance:  # or NaN
+        raise TrainingError(_worst_of(export, expected, found, errors, tolerance))
+    if limits is None:
+        model, file = expected.argmax(1), found.argmax(1)
+    else:
+        both = (output.double() for output in (expected, found))
+        model, file = ((output.sigmoid() if images.output == LOGITS else output) >= limits for output in both)
+    changed = torch.nonzero((model != file).reshape(len(found), -1).any(1))[:, 0].tolist()
+    shown = [images.names[row] for row in changed]
+    for place, row in enumerate(changed if limits is None else ()):
+        to_model, to_file = (trained.name_of(int(guess[row])) for guess in (model, file))
+        shown[place] += f" ({to_model} to the model, {to_file} to the file)"
+    allowed = "" if tolerance == math.inf else f" ({tolerance:g} allowed)"
+    words = f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
+    words += f"output{allowed}, {counted(len(changed), 'answer') if changed else 'no answer'} changed"
+    words += f": {some_of(shown, WORST_SHOWN)}" if changed else ""
+    if limits is not None:
+        return f"{words}; apply a sigmoid to the logits" if images.output == LOGITS else words
+    if images.labels is None or export.dtype == "fp32":
+        return words
+    right = [(guess == images.labels).numpy() for guess in (model, file)]
+    cost, low, high = (100 * value for value in paired_interval(*right))
+    what, cost, low, high = ("gains", -cost, -high, -low) if cost < 0 else ("costs", cost, low, high)
+    interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
+    before, after = (100 * each.mean() for each in right)
+    return f"{words}; {export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
+
+
+def _worst_of(export: Export, expected: Tensor, found: Tensor, errors: Tensor, tolerance: float) -> str:
+    """The error for outputs that differ too much."""
+    trained, images = export.trained, export.images
     # NaN counts as the largest difference.
     order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)
     lines = []
@@ -202,11 +224,28 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tens
             f"  {images.names[row]}, class {trained.name_of(label)}: {float(found[row, label]):.6g} instead of "
             f"{float(expected[row, label]):.6g}"
         )
-    raise TrainingError(
-        f"the outputs differ from the model's by up to {worst:.2g} times the largest output on {len(images.names)} "
-        f"images {images.source}, but only {tolerance:g} is allowed (-tolerance). Largest differences:\n"
-        + "\n".join(lines)
-    )
+    return (
+        f"the outputs differ from the model's by up to {float(errors.max()):.2g} times the largest output on "
+        f"{len(found)} images {images.source}, but only {tolerance:g} is allowed (-tolerance). Largest differences:\n"
+    ) + "\n".join(lines)
+
+
+def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
+    """How many times as fast the second computes its next value as the first, in turns, with one thread."""
+    ratios, threads = list[float](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(TURNS):
+        spent = []
+        for each in (first, second):
+            next(each)  # the first loads the file
+            begin, number = time.process_time(), 0
+            while time.process_time() - begin < SECONDS:
+                next(each)
+                number += 1
+            spent.append((time.process_time() - begin) / number)
+        ratios.append(spent[0] / spent[1])
+    torch.set_num_threads(threads)
+    return median(ratios)
 
 
 INPUT, ANY_NUMBER = "images", "batch"
@@ -311,20 +350,31 @@ class Format:
         """Write the file and return a summary of it."""
         raise NotImplementedError
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        """Logits of the written file, calibrated if the model is."""
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Logits of the written file for each batch, calibrated if the model is."""
         raise NotImplementedError
 
-    def agreement(self, export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
-        """How well the logits agree with those expected; TrainingError beyond the tolerance."""
-        return compare(export.trained, export.images, expected, found, tolerance)
+    def gain(self, export: Export, file: Path) -> str:
+        """How fast the file is beside the model in torch; '' if torch runs it, or if it does more than the model."""
+        return ""
 
     def how_to_load(self, export: Export, out: Path) -> str:
         """Line of Python that loads the file, for the log; '' if it takes more than a line."""
         return ""
 
 
-class Onnx(Format):
+class _Program(Format):
+    def gain(self, export: Export, file: Path) -> str:
+        trained, pixels = export.trained, export.images.pixels[:1]
+        if export.with_resize:
+            return ""
+        model = map(trained.model, itertools.repeat(trained.inputs(pixels)))
+        batch = next(export.images.batches(trained, export.with_preprocess))
+        faster = times_as_fast(model, self.run(export, file, itertools.repeat(batch)))
+        return f"{faster:.2g} times as fast as torch an image at a time (this CPU, 1 thread)"
+
+
+class Onnx(_Program):
     layers: Mapping[str, str] = {}
     """Of the written file: the layer of the model that each node with weights is from"""
 
@@ -359,12 +409,12 @@ class Onnx(Format):
             program.save(str(file))
         return f"opset {model.opset_imports['']}, {summary}"
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         # With -with_resize, a batch is one image, and the outputs are its probabilities.
-        whole, output = export.with_resize, export.images.output
+        whole = export.with_resize
         arrays = (batch[0].numpy() if whole else batch.numpy() for batch in batches)
-        found = [torch.from_numpy(one) for one in run_onnx(str(file), file.name, output, arrays)]
-        return torch.stack(found) if whole else torch.cat(found)
+        for one in run_onnx(str(file), file.name, export.images.output, arrays):
+            yield torch.from_numpy(one[None] if whole else one)
 
 
 def _layer_of(node: Any) -> str:
@@ -378,7 +428,7 @@ def _layer_of(node: Any) -> str:
     return scopes[-2].removeprefix("module.") if len(scopes) > 1 else ""
 
 
-class Torch(Format):
+class Torch(_Program):
     def write(self, export: Export, file: Path) -> str:
         batch = torch.export.Dim(ANY_NUMBER, min=1)
         with _torch_exporter("torch", export):
@@ -391,9 +441,8 @@ class Torch(Format):
         file.write_bytes(buffer.getbuffer())
         return export.input_summary
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        module = torch.export.load(file).module()
-        return torch.cat([module(batch) for batch in batches])
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        return map(torch.export.load(file).module(), batches)
 
 
 class Safetensors(Format):
@@ -408,9 +457,9 @@ class Safetensors(Format):
             safetensors.torch.save_file(export.tensors(), file, metadata=header)
         return "weights under timm's names"
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         module = timm.create_model(export.timm_name, **export.timm_arguments, checkpoint_path=str(file)).eval()
-        return torch.cat([module(batch) for batch in batches]) / export.trained.temperature
+        return (module(batch) / export.trained.temperature for batch in batches)
 
     def how_to_load(self, export: Export, out: Path) -> str:
         given = "".join(f"{name}={value!r}, " for name, value in export.timm_arguments.items())
@@ -439,8 +488,10 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
                         bar.update(len(batch))
 
                 with torch.no_grad():
-                    logits = kind.run(export, folder / out.name, batches())
-            agreement = kind.agreement(export, expected, logits, tolerance)
+                    logits = torch.cat([*kind.run(export, folder / out.name, batches())])
+            words = [compare(export, expected, logits, tolerance)]
+            with torch.no_grad():
+                words += filter(None, [kind.gain(export, folder / out.name)])
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:
@@ -448,7 +499,7 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: %.1f MB, %s, %s", out, size / 1e6, export.dtype, summary)
-    log.info("  %s", agreement)
+    log.info("  %s", "; ".join(words))
     if how := kind.how_to_load(export, out):
         log.info("  %s", how)
 

@@ -5,37 +5,24 @@ Layers that hurt stay in fp32. A verdict on labelled images says what the file c
 
 from __future__ import annotations
 
+import itertools
 import re
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import onnx
-import onnxruntime
 import torch
-from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, create_calibrator
+from onnxruntime.quantization import CalibrationMethod, QuantType, create_calibrator
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
-from scipy.stats import norm
 from torch import Tensor
 
 from datasets.base import TITLES
 from engine.trained.model import Trained, split_of_run
-from tools.common.differences import CONFIDENCE, LIKE_THESE
 from tools.common.turns import progress_bar
-from tools.export.formats import (
-    INPUT,
-    LOGITS,
-    CheckImages,
-    Export,
-    Onnx,
-    chosen_images,
-    run_onnx,
-    thresholds_of,
-)
+from tools.export.formats import INPUT, CheckImages, Export, Onnx, chosen_images, times_as_fast
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.text import counted, some_of
@@ -45,8 +32,6 @@ IMAGES = 256
 """For the ranges of what layers take, and to find those that hurt"""
 MOST_ERROR = 0.1
 """Root of the mean square of the logits' errors, as a fraction of their standard deviation. Beyond, layers are kept."""
-ROUNDS, SECONDS = 7, 0.2
-"""Turns that the two files take to be timed, and how long one lasts"""
 FASTER = 1.1
 BLOCK = re.compile(r"\D*\d+(\.\d+)*|[^.]+")
 """Of a layer's name: layers of one block are kept together"""
@@ -58,33 +43,35 @@ class Int8(Onnx):
     def __init__(self, images: CheckImages, keep: tuple[str, ...]) -> None:
         self._images, self._keep = images, keep
         self._gain = ""
+        self.kept: set[str] = set()  # layers in fp32
 
     def write(self, export: Export, file: Path) -> str:
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             exact = Path(folder, "exact.onnx")
             summary = super().write(export, exact)
             try:
-                kept = self._quantise(export, exact, file)
+                self.kept = self._quantise(export, exact, file)
             except (TrainingError, UserError, OSError):
                 raise
             except Exception as error:  # onnxruntime's tools raise many types
                 raise TrainingError(f"-int8: onnxruntime cannot quantise the model: {first_line(error)}") from None
-            faster = _times_as_fast(exact, file, next(self._batches(export)))
+            one = next(self._batches(export))
+            faster = times_as_fast(*(self.run(export, each, itertools.repeat(one)) for each in (exact, file)))
             smaller = exact.stat().st_size / file.stat().st_size
         self._gain = f"{smaller:.1f} times smaller, {faster:.2g} times as fast an image at a time (this CPU, 1 thread)"
         if faster < FASTER:
             self._gain += ": here fp32 serves as well (int8 pays for larger models, on CPUs with VNNI)"
         log.info("int8: calibrated on %s %s", counted(len(self._images.names), "image"), self._images.source)
-        if kept:
+        if self.kept:
             why = "-keep" if self._keep else "in 8 bits they change the outputs most"
-            log.info("int8: left in fp32: %s (%s)", some_of(sorted(kept)), why)
+            log.info("int8: left in fp32: %s (%s)", some_of(sorted(self.kept)), why)
         return summary
 
-    def _batches(self, export: Export) -> Iterator[np.ndarray]:
-        return (batch.numpy() for batch in self._images.batches(export.trained, export.with_preprocess))
+    def _batches(self, export: Export) -> Iterator[Tensor]:
+        return self._images.batches(export.trained, export.with_preprocess)
 
     def _quantise(self, export: Export, exact: Path, file: Path) -> set[str]:
-        """Write `file`, and return the blocks that it leaves in fp32."""
+        """Write `file`, and return the layers that it leaves in fp32."""
         nodes = {node.name for node in onnx.load(str(exact)).graph.node if node.op_type in OPERATORS}
         layers = {node: layer for node, layer in self.layers.items() if node in nodes}
         blocks = {layer: BLOCK.match(layer)[0] for layer in layers.values()}  # pyright: ignore[reportOptionalSubscript]
@@ -92,15 +79,15 @@ class Int8(Onnx):
             names = some_of(sorted(set(blocks.values())))
             raise UserError(f"-keep {','.join(unknown)}: no layer's name begins so; they are in {names}.")
         ranges = _ranges(exact, self._batches(export))
-        expected = np.concatenate(run_onnx(str(exact), exact.name, LOGITS, self._batches(export)))
+        expected = torch.cat([*self.run(export, exact, self._batches(export))])
 
         def error_without(kept: set[str]) -> float:
             """Write `file` with these layers in fp32."""
             if kept >= blocks.keys():
                 raise TrainingError("-int8: no layer can be in 8 bits without changing the outputs; use fp32 or fp16.")
             _write(exact, file, ranges, [node for node, layer in layers.items() if layer not in kept])
-            found = np.concatenate(run_onnx(str(file), file.name, LOGITS, self._batches(export)))
-            return float(np.sqrt(np.mean((found - expected) ** 2)) / (expected.std() or 1.0))
+            found = torch.cat([*self.run(export, file, self._batches(export))])
+            return float((found - expected).square().mean().sqrt() / (expected.std() or 1.0))
 
         kept = {layer for layer in blocks if layer.startswith(self._keep)} if self._keep else set[str]()
         if error_without(kept) <= MOST_ERROR or self._keep:
@@ -116,29 +103,8 @@ class Int8(Onnx):
                 break
         return kept
 
-    def agreement(self, export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
-        images, trained, limits = export.images, export.trained, thresholds_of(export.trained)
-        if limits is None:
-            model, file = expected.argmax(1), found.argmax(1)
-            changed = torch.nonzero(model != file)[:, 0].tolist()
-        else:
-            model, file = (logits.double().sigmoid() >= limits for logits in (expected, found))
-            changed = torch.nonzero((model != file).any(1))[:, 0].tolist()
-        words = f"{counted(len(changed), 'answer')} of {len(found):,} changed on images {images.source}"
-        if changed:
-            words += f", such as that of {images.names[changed[0]]}"
-        if limits is None and changed:
-            names = (trained.name_of(int(guess[changed[0]])) for guess in (model, file))
-            words += f" ({' to the model, '.join(names)} to the file)"
-        if limits is None and images.labels is not None:
-            right = [(guess == images.labels).numpy() for guess in (model, file)]
-            cost, low, high = (100 * value for value in paired_interval(*right))
-            if gained := cost < 0:
-                cost, low, high = -cost, -high, -low
-            interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
-            words += f"; int8 {'gains' if gained else 'costs'} {cost:.1f} points of top-1 ({interval}): "
-            words += f"{100 * right[0].mean():.2f} to {100 * right[1].mean():.2f} %"
-        return f"{words}; {self._gain}"
+    def gain(self, export: Export, file: Path) -> str:
+        return self._gain
 
 
 def calibration_images(trained: Trained) -> CheckImages:
@@ -150,29 +116,17 @@ def calibration_images(trained: Trained) -> CheckImages:
     return chosen_images(dataset, IMAGES, f"of the run's {TITLES['train']}")
 
 
-def paired_interval(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float]:
-    """By how much the second is right less often, and the ends of the interval (Agresti and Min, 2005)."""
-    lost, won = int((first & ~second).sum()), int((second & ~first).sum())
-    count, one, other = len(first) + 2, lost + 0.5, won + 0.5
-    middle = (one - other) / count
-    reach = float(norm.ppf(0.5 + CONFIDENCE / 2)) * np.sqrt((one + other - count * middle**2) / count**2)
-    return (lost - won) / len(first), middle - reach, middle + reach
+def reader(batches: Iterator[Tensor]) -> Any:
+    """As onnxruntime reads inputs: `get_next` returns one, or None after the last."""
+    inputs = ({INPUT: batch.numpy()} for batch in batches)
+    return SimpleNamespace(get_next=lambda: next(inputs, None))
 
 
-class _Reader(CalibrationDataReader):
-    def __init__(self, batches: Iterator[np.ndarray]) -> None:
-        self._batches = batches
-
-    def get_next(self) -> Any:
-        batch = next(self._batches, None)
-        return None if batch is None else {INPUT: batch}
-
-
-def _ranges(exact: Path, batches: Iterator[np.ndarray]) -> Any:
+def _ranges(exact: Path, batches: Iterator[Tensor]) -> Any:
     """The smallest and largest values of what each layer takes and gives."""
     augmented, method = str(exact.with_name("ranges.onnx")), CalibrationMethod.MinMax
     calibrator = create_calibrator(str(exact), OPERATORS, augmented, calibrate_method=method)
-    calibrator.collect_data(_Reader(batches))
+    calibrator.collect_data(reader(batches))
     return calibrator.compute_data()
 
 
@@ -194,21 +148,3 @@ def _write(exact: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
     for one in [one for one in about if one.key.startswith("onnx.")]:  # the quantiser's note; all others are JSON
         about.remove(one)
     quantizer.model.save_model_to_file(str(file))
-
-
-def _times_as_fast(exact: Path, file: Path, batch: np.ndarray) -> float:
-    """How many times as fast the file is as the exact one, an image at a time, in turns."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    sessions = [onnxruntime.InferenceSession(str(path), options) for path in (exact, file)]
-    ratios = []
-    for _ in range(ROUNDS):
-        spent = []
-        for session in sessions:
-            begin, number = time.process_time(), 0
-            while time.process_time() - begin < SECONDS:
-                session.run(None, {INPUT: batch[:1]})
-                number += 1
-            spent.append((time.process_time() - begin) / number)
-        ratios.append(spent[0] / spent[1])
-    return median(ratios)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -115,12 +116,26 @@ def is_odd_entry(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+SECONDS_TO_REPORT, IMAGES_TO_LOOK = 5.0, 1000
+"""A longer listing is reported every so many seconds, by a look at the clock after so many images."""
+
+
+def reported(paths: Iterable[str]) -> Iterator[str]:
+    """The paths as they come, with a line in the log now and then if that takes long."""
+    due = time.monotonic() + SECONDS_TO_REPORT
+    for number, path in enumerate(paths, start=1):
+        if number % IMAGES_TO_LOOK == 0 and time.monotonic() > due:
+            log.info("Listing images: %s so far, the last: %s", f"{number:,}", one_line(path))
+            due = time.monotonic() + SECONDS_TO_REPORT
+        yield path
+
+
 class PathTable:
     """Paths in one block of bytes: a million strings would be copied into every worker as soon as it reads them."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         block, ends = bytearray(), array("q", [0])
-        for path in paths:
+        for path in reported(paths):
             block += os.fsencode(path)
             ends.append(len(block))
         self.block, self.ends = bytes(block), np.array(ends, dtype=np.int64)
@@ -173,11 +188,11 @@ class FileSamples(Samples):
 
 def split_files(files: FileSamples, data: DataConfig, part: Part) -> FileSamples:
     """One split of these files, as `split_rows` chooses it. Without `groups` of its own, DATA.GROUP is in the paths."""
-    paths, groups = list(files.paths), files.groups
+    paths, groups = files.paths, files.groups
     if data.GROUP is not None and groups is None:
         groups = groups_in_paths(paths, data)
     chosen = split_rows(files.labels, data, part, files.root, groups)
-    found = FileSamples(files.root, [paths[index] for index in chosen], files.labels[chosen], files.classes)
+    found = FileSamples(files.root, map(paths.__getitem__, chosen), files.labels[chosen], files.classes)
     found.groups = groups and [groups[index] for index in chosen]
     return found
 

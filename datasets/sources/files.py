@@ -138,7 +138,8 @@ class PathTable:
         for path in reported(paths):
             block += os.fsencode(path)
             ends.append(len(block))
-        self.block, self.ends = bytes(block), np.array(ends, dtype=np.int64)
+        self.block: bytes | memoryview = bytes(block)
+        self.ends = np.array(ends, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -148,7 +149,7 @@ class PathTable:
 
     def __getitem__(self, index: int) -> str:
         begin, end = self.ends[index : index + 2]
-        return os.fsdecode(self.block[begin:end])
+        return os.fsdecode(bytes(self.block[begin:end]))
 
 
 OF_SEVERAL = "\0"
@@ -182,7 +183,7 @@ class FileSamples(Samples):
     def _paths(self, index: int) -> list[str]:
         return [os.path.join(self.root, path) for path in self.paths[index].split(OF_SEVERAL)]
 
-    def names(self) -> Iterator[bytes]:
+    def names(self) -> Iterator[bytes | memoryview]:
         yield from (self.paths.block, self.paths.ends.tobytes())
 
 

@@ -111,7 +111,7 @@ class Samples(ABC):
         """Bytes of a stored image, known without reading it. Raises OSError."""
         return os.stat(self.name(index)).st_size
 
-    def names(self) -> Iterator[bytes]:
+    def names(self) -> Iterator[bytes | memoryview]:
         """Bytes that depend on the names of all samples and their order, but not on where the data set is."""
         yield from (os.fsencode(self.name(index)) + b"\0" for index in range(len(self)))
 
@@ -256,6 +256,8 @@ class Source:
     """Whether the data set is in DATA.DATA_PATH"""
     groups: bool = False
     """Whether its paths or columns can name groups (DATA.GROUP)"""
+    lists_files: bool = False
+    """Whether its images are files, whose list the ranks of a machine share"""
     labelled: bool = True
     """Whether its labels mean something; those of images alone are placeholders"""
 

@@ -57,7 +57,7 @@ class Remaining(Samples):
     def size(self, index: int) -> int:
         return self.samples.size(int(self._old_index[index]))
 
-    def names(self) -> Iterator[bytes]:
+    def names(self) -> Iterator[bytes | memoryview]:
         yield from self.samples.names()
         if len(self) < len(self.samples):
             yield self._old_index.tobytes()

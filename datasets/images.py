@@ -158,7 +158,7 @@ class Joined(Samples):
         split, inside = self._place(index)
         return split.size(inside)
 
-    def names(self) -> Iterator[bytes]:
+    def names(self) -> Iterator[bytes | memoryview]:
         for split in self.splits:
             yield from split.names()
 

@@ -13,6 +13,7 @@ from datasets.base import HUB_PREFIX, ImageDataset, Samples, Source, distinct, p
 from datasets.labels import ANY_LABEL, check_gaps, log_unused_outputs
 from utils.config.data import DataConfig
 from utils.config.kinds import AUTO
+from utils.distributed.world import ALONE, World
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
 from vitamp.registry import own_named
@@ -46,16 +47,27 @@ def source_named(name: str) -> Source | None:
     return getattr(importlib.import_module(f"datasets.{file}"), variable)
 
 
-def open_dataset(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
-    """Open the training or validation split of DATA.DATASET. In-memory data sets are put on `device`."""
+def open_dataset(
+    data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device, world: World = ALONE
+) -> ImageDataset:
+    """Open the training or validation split of DATA.DATASET. In-memory data sets are put on `device`.
+
+    `world`: ranks that open it together; those of a machine share the list of its files.
+    """
     source = _source(data)
-    dataset = _open(source, data, train, num_classes, seed, device)
+    dataset = _open(source, data, train, num_classes, seed, device, world)
     _check_fold(source, data)
     return dataset
 
 
 def _open(
-    source: Source, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device
+    source: Source,
+    data: DataConfig,
+    train: bool,
+    num_classes: int,
+    seed: int,
+    device: torch.device,
+    world: World = ALONE,
 ) -> ImageDataset:
     if source.open is not None:
         return source.open(data, train, num_classes, seed, device)
@@ -72,6 +84,10 @@ def _open(
 
     if part == "all" and "all" not in (parts := source.parts(data)):
         samples = Joined([opened(data, one, num_classes) for one in distinct(parts)])
+    elif source.lists_files and world.size > 1:
+        from datasets.sources.shared import listed_once
+
+        samples = listed_once(lambda: opened(data, part, num_classes), world)
     else:
         samples = opened(data, part, num_classes)
     return Images(samples, data, train, seed)

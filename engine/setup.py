@@ -104,7 +104,7 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     tuned.choices = {PRECISION: tuned.precision.name} | tuned.choices
     if run.auto_batch_size:
         tuned.choices[BATCH_CHOICE] = data.BATCH_SIZE
-    val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
+    val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device, world)
     workers = auto_workers(world, data.NUM_WORKERS)
     val_loader = ValLoader(val_set, data.val_batch, world.rank, world.size, workers, device)
     neighbours = None
@@ -230,7 +230,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:
     """Training split with its augmentation, and the loader of its batches."""
     data = config.DATA
-    train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
+    train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device, world).augment(config.TRAIN)
     balanced = None
     if data.SAMPLER == "balanced":
         balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT)

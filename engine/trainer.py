@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import keep_predictions, on_device, validate
 from engine.machine.device import Run, global_batch
 from engine.machine.stopping import Deadline, Stopped, Stopping, signals
-from engine.measure.meters import MOST_SKIPS, NEVER, Best, Reading, seconds_of
+from engine.measure.meters import MOST_SKIPS, NEVER, Best, Reading, seconds_of, updates_left
 from engine.measure.throughput import Bottleneck, Throughput, find_bottleneck
 from engine.report.curves import Curves, title_of
 from engine.report.outcome import mark_of_best
@@ -27,7 +28,7 @@ from engine.setup import ReadyToTrain, setting_of
 from engine.task.base import Metrics
 from engine.update import train_update
 from utils.distributed.world import all_gather, broadcast, broadcast_buffers
-from utils.errors import EXIT_DONE, AllRanksError
+from utils.errors import EXIT_DONE, AllRanksError, TrainingError
 from utils.log import log
 from vitamp.checkpoints import CHECKPOINTS, folder_name
 from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
@@ -35,6 +36,10 @@ from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
 if TYPE_CHECKING:
     from datasets import Window
     from engine.amp.op_lists import OpLists
+
+
+UPDATES_AHEAD = 4
+"""Updates before a validation at which its first batches begin to load"""
 
 
 class Trainer:
@@ -67,6 +72,9 @@ class Trainer:
             seconds_of(limit) if limit else None, lambda: self._saver.longest or estimate_seconds(self.parts)
         )
         self._stopping = Stopping(world, self._deadline.passed, config.DIST.group_timeout)
+        epochs = -(-(self.position.step + updates_left(config, self.position, self.per_epoch)) // self.per_epoch)
+        coming = range(self.position.epoch, self.position.epoch + epochs)
+        self._windows = self.train_loader.epochs(coming, self.position.step)
         self._window: Window | None = None
         if not ready.train_set.in_memory:
             from datasets.loading import workers
@@ -127,7 +135,8 @@ class Trainer:
         """Train from the current position to the end of the epoch, or to TRAIN.MAX_UPDATES."""
         position, freq, began = self.position, self.config.REPORT_FREQ, perf_counter()
         self.parts.enter(position.epoch)
-        for window in self.train_loader.epoch(position.epoch, start=position.step):
+        for window in islice(self._windows, self.per_epoch - position.step):
+            self._load_validation_ahead()
             self._window = window
             train_update(self.parts, window, position.update + 1)
             self._window = None
@@ -192,6 +201,18 @@ class Trainer:
         if improved or is_due(config.SAVE_FREQ, config.SAVE_EVERY_UPDATES) or is_due(config.KEEP_EVERY):
             self._save(finished, anew=improved)
             self._restart_clocks()
+
+    def _load_validation_ahead(self) -> None:
+        """If a validation is near, begin to load its first batches."""
+        position, config = self.position, self.config
+        away = [updates_left(config, position, self.per_epoch)]
+        if every := config.VALIDATE_EVERY_UPDATES:
+            away.append(every - position.update % every)
+        if position.epoch % config.VALIDATE_FREQ == 0:
+            away.append(self.per_epoch - position.step)
+        if min(away) <= UPDATES_AHEAD:
+            with suppress(TrainingError):  # the validation itself will raise it, after the training so far is saved
+                self.ready.val_loader.load_ahead(len(self.parts.weights))
 
     def _restart_clocks(self) -> None:
         """Leave validation and saving out of the training's time and of its waiting for data."""

@@ -26,8 +26,9 @@ class Plan:
 
     _rest: Iterator[list[Key]] = iter(())
 
-    def begin(self, epoch: int, batches: Iterable[np.ndarray]) -> None:
-        self._rest = ([(epoch, index) for index in batch.tolist()] for batch in batches)
+    def begin(self, batches: Iterable[tuple[int, np.ndarray]]) -> None:
+        """`batches`: epoch and samples of each. Loading processes run on from one epoch into the next."""
+        self._rest = ([(epoch, index) for index in batch.tolist()] for epoch, batch in batches)
 
     def __iter__(self) -> Iterator[list[Key]]:
         return self._rest
@@ -91,26 +92,29 @@ class _Loader:
                 generator=torch.Generator().manual_seed(seed),
             )
 
-    def _batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
+    def _begin(self, plan: Iterable[tuple[int, np.ndarray]]) -> Iterator[Fetched]:
+        """Begin to load these batches. What was loaded ahead of another plan is dropped."""
         begin = time.perf_counter()
         if self._processes is None and self._loader is not None and self._loader.num_workers:
             from datasets.loading.workers import LoadingProcesses
 
             self._processes = LoadingProcesses(self._loader)
-        self._plan.begin(epoch, plan)
+        self._plan.begin(plan)
         if self._loader is None:
             source: Iterator[Fetched] = map(self._fetch.__getitems__, self._plan)
         elif self._processes is None:
             source = iter(self._loader)
         else:
-            self._processes.begin_epoch()
+            self._processes.begin()
             source = iter(self._processes)
-        while True:
-            fetched = next(source, None)
-            batch = None if fetched is None else self._receive(fetched)
+        self._wait += time.perf_counter() - begin
+        return source
+
+    def _batches(self, source: Iterator[Fetched]) -> Iterator[Batch]:
+        begin = time.perf_counter()
+        for fetched in source:
+            batch = self._receive(fetched)
             self._wait += time.perf_counter() - begin
-            if batch is None:
-                return
             yield batch
             begin = time.perf_counter()
 
@@ -162,9 +166,23 @@ class TrainLoader(_Loader):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """Windows from update `start` (counted from 0) to the end of the epoch."""
-        windows, ahead = itertools.tee(self.order.windows(epoch, start))
-        batches = self._batches(epoch, (share.indices for shares in ahead for share in shares))
-        for shares in windows:
+        return self.epochs((epoch,), start)
+
+    def epochs(self, epochs: Iterable[int], start: int = 0) -> Iterator[Window]:
+        """Windows of these epochs, from update `start` of the first. Take all batches of one before the next.
+
+        While the last batches of an epoch are used, loading processes load the first ones of the next.
+        """
+
+        def plan() -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
+            begin = start
+            for epoch in epochs:
+                yield from ((epoch, shares) for shares in self.order.windows(epoch, begin))
+                begin = 0
+
+        windows, ahead = itertools.tee(plan())
+        batches = self._batches(self._begin((epoch, share.indices) for epoch, shares in ahead for share in shares))
+        for _, shares in windows:
             yield Window(shares, batches)
 
 
@@ -192,13 +210,28 @@ class ValLoader(_Loader):
 
             broken = BrokenInValidation()
         self.broken = broken
+        self._ahead: Iterator[Batch] = iter(())
+        self._passes_ahead = 0
         super().__init__(dataset, min(workers, len(self._plans)), 0, device, self.broken)
 
     def __len__(self) -> int:
         return len(self._plans)
 
+    def load_ahead(self, passes: int) -> None:
+        """Let loading processes begin with the first batches of the next passes, unless they have begun."""
+        if self._loader is not None and self._loader.num_workers and not self._passes_ahead:
+            self._plan_passes(passes)
+
+    def _plan_passes(self, passes: int) -> None:
+        self._ahead = self._batches(self._begin((0, batch) for _ in range(passes) for batch in self._plans))
+        self._passes_ahead = passes
+
     def __iter__(self) -> Iterator[Batch]:
-        return self._batches(0, self._plans)
+        if not self._passes_ahead:
+            self._plan_passes(1)
+        passes, self._passes_ahead = self._passes_ahead, 0  # a pass that is broken off leaves nothing to go on with
+        yield from itertools.islice(self._ahead, len(self._plans))
+        self._passes_ahead = passes - 1
 
 
 class Fetched(NamedTuple):

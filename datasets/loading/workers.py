@@ -123,7 +123,7 @@ class LoadingProcesses:
                 self._start()
             self._seconds_to_begin = seconds
             try:
-                self.begin_epoch()  # it waits for an answer of each
+                self.begin()  # it waits for an answer of each
             except _Stalled:
                 continue
             finally:
@@ -131,7 +131,7 @@ class LoadingProcesses:
             return
         raise TrainingError(f"Loading processes stall as they begin. {REMEDY}")
 
-    def begin_epoch(self) -> None:
+    def begin(self) -> None:
         self._guarded(lambda: iter(self._loader))
 
     def __iter__(self) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -115,15 +116,30 @@ def is_odd_entry(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+SECONDS_TO_REPORT, IMAGES_TO_LOOK = 5.0, 1000
+"""A longer listing is reported every so many seconds, by a look at the clock after so many images."""
+
+
+def reported(paths: Iterable[str]) -> Iterator[str]:
+    """The paths as they come, with a line in the log now and then if that takes long."""
+    due = time.monotonic() + SECONDS_TO_REPORT
+    for number, path in enumerate(paths, start=1):
+        if number % IMAGES_TO_LOOK == 0 and time.monotonic() > due:
+            log.info("Listing images: %s so far, the last: %s", f"{number:,}", one_line(path))
+            due = time.monotonic() + SECONDS_TO_REPORT
+        yield path
+
+
 class PathTable:
     """Paths in one block of bytes: a million strings would be copied into every worker as soon as it reads them."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         block, ends = bytearray(), array("q", [0])
-        for path in paths:
+        for path in reported(paths):
             block += os.fsencode(path)
             ends.append(len(block))
-        self.block, self.ends = bytes(block), np.array(ends, dtype=np.int64)
+        self.block: bytes | memoryview = bytes(block)
+        self.ends = np.array(ends, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -133,7 +149,7 @@ class PathTable:
 
     def __getitem__(self, index: int) -> str:
         begin, end = self.ends[index : index + 2]
-        return os.fsdecode(self.block[begin:end])
+        return os.fsdecode(bytes(self.block[begin:end]))
 
 
 OF_SEVERAL = "\0"
@@ -167,17 +183,17 @@ class FileSamples(Samples):
     def _paths(self, index: int) -> list[str]:
         return [os.path.join(self.root, path) for path in self.paths[index].split(OF_SEVERAL)]
 
-    def names(self) -> Iterator[bytes]:
+    def names(self) -> Iterator[bytes | memoryview]:
         yield from (self.paths.block, self.paths.ends.tobytes())
 
 
 def split_files(files: FileSamples, data: DataConfig, part: Part) -> FileSamples:
     """One split of these files, as `split_rows` chooses it. Without `groups` of its own, DATA.GROUP is in the paths."""
-    paths, groups = list(files.paths), files.groups
+    paths, groups = files.paths, files.groups
     if data.GROUP is not None and groups is None:
         groups = groups_in_paths(paths, data)
     chosen = split_rows(files.labels, data, part, files.root, groups)
-    found = FileSamples(files.root, [paths[index] for index in chosen], files.labels[chosen], files.classes)
+    found = FileSamples(files.root, map(paths.__getitem__, chosen), files.labels[chosen], files.classes)
     found.groups = groups and [groups[index] for index in chosen]
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def stratified(labels: np.ndarray, sizes: Sequence[int], order: np.ndarray) -> n
     return subsets
 
 
-def groups_in_paths(paths: Sequence[str], data: DataConfig) -> list[str]:
+def groups_in_paths(paths: Iterable[str], data: DataConfig) -> list[str]:
     """The group of each path, which the pattern DATA.GROUP finds in it."""
     what = f"DATA.GROUP {data.GROUP}"
     try:

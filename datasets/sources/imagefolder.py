@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from datasets.labels import check_class_count, log_unused_outputs, warn_alike_na
 from datasets.sources.files import (
     HIDDEN_FOLDER,
     FileSamples,
+    PathTable,
     SkippedFiles,
     data_folder,
     images_below,
@@ -119,11 +121,17 @@ def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = END
             skipped.add(entry.name, HIDDEN_FOLDER)
         elif entry.name.lower().endswith(endings) and entry.is_file():
             skipped.add(entry.name, "images beside the class folders")
-    by_class = [sorted(images_below(str(folder / name), skipped, endings=endings)) for name in classes]
+    counts: list[int] = []
+
+    def paths() -> Iterator[str]:  # class by class, so that all paths never exist as Python strings at once
+        for name in classes:
+            of_class = sorted(images_below(str(folder / name), skipped, endings=endings))
+            counts.append(len(of_class))
+            yield from (f"{name}/{path}" for path in of_class)
+
+    table = PathTable(paths())
     skipped.warn(str(folder))
-    paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]
-    labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in by_class])
-    return FileSamples(folder, paths, labels, [*map(one_line, classes)])
+    return FileSamples(folder, table, np.repeat(np.arange(len(classes)), counts), [*map(one_line, classes)])
 
 
 def subfolders(folder: Path) -> list[str]:
@@ -190,4 +198,4 @@ def _no_images(folder: Path | str, root: Path) -> UserError:
     return UserError(f"DATA.DATA_PATH (-data_path): {what}. {LAYOUT.format(root=root)}{advice}")
 
 
-SOURCE = Source(samples, check, count=count, parts=parts, groups=True)
+SOURCE = Source(samples, check, count=count, parts=parts, groups=True, lists_files=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from datasets.base import SPLIT, UNSPLIT, Part, Parts, Source
 from datasets.decoding import ENDINGS, endings_of
-from datasets.sources.files import FileSamples, SkippedFiles, data_folder, images_below, split_files
+from datasets.sources.files import FileSamples, SkippedFiles, data_folder, images_below, reported, split_files
 from datasets.sources.split import TEST, VALIDATION_NAMES, no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -23,7 +23,7 @@ def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
     if part == "test" and not (root / TEST).is_dir():
         raise no_such_part(part, root)
     skipped = SkippedFiles()
-    paths = sorted(images_below(str(root), skipped, endings=endings_of(data)))
+    paths = sorted(reported(images_below(str(root), skipped, endings=endings_of(data))))
     skipped.warn(str(root))
     validation = _validation_folder(root)
     if part != "all":  # without a folder for validation, it is taken from those of the training
@@ -44,4 +44,4 @@ def _parts(data: DataConfig) -> Parts:
     return UNSPLIT if _validation_folder(data_folder(data)) is None else SPLIT
 
 
-SOURCE = Source(_samples, count=lambda *_: 1, parts=_parts, groups=True, labelled=False)
+SOURCE = Source(_samples, count=lambda *_: 1, parts=_parts, groups=True, lists_files=True, labelled=False)

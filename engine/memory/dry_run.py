@@ -195,8 +195,9 @@ def _train(
 ) -> float:
     """Train for about so many seconds and updates: in one epoch, or in whole ones if that is shorter.
 
-    Returns the seconds per update. An epoch begins with an empty loader: its first wait counts once per epoch. At
-    `end`, the update in progress is the last, and updates that were to set up are timed instead.
+    Returns the seconds per update. Unlike a run's, an epoch begins with an empty loader here, so that what was loaded
+    during slow first updates does not flatter the time: its first wait counts once per epoch. At `end`, the update in
+    progress is the last, and updates that were to set up are timed instead.
     """
     parts, loader, device = ready.parts, ready.train_loader, ready.precision.device
     pace, per_epoch = Throughput(device, parts.stages), loader.order.updates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import tracemalloc
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from datasets import Batch, EpochOrder, TrainLoader, open_dataset
+from datasets.sources import files
+from datasets.sources.imagefolder import class_files
 from datasets.variants import Variant
 from tests.datasets.opened import CPU
 from tests.program import save_image
@@ -77,6 +80,29 @@ def test_workers_share_the_path_table(imagenet: Path) -> None:
     assert seen > 0.99 * (IMAGES // 4)
     assert len(private) == WORKERS
     assert max(private) < MOST_PRIVATE_MB, private
+
+
+def test_listing_folders_takes_little_more_than_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    """Two Python strings per image would take four times as much."""
+    monkeypatch.setattr(files, "SECONDS_TO_REPORT", 0.0)
+    save_image(tmp_path / "0.png", seed=1)
+    names = [f"{label:02}" for label in range(20)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for number in range(500):
+            os.link(tmp_path / "0.png", tmp_path / name / f"photograph-{number:05}.png")
+    tracemalloc.start()
+    try:
+        found = class_files(tmp_path, names)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert list(found.paths) == [f"{name}/photograph-{number:05}.png" for name in names for number in range(500)]
+    assert found.labels.tolist() == [label for label in range(20) for _ in range(500)]
+    assert peak < 10_000 * 110
+    assert "Listing images: 10,000 so far, the last: 19/photograph-00499.png" in said.text
 
 
 def private_megabytes(process: BaseProcess) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -11,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from datasets import EpochOrder
-from tests.faults.killing import Run
+from datasets.sources import shared
+from datasets.sources.imagefolder import class_files
+from tests.faults.killing import ENDLESS, Run
 from tests.program import Result, Vitamp, metrics, save_image
+from utils.distributed.world import World
 
 MODEL = [
     *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=16", "MODEL.NUM_HEADS=2", "MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32"),
@@ -91,6 +96,36 @@ def test_run_whose_loading_processes_were_killed_resumes(
         os.kill(pid, signal.SIGKILL)
     assert "was killed by SIGKILL (probably out of memory)" in run.end(60).expect(1).err
     train("-output", tmp_path / "killed", *words, "-resume", "auto", code=0)
+
+
+def test_ranks_of_a_machine_map_one_list_of_images(start: Callable[..., Run], photos: Path, tmp_path: Path) -> None:
+    words = (*MODEL, "-data_path", photos, "DATA.NUM_WORKERS=1", "REPORT_FREQ=1", *ENDLESS)
+    (temporary := tmp_path / "temporary").mkdir()
+    run = start(*words, folder=tmp_path / "run", ngpus=2, TMPDIR=str(temporary))
+    run.wait_for_updates()
+    processes = [*run.ranks(), *run.loaders()]
+    assert len(processes) == 4
+    for pid in processes:
+        mapped = Path(f"/proc/{pid}/maps").read_text()
+        for name in ("block", "ends", "labels"):
+            assert len({*re.findall(rf"{temporary}/vitamp-images-\w+/{name}.npy \(deleted\)", mapped)}) == 2
+    assert not list(temporary.glob("vitamp-images-*"))
+    run.kill_all()
+
+
+def test_list_of_images_that_no_disk_takes_is_kept_by_each_rank(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("numpy.save", full)
+    monkeypatch.setattr(shared, "all_gather", lambda items, _: items)
+    monkeypatch.setattr(shared, "on_every_rank", lambda _, work: work())
+    assert len(shared.listed_once(lambda: class_files(photos / "train", [*"abcde"]), World(0, 2, 0, 2))) == TRAINING
+    assert "Each process keeps a list of images of its own" in said.text
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_broken_validation_image_costs_no_training(

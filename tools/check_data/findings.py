@@ -214,10 +214,10 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
     scans: list[Scan] = []
     with warnings.catch_warnings(action="ignore"), progress_bar(len(samples), "images", title) as bar:
         processes = LoadingProcesses(loader) if loader.num_workers else None
-        plan.begin(0, chunks)
+        plan.begin((0, chunk) for chunk in chunks)
         try:
             if processes is not None:
-                processes.begin_epoch()
+                processes.begin()
             for chunk in processes or loader:
                 scans.extend(chunk)
                 bar.update(len(chunk))

@@ -193,9 +193,11 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
 
 
 def _windows(ready: ReadyToTrain) -> Iterator[Window]:
-    for epoch in itertools.count(1):
-        ready.parts.enter(epoch)
-        yield from ready.train_loader.epoch(epoch)
+    per_epoch = ready.train_loader.order.updates
+    for done, window in enumerate(ready.train_loader.epochs(itertools.count(1))):
+        if done % per_epoch == 0:
+            ready.parts.enter(done // per_epoch + 1)
+        yield window
 
 
 class TrainingSession(Session):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets import Batch
+from datasets import Batch, open_dataset
 from engine.setup import training_data
 from tests.datasets.layouts import lay_out
 from utils.config import Config, load_config
@@ -93,6 +93,12 @@ def test_sample_does_not_depend_on_its_place_in_the_batch(
     source: tuple[str, Path], expected: list[GlobalBatch], world: int, batch: int
 ) -> None:
     assert global_batches(source, world=world, batch=batch) == expected
+
+
+@pytest.fixture(autouse=True)
+def _ranks_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot share a listing: each opens the data set by itself."""
+    monkeypatch.setattr("engine.setup.open_dataset", lambda *given: open_dataset(*given[:5]))
 
 
 def global_batches(

@@ -58,7 +58,8 @@ def main(argv: list[str]) -> int:
     if "DATA.DATA_PATH" in line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
-    unused = dict.fromkeys(MEASURED[1:], ("0.5", Source("-keep", Kind.TOOL))) if line.asked.keep else {}  # rather than measured
+    kept = Source("-keep", Kind.TOOL)
+    unused = dict.fromkeys(MEASURED[1:], ("0.5", kept)) if line.asked.keep else {}  # rather than measured
     loaded = line.load({place: (places[0], Source("SRC", Kind.TOOL)), **unused})
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.

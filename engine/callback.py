@@ -42,7 +42,10 @@ class Figure(NamedTuple):
 
 
 class Callback:
-    """A method does nothing unless a callback needs it. The updates' methods must not wait for the device."""
+    """A method does nothing unless a callback needs it. The updates' methods must not wait for the device.
+
+    None sees the loss: what follows it belongs in engine/measure/meters.py.
+    """
 
     def attach(self, to: Computing) -> None:
         """Hold on to what computes, or replace some of it, such as `to.forward`. A collective call.

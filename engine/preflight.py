@@ -1,4 +1,4 @@
-"""Checks that need no process group, no open data and no memory: they run before any process starts."""
+"""What precedes the start of processes: settings that the data and the weights decide, and checks without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint saves: the weights and the training state, whose fields are in find.py."""
+"""What a checkpoint saves: the weights and the training state (`state_of`)."""
 
 from __future__ import annotations
 

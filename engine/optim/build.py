@@ -1,4 +1,4 @@
-"""The optimiser AdamW with its parameter groups, learning rates and clipping. others.py has all other optimisers."""
+"""The optimiser with its parameter groups, learning rates and clipping. others.py builds those that few runs use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimisers beside AdamW, and learning rates by layer: imported only where a run asks for them."""
+"""Optimisers beside Adam, AdamW and Muon, and learning rates by layer: imported only where a run asks for them."""
 
 from __future__ import annotations
 

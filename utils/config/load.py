@@ -1,4 +1,7 @@
-"""Loads the settings: defaults < BASE files < the YAML < flags < KEY=VALUE, each with its source; and writes them."""
+"""Loads the settings, each with its source, and writes them.
+
+From weak to strong: defaults, those of the model's family, a resumed run, BASE files, the YAML, flags, KEY=VALUE.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ OURS = (
 TIMMS = (
     "train.py --model {model} --pretrained --pretrained-path {weights} --data-dir {data} --train-split train"
     " --val-split val --num-classes {classes} --epochs {epochs} --input-size 3 {size} {size} --device cpu -j 1"
-    " --no-prefetcher --channels-last --val-interval {epochs} --seed {seed} --output {out} --experiment run -b 32 -vb 100 --opt adamw"
-    " --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6 --warmup-epochs 0 --clip-grad 1.0"
+    " --no-prefetcher --channels-last --val-interval {epochs} --seed {seed} --output {out} --experiment run"
+    " -b 32 -vb 100 --opt adamw --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6 --warmup-epochs 0 --clip-grad 1.0"
     " --scale 0.3 1.0 --smoothing 0.1 --color-jitter 0 --head-init-scale 1e-6 --lr {lr}"
 )
 

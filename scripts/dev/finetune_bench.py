@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from math import sqrt
+from math import hypot, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -39,8 +39,8 @@ TIMMS = (
     "train.py --model {model} --pretrained --pretrained-path {weights} --data-dir {data} --train-split train"
     " --val-split val --num-classes {classes} --epochs {epochs} --input-size 3 {size} {size} --device cpu -j 1"
     " --no-prefetcher --channels-last --val-interval {epochs} --seed {seed} --output {out} --experiment run"
-    " -b 32 -vb 100 --opt adamw --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6 --warmup-epochs 0 --clip-grad 1.0"
-    " --scale 0.3 1.0 --smoothing 0.1 --color-jitter 0 --head-init-scale 1e-6 --lr {lr}"
+    " -b 32 -vb 100 --opt adamw --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6 --warmup-epochs 0"
+    " --clip-grad 1.0 --scale 0.3 1.0 --smoothing 0.1 --color-jitter 0 --head-init-scale 1e-6 --lr {lr}"
 )
 
 
@@ -128,11 +128,11 @@ def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def over_sets(summaries: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean difference, and the reach of its 95 % interval for other sets like these."""
-    differences = [one["difference"] for one in summaries]
-    error = stdev(differences) / sqrt(len(differences))
-    reach = student.ppf(0.975, len(differences) - 1) * error
-    return {"difference": round(mean(differences), 1), "reach": round(reach, 1)}
+    """The mean difference, and the reach of its 95 % interval for other sets, and for other images of these."""
+    differences, sets = [one["difference"] for one in summaries], len(summaries)
+    of_sets = student.ppf(0.975, sets - 1) * stdev(differences) / sqrt(sets)
+    of_images = hypot(*(one["reach"] for one in summaries)) / sets
+    return {"difference": round(mean(differences), 1), "reach": round(float(of_sets), 1), "reach_of_images": round(of_images, 1)}
 
 
 def main() -> None:

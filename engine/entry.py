@@ -173,9 +173,11 @@ def _use_own_code(loaded: Loaded, given: bool, trust: bool) -> None:
 
 def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, given: bool, many: bool) -> int:
     """Train or evaluate: alone, as one rank of several, or by starting one process per device."""
-    config, launched = loaded.config, world_from_launcher()
+    config = loaded.config
     # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
-    world = launched if launched and not many else read_world(command.ranks) or ALONE
+    world = None if many else world_from_launcher()
+    if world is None:
+        world = read_world(command.ranks) or ALONE
     if not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
     trains = command.action == "train" and not config.EVAL

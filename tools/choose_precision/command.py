@@ -223,7 +223,8 @@ def main(argv: list[str]) -> int:
     if not modes:
         raise UserError(f"-modes {asked.modes}: name a precision other than fp32, with which all are compared.")
     log_lines([*loaded.notes, *about_one_device(loaded)])
-    where = describe_devices(device, ALONE, threads := set_up_device(config, device, ALONE))
+    threads = set_up_device(config, device, ALONE)
+    where = describe_devices(device, ALONE, threads)
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
     names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)

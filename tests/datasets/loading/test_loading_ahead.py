@@ -125,5 +125,5 @@ def test_validation_is_loaded_ahead_for_so_many_passes(listed: Path, tmp_path: P
     assert loaded() == 3 * expected, "nothing was loaded twice, or for a pass that nobody announced"
     loader.load_ahead(1)
     next(iter(loader))
-    assert validate() == expected, "a pass that was broken off is not gone on with"
+    assert validate() == expected, "the pass after one that was broken off is whole"
     loader.close()

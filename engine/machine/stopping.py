@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from os import _exit  # the system's own: utils/own_code.py replaces os._exit
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from utils.distributed.world import World
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
@@ -104,6 +104,10 @@ class Signals:
 
     def _leave(self, number: int) -> NoReturn:
         if not self._failed:
+            # A launcher ends a rank by SIGTERM because another has failed: that is the reason to log.
+            group: Any = sys.modules.get("utils.distributed.group")
+            if number == signal.SIGTERM and group and group.watchdog:
+                group.watchdog.look()
             logging.raiseExceptions = False  # the signal may have interrupted the writing of a log line
             if (tqdm := sys.modules.get("tqdm")) is not None:  # bars would stay below the last line
                 with contextlib.suppress(Exception):  # the signal may have interrupted the drawing of one

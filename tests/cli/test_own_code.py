@@ -233,7 +233,7 @@ def test_own_code_cannot_end_a_training_as_done(vitamp: Vitamp, tiny: Path, tmp_
     assert f"{file}, {ENDS[what]}" in done.err
 
 
-LEAVING = f"""import os, sys
+LEAVING = f"""import os, sys, time
 from torch.nn import functional as F
 {LOSS}def leaving(logits, targets):
     if os.fork() == 0:
@@ -241,6 +241,8 @@ from torch.nn import functional as F
     os.wait()
     if len(logits) > 4 and os.environ.get("RANK", "none") in os.environ["LEAVING"]:
         WAY
+    if len(logits) > 4 and "SLOW" in os.environ:
+        time.sleep(20)  # the launcher ends this rank here, before it can see that it has lost another
     return F.cross_entropy(logits, targets)
 """
 
@@ -249,18 +251,18 @@ LEFT = "RuntimeError: os._exit(0) before the run has ended"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "way", "error"),
+    ("ranks", "way", "error", "env"),
     [
-        *((ranks, "os._exit(0)", LEFT) for ranks in ("0", "1", "0, 1")),
-        ("1", "sys.exit('no more')", "SystemExit: no more"),
+        *((ranks, "os._exit(0)", LEFT, {}) for ranks in ("0", "1", "0, 1")),
+        *(("1", "sys.exit('no more')", "SystemExit: no more", env) for env in ({}, {"SLOW": "1"})),
     ],
 )
 def test_ranks_that_leave_are_named(
-    vitamp: Vitamp, tiny: Path, tmp_path: Path, ranks: str, way: str, error: str
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, ranks: str, way: str, error: str, env: dict[str, str]
 ) -> None:
     (file := tmp_path / "mine.py").write_text(LEAVING.replace("WAY", way))
     words = ("-cfg", tiny, "-use", file, "TRAIN.LOSS=leaving", "-output", tmp_path / "run", "-ngpus", 2)
-    done = vitamp(*words, script="main_multi_gpu.py", env={"LEAVING": ranks}, code=1)
+    done = vitamp(*words, script="main_multi_gpu.py", env={"LEAVING": ranks, **env}, code=1)
     failed = f"{file}, line 10: {error}"
     named = re.findall(rf"error: rank (\d) on \S+ \(process \d+\) failed:\n{re.escape(failed)}", done.err)
     assert named

@@ -42,6 +42,7 @@ SECONDS_OF_SILENCE = 60.0
 SECONDS_OF_SILENCE_AFTER_DISCONNECT = 4.0
 """The limit once a rank has lost its connection to another."""
 SECONDS_OF_GRACE = 5.0
+SECONDS_TO_LOOK = 3.0
 # A main thread in one of these files, or in what they call, waits for other ranks: it is not the one to blame.
 _COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py")
 DIED = "died without an error message"
@@ -72,6 +73,7 @@ class Watchdog:
         self._interval = max(HEARTBEAT, HEARTBEAT_PER_RANK * world.size)
         self._stack: tuple[tuple[int, int], ...] = ()
         self._moved = self._checked = time.monotonic()
+        self._checks = 0
         self._mine: dict[str, Any] = {"number": 0}
         # For each other rank, the number of its last heartbeat and when it arrived, by our own clock.
         self._last_change = {member["rank"]: (-1, self._moved) for member in others}
@@ -102,6 +104,13 @@ class Watchdog:
         except Exception:
             return
 
+    def look(self) -> None:
+        """Look at once whether a rank has failed: if so, this process ends with its reason, and this never returns."""
+        end, enough = time.monotonic() + SECONDS_TO_LOOK, self._checks + 2  # one may be past the place where it looks
+        while self._checks < enough and time.monotonic() < end:
+            self._woken.set()
+            time.sleep(0.01)
+
     def expect_lost_rank(self) -> None:
         """The connection to another rank is lost: wait less long for heartbeats, to find out which one died."""
         self._disconnected = True
@@ -120,6 +129,7 @@ class Watchdog:
                 if not self._stopped:
                     self._store_is_lost(error)
                 return
+            self._checks += 1
             self._woken.wait(self._interval)
             self._woken.clear()
 

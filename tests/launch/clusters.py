@@ -101,7 +101,7 @@ def marked(mark: str) -> list[int]:
 
 
 SLURM_CONF = """\
-ClusterName=test
+ClusterName=test{port}
 SlurmctldHost={control}
 SlurmctldPort={port}
 AuthType=auth/munge

@@ -223,7 +223,7 @@ def data_identity(dataset: ImageDataset) -> str:
 def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, Any]:
     """Fingerprint of the training split and its order, equal on all ranks, for meta.json."""
     # Checkpoints of older versions have this field alone, so it stays what it was: without the names.
-    digest = hashlib.sha256(order.permutation(1).tobytes())
+    digest = hashlib.sha256(order.permutation(1).data)
     if samples := dataset.single_images():
         digest.update(samples.labels.tobytes())
     return {

@@ -184,7 +184,7 @@ class FileSamples(Samples):
         return [os.path.join(self.root, path) for path in self.paths[index].split(OF_SEVERAL)]
 
     def names(self) -> Iterator[bytes | memoryview]:
-        yield from (self.paths.block, self.paths.ends.tobytes())
+        yield from (self.paths.block, self.paths.ends.data)
 
 
 def split_files(files: FileSamples, data: DataConfig, part: Part) -> FileSamples:

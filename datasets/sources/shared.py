@@ -14,6 +14,7 @@ from datasets.base import Samples
 from datasets.sources.files import FileSamples, PathTable
 from utils.distributed.world import World, all_gather, on_every_rank
 from utils.log import log
+from utils.machine.cpus import return_freed_memory
 
 
 def listed_once(list_images: Callable[[], Samples], world: World) -> Samples:
@@ -31,6 +32,7 @@ def listed_once(list_images: Callable[[], Samples], world: World) -> Samples:
     all_gather([None], world)  # all have opened the files, which may go now
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+        return_freed_memory()  # of the list that was written
     return list_images() if samples is None else samples
 
 

@@ -16,12 +16,7 @@ from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
 from engine.report.outcome import FOLDS, flatters, in_context, next_commands, strange
 from engine.report.reporter import Reporter
-from engine.run_folder import (
-    largest_class,
-    lock_existing_folder,
-    make_run_folder,
-    write_run_files,
-)
+from engine.run_folder import largest_class, lock_existing_folder, make_run_folder, write_run_files
 from engine.setup import ReadyToTrain, build_for_training
 from engine.trainer import Trainer
 from utils.config import Loaded

@@ -16,10 +16,7 @@ BASE = "base_names"
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
     """Numbers of all and of trainable parameters."""
-    return (
-        sum(p.numel() for p in module.parameters()),
-        sum(p.numel() for p in module.parameters() if p.requires_grad),
-    )
+    return (sum(p.numel() for p in module.parameters()), sum(p.numel() for p in module.parameters() if p.requires_grad))
 
 
 def frozen_weights(model: nn.Module) -> list[str]:

@@ -88,11 +88,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "What to do": (
         Flag("cfg", "YAML file with the run's settings, or the name of a recipe such as vit_digits", "FILE"),
         Flag("eval", "validate once and exit", keys=("EVAL",)),
-        Flag(
-            "dry_run",
-            "make a few real updates; estimate memory and time of the whole run",
-            action="dry_run",
-        ),
+        Flag("dry_run", "make a few real updates; estimate memory and time of the whole run", action="dry_run"),
         Flag("print_config", "print all settings and where each comes from", action="print_config"),
         Flag("print_amp", "print the precision that each part of the model runs in", action="print_amp"),
         Flag(

@@ -106,11 +106,7 @@ def _pools(model: Any, end: int) -> dict[str, slice]:
 
 
 def features_of(
-    seeing: Seeing,
-    config: Config,
-    dataset: ImageDataset,
-    data: DataConfig,
-    world: World = ALONE,
+    seeing: Seeing, config: Config, dataset: ImageDataset, data: DataConfig, world: World = ALONE
 ) -> Features:
     """The features of `dataset`, which `data` describes; computed as far as they are not kept yet.
 

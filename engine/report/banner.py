@@ -9,11 +9,7 @@ from pathlib import Path
 from datasets import BalancedOrder, comes_unsplit
 from datasets.registry import source_named
 from engine.machine.device import Run, describe_devices, global_batch, libraries
-from engine.optim.build import (
-    describe_learning_rate,
-    describe_optimizer,
-    scaled_learning_rates,
-)
+from engine.optim.build import describe_learning_rate, describe_optimizer, scaled_learning_rates
 from engine.optim.schedule import describe_schedule
 from engine.setup import Ready, ReadyToTrain, weights_of_classes
 from engine.task.losses import loss_named

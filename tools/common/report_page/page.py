@@ -15,15 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.common.comparison import Contenders, best_two, contenders_of, interval, overlap_of, unit
 from tools.common.output_file import check_output_file, writing
-from tools.common.report_page.charts import (
-    SIZES,
-    Style,
-    charts,
-    labelled,
-    round_numbers,
-    short,
-    styles_of,
-)
+from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, opening_of, read_runs, summary
 from utils.errors import UserError
 from utils.log import log

@@ -102,6 +102,8 @@ def notes(config: Config, given: Mapping[str, Entry]) -> Iterator[str]:
 
 def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
     """Rates and numbers of epochs with results that whoever gives some may not expect. `sources`: key -> where."""
+    if config.EVAL:
+        return
     train, shape, reference = config.TRAIN, config.TRAIN.LR_SCHEDULER, config.TRAIN.scale_reference
     rates = [
         f"{key} {one_line(value_of(config, key))} ({sources[key]})"

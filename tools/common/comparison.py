@@ -88,7 +88,7 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
     classes = max(config.MODEL.NUM_CLASSES for config in configs)
     every = [metric for metric in (*kind.metrics, *own) if metric.trivial < classes]
     known = {metric.name: metric for metric in every if has_knn or metric is not KNN}
-    if name is not None and name not in known:
+    if (name := name or kind.best.name) not in known:
         raise UserError(
             f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."
         )
@@ -97,7 +97,7 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
         raise UserError(f"-weights {weights}: no run has an {AVERAGE.label}; it needs {AVERAGE.setting}=true.")
     kept = {tuple(value_of(config, key) for key in settings() if key.startswith(AVERAGE.setting)) for config in configs}
     default = AVERAGE if averaging and len(kept) > 1 else PLAIN
-    return Judged(known[name] if name else kind.best, set_named(weights) if weights else default)
+    return Judged(known[name], set_named(weights) if weights else default)
 
 
 def by_name(rows: Iterable[Metrics]) -> ByName:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison import Contenders, best_two, contenders_of, interval, overlap_of, unit
+from tools.common.comparison import Contenders, Judged, best_two, contenders_of, interval, overlap_of, unit
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, opening_of, read_runs, summary
@@ -48,21 +48,7 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     if len(values) < 2:
         return None
     means = {name: statistics.fmean(of_runs.values()) for name, of_runs in values.items()}
-    images = next((row["validation_images"] for row in every if row.get("validation_images")), None)
-    intervals: dict[str, Interval] = {}
-    kind = "Lines: mean."
-    if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
-        where = "" if overlap_of(every) else ", on these images"
-        kind = f"Lines: mean and its 95 % interval over the {by}s{where}."
-        for name, of_runs in values.items():
-            at = interval([*of_runs.values()], 1, overlap=overlap_of(every))
-            low, high = at.low or 0.0, at.high or 0.0
-            intervals[name] = (
-                Interval(max(low, 0.0), min(high, 100.0)) if judged.metric.percent else Interval(low, high)
-            )
-    elif judged.metric.counts_images and images:
-        kind = f"Lines: mean, and 95 % interval of one run on {images:,} images."
-        intervals = {name: wilson(mean, images) for name, mean in means.items()}
+    kind, intervals = _intervals_of(values, every, judged)
     ends = [end for name, of_runs in values.items() for end in (*of_runs.values(), *intervals.get(name, ()))]
     margin = (max(ends) - min(ends)) * 0.04 or 0.5
     low, high = min(ends) - margin, max(ends) + margin
@@ -97,6 +83,26 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     }
 
 
+def _intervals_of(
+    values: dict[str, dict[str, float]], every: list[dict[str, Any]], judged: Judged
+) -> tuple[str, dict[str, Interval]]:
+    """What the lines of the figure show, in words; and the interval of each contender, if runs or images give one."""
+    images = next((row["validation_images"] for row in every if row.get("validation_images")), None)
+    if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
+        overlap, intervals = overlap_of(every), dict[str, Interval]()
+        for name, of_runs in values.items():
+            at = interval([*of_runs.values()], 1, overlap=overlap)
+            low, high = at.low or 0.0, at.high or 0.0
+            bounded = judged.metric.percent
+            intervals[name] = Interval(max(low, 0.0), min(high, 100.0)) if bounded else Interval(low, high)
+        where = "" if overlap else ", on these images"
+        return f"Lines: mean and its 95 % interval over the {unit(every)}s{where}.", intervals
+    if judged.metric.counts_images and images:
+        of_one = {name: wilson(statistics.fmean(of_runs.values()), images) for name, of_runs in values.items()}
+        return f"Lines: mean, and 95 % interval of one run on {images:,} images.", of_one
+    return "Lines: mean.", {}
+
+
 MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
 MOST_SKIPS = 20
 
@@ -118,8 +124,11 @@ def write_report(
     `contenders`: as the verdict compares them; None for those of the runs' settings, judged by the task's metric.
     `predicted`: takes what the best checkpoints predicted, by the runs' folders.
     """
-    read, metric = read_runs(runs), contenders.judged.metric if contenders else None
-    folders = [run.folder for run in read]
+    read = read_runs(runs)
+    folders, names = [run.folder for run in read], [run.name for run in read]
+    metric, of = None, None
+    if contenders:
+        names, metric, of = contenders.names, contenders.judged.metric, contenders.of
     common = Path(os.path.commonpath([folder.resolve() for folder in folders]))
     common = Path.cwd() if common.parent == common else common
     out = check_output_file(out or common / "report.html", "-out")
@@ -147,8 +156,8 @@ def write_report(
     rows = summary(read, metric)
     best = [f"best {one.words}" for one in ([metric] if metric else [kind.best for kind in TASKS])]
     short_rows = [(name, dict(rows)[name]) for name in (*best, *MAIN_FIGURES) if name in dict(rows)]
-    styles = styles_of(read, contenders.of if contenders else None)
-    title = f"{len(read)} runs: {some_of(contenders.names if contenders else [run.name for run in read])}"
+    styles = styles_of(read, of)
+    title = f"{len(read)} runs: {some_of(names)}"
     opening = None
     if len(read) == 1:
         first = evaluations[0] if evaluations else "left out"

@@ -190,17 +190,15 @@ class Teacher:
 
 
 def check_teacher(config: Config) -> None:
-    """Check TRAIN.TEACHER_MODEL as far as possible before any model is built."""
+    """Check a teacher or a DISTILLATION_TYPE that is set, as far as possible before any model is built."""
     train = config.TRAIN
     if config.EVAL:
         return
     if train.DISTILLATION_TYPE is None:
-        if train.TEACHER_MODEL is not None:
-            raise UserError(
-                f"{KEY} {train.TEACHER_MODEL}: a teacher has no effect while TRAIN.DISTILLATION_TYPE is null. Set it "
-                f"to hard or soft, or {KEY} to null."
-            )
-        return
+        raise UserError(
+            f"{KEY} {train.TEACHER_MODEL}: a teacher has no effect while TRAIN.DISTILLATION_TYPE is null. Set it "
+            f"to hard or soft, or {KEY} to null."
+        )
     if train.TEACHER_MODEL is None:
         raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher: set {KEY}. {FORMS}")
     name, place = _parse(train.TEACHER_MODEL, config.MODEL.TYPE.casefold() in TAUGHT)

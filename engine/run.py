@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datasets import data_identity
+from engine.checkpoint.state import keep_base
 from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
@@ -98,8 +99,6 @@ def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
     if checkpoint and _has_finished(run, ready, checkpoint, folder):
         return EXIT_DONE
     if run.config.MODEL.LORA.RANK is not None:
-        from engine.checkpoint.state import keep_base
-
         ready.adapters = on_rank_0(world, lambda: keep_base(folder, ready.model, run.config.MODEL, checkpoint))
     write_run_files(run, ready, folder)
     ready.parts.assemble()

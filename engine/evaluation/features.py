@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from engine.checkpoint.saver import size_words
 from engine.inputs.batches import input_of
 from engine.machine.device import Run
 from engine.machine.late_compiler import uncompiled
+from engine.update import TrainState
 from models.parts import classifiers, is_inside
 from models.sizes import sizes_of
 from utils.cache import cache_folder, process_lock
@@ -42,9 +43,6 @@ from utils.log import log
 from utils.own_code import executed
 from utils.progress import Progress
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
-
-if TYPE_CHECKING:
-    from engine.update import TrainState
 
 BLOCK = 512
 """Images"""

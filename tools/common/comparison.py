@@ -566,7 +566,7 @@ def _one_run_each(
     # Runs of two seeds are paired by image, too.
     of_first = {(who, 0): images_of_runs.get((who, next(iter(runs[who])))) for who in (name, against)}
     paired = paired_images(of_first, name, against, [0])
-    ours, theirs = (judged.of(row) for row in rows)
+    ours, theirs = map(judged.of, rows)
     images = rows[0]["validation_images"]
     if ours is None or theirs is None:
         return f"{name} against {against}: no verdict, because a run was never validated."

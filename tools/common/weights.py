@@ -175,13 +175,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     shapes = [{key: file.shape(key) for key in file} for file in files]
     for checkpoint, own in zip(checkpoints, shapes, strict=True):
         _check_alike(checkpoint, own, checkpoints[0], shapes[0])
-    starts = {settings_of(source).get("MODEL.PRETRAINED") for source in sources}
-    if len({run_folder_of(source.place) for source in sources}) > 1 and (len(starts) > 1 or None in starts):
-        log.warning(
-            "These runs did not begin with the same pretrained weights. Unless one was resumed from the other, the "
-            "mean of their weights is most likely useless. `%s RUN RUN` and predict.py average their predictions.",
-            started_as("scripts/evaluate.py"),
-        )
+    _warn_of_starts(sources)
     mean = {key: _mean([file[key] for file in files]) for key in progress_bar([*shapes[0]], "tensors")}
     names = [source.place.name for source in sources]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
@@ -205,6 +199,16 @@ def _better_in_most(sources: list[Chosen]) -> tuple[WeightSet, str]:
     better = "{} is better in {} of {} checkpoints".format
     why = "; ".join(better(one.words, votes[one], len(sources)) for one in available if one != PLAIN)
     return next((one for one in available if 2 * votes[one] > len(sources)), PLAIN), why
+
+
+def _warn_of_starts(sources: list[Chosen]) -> None:
+    starts = {settings_of(source).get("MODEL.PRETRAINED") for source in sources}
+    if len({run_folder_of(source.place) for source in sources}) > 1 and (len(starts) > 1 or None in starts):
+        log.warning(
+            "These runs did not begin with the same pretrained weights. Unless one was resumed from the other, the "
+            "mean of their weights is most likely useless. `%s RUN RUN` and predict.py average their predictions.",
+            started_as("scripts/evaluate.py"),
+        )
 
 
 def _check_alike(one: Checkpoint, own: Shapes, other: Checkpoint, theirs: Shapes) -> None:

@@ -16,14 +16,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from tools.common.comparison import Contenders, Judged, best_two, contenders_of, interval, overlap_of, unit
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
-from tools.common.report_page.runs import NOTHING, Run, differing_settings, opening_of, read_runs, summary
+from tools.common.report_page.runs import NOTHING, Run, data_notes, differing_settings, opening_of, read_runs, summary
 from utils.errors import UserError
 from utils.log import log
 from utils.program import started_as
 from utils.text import Interval, some_of, wilson
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 from vitamp.files import write_atomically
-from vitamp.metrics import TASKS
+from vitamp.metrics import TASKS, Metric
 
 LEAST_RUNS = 3
 """Runs of each contender, from which on their spread gives the interval"""
@@ -132,16 +132,10 @@ def write_report(
     common = Path(os.path.commonpath([folder.resolve() for folder in folders]))
     common = Path.cwd() if common.parent == common else common
     out = check_output_file(out or common / "report.html", "-out")
-    evaluations: list[dict[str, Any] | str] = []
-    if predictions:
-        # Imports torch and timm, which the rest does not need.
-        from tools.common.report_page.evaluations import IMAGE_OF, evaluate
-
-        for run in read:
-            log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-            evaluations.append(found := evaluate(run.folder, part, metric or run.deciding, data_path))
-            if predicted is not None and not isinstance(found, str):
-                predicted[run.folder] = found["predicted"]
+    evaluations = _evaluated(read, part, metric, data_path) if predictions else []
+    if predicted is not None:
+        pairs = zip(folders, evaluations, strict=False)
+        predicted |= {folder: found["predicted"] for folder, found in pairs if not isinstance(found, str)}
     # A run that has not saved yet has nothing to evaluate.
     failed = [
         f"{run.name} could not be evaluated: {found}"
@@ -163,10 +157,6 @@ def write_report(
         first = evaluations[0] if evaluations else "left out"
         title, opening = read[0].name, opening_of(read[0], None if isinstance(first, str) else first["headline"])
     compared = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
-    notes: dict[tuple[str, ...], list[str]] = {}
-    for run in read:
-        notes.setdefault(tuple(run.data_notes), []).append(run.name)
-    notes.pop((), None)
     write_template(
         *("page.html", out, "-out"),
         title=title,
@@ -179,7 +169,7 @@ def write_report(
         short_rows=short_rows,
         rows=rows,
         settings=differing_settings(read),
-        data=notes,
+        data=data_notes(read),
         updated=any(run.history.of("train") for run in read),
         charts=charts(read, styles),
         amp=[_amp(run) for run in read],
@@ -189,6 +179,19 @@ def write_report(
     if failed:
         raise UserError(failure)
     return out
+
+
+def _evaluated(
+    runs: Sequence[Run], part: str, metric: Metric | None, data_path: str | None
+) -> list[dict[str, Any] | str]:
+    """What `evaluate` finds of each run; it imports torch and timm, which the rest does not need."""
+    from tools.common.report_page.evaluations import IMAGE_OF, evaluate
+
+    found = []
+    for run in runs:
+        log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
+        found.append(evaluate(run.folder, part, metric or run.deciding, data_path))
+    return found
 
 
 def write_template(template: str, out: Path, flag: str, **values: Any) -> None:

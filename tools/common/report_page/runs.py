@@ -72,12 +72,6 @@ class Run:
         return verdicts[-1] if verdicts else {}
 
     @property
-    def data_notes(self) -> list[str]:
-        """What was said of the data before training, warnings first."""
-        found = read_data(self.folder)
-        return [str(line) for kind in ("warnings", "notes") for line in found.get(kind, [])]
-
-    @property
     def epochs(self) -> str:
         """'2 of 40'; empty without metrics."""
         done = max((line.get("epoch") or 0 for line in self.history.of("epoch")), default=0)
@@ -174,6 +168,17 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "command": about.get("command"),
         "folder": run.folder.resolve(),
     }
+
+
+def data_notes(runs: Sequence[Run]) -> dict[tuple[str, ...], list[str]]:
+    """What was said of the data before training, warnings first -> names of the runs of which it was said."""
+    notes: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        found = read_data(run.folder)
+        lines = tuple(str(line) for kind in ("warnings", "notes") for line in found.get(kind, []))
+        if lines:
+            notes.setdefault(lines, []).append(run.name)
+    return notes
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

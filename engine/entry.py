@@ -3,8 +3,6 @@
 Heavy packages are imported only once the settings are known to be valid, so a typo is reported at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -175,9 +173,7 @@ def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, g
     """Train or evaluate: alone, as one rank of several, or by starting one process per device."""
     config = loaded.config
     # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
-    world = None if many else world_from_launcher()
-    if world is None:
-        world = read_world(command.ranks) or ALONE
+    world = (None if many else world_from_launcher()) or read_world(command.ranks) or ALONE
     if not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
     trains = command.action == "train" and not config.EVAL

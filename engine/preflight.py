@@ -1,7 +1,5 @@
 """What precedes the start of processes: settings that the data and the weights decide, and checks without memory."""
 
-from __future__ import annotations
-
 import resource
 
 import torch
@@ -47,28 +45,7 @@ def check(config: Config) -> None:
 
         check_sharding(config)
     if not config.EVAL:
-        if metric_named(by := config.SAVE_BEST_BY).trivial >= config.MODEL.NUM_CLASSES:
-            raise UserError(f"SAVE_BEST_BY {by}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
-        if config.TRAIN.NUM_EPOCHS == AUTO:
-            from engine.memory.dry_run import check_open_epochs
-
-            check_open_epochs(config)
-        steps, full = config.TRAIN.SIZE_SCHEDULE, config.DATA.IMAGE_SIZE
-        if steps and steps[-1][1] != full:  # checked here, since the data or the weights may have given the full size
-            ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {one_line(steps[-1][1])}"
-            raise UserError(f"{ends}; it must end with DATA.IMAGE_SIZE {one_line(full)}, the size of validation.")
-        if config.TRAIN.AUGMENT or not config.DATA.is_plain:
-            from datasets.transforms.augment import check_augmentations
-
-            check_augmentations(config.TRAIN, config.DATA)
-        check_class_weights(config.TRAIN)
-        if config.TRAIN.BCE_TARGET_THRESH is not None:
-            task_of(config).loss(config.TRAIN, None)  # which refuses a threshold beside its targets
-        for key in ("WANDB", "MLFLOW"):
-            if (project := value_of(config, key)) is not None:
-                from engine.report.trackers import check_project
-
-                check_project(key, project)
+        _check_training(config)
     check_amp(config.AMP, None if config.EVAL else config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
         from engine.distill.teacher import check_teacher
@@ -84,6 +61,32 @@ def check(config: Config) -> None:
         from models.weights.find import locate
 
         locate(config.MODEL.PRETRAINED, download=False)
+
+
+def _check_training(config: Config) -> None:
+    """What an evaluation need not keep."""
+    train, steps, full = config.TRAIN, config.TRAIN.SIZE_SCHEDULE, config.DATA.IMAGE_SIZE
+    if metric_named(by := config.SAVE_BEST_BY).trivial >= config.MODEL.NUM_CLASSES:
+        raise UserError(f"SAVE_BEST_BY {by}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
+    if train.NUM_EPOCHS == AUTO:
+        from engine.memory.dry_run import check_open_epochs
+
+        check_open_epochs(config)
+    if steps and steps[-1][1] != full:  # checked here, since the data or the weights may have given the full size
+        ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {one_line(steps[-1][1])}"
+        raise UserError(f"{ends}; it must end with DATA.IMAGE_SIZE {one_line(full)}, the size of validation.")
+    if train.AUGMENT or not config.DATA.is_plain:
+        from datasets.transforms.augment import check_augmentations
+
+        check_augmentations(train, config.DATA)
+    check_class_weights(train)
+    if train.BCE_TARGET_THRESH is not None:
+        task_of(config).loss(train, None)  # which refuses a threshold beside its targets
+    for key in ("WANDB", "MLFLOW"):
+        if (project := value_of(config, key)) is not None:
+            from engine.report.trackers import check_project
+
+            check_project(key, project)
 
 
 def _starts_anew(config: Config) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datasets import data_identity
+from engine.checkpoint.state import keep_base
 from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
@@ -16,12 +17,7 @@ from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
 from engine.report.outcome import FOLDS, flatters, in_context, next_commands, strange
 from engine.report.reporter import Reporter
-from engine.run_folder import (
-    largest_class,
-    lock_existing_folder,
-    make_run_folder,
-    write_run_files,
-)
+from engine.run_folder import largest_class, lock_existing_folder, make_run_folder, write_run_files
 from engine.setup import ReadyToTrain, build_for_training
 from engine.trainer import Trainer
 from utils.config import Loaded
@@ -103,8 +99,6 @@ def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
     if checkpoint and _has_finished(run, ready, checkpoint, folder):
         return EXIT_DONE
     if run.config.MODEL.LORA.RANK is not None:
-        from engine.checkpoint.state import keep_base
-
         ready.adapters = on_rank_0(world, lambda: keep_base(folder, ready.model, run.config.MODEL, checkpoint))
     write_run_files(run, ready, folder)
     ready.parts.assemble()
@@ -221,12 +215,20 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         raise
     finally:
         reporter.close()
+    _conclude(run, ready, trainer)
+    return code
+
+
+def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
+    """Log how the training ended, and what comes next."""
+    config, folder = run.config, trainer.folder
     if trainer.broken is not None and (lost := trainer.broken.summary()):
         log.warning(lost)
     untrained = trainer.best.figure is not None and trainer.best.update == 0 < trainer.position.update
     if config.MODEL.starts_at_probe and untrained:
         log.info("Training did not improve on the linear probe that it began with: that is the best checkpoint.")
-    if world.first:
+    place = ""
+    if run.world.first:
         by, figure = metric_named(trainer.best.by), trainer.best.figure
         context = in_context(by, figure, len(ready.val_set), largest_class(ready))
         validations = History.of_run(folder).of("val")
@@ -234,13 +236,12 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
             context = f"{context} {flatters(len(validations), folder, config.DATA)}".rstrip()
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
         log_lines((context, *_strange(ready, folder), copies_in_words(folder), commands))
-    place = f"; {_whereabouts(run, ready, folder, trainer)}" if world.first else ""
+        place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
     log.info("%s%s; total time %s%s", words, best, total, place)
-    if world.first and (file := os.environ.get(FOLDER_FILE)):
+    if run.world.first and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_text(f"{folder}\n", encoding="utf-8")
-    return code
 
 
 def _strange(ready: ReadyToTrain, folder: Path) -> list[str]:

@@ -1,7 +1,5 @@
 """The folder of a run: locked, made, and described by config.yaml and run.json."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -87,12 +85,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
         # What is of this start alone would let a new run with these settings continue this one.
         values = values_by_key(config) if config.EVAL else values_to_keep(config)
         write_atomically(folder / CONFIG, redacted(as_yaml(nested({**values, **run.asked}))))
-    choices = {
-        "why": ready.precision.choice.reason,
-        "threads": threads,
-        "world_size": world.size,
-        **ready.choices,
-    }
+    choices = {"why": ready.precision.choice.reason, "threads": threads, "world_size": world.size, **ready.choices}
     if not ready.val_set.in_memory:
         from datasets.decoding import decoder_of_jpeg
 

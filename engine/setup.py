@@ -344,9 +344,9 @@ def callbacks(
 
         yield TokenDrop(train)
     if train.SIZE_SCHEDULE:
-        from engine.inputs.by_epoch import GrowingImages
+        from engine.inputs.by_epoch import ImageSizes
 
-        yield GrowingImages(train, config.DATA.IMAGE_SIZE)
+        yield ImageSizes(train, config.DATA.IMAGE_SIZE)
     if precision.computes_in_copy and not sharded:
         from engine.amp.low_precision import HalfCopy
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from datasets import Window
 from engine.amp.health import Health
 from engine.checkpoint.meta import progress_meta, weights_meta
 from engine.checkpoint.saver import estimate_seconds
@@ -34,7 +35,6 @@ from vitamp.checkpoints import CHECKPOINTS, folder_name
 from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
 
 if TYPE_CHECKING:
-    from datasets import Window
     from engine.amp.op_lists import OpLists
 
 

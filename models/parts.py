@@ -1,7 +1,5 @@
 """Parts of a model by their names: its blocks, its classifiers, what is trained and what is frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,10 +14,7 @@ BASE = "base_names"
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
     """Numbers of all and of trainable parameters."""
-    return (
-        sum(p.numel() for p in module.parameters()),
-        sum(p.numel() for p in module.parameters() if p.requires_grad),
-    )
+    return (sum(p.numel() for p in module.parameters()), sum(p.numel() for p in module.parameters() if p.requires_grad))
 
 
 def frozen_weights(model: nn.Module) -> list[str]:

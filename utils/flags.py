@@ -1,7 +1,5 @@
 """The table of flags, read by the parser and -h: names, values, and the settings they set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -88,11 +86,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "What to do": (
         Flag("cfg", "YAML file with the run's settings, or the name of a recipe such as vit_digits", "FILE"),
         Flag("eval", "validate once and exit", keys=("EVAL",)),
-        Flag(
-            "dry_run",
-            "make a few real updates; estimate memory and time of the whole run",
-            action="dry_run",
-        ),
+        Flag("dry_run", "make a few real updates; estimate memory and time of the whole run", action="dry_run"),
         Flag("print_config", "print all settings and where each comes from", action="print_config"),
         Flag("print_amp", "print the precision that each part of the model runs in", action="print_amp"),
         Flag(

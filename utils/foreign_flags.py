@@ -4,8 +4,6 @@ Imported only where there is a mistake. foreign_flags.yaml is the table; docs/mi
 flags of other programs and ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -155,8 +153,8 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
     elif name in known:
         advice = f" Did you mean -{text if separator else name}?"
     elif separator and takes_settings:
-        advice = by_table(name, value, known) or _similar_setting(key, value)
-        advice = advice or " Settings have the form KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
+        form = " Settings have the form KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
+        advice = by_table(name, value, known) or _similar_setting(key, value) or form
     elif "data_path" in known and ("/" in text or Path(text).exists()):
         advice = f" Did you mean -data_path {text}?"
     elif before is not None and before.name == "amp":

@@ -49,10 +49,9 @@ class Health:
 
         if (watch := self.parts.callback(OverflowWatch)) is None:
             return
-        clearest: dict[int, Blame] = {}  # one report per update; of several ranks', the one that found the operation
-        for blame in all_gather(watch.take(), self.world):
-            if blame.update not in clearest or (blame.operation and not clearest[blame.update].operation):
-                clearest[blame.update] = blame
+        clearest: dict[int, Blame] = {}  # one report per update: of a rank that found the operation, if one did
+        for blame in sorted(all_gather(watch.take(), self.world), key=lambda blame: not blame.operation):
+            clearest.setdefault(blame.update, blame)
         for _, blame in sorted(clearest.items()):
             log.info("%s", blame.words())
             report_skip(self.reporter, position, blame)

@@ -207,13 +207,9 @@ def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[st
     sizes = [[len(group["params"]) for group in groups] for groups in (saved[GROUPS], now[GROUPS])]
     if before != names or sizes[0] != sizes[1]:
         # Saved state, renumbered for the weights and groups of now. Newly trained weights start with a new state.
-        states = {before[number]: values for number, values in saved["state"].items()}
-        fresh = {names[number]: values for number, values in now["state"].items()}
-        numbered = {
-            number: states.get(name, fresh.get(name))
-            for number, name in enumerate(names)
-            if name in states or name in fresh
-        }
+        states = {names[number]: values for number, values in now["state"].items()}
+        states |= {before[number]: values for number, values in saved["state"].items()}
+        numbered = {number: states[name] for number, name in enumerate(names) if name in states}
         saved |= {"state": numbered, GROUPS: [{**saved[GROUPS][0], **group} for group in now[GROUPS]]}
     if sharding is not None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]

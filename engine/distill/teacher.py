@@ -5,8 +5,6 @@ targets then have two rows per image, the label's and the teacher's, as a model 
 logits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -190,17 +188,15 @@ class Teacher:
 
 
 def check_teacher(config: Config) -> None:
-    """Check TRAIN.TEACHER_MODEL as far as possible before any model is built."""
+    """Check a teacher or a DISTILLATION_TYPE that is set, as far as possible before any model is built."""
     train = config.TRAIN
     if config.EVAL:
         return
     if train.DISTILLATION_TYPE is None:
-        if train.TEACHER_MODEL is not None:
-            raise UserError(
-                f"{KEY} {train.TEACHER_MODEL}: a teacher has no effect while TRAIN.DISTILLATION_TYPE is null. Set it "
-                f"to hard or soft, or {KEY} to null."
-            )
-        return
+        raise UserError(
+            f"{KEY} {train.TEACHER_MODEL}: a teacher has no effect while TRAIN.DISTILLATION_TYPE is null. Set it "
+            f"to hard or soft, or {KEY} to null."
+        )
     if train.TEACHER_MODEL is None:
         raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher: set {KEY}. {FORMS}")
     name, place = _parse(train.TEACHER_MODEL, config.MODEL.TYPE.casefold() in TAUGHT)
@@ -273,33 +269,8 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
 
 def _load_source(setting: str, config: Config, precision: Precision) -> TeacherModel:
     name, place = _parse(setting, config.MODEL.TYPE.casefold() in TAUGHT)
-    if name is None:  # a run or checkpoint; its precision follows from the student's settings
-        with _errors_name_teacher():
-            chosen = chosen_at(Path(place))
-            theirs = config_of_weights(chosen)
-            own = own_named("model", theirs.MODEL.NAME)  # if the model to train is this one too
-            values = own.values if own else {}
-            if theirs.USE:
-                from engine.trained.own_code import use_of_weights
-
-                run, noted = run_folder_of(chosen.place), noted_of(chosen.meta.get(FIELD), chosen.place)
-                use_of_weights([] if own else noted, theirs, run, ("model",))
-                used = {one["sha256"] for one in noted_files() if theirs.MODEL.NAME in one["registers"]}
-                if own and used.isdisjoint(one.sha256 for one in noted):
-                    log.warning("Teacher %s: %s has changed since; the new file builds the teacher.", setting, own.file)
-        if theirs.task != ONE_LABEL:
-            raise UserError(f"{KEY} {setting}: trained {theirs.task.words}; a teacher needs one label per image.")
-        data = theirs.DATA
-        _check_values(setting, config, (data.IMAGE_CHANNELS, data.BITS, data.value_range))
-        model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-        if own:
-            own.values = values
-        load_weights(model, read_weights(chosen), f"{chosen.file}")
-        log.info("Teacher %s: %s", setting, chosen.words)
-        if precision.level != "O0":
-            force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
-        where, normalised = f"{theirs.MODEL.NAME} of {chosen.file}", (data.IMAGENET_MEAN, data.IMAGENET_STD)
-        return TeacherModel(model, where, data.IMAGE_SIZE, *normalised, theirs.MODEL.NUM_CLASSES, chosen.classes)
+    if name is None:
+        return _of_run(setting, place, config, precision)
     pretrained, channels = timm_weights(name), config.DATA.IMAGE_CHANNELS
     if pretrained is None:
         raise UserError(f"{KEY} {setting}: {name} is a model of your own code; name the folder of its run.")
@@ -328,6 +299,36 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     if len(mean) != channels:  # grey images, and a teacher trained on colour
         mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
     return TeacherModel(model, setting, size, mean, std, classes)
+
+
+def _of_run(setting: str, place: str, config: Config, precision: Precision) -> TeacherModel:
+    """The model of a run or checkpoint; its precision follows from the student's settings."""
+    with _errors_name_teacher():
+        chosen = chosen_at(Path(place))
+        theirs = config_of_weights(chosen)
+        own = own_named("model", theirs.MODEL.NAME)  # if the model to train is this one too
+        values = own.values if own else {}
+        if theirs.USE:
+            from engine.trained.own_code import use_of_weights
+
+            run, noted = run_folder_of(chosen.place), noted_of(chosen.meta.get(FIELD), chosen.place)
+            use_of_weights([] if own else noted, theirs, run, ("model",))
+            used = {one["sha256"] for one in noted_files() if theirs.MODEL.NAME in one["registers"]}
+            if own and used.isdisjoint(one.sha256 for one in noted):
+                log.warning("Teacher %s: %s has changed since; the new file builds the teacher.", setting, own.file)
+    if theirs.task != ONE_LABEL:
+        raise UserError(f"{KEY} {setting}: trained {theirs.task.words}; a teacher needs one label per image.")
+    data = theirs.DATA
+    _check_values(setting, config, (data.IMAGE_CHANNELS, data.BITS, data.value_range))
+    model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+    if own:
+        own.values = values
+    load_weights(model, read_weights(chosen), f"{chosen.file}")
+    log.info("Teacher %s: %s", setting, chosen.words)
+    if precision.level != "O0":
+        force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
+    where, normalised = f"{theirs.MODEL.NAME} of {chosen.file}", (data.IMAGENET_MEAN, data.IMAGENET_STD)
+    return TeacherModel(model, where, data.IMAGE_SIZE, *normalised, theirs.MODEL.NUM_CLASSES, chosen.classes)
 
 
 def _check_values(setting: str, config: Config, theirs: tuple[Any, ...]) -> None:

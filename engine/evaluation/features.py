@@ -4,8 +4,6 @@ They are computed in blocks, and a second file says which images are complete. S
 number of processes share the work, and memory holds what is read of a map.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -14,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +29,7 @@ from engine.checkpoint.saver import size_words
 from engine.inputs.batches import input_of
 from engine.machine.device import Run
 from engine.machine.late_compiler import uncompiled
+from engine.update import TrainState
 from models.parts import classifiers, is_inside
 from models.sizes import sizes_of
 from utils.cache import cache_folder, process_lock
@@ -42,9 +41,6 @@ from utils.log import log
 from utils.own_code import executed
 from utils.progress import Progress
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
-
-if TYPE_CHECKING:
-    from engine.update import TrainState
 
 BLOCK = 512
 """Images"""
@@ -106,11 +102,7 @@ def _pools(model: Any, end: int) -> dict[str, slice]:
 
 
 def features_of(
-    seeing: Seeing,
-    config: Config,
-    dataset: ImageDataset,
-    data: DataConfig,
-    world: World = ALONE,
+    seeing: Seeing, config: Config, dataset: ImageDataset, data: DataConfig, world: World = ALONE
 ) -> Features:
     """The features of `dataset`, which `data` describes; computed as far as they are not kept yet.
 

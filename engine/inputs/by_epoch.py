@@ -1,7 +1,5 @@
 """Callbacks for what changes with the epoch: dropped tokens and image sizes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from timm.layers.patch_dropout import PatchDropout
@@ -34,8 +32,8 @@ class TokenDrop(Callback):
         return {"shortcuts": f"{100 * self._train.TOKEN_DROP:g} % of the patches left out{tail}"}
 
 
-class GrowingImages(Callback):
-    """TRAIN.SIZE_SCHEDULE: training images grow. The data set makes them (`variants.Sized`); this is for the log."""
+class ImageSizes(Callback):
+    """TRAIN.SIZE_SCHEDULE: reports the size of training images, which the data set makes (`variants.Sized`)."""
 
     def __init__(self, train: TrainConfig, full: ImageSize) -> None:
         """`full`: size of the images in epochs for which the schedule has none."""

@@ -255,16 +255,7 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None =
         text = f"compute-bound: the {device} waited for data {longest:.0f} % of the time"
         if stages:
             text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
-        ways = [*setting.faster]
-        if not setting.amp:
-            ways.append(f"-amp ({started_as('scripts/choose_precision.py')} measures the gain)")
-        if not setting.compiled and setting.device != "cpu":  # on a CPU it takes minutes, and was never seen to gain
-            ways.append("TRAIN.COMPILE=whole (or blocks)")
-        if setting.device == "cpu" and setting.threads > 1:
-            ways.append("THREADS=1 (faster for a small model or on a busy CPU; -dry_run measures it)")
-        otherwise = "Only a smaller model, smaller images or more devices would help"
-        advice = f"To speed up, try {' and '.join(ways)}" if ways else otherwise
-        text = f"{text}. {advice}; see docs/performance.md."
+        text = f"{text}. {advise_faster_computing(setting)}; see docs/performance.md."
     else:
         text = f"{bound}-bound: {_OTHERWISE[bound].format(device, percents[bound])}; see docs/performance.md."
     computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0) if stages else 100 - longest
@@ -275,6 +266,19 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None =
 def shown_rate(images_per_second: float) -> str:
     """1234.5 -> '1,234', 0.31 -> '0.31'."""
     return f"{images_per_second:,.0f}" if images_per_second >= 10 else f"{images_per_second:.2g}"
+
+
+def advise_faster_computing(setting: Setting) -> str:
+    ways = [*setting.faster]
+    if not setting.amp:
+        ways.append(f"-amp ({started_as('scripts/choose_precision.py')} measures the gain)")
+    if not setting.compiled and setting.device != "cpu":  # on a CPU it takes minutes, and was never seen to gain
+        ways.append("TRAIN.COMPILE=whole (or blocks)")
+    if setting.device == "cpu" and setting.threads > 1:
+        ways.append("THREADS=1 (faster for a small model or on a busy CPU; -dry_run measures it)")
+    if not ways:
+        return "Only a smaller model, smaller images or more devices would help"
+    return f"To speed up, try {' and '.join(ways)}"
 
 
 def advise_faster_loading(setting: Setting) -> str:

@@ -1,6 +1,4 @@
-"""The optimiser with its parameter groups, learning rates and clipping. others.py builds those that few runs use."""
-
-from __future__ import annotations
+"""The optimiser with its parameter groups, learning rates and clipping. timms.py has those that timm alone has."""
 
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -13,7 +11,7 @@ from torch.optim import Optimizer
 
 from engine.optim.schedule import SCALE
 from engine.parallel.shards import is_sharded
-from utils.config.train import TrainConfig
+from utils.config.train import DEFAULT_MOMENTUM, TrainConfig
 from utils.errors import UserError
 
 # Their fused kernels do the whole step at once. GradScaler passes them its overflow flag on the device: no wait.
@@ -35,7 +33,7 @@ def optimizer_name(name: str) -> str:
     """timm's name of the optimiser; an unknown name is an error that lists the nearest ones."""
     wanted = PADDLE_NAMES.get(name.casefold(), name.casefold())
     if wanted not in FUSED:
-        from engine.optim.others import check_name
+        from engine.optim.timms import check_name
 
         check_name(wanted, name)
     return wanted
@@ -52,16 +50,33 @@ def build_optimizer(
     try:
         if name in ("adam", "adamw"):
             return FUSED[name](groups, lr=base_lr, **({"fused": True} if fused else {}), **settings.arguments())
+        if name in FUSED:
+            return _sgd(groups, base_lr, settings.MOMENTUM, fused, nesterov=name == "nesterov")
         if name in MUON:
             from engine.optim.muon import Muon
 
             dtype = torch.bfloat16 if amp else torch.float32
             return Muon(groups, base_lr, settings.MOMENTUM, dtype, fused=fused, **settings.arguments())
-        from engine.optim.others import build_other
+        from engine.optim.timms import build_timms
 
-        return build_other(name, groups, train, base_lr, fused)
+        return build_timms(name, groups, settings, base_lr)
     except (TypeError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise UserError(f"TRAIN.OPTIMIZER.NAME {settings.NAME}: cannot be built ({error}).") from None
+
+
+def _sgd(
+    groups: list[dict[str, Any]], base_lr: float, momentum: float | None, fused: bool, nesterov: bool
+) -> Optimizer:
+    momentum = DEFAULT_MOMENTUM if momentum is None else momentum
+    # torch's fused kernel does not support sharded weights.
+    fused = fused and not any(is_sharded(weight) for group in groups for weight in group["params"])
+    sgd = torch.optim.SGD(groups, base_lr, momentum, nesterov=nesterov, fused=fused or None)
+    if fused and momentum:
+        # Zero gives the same first step as none. torch's fused SGD allocates momentum in the first step, and leaves it
+        # uninitialised if that step is skipped for an overflow; the next step would then add arbitrary numbers.
+        for weight in (weight for group in sgd.param_groups for weight in group["params"]):
+            sgd.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return sgd
 
 
 def describe_optimizer(optimizer: Optimizer, name: str) -> str:
@@ -91,7 +106,7 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
         matrices, uses_muon = matrices_of(model, train.OPTIMIZER.MUON.EVERY_MATRIX), USES_MUON
     scales: dict[str, float] = {}
     if train.LAYER_DECAY is not None:
-        from engine.optim.others import rate_scales
+        from engine.optim.timms import rate_scales
 
         scales = rate_scales(model, train.LAYER_DECAY)
     groups: dict[tuple[float, float, int], list[torch.Tensor]] = {}

@@ -1,19 +1,16 @@
 """Banner that a run logs before it begins: versions, device, precision, model, data, settings of training."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path
 
+from torch import nn
+from torch.optim import Optimizer
+
 from datasets import BalancedOrder, comes_unsplit
 from datasets.registry import source_named
 from engine.machine.device import Run, describe_devices, global_batch, libraries
-from engine.optim.build import (
-    describe_learning_rate,
-    describe_optimizer,
-    scaled_learning_rates,
-)
+from engine.optim.build import describe_learning_rate, describe_optimizer, scaled_learning_rates
 from engine.optim.schedule import describe_schedule
 from engine.setup import Ready, ReadyToTrain, weights_of_classes
 from engine.task.losses import loss_named
@@ -51,10 +48,8 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         if words := _classes(config, ready):
             rows.append(("classes", words))
         rate = scaled_learning_rates(config.TRAIN, global_batch(config, world))[0]
-        if config.TRAIN.LAYER_DECAY is not None or frozen_weights(ready.model):
-            from engine.optim.others import describe_fine_tuning
-
-            rows.append(("trained", describe_fine_tuning(config, ready.model, ready.parts.optimizer, rate)))
+        if words := describe_fine_tuning(config, ready.model, ready.parts.optimizer, rate):
+            rows.append(("trained", words))
         if any("use_muon" in group for group in ready.parts.optimizer.param_groups):
             from engine.optim.muon import describe_muon
 
@@ -108,6 +103,25 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
         weighed = f"class weights {config.TRAIN.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"
         words.append(f"{weighed}, {where}in the training loss only")
     return "; ".join(words)
+
+
+def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer, rate: float) -> str:
+    """Frozen weights, adapters and learning rates by layer, for the banner. `rate`: the unscaled learning rate."""
+    train, frozen = config.TRAIN, frozen_weights(model)
+    parts = []
+    if config.MODEL.LORA.RANK is not None:
+        from models.lora import describe_lora
+
+        parts.append(describe_lora(model, config.MODEL.LORA))
+    elif frozen:
+        by = f" ({', '.join(config.MODEL.FREEZE)})" if config.MODEL.FREEZE else ""
+        parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}")
+    scales = [group["lr_scale"] for group in optimizer.param_groups if "lr_scale" in group]
+    if scales and train.LAYER_DECAY is not None:
+        least, most = f"{rate * min(scales):.3g}", f"{rate * max(scales):.3g}"
+        rates = f"learning rate {most}" if least == most else f"learning rates from {least} to {most}"
+        parts.append(f"{rates} (layer decay {train.LAYER_DECAY:g})")
+    return "; ".join(parts)
 
 
 def _training(config: Config, ready: ReadyToTrain, world: World) -> str:

@@ -83,15 +83,16 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
             _curve(accuracy, points, f"validation, {which.marked(metric.words)}", color=colour, linestyle=line)
     _curve(rate, history.points("train", "lr"), "learning rate")
     _curve(norm, history.points("train", "grad_norm"), "gradient norm, unscaled")
-    if scaled := any(line["scale"] not in (None, 1) for line in train):
+    if any(line["scale"] not in (None, 1) for line in train):
+        of_scale = "loss scale"
         _curve(scale, history.points("train", "scale"), "loss scale")
         if skips := history.skips():
             scale.plot(*zip(*skips, strict=True), "x", color="tab:red", label="updates skipped")
         scale.set_yscale("log", base=2)
     else:
+        of_scale = "time (%)"
         _curve(scale, history.points("train", "data_wait_percent"), "waiting for data")
     _curve(speed, history.points("train", "images_per_second"), "images/s")
-    of_scale = "loss scale" if scaled else "time (%)"
     names = ("loss", history.task.axis, "learning rate", "gradient norm", of_scale, "images/s")
     for plot, name in zip((loss, accuracy, rate, norm, scale, speed), names, strict=True):
         for number, place in enumerate(history.resumes()):

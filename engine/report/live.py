@@ -3,8 +3,6 @@
 Everything is shown from numbers that the host already has: nothing here waits for the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys
@@ -50,17 +48,16 @@ class Live:
         brief = brief_terminal()
         self._table = brief and EpochTable(config, brief)
         stream = sys.stderr if brief is None else sys.stdout
-        self._bar: tqdm | None = None
-        if sys.stderr.isatty() if brief is None else brief.moves:
-            self._bar = _Bar(
-                desc=self._place(start),
-                total=per_epoch,
-                initial=start.step,
-                file=stream,
-                bar_format=BAR,
-                dynamic_ncols=True,
-                leave=False,
-            )
+        self._bar = _Bar(
+            desc=self._place(start),
+            total=per_epoch,
+            initial=start.step,
+            file=stream,
+            bar_format=BAR,
+            dynamic_ncols=True,
+            leave=False,
+            disable=not (sys.stderr.isatty() if brief is None else brief.moves),
+        )
 
     def _place(self, position: Position) -> str:
         return f"epoch {position.epoch}/{self._config.TRAIN.NUM_EPOCHS}"
@@ -69,8 +66,6 @@ class Live:
         """An update was done."""
         if self._table is not None:
             self._table.print_row()
-        if self._bar is None:
-            return
         if position.epoch != self._epoch:
             self._epoch, self._bar.initial = position.epoch, 0
             self._bar.reset()
@@ -84,12 +79,11 @@ class Live:
                 self._table.skipped_before = reading.skipped
             self._table.lr, self._table.rate = reading.lr, perf.images_per_second
             self._table.skipped = reading.skipped
-        if self._bar is not None:
-            words = [f"run {clock(left)} left", f"loss {reading.update.loss:.4f}"]
-            words.append(f"{shown_rate(perf.images_per_second)} images/s")
-            while len(words) > 1 and len(", ".join(words)) > terminal_width() - BESIDE_WORDS:
-                words.pop()
-            self._bar.set_postfix_str(", ".join(words), refresh=False)
+        rate = f"{shown_rate(perf.images_per_second)} images/s"
+        words = [f"run {clock(left)} left", f"loss {reading.update.loss:.4f}", rate]
+        while len(words) > 1 and len(", ".join(words)) > terminal_width() - BESIDE_WORDS:
+            words.pop()
+        self._bar.set_postfix_str(", ".join(words), refresh=False)
 
     def epoch_ended(self, position: Position, means: Metrics, seconds: float) -> None:
         """`means`, `seconds`: of its training. A validation may follow."""
@@ -98,21 +92,18 @@ class Live:
 
     def validating(self, position: Position) -> None:
         """A validation begins."""
-        if self._bar is not None:
-            self._bar.set_description_str(f"{self._place(position)}, validating")
+        self._bar.set_description_str(f"{self._place(position)}, validating")
 
     def validated(self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str) -> None:
         """`mark`: word for the best validation so far; '' for another."""
-        if self._bar is not None:
-            self._bar.set_description_str(self._place(position), refresh=False)
+        self._bar.set_description_str(self._place(position), refresh=False)
         if self._table is not None:
             epochs = position.epoch - (position.step > 0) + position.step / self._per_epoch
             self._table.validated(f"{epochs:.2f}", metrics, seconds, mark)
 
     def close(self) -> None:
         """The training ended or failed."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         if self._table is not None:
             self._table.print_row()
 

@@ -7,9 +7,7 @@ from measurements: timing could choose another kernel in the next run, and the s
 a GPU `auto` times the kernels at this model's shape, once, and saves the choice.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -80,29 +78,13 @@ class AttentionKernel(Speedup):
 
 def attention_by_rule(built: BuiltModel) -> Choice | None:
     """The choice that needs no timing; None if kernels must be timed or tried on this GPU."""
-    config, before, listed = built.config, built.before.get("attention"), built.listed
-    wanted = config.attention
-    named = f"SPEED +{wanted}"
-    device = built.precision.device.type
-    kinds = KINDS.get(device, KINDS_ELSEWHERE)
+    config, before, device = built.config, built.before.get("attention"), built.precision.device.type
+    wanted, kinds = config.attention, KINDS.get(device, KINDS_ELSEWHERE)
+    if wanted not in ("auto", PLAIN):
+        _check_forced(wanted, built, kinds)
     if not attention_layers(built.model):
-        if wanted not in ("auto", PLAIN):
-            raise UserError(f"{named}: {built.name} has no attention layer whose kernel can be chosen; leave it out.")
         return Choice(OWN)
-    if wanted not in (*kinds, "auto"):
-        raise UserError(f"{named}: {device} supports only {' and '.join(kinds)}; leave it out.")
-    inside = INSIDE_FUSED & listed
-    if inside and wanted not in ("auto", PLAIN):
-        raise UserError(
-            f"{named}: AMP's lists would have no effect on {', '.join(sorted(inside))} inside a "
-            "fused operator; use -fused, or leave it out."
-        )
-    if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
-        operators = ", ".join(sorted(FUSED_OPERATOR & listed))
-        lists = f"AMP's lists, which affect torch's operators only, name {operators}"
-        why = lists if operators else "it needs the package triton, which is not installed"
-        raise UserError(f"{named}: {why}; use +fused, or leave it out.")
-    if inside:
+    if INSIDE_FUSED & built.listed:
         return Choice(PLAIN, "so that AMP's lists take effect")
     if wanted != "auto":  # a GPU has some kinds for some models only
         must_try = device == "cuda" and (wanted == PACKED or backends_of(wanted))
@@ -118,6 +100,25 @@ def attention_by_rule(built: BuiltModel) -> Choice | None:
     if built.precision.level != "O0":
         return Choice(PLAIN, "half precision on a CPU")
     return Choice(FUSED, "fp32 on a CPU")
+
+
+def _check_forced(wanted: str, built: BuiltModel, kinds: Sequence[str]) -> None:
+    """Raise UserError for a kind of attention that SPEED forces, and that this model or device does not have."""
+    named, listed, device = f"SPEED +{wanted}", built.listed, built.precision.device.type
+    if not attention_layers(built.model):
+        raise UserError(f"{named}: {built.name} has no attention layer whose kernel can be chosen; leave it out.")
+    if wanted not in kinds:
+        raise UserError(f"{named}: {device} supports only {' and '.join(kinds)}; leave it out.")
+    if inside := INSIDE_FUSED & listed:
+        raise UserError(
+            f"{named}: AMP's lists would have no effect on {', '.join(sorted(inside))} inside a "
+            "fused operator; use -fused, or leave it out."
+        )
+    if wanted == PACKED and not packed_is_possible(listed):
+        operators = ", ".join(sorted(FUSED_OPERATOR & listed))
+        lists = f"AMP's lists, which affect torch's operators only, name {operators}"
+        why = lists if operators else "it needs the package triton, which is not installed"
+        raise UserError(f"{named}: {why}; use +fused, or leave it out.")
 
 
 RECORDED = ("attention", "linear_patches", "fused_mlp", "channels_last")

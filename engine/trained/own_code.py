@@ -1,7 +1,5 @@
 """Code of the user's own: which files a start executes, and what of it the settings choose."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -85,7 +83,11 @@ def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
     for file, _ in executed.values():
         log.info("Own code: %s", file.words())
     _bind(config, tuple(KINDS))
-    # What no setting chooses is noted. A model may also be the teacher, a data set that of the k-NN accuracy.
+    _log_unused(config)
+
+
+def _log_unused(config: Config) -> None:
+    """Log what no setting chooses. A model may also be the teacher, a data set that of the k-NN accuracy."""
     used = _used(config) | {config.TRAIN.TEACHER_MODEL, (config.TRAIN.KNN or "").partition("=")[0]}
     for name, own in registered.items():
         if name in used or (config.EVAL and own.kind not in IN_VALIDATION):

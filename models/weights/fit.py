@@ -1,7 +1,5 @@
 """Loading pretrained weights into a built model: timm's filters adapt them, then all are loaded or none."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib
@@ -25,14 +23,7 @@ from models.masked import DECODER, MaskedAutoencoder
 from models.parts import classifiers, is_inside, names_in_cfg, pretrained_cfg
 from models.sizes import RESIZED, SIZE_WORDS, given_sizes, sizes_of
 from models.weights.find import PADDLE, WeightFiles, locate, model_of_run, size_of_run, unreadable
-from models.weights.paddle import (
-    OF_A_CLASSIFIER,
-    Converted,
-    convert,
-    keys_of_weights,
-    read_pdparams,
-    sizes_of_weights,
-)
+from models.weights.paddle import OF_A_CLASSIFIER, Converted, convert, keys_of_weights, read_pdparams, sizes_of_weights
 from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.log import log
@@ -58,11 +49,7 @@ Weights = dict[str, Tensor]
 
 
 def load_pretrained(
-    module: nn.Module,
-    source: str,
-    name: str,
-    new_classifier: bool | str = False,
-    complete: bool = False,
+    module: nn.Module, source: str, name: str, new_classifier: bool | str = False, complete: bool = False
 ) -> str:
     """Load weights from `source` into the model called `name`; returns a sentence for the log about what was loaded.
 

@@ -12,7 +12,7 @@ import torch
 
 from datasets import PADDING, Batch, EpochOrder, ImageDataset, open_dataset
 from datasets.variants import Repeated, Sized
-from engine.inputs.by_epoch import GrowingImages
+from engine.inputs.by_epoch import ImageSizes
 from tests.datasets.opened import CPU, settings
 from utils.config.train import TrainConfig
 
@@ -109,7 +109,7 @@ def test_the_last_epoch_has_the_final_size(epochs: int) -> None:
     train = TRAIN.model_copy(update={"NUM_EPOCHS": epochs})
     sizes = [train.size_in(epoch, 16) for epoch in range(1, epochs + 1)]
     assert sizes == [8, 8, 16][-epochs:]
-    (told,) = GrowingImages(train, 16).rows().values()
+    (told,) = ImageSizes(train, 16).rows().values()
     assert told.endswith(f"16 from epoch {epochs}")
 
 

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -381,36 +382,23 @@ def plan_timm(line: ToolLine) -> Plan:
     # None is ended for another's memory: a loop that was rebuilt would not be past its warm-up.
     workers = {name: Worker(partial(LoopSession, way, loaded.config, updates), []) for name, way in by_name.items()}
     log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
-    try:
+    with ExitStack() as unless_measured:
+        for worker in workers.values():
+            unless_measured.callback(worker.close)
         # Compiling keeps one core busy and leaves a GPU idle, so there a few of timm's loops are built side by side.
         # Ours are built one by one: they choose their attention by the clock.
         side_by_side = [name for name in workers if device.type == "cuda" and not name.startswith(OURS)]
         with ThreadPoolExecutor(max(1, cores() // 3)) as pool:
-            answers = dict(zip(side_by_side, pool.map(lambda name: workers[name].start(), side_by_side), strict=True))
-        answers |= {name: worker.start() for name, worker in workers.items() if name not in answers}
-        answers = {name: answers[name] for name in workers}
+            begun = {name: pool.submit(workers[name].start) for name in side_by_side}
+        answers = {name: begun[name].result() if name in begun else one.start() for name, one in workers.items()}
         for name in [name for name, answer in answers.items() if answer.get("failed") == OUT_OF_MEMORY]:
             workers[name].close()  # perhaps only beside the others
             answers[name] = workers[name].start()
         left_out = {name: answer["failed"] for name, answer in answers.items() if "failed" in answer}
         if first in left_out:
             raise TrainingError(f"the baseline {first} failed: {left_out[first]}")
-        losses = {name: answer["losses"] for name, answer in answers.items() if name not in left_out}
-        # Loops with different losses do different work.
-        texts = {name: ", ".join(f"{loss:.7f}" for loss in own) for name, own in losses.items()}
-        problems: list[str] = []
-        for name, own in losses.items():
-            difference, limit = apart(own, losses[first]), TOLERANCE[_precision_of(name)]
-            if difference > limit:
-                differs = f"differs from {first} by {difference:.1e}, more than {limit:.0e}"
-                problems.append(f"  {name}: {texts[name]}; {differs}\n")
-        if problems:
-            said = "the losses do not agree, so nothing is measured:\n"
-            raise TrainingError(f"{said}{''.join(problems)}  {first}: {texts[first]}")
-    except BaseException:
-        for worker in workers.values():
-            worker.close()
-        raise
+        check_losses({name: answer["losses"] for name, answer in answers.items() if name not in left_out}, first)
+        unless_measured.pop_all()
     for name, why in left_out.items():
         workers.pop(name).close()
         log.warning("%s: %s", name, why)
@@ -423,6 +411,20 @@ def plan_timm(line: ToolLine) -> Plan:
     }
     images = "random, on the device before the timer starts"
     return Plan(workers, line.asked.rounds, settings, where, images, left_out, remarks)
+
+
+def check_losses(losses: dict[str, list[float]], first: str) -> None:
+    """Raise TrainingError unless all losses are those of `first`: loops with different losses do different work."""
+    texts = {name: ", ".join(f"{loss:.7f}" for loss in own) for name, own in losses.items()}
+    problems: list[str] = []
+    for name, own in losses.items():
+        difference, limit = apart(own, losses[first]), TOLERANCE[_precision_of(name)]
+        if difference > limit:
+            differs = f"differs from {first} by {difference:.1e}, more than {limit:.0e}"
+            problems.append(f"  {name}: {texts[name]}; {differs}\n")
+    if problems:
+        said = "the losses do not agree, so nothing is measured:\n"
+        raise TrainingError(f"{said}{''.join(problems)}  {first}: {texts[first]}")
 
 
 def apart(one: list[float], other: list[float]) -> float:

@@ -1,7 +1,5 @@
 """Metrics of runs, read from their folders; the metric that decides; and the verdict on runs of several contenders."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,7 +86,7 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
     classes = max(config.MODEL.NUM_CLASSES for config in configs)
     every = [metric for metric in (*kind.metrics, *own) if metric.trivial < classes]
     known = {metric.name: metric for metric in every if has_knn or metric is not KNN}
-    if name is not None and name not in known:
+    if (name := name or kind.best.name) not in known:
         raise UserError(
             f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."
         )
@@ -97,7 +95,7 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
         raise UserError(f"-weights {weights}: no run has an {AVERAGE.label}; it needs {AVERAGE.setting}=true.")
     kept = {tuple(value_of(config, key) for key in settings() if key.startswith(AVERAGE.setting)) for config in configs}
     default = AVERAGE if averaging and len(kept) > 1 else PLAIN
-    return Judged(known[name] if name else kind.best, set_named(weights) if weights else default)
+    return Judged(known[name], set_named(weights) if weights else default)
 
 
 def by_name(rows: Iterable[Metrics]) -> ByName:
@@ -566,7 +564,7 @@ def _one_run_each(
     # Runs of two seeds are paired by image, too.
     of_first = {(who, 0): images_of_runs.get((who, next(iter(runs[who])))) for who in (name, against)}
     paired = paired_images(of_first, name, against, [0])
-    ours, theirs = (judged.of(row) for row in rows)
+    ours, theirs = map(judged.of, rows)
     images = rows[0]["validation_images"]
     if ours is None or theirs is None:
         return f"{name} against {against}: no verdict, because a run was never validated."

@@ -20,7 +20,6 @@ import torch
 
 from datasets import Window
 from engine.amp.op_lists import OpLists
-from engine.compile.compiled import Compiling
 from engine.machine.device import Run, pick_device, set_up_device, synchronize
 from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from engine.memory.global_batch import with_global_batch
@@ -174,7 +173,7 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     False: stay eager. `auto` compiles nothing: it might compile one precision and not another.
     """
     train = config.TRAIN
-    if train.COMPILE == "auto":
+    if train.COMPILE == "auto" or not compiled:
         config = config.model_copy(update={"TRAIN": train.model_copy(update={"COMPILE": "none"})})
     if train.GLOBAL_BATCH is not None:
         config = with_global_batch(config, train.GLOBAL_BATCH, ALONE)
@@ -184,8 +183,6 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
         run = Run(config, ALONE, device, threads)
         ready = build_for_training(run, None, dry=True)  # of updates, not of a pass for features before them
         try:
-            if not compiled:
-                ready.parts.leave_out(Compiling)
             ready.parts.assemble()
             yield ready, _windows(ready)
         finally:

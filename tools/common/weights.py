@@ -1,7 +1,5 @@
 """scripts/checkpoint.py: list and verify checkpoints, and write weights to a file whose header describes them."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter
@@ -39,7 +37,7 @@ from vitamp.checkpoints import (
     verify,
 )
 from vitamp.files import replacing
-from vitamp.metrics import BETTER, KNN, LOSS, METRICS, PLAIN, SETS, task_of
+from vitamp.metrics import BETTER, KNN, LOSS, METRICS, PLAIN, SETS, WeightSet, task_of
 from vitamp.tensors import fp32_modules, open_tensors
 from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 
@@ -166,26 +164,16 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         raise UserError(f"{alone[0]}: this file holds only weights; name runs or checkpoints.")
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
     which, why = sources[0].which, f"-weights {weights}"
-    if weights == BETTER:  # others than the plain ones, if they validated better in most checkpoints
-        available = [one for one in SETS if all(one in source.sets for source in sources)]
-        votes = Counter(source.which for source in sources)
-        which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
+    if weights == BETTER:
+        which, why = _better_in_most(sources)
         if any(path.is_file() and source.which != which for path, source in zip(paths, sources, strict=False)):
             raise UserError(f"average: a file of other weights than {which.words} is named; choose by -weights.")
-        better = "{} is better in {} of {} checkpoints".format
-        why = "; ".join(better(one.words, votes[one], len(sources)) for one in available if one != PLAIN)
     log.info("%s weights%s", which.label, f" ({why})" if why else "")
     files = [open_tensors(checkpoint, which.file) for checkpoint in checkpoints]
     shapes = [{key: file.shape(key) for key in file} for file in files]
     for checkpoint, own in zip(checkpoints, shapes, strict=True):
         _check_alike(checkpoint, own, checkpoints[0], shapes[0])
-    starts = {settings_of(source).get("MODEL.PRETRAINED") for source in sources}
-    if len({run_folder_of(source.place) for source in sources}) > 1 and (len(starts) > 1 or None in starts):
-        log.warning(
-            "These runs did not begin with the same pretrained weights. Unless one was resumed from the other, the "
-            "mean of their weights is most likely useless. `%s RUN RUN` and predict.py average their predictions.",
-            started_as("scripts/evaluate.py"),
-        )
+    _warn_of_starts(sources)
     mean = {key: _mean([file[key] for file in files]) for key in progress_bar([*shapes[0]], "tensors")}
     names = [source.place.name for source in sources]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
@@ -200,6 +188,25 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         way = f"fine-tune it with -pretrained {out}"
     log.info("The accuracy of the average is unknown; %s.", way)
     return EXIT_DONE
+
+
+def _better_in_most(sources: list[Chosen]) -> tuple[WeightSet, str]:
+    """The weights that validated better in most checkpoints, else the plain ones; and why."""
+    available = [one for one in SETS if all(one in source.sets for source in sources)]
+    votes = Counter(source.which for source in sources)
+    better = "{} is better in {} of {} checkpoints".format
+    why = "; ".join(better(one.words, votes[one], len(sources)) for one in available if one != PLAIN)
+    return next((one for one in available if 2 * votes[one] > len(sources)), PLAIN), why
+
+
+def _warn_of_starts(sources: list[Chosen]) -> None:
+    starts = {settings_of(source).get("MODEL.PRETRAINED") for source in sources}
+    if len({run_folder_of(source.place) for source in sources}) > 1 and (len(starts) > 1 or None in starts):
+        log.warning(
+            "These runs did not begin with the same pretrained weights. Unless one was resumed from the other, the "
+            "mean of their weights is most likely useless. `%s RUN RUN` and predict.py average their predictions.",
+            started_as("scripts/evaluate.py"),
+        )
 
 
 def _check_alike(one: Checkpoint, own: Shapes, other: Checkpoint, theirs: Shapes) -> None:

@@ -128,15 +128,15 @@ def main(argv: list[str]) -> int:
             calibrate(trained, given, asked.models[0])
             return EXIT_DONE
         found = _metrics(trained, given, asked)
-    if out is not None and found is not None:
+    if out is not None and found:
         with writing(out, "-json"):
             write_json(out, found)
         log.info("All metrics: %s", out)
-    return EXIT_USAGE if found is not None and found.get("failed") else EXIT_DONE
+    return EXIT_USAGE if found.get("failed") else EXIT_DONE
 
 
-def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any] | None:
-    """-knn and -probe: of a run, or of weights for a model that the flags name. None: another process has them."""
+def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]:
+    """-knn and -probe: of a run, or of weights for a model that the flags name. Empty: another process has them."""
     asked, world = line.asked, read_world({}) or ALONE
     log.setLevel("WARNING" if asked.path or not world.first else "INFO")
 
@@ -160,7 +160,7 @@ def _listed(line: command_line.ToolLine, key: str) -> list[str]:
     return [word for word in str(line.run.flags.get(key, ("",))[0]).split(",") if word]
 
 
-def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) -> dict[str, Any] | None:
+def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) -> dict[str, Any]:
     """-probe of each of these models, and one table. The error of a model is one line, and the others are evaluated."""
     from models.weights.find import local_weights
     from tools.common.evaluation import INTERVALS, measured
@@ -179,9 +179,9 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
             log.error("%s: %s", name, error)
             failed[name] = str(error)
         else:
-            models += [] if found is None else [found | {"seconds": round(time.perf_counter() - began, 1)}]
+            models += [found | {"seconds": round(time.perf_counter() - began, 1)}] if found else []
     if not models:
-        return {"failed": failed} if failed else None
+        return {"failed": failed} if failed else {}
     best = max(models, key=lambda model: model["probes"][model["chosen"]]["folds"])["model"]
     rows = [["", "parameters", "in folds", "", "seconds"]]
     for model in models:

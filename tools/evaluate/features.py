@@ -4,8 +4,6 @@
 computed once and kept.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from typing import Any
@@ -40,8 +38,8 @@ COUNT = 20
 NAMED_BY = "-dataset imagefolder -data_path DIR"
 
 
-def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, world: World) -> dict[str, Any] | None:
-    """Log the accuracy, and return what the JSON file says of the evaluation. None: another process does so."""
+def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, world: World) -> dict[str, Any]:
+    """Log the accuracy, and return what the JSON file says of the evaluation. Empty: another process does so."""
     which, config, model = trained.chosen.which, trained.config, trained.model
     check_pool(model, asked.pool or POOLED)
     named = {*given.flags, *given.words}
@@ -65,7 +63,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         with trained.computing(trained.config.DATA.val_batch):
             parts.append(features_of(trained, config, dataset, about, world))
     if not world.first:
-        return None
+        return {}
     known, seen = parts
     pools = _pools(model, seen, asked)
     found: dict[str, Any] = {

@@ -4,8 +4,6 @@ Rules that no table can hold, because they calculate, are here (of growing image
 others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -102,6 +100,8 @@ def notes(config: Config, given: Mapping[str, Entry]) -> Iterator[str]:
 
 def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
     """Rates and numbers of epochs with results that whoever gives some may not expect. `sources`: key -> where."""
+    if config.EVAL:
+        return
     train, shape, reference = config.TRAIN, config.TRAIN.LR_SCHEDULER, config.TRAIN.scale_reference
     rates = [
         f"{key} {one_line(value_of(config, key))} ({sources[key]})"

@@ -29,7 +29,7 @@ from utils.config.keys import (
     values_by_key,
 )
 from utils.config.kinds import AUTO, as_integer, as_names, as_yaml, folded, is_own_setting, one_line
-from utils.config.read import NOT_SET, Entry, Kind, Layer, Source, read_recipe, read_typed, type_of
+from utils.config.read import NOT_SET, Entry, Kind, Layer, Source, merged, read_recipe, read_typed, type_of
 from utils.config.resumed import resume_of, settings_of, values_of_run, without_words, written_before_restart
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -97,25 +97,24 @@ def load_config(
         from utils.config.paddlevit import translate
 
         lines += translate(layers)
-    problems = [problem for layer in layers for problem in layer.problems]
-    unknown: dict[str, Entry] = {}
+    problems, unknown = list[str](), dict[str, Entry]()
     for layer in layers:
+        problems += layer.problems
         gone = layer.take_unknown()
         if layer.kind is not Kind.RUN:
             unknown |= gone
         elif gone:
             lines.append(without_words(layer.name, gone))
-    given = _merged(layers)
+    given = merged(layers)
     if unknown:
         from utils.foreign_flags import unknown_keys
 
         problems += unknown_keys(given, unknown)
     problems += _keep_own_settings(given, layers)
 
-    recipe, of_run, defaults = _merged(files), dict[str, Entry](), dict[str, Entry]()
+    recipe, defaults = merged(files), dict[str, Entry]()
     alone = _changes_epochs_alone(typed.entries, recipe)
-    if "MODEL.RESUME" in given:
-        of_run = values_of_run(given, all_settings=cfg is None, warmup=alone and cfg is not None)
+    of_run = values_of_run(given, all_settings=cfg is None, warmup=alone and cfg is not None)
     known = given | of_run
     if type_of(given) != "vit" or not given.keys().isdisjoint(CHANGE_DEFAULTS):
         from utils.config.families import defaults_by
@@ -126,12 +125,7 @@ def load_config(
     if alone and WARMUP not in of_run:
         loaded = _with_warmup_in_proportion(loaded, defaults | recipe)
     later = [note + _of_family(loaded.sources, note) for note in notes(loaded.config, given)]
-    warned = () if loaded.config.EVAL else tuple(warnings(loaded.config, loaded.sources))
-    return replace(loaded, notes=(*loaded.notes, *later), warnings=warned)
-
-
-def _merged(layers: Iterable[Layer]) -> dict[str, Entry]:
-    return {key: entry for layer in layers for key, entry in layer.entries.items()}
+    return replace(loaded, notes=(*loaded.notes, *later), warnings=tuple(warnings(loaded.config, loaded.sources)))
 
 
 def _keep_own_settings(given: dict[str, Entry], layers: Sequence[Layer]) -> list[str]:

@@ -1,7 +1,5 @@
 """The settings of the section MODEL."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
@@ -59,9 +57,7 @@ class LoraConfig(Section):
     )
     ALPHA: AboveZero | None = setting(None, "The adapters' output is multiplied by ALPHA / RANK; null: by 1.", _LORA)
     TARGETS: Annotated[tuple[LoraTarget, ...], BeforeValidator(as_names), Field(min_length=1)] = setting(
-        ("q", "v"),
-        "Layers with adapters: q, k, v of attention; proj: its output; fc1, fc2: the MLP.",
-        _LORA,
+        ("q", "v"), "Layers with adapters: q, k, v of attention; proj: its output; fc1, fc2: the MLP.", _LORA
     )
 
     @property

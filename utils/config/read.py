@@ -7,7 +7,7 @@ is 10) do not apply, and a value means the same in a file and on the command lin
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -105,6 +105,11 @@ class Layer:
         if before is not None and before.value != value:
             self.problems.append(f"{source}: {key} is set twice: {before.source} has another value")
         self.entries[key] = Entry(value, source)
+
+
+def merged(layers: Iterable[Layer]) -> dict[str, Entry]:
+    """The entries of all layers; later ones override earlier ones."""
+    return {key: entry for layer in layers for key, entry in layer.entries.items()}
 
 
 def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:

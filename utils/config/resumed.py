@@ -159,7 +159,7 @@ def values_of_run(given: Mapping[str, Entry], all_settings: bool, warmup: bool) 
     if warmup or EPOCHS in keys:
         keys.append(WARMUP)
     if all_settings:
-        keys += [key for key in known if key != "USE" and key not in given]  # code needs consent
+        keys += [key for key in known if key not in {*given, "USE"}]  # code needs consent
     else:
         keys = [key for key in keys if value_of(saved, key) != AUTO]
     source = Source(f"run in {resume.run or resume.folder}", Kind.RUN)

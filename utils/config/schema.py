@@ -3,8 +3,6 @@
 `docs/config.md` is generated from them.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Annotated, Literal
 
@@ -85,12 +83,7 @@ class DistConfig(Section):
     SYNC_BATCHNORM: bool = setting(
         False,
         "On several GPUs, batch norms compute their statistics on the images of all processes.",
-        excludes(
-            "DIST.STRATEGY=fsdp",
-            "AMP.LEVEL=O2|NAIVE",
-            why="it is not supported there",
-            do="use ddp and O1",
-        ),
+        excludes("DIST.STRATEGY=fsdp", "AMP.LEVEL=O2|NAIVE", why="it is not supported there", do="use ddp and O1"),
         excludes("AMP.AUTO_FP32", why="its updates are not replayed", do="set AMP.FP32_MODULES"),
     )
     TIMEOUT: float = setting(

@@ -53,6 +53,10 @@ class MuonConfig(Section):
     )
 
 
+DEFAULT_MOMENTUM = 0.9
+"""Where neither the settings nor the optimiser have one, as with torch's SGD. It is timm's default too."""
+
+
 class OptimizerConfig(Section):
     NAME: str = setting("AdamW", "An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, Muon, ...")
     EPS: AboveZero | None = setting(None, "eps of Adam and its relatives; null: the optimiser's default.", _NOT_SGD)

@@ -12,8 +12,8 @@ from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
 from engine.optim.build import build_optimizer
-from engine.optim.others import describe_fine_tuning
 from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
+from engine.report.banner import describe_fine_tuning
 from tests.engine.small import CPU, build, train
 from tests.program import Vitamp, metrics
 from utils.config import Config, TrainConfig

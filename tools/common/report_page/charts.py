@@ -121,11 +121,7 @@ class Chart:
             ("strong", "validation"),
             ("dashed", f"{'/'.join(filter(None, (which.mark for which in SETS)))} validation"),
         )
-        symbols = (
-            ("diamond", "best validation"),
-            ("cross", "skipped update"),
-            ("dotted", "resumed"),
-        )
+        symbols = (("diamond", "best validation"), ("cross", "skipped update"), ("dotted", "resumed"))
         present = {mark.symbol for mark in self.marks if mark.points} | ({"dotted"} if self.resumed else set())
         found = [line for line in lines if line[0] in kinds and len(kinds) > 1]
         return [*found, *(symbol for symbol in symbols if symbol[0] in present)]

@@ -1,7 +1,5 @@
 """Report of one or several runs as one HTML file, which needs no network and runs no script."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os
@@ -13,25 +11,17 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison import Contenders, best_two, contenders_of, interval, overlap_of, unit
+from tools.common.comparison import Contenders, Judged, best_two, contenders_of, interval, overlap_of, unit
 from tools.common.output_file import check_output_file, writing
-from tools.common.report_page.charts import (
-    SIZES,
-    Style,
-    charts,
-    labelled,
-    round_numbers,
-    short,
-    styles_of,
-)
-from tools.common.report_page.runs import NOTHING, Run, differing_settings, opening_of, read_runs, summary
+from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
+from tools.common.report_page.runs import NOTHING, Run, data_notes, differing_settings, opening_of, read_runs, summary
 from utils.errors import UserError
 from utils.log import log
 from utils.program import started_as
 from utils.text import Interval, some_of, wilson
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 from vitamp.files import write_atomically
-from vitamp.metrics import TASKS
+from vitamp.metrics import TASKS, Metric
 
 LEAST_RUNS = 3
 """Runs of each contender, from which on their spread gives the interval"""
@@ -56,21 +46,7 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     if len(values) < 2:
         return None
     means = {name: statistics.fmean(of_runs.values()) for name, of_runs in values.items()}
-    images = next((row["validation_images"] for row in every if row.get("validation_images")), None)
-    intervals: dict[str, Interval] = {}
-    kind = "Lines: mean."
-    if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
-        where = "" if overlap_of(every) else ", on these images"
-        kind = f"Lines: mean and its 95 % interval over the {by}s{where}."
-        for name, of_runs in values.items():
-            at = interval([*of_runs.values()], 1, overlap=overlap_of(every))
-            low, high = at.low or 0.0, at.high or 0.0
-            intervals[name] = (
-                Interval(max(low, 0.0), min(high, 100.0)) if judged.metric.percent else Interval(low, high)
-            )
-    elif judged.metric.counts_images and images:
-        kind = f"Lines: mean, and 95 % interval of one run on {images:,} images."
-        intervals = {name: wilson(mean, images) for name, mean in means.items()}
+    kind, intervals = _intervals_of(values, every, judged)
     ends = [end for name, of_runs in values.items() for end in (*of_runs.values(), *intervals.get(name, ()))]
     margin = (max(ends) - min(ends)) * 0.04 or 0.5
     low, high = min(ends) - margin, max(ends) + margin
@@ -105,6 +81,26 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     }
 
 
+def _intervals_of(
+    values: dict[str, dict[str, float]], every: list[dict[str, Any]], judged: Judged
+) -> tuple[str, dict[str, Interval]]:
+    """What the lines of the figure show, in words; and the interval of each contender, if runs or images give one."""
+    images = next((row["validation_images"] for row in every if row.get("validation_images")), None)
+    if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
+        overlap, intervals = overlap_of(every), dict[str, Interval]()
+        for name, of_runs in values.items():
+            at = interval([*of_runs.values()], 1, overlap=overlap)
+            low, high = at.low or 0.0, at.high or 0.0
+            bounded = judged.metric.percent
+            intervals[name] = Interval(max(low, 0.0), min(high, 100.0)) if bounded else Interval(low, high)
+        where = "" if overlap else ", on these images"
+        return f"Lines: mean and its 95 % interval over the {unit(every)}s{where}.", intervals
+    if judged.metric.counts_images and images:
+        of_one = {name: wilson(statistics.fmean(of_runs.values()), images) for name, of_runs in values.items()}
+        return f"Lines: mean, and 95 % interval of one run on {images:,} images.", of_one
+    return "Lines: mean.", {}
+
+
 MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
 MOST_SKIPS = 20
 
@@ -126,21 +122,18 @@ def write_report(
     `contenders`: as the verdict compares them; None for those of the runs' settings, judged by the task's metric.
     `predicted`: takes what the best checkpoints predicted, by the runs' folders.
     """
-    read, metric = read_runs(runs), contenders.judged.metric if contenders else None
-    folders = [run.folder for run in read]
+    read = read_runs(runs)
+    folders, names = [run.folder for run in read], [run.name for run in read]
+    metric, of = None, None
+    if contenders:
+        names, metric, of = contenders.names, contenders.judged.metric, contenders.of
     common = Path(os.path.commonpath([folder.resolve() for folder in folders]))
     common = Path.cwd() if common.parent == common else common
     out = check_output_file(out or common / "report.html", "-out")
-    evaluations: list[dict[str, Any] | str] = []
-    if predictions:
-        # Imports torch and timm, which the rest does not need.
-        from tools.common.report_page.evaluations import IMAGE_OF, evaluate
-
-        for run in read:
-            log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-            evaluations.append(found := evaluate(run.folder, part, metric or run.deciding, data_path))
-            if predicted is not None and not isinstance(found, str):
-                predicted[run.folder] = found["predicted"]
+    evaluations = _evaluated(read, part, metric, data_path) if predictions else []
+    if predicted is not None:
+        pairs = zip(folders, evaluations, strict=False)
+        predicted |= {folder: found["predicted"] for folder, found in pairs if not isinstance(found, str)}
     # A run that has not saved yet has nothing to evaluate.
     failed = [
         f"{run.name} could not be evaluated: {found}"
@@ -155,17 +148,13 @@ def write_report(
     rows = summary(read, metric)
     best = [f"best {one.words}" for one in ([metric] if metric else [kind.best for kind in TASKS])]
     short_rows = [(name, dict(rows)[name]) for name in (*best, *MAIN_FIGURES) if name in dict(rows)]
-    styles = styles_of(read, contenders.of if contenders else None)
-    title = f"{len(read)} runs: {some_of(contenders.names if contenders else [run.name for run in read])}"
+    styles = styles_of(read, of)
+    title = f"{len(read)} runs: {some_of(names)}"
     opening = None
     if len(read) == 1:
         first = evaluations[0] if evaluations else "left out"
         title, opening = read[0].name, opening_of(read[0], None if isinstance(first, str) else first["headline"])
     compared = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
-    notes: dict[tuple[str, ...], list[str]] = {}
-    for run in read:
-        notes.setdefault(tuple(run.data_notes), []).append(run.name)
-    notes.pop((), None)
     write_template(
         *("page.html", out, "-out"),
         title=title,
@@ -178,7 +167,7 @@ def write_report(
         short_rows=short_rows,
         rows=rows,
         settings=differing_settings(read),
-        data=notes,
+        data=data_notes(read),
         updated=any(run.history.of("train") for run in read),
         charts=charts(read, styles),
         amp=[_amp(run) for run in read],
@@ -188,6 +177,19 @@ def write_report(
     if failed:
         raise UserError(failure)
     return out
+
+
+def _evaluated(
+    runs: Sequence[Run], part: str, metric: Metric | None, data_path: str | None
+) -> list[dict[str, Any] | str]:
+    """What `evaluate` finds of each run; it imports torch and timm, which the rest does not need."""
+    from tools.common.report_page.evaluations import IMAGE_OF, evaluate
+
+    found = []
+    for run in runs:
+        log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
+        found.append(evaluate(run.folder, part, metric or run.deciding, data_path))
+    return found
 
 
 def write_template(template: str, out: Path, flag: str, **values: Any) -> None:

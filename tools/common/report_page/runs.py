@@ -1,7 +1,5 @@
 """Runs as the report reads them: settings, metrics and environment from the files in a run's folder, in words."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -70,12 +68,6 @@ class Run:
         """Last verdict of the run on where its time went, as `Bottleneck.as_dict` has it; empty without one."""
         verdicts = [line["perf"]["verdict"] for line in self.history.lines if "verdict" in line.get("perf", {})]
         return verdicts[-1] if verdicts else {}
-
-    @property
-    def data_notes(self) -> list[str]:
-        """What was said of the data before training, warnings first."""
-        found = read_data(self.folder)
-        return [str(line) for kind in ("warnings", "notes") for line in found.get(kind, [])]
 
     @property
     def epochs(self) -> str:
@@ -176,6 +168,17 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     }
 
 
+def data_notes(runs: Sequence[Run]) -> dict[tuple[str, ...], list[str]]:
+    """What was said of the data before training, warnings first -> names of the runs of which it was said."""
+    notes: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        found = read_data(run.folder)
+        lines = tuple(str(line) for kind in ("warnings", "notes") for line in found.get(kind, []))
+        if lines:
+            notes.setdefault(lines, []).append(run.name)
+    return notes
+
+
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Settings in which the runs differ, with the value of each run."""
     configs = [run.config for run in runs if run.config is not None]
@@ -210,6 +213,27 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
     sentence about the figure, which is missing if nothing was measured.
     """
     found, learnt = headline or _validated(run), _learnt(run)
+    remarks = _remarks(run, found)
+    if found is None:
+        return {"learnt": learnt, "figure": "", "remarks": remarks}
+    if found.images and found.interval and found.interval.high - found.interval.low >= WIDE:
+        remarks.append(f"{counted(found.images, found.image)} are few: the interval is wide.")
+    place = f" on {counted(found.images, found.image)}" if found.images else ""
+    after = place + (f" (95 % interval {found.interval.words()})" if found.interval else "")
+    if found.guess is not None:
+        guess = found.metric.number(found.guess)
+        if found.value <= found.guess:
+            after += f", which is no better than {found.guessing} ({guess})"
+        else:
+            doubt = found.interval is not None and found.interval.low <= found.guess
+            after += f"; {found.guessing} gives {guess}{', so it may be no better than that' * doubt}"
+    before = f"Its {found.metric.plain_words or found.metric.words} is "
+    figure = found.metric.number(found.value)
+    return {"learnt": learnt, "before": before, "figure": figure, "after": f"{after}.", "remarks": remarks}
+
+
+def _remarks(run: Run, found: Headline | None) -> list[str]:
+    """How far to trust the figure: whether the run has finished, and copies of training images."""
     remarks = [*found.remarks] if found else []
     if run.state != "finished" and not run.history.lines:
         remarks.insert(0, "The run has no metrics yet.")
@@ -227,22 +251,7 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
         remarks.append(f"{copies['found']:,} validation {have} in training: expect less on new images.")
     elif copies.get("found") == 0 and data.get("images") == compared:
         remarks.append("No validation image is a copy of a training image.")
-    if found is None:
-        return {"learnt": learnt, "figure": "", "remarks": remarks}
-    if found.images and found.interval and found.interval.high - found.interval.low >= WIDE:
-        remarks.append(f"{counted(found.images, found.image)} are few: the interval is wide.")
-    place = f" on {counted(found.images, found.image)}" if found.images else ""
-    after = place + (f" (95 % interval {found.interval.words()})" if found.interval else "")
-    if found.guess is not None:
-        guess = found.metric.number(found.guess)
-        if found.value <= found.guess:
-            after += f", which is no better than {found.guessing} ({guess})"
-        else:
-            doubt = found.interval is not None and found.interval.low <= found.guess
-            after += f"; {found.guessing} gives {guess}{', so it may be no better than that' * doubt}"
-    before = f"Its {found.metric.plain_words or found.metric.words} is "
-    figure = found.metric.number(found.value)
-    return {"learnt": learnt, "before": before, "figure": figure, "after": f"{after}.", "remarks": remarks}
+    return remarks
 
 
 def _learnt(run: Run) -> str:

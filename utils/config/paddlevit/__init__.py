@@ -1,7 +1,5 @@
 """PaddleViT's files: keys that have one value here, and its model families besides ViT, DeiT and Swin."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ import yaml
 
 from utils.config.keys import settings
 from utils.config.kinds import as_integer, folded, is_no_value, one_line, parse_text
-from utils.config.read import TYPE, Entry, Kind, Layer, type_of
+from utils.config.read import TYPE, Entry, Kind, Layer, merged, type_of
 from utils.config.resumed import FROM_WEIGHTS
 from utils.errors import UserError, closest
 
@@ -135,7 +133,7 @@ def translate(layers: Sequence[Layer]) -> list[str]:
     """Change the layers' entries to vitamp's settings; returns lines for the log."""
     for layer in layers:
         _update(layer)
-    given = {key: entry for layer in layers for key, entry in layer.entries.items()}
+    given = merged(layers)
     notes = _without_absent(layers, given)
     family, name = families().get(type_of(given)), given.get(NAME)
     if family is None or not family.models:

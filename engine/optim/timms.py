@@ -1,24 +1,15 @@
-"""Optimisers beside Adam, AdamW and Muon, and learning rates by layer: imported only where a run asks for them."""
-
-from __future__ import annotations
+"""timm's optimisers, and learning rates by layer as timm groups the weights. Imported where a run asks for them."""
 
 import math
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from engine.parallel.shards import is_sharded
-from models.parts import frozen_weights
-from utils.config.schema import Config
-from utils.config.train import TrainConfig
+from utils.config.train import DEFAULT_MOMENTUM, OptimizerConfig
 from utils.errors import UserError, nearest
 from utils.log import log
-
-# Used where neither the settings nor the optimiser have a default, as with torch's SGD. It is timm's default too.
-DEFAULT_MOMENTUM = 0.9
 
 
 def check_name(wanted: str, name: str) -> None:
@@ -38,24 +29,11 @@ def check_name(wanted: str, name: str) -> None:
         )
 
 
-def build_other(name: str, groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, fused: bool) -> Optimizer:
-    """torch's SGD, or one of timm's optimisers."""
-    settings, momentum = train.OPTIMIZER, train.OPTIMIZER.MOMENTUM
-    if name in ("momentum", "nesterov"):
-        momentum = DEFAULT_MOMENTUM if momentum is None else momentum
-        # torch's fused kernel does not support sharded weights.
-        fused = fused and not any(is_sharded(weight) for group in groups for weight in group["params"])
-        sgd = torch.optim.SGD(groups, base_lr, momentum, nesterov=name == "nesterov", fused=fused or None)
-        if fused and momentum:
-            # Zero gives the same first step as none. torch's fused SGD allocates momentum in the first step, and leaves
-            # it uninitialised if that step is skipped for an overflow; the next step would then add arbitrary numbers.
-            for weight in (weight for group in sgd.param_groups for weight in group["params"]):
-                sgd.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        return sgd
+def build_timms(name: str, groups: list[dict[str, Any]], settings: OptimizerConfig, base_lr: float) -> Optimizer:
     # The registry imports sixty optimisers, and torch's compiler with them.
     from timm.optim._optim_factory import create_optimizer_v2, default_registry, get_optimizer_info
 
-    info = get_optimizer_info(name)
+    info, momentum = get_optimizer_info(name), settings.MOMENTUM
     parameters = signature(default_registry.get_optimizer_class(info, bind_defaults=False)).parameters
     if momentum is None:
         momentum = (parameters["momentum"].default if "momentum" in parameters else None) or DEFAULT_MOMENTUM
@@ -81,22 +59,3 @@ def rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
     layers: Any = auto_group_layers(model) if matcher is None else group_parameters(model, matcher(), reverse=True)
     last = max(layers.values())
     return {name: decay ** (last - layers.get(name, last)) for name, _ in model.named_parameters()}
-
-
-def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer, rate: float) -> str:
-    """Frozen weights, adapters and learning rates by layer, for the banner. `rate`: the unscaled learning rate."""
-    train, frozen = config.TRAIN, frozen_weights(model)
-    parts = []
-    if config.MODEL.LORA.RANK is not None:
-        from models.lora import describe_lora
-
-        parts.append(describe_lora(model, config.MODEL.LORA))
-    elif frozen:
-        by = f" ({', '.join(config.MODEL.FREEZE)})" if config.MODEL.FREEZE else ""
-        parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}")
-    scales = [group["lr_scale"] for group in optimizer.param_groups if "lr_scale" in group]
-    if scales and train.LAYER_DECAY is not None:
-        least, most = f"{rate * min(scales):.3g}", f"{rate * max(scales):.3g}"
-        rates = f"learning rate {most}" if least == most else f"learning rates from {least} to {most}"
-        parts.append(f"{rates} (layer decay {train.LAYER_DECAY:g})")
-    return "; ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from datasets.shards.stores import Folder
+from datasets.shards.index import Folder
 from datasets.sources import csv_table, imagenet2012
 from datasets.sources.files import readable_folder
 from datasets.sources.imagefolder import layout_of

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets.base import HUB_PREFIX
-from datasets.shards.index import TarWriter
+from datasets.shards.index import Folder, TarWriter
 from datasets.shards.source import MANIFEST, ShardSet, finish_set, shard_source
-from datasets.shards.stores import Folder
 from datasets.sources.files import images_below
 from datasets.sources.split import SPLIT_NAMES, TEST, named_parts, split_named_in, warn_of_skipped
 from utils.cache import cache_folder, process_lock

@@ -1,27 +1,270 @@
 """Tar files in WebDataset's layout, `key.jpg` beside `key.cls` or `key.json`, and the index of a set of them.
 
-Nothing is ever extracted: the position of each sample is read from the headers once and kept in a file.
+They are in a local folder, or at a URL that fsspec supports, such as s3://bucket/imagenet. Nothing is ever extracted:
+the position of each sample is read from the headers once and kept in a file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import random
 import tarfile
+import time
 import zipfile
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
+from datasets.base import remark
 from datasets.decoding import ENDINGS
-from datasets.shards.stores import ShardFile, Store
-from datasets.sources.files import SkippedFiles, leads_out
+from datasets.sources.files import SkippedFiles, leads_out, readable_folder
 from utils.errors import UserError
-from vitamp.files import parse_json
+from utils.text import is_redacted
+from vitamp.files import only_regular, parse_json, read_regular
+
+MOST_OPEN = 64
+"""Files that a process keeps open: the shards of a window are read alternately, and opening one per image is slow."""
+
+STAMPS = ("ETag", "etag", "LastModified", "mtime", "created")
+"""Entries of a listing that change when the file is rewritten, by protocol"""
+
+PAUSES = 0.1, 0.3, 1.0, 3.0, 10.0, 20.0
+"""Seconds before a request to a store that failed is repeated"""
+LONGEST_PAUSE = 60.0
+"""Of those that a store asks for (Retry-After)"""
+BLOCK = 8 << 20
+"""Most bytes of a request"""
+GAP = 32 << 10
+"""Ranges of a file that are so near each other are one request: these bytes cost less than another one."""
+
+Value = TypeVar("Value")
+Range = tuple[str, int, int]
+"""(file, first byte, number of bytes)"""
+
+
+class ShardFile(NamedTuple):
+    """A tar file in a store."""
+
+    name: str
+    """Relative to the store's root, with /"""
+    size: int
+    stamp: str
+    """Changes when the file is rewritten; '' if the store does not record it"""
+
+
+class Folder:
+    """Files below a local folder."""
+
+    remote = False
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+        self._files: OrderedDict[str, BinaryIO] = OrderedDict()
+
+    def tars(self, folder: str = "") -> list[ShardFile]:
+        """Tar files in `folder`, in the order of their names; none if the folder does not exist."""
+        files = [file for file in Path(self.root, folder).glob("*.tar") if file.is_file()]
+        stats = [(file.name, file.stat()) for file in files if not file.name.startswith(".")]
+        prefix = f"{folder}/" if folder else ""
+        return sorted(ShardFile(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats)
+
+    def read_file(self, name: str) -> bytes | None:
+        """Content of a small file; None if it does not exist. Raises OSError."""
+        try:
+            return read_regular(os.path.join(self.root, name))
+        except FileNotFoundError:
+            return None
+
+    def open(self, name: str) -> BinaryIO:
+        return open(os.path.join(self.root, name), "rb", opener=only_regular)
+
+    def range(self, wanted: Range) -> np.ndarray:
+        """Bytes of a range, fewer if the file ends early. Raises OSError."""
+        name, offset, size = wanted
+        content, length = np.empty(size, dtype=np.uint8), 0
+        try:
+            if name not in self._files:
+                if len(self._files) >= MOST_OPEN:
+                    self._files.popitem(last=False)[1].close()
+                self._files[name] = self.open(name)
+            self._files.move_to_end(name)
+            handle = self._files[name].fileno()
+            while length < size and (got := os.preadv(handle, [content[length:].data], offset + length)):
+                length += got
+        finally:
+            # When a file system is mounted again, old handles stay invalid; a complete file may replace a short one.
+            if length < size and name in self._files:
+                with contextlib.suppress(OSError):
+                    self._files.pop(name).close()
+        return content[:length]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": OrderedDict()}
+
+
+class Remote:
+    """Files below a URL, read with fsspec."""
+
+    remote = True
+
+    def __init__(self, url: str) -> None:
+        self.root = url.rstrip("/")
+        self._place()
+
+    def _place(self, name: str = "") -> tuple[Any, str]:
+        """The file system, of which fsspec keeps one in each process, and a path in it."""
+        import fsspec
+
+        try:
+            files, root = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
+        except (ImportError, ValueError) as error:  # each protocol needs its own package
+            raise UserError(f"DATA.DATA_PATH (-data_path): {self.root} cannot be opened: {error}") from None
+        return files, f"{root.rstrip('/')}/{name}" if name else root.rstrip("/")
+
+    def tars(self, folder: str = "") -> list[ShardFile]:
+        files, place = self._place(folder)
+        try:
+            entries = self._patiently(lambda: files.ls(place, detail=True))
+        except FileNotFoundError:
+            return []
+        shards = []
+        for entry in entries:
+            name = entry["name"].rstrip("/").rpartition("/")[2]
+            if not name.endswith(".tar") or name.startswith("."):
+                continue
+            size = entry["size"] if entry.get("size") is not None else files.size(entry["name"])
+            stamp = next((str(entry[key]) for key in STAMPS if entry.get(key)), "")
+            shards.append(ShardFile(f"{folder}/{name}" if folder else name, int(size or 0), stamp))
+        return sorted(shards)
+
+    def read_file(self, name: str) -> bytes | None:
+        files, place = self._place(name)
+        try:
+            return self._patiently(lambda: files.cat_file(place))
+        except FileNotFoundError:
+            return None
+
+    def open(self, name: str) -> BinaryIO:
+        files, place = self._place(name)
+        opened = self._patiently(lambda: files.open(place, "rb"))
+        if cache := getattr(opened, "cache", None):  # fsspec's, which reads the file in blocks
+            fetch = cache.fetcher
+            cache.fetcher = lambda begin, end: self._patiently(
+                lambda: _whole(fetch(begin, end), min(end, cache.size) - begin)
+            )
+        return opened
+
+    def range(self, wanted: Range) -> np.ndarray:
+        """Bytes of a range. Raises OSError."""
+        contents: dict[Range, np.ndarray] = {}
+        self._patiently(lambda: self._request([wanted], contents))
+        return contents[wanted]
+
+    def ranges(self, wanted: Sequence[Range]) -> dict[Range, np.ndarray]:
+        """Many ranges at once, without those whose requests keep failing."""
+        requests, contents = _joined(wanted), dict[Range, np.ndarray]()
+        with contextlib.suppress(OSError):
+            self._patiently(lambda: self._request([*requests], contents), PAUSES)
+        parts = ((whole, part) for whole in contents for part in requests[whole])
+        return {part: contents[whole][part[1] - whole[1] :][: part[2]] for whole, part in parts}
+
+    def _request(self, wanted: Sequence[Range], contents: dict[Range, np.ndarray]) -> None:
+        """Add the ranges that `contents` lacks. OSError if one fails."""
+        missing = [one for one in wanted if one not in contents]
+        if not missing:
+            return
+        files, root = self._place()
+        names, begins, sizes = ([*column] for column in zip(*missing, strict=True))
+        ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+        answers = files.cat_ranges([f"{root}/{name}" for name in names], begins, ends, on_error="return")
+        failures: list[Exception] = []
+        for one, answer in zip(missing, answers, strict=True):
+            try:
+                contents[one] = np.frombuffer(bytearray(_whole(answer, one[2])), np.uint8)  # writable, as torch wants
+            except Exception as error:
+                failures.append(error)
+        if failures:  # one that may pass, if any
+            raise min(failures, key=lambda error: _as_os_error(error)[1] is None)
+
+    def _patiently(self, request: Callable[[], Value], pauses: Sequence[float] = PAUSES[:4]) -> Value:
+        """Repeat a request that fails, after each of `pauses` or what the store asks for. Raises OSError."""
+        left = iter(pauses)
+        while True:
+            try:
+                return request()
+            except Exception as failure:
+                error, asked = _as_os_error(failure)
+            pause = next(left, None)
+            if pause is None or asked is None:
+                raise error from None
+            remark(
+                f"{self.root} fails at times: {str(error).partition(': ')[0] or type(error).__name__}. Such requests are repeated."
+            )
+            # By chance up to twice as long, so that not all processes return at once; `random` itself is seeded.
+            time.sleep(max(pause, min(asked, LONGEST_PAUSE)) * (1 + random.SystemRandom().random()))
+
+
+Store = Folder | Remote
+
+
+def open_store(place: str | None) -> Store:
+    """Open DATA_PATH, a folder or a URL."""
+    if place is None:
+        raise UserError("DATA.DATASET shards needs DATA.DATA_PATH (-data_path): the folder or URL of its tar files.")
+    if is_redacted(place):
+        raise UserError(f"DATA.DATA_PATH: {place} is without its password. Give the whole URL: -data_path.")
+    if "://" in place:
+        return Remote(place)
+    return Folder(readable_folder(place))
+
+
+def _as_os_error(error: Exception) -> tuple[OSError, float | None]:
+    """The error, and the seconds that the store asks to wait; None if the same request will fail again."""
+    if isinstance(error, OSError):
+        return error, None if isinstance(error, FileNotFoundError | PermissionError) else 0.0
+    status = getattr(error, "status", 0)
+    text = f"it answers {status} ({getattr(error, 'message', '')})" if status else f"{type(error).__name__}: {error}"
+    asked = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
+    lasting = 400 <= status < 500 and status not in (408, 425, 429)
+    return OSError(text), None if lasting else float(asked) if asked.isdecimal() else 0.0
+
+
+def _whole(answer: bytes | Exception, size: int) -> bytes:
+    """The answer to the request for so many bytes, if it is one."""
+    if isinstance(answer, Exception):
+        raise answer
+    if len(answer) > size:
+        raise OSError(
+            "the server ignores requests for a part of a file (Range) and sends more. Use a server that supports them, "
+            "or copy the files to a disk"
+        )
+    if len(answer) < size:
+        raise OSError("it sends fewer bytes than were requested")
+    return answer
+
+
+def _joined(wanted: Sequence[Range]) -> dict[Range, list[Range]]:
+    """Requests, each with the ranges in it: of those that are near each other in a file, one."""
+    groups: list[list[Range]] = []
+    for name, begin, size in sorted(wanted):
+        if groups:
+            (_, first, _), (last, offset, length) = groups[-1][0], groups[-1][-1]
+            if name == last and begin - (offset + length) <= GAP and begin + size - first <= BLOCK:
+                groups[-1].append((name, begin, size))
+                continue
+        groups.append([(name, begin, size)])
+    requests = {}
+    for group in groups:
+        (name, first, _), (_, offset, length) = group[0], group[-1]
+        requests[name, first, offset + length - first] = group
+    return requests
+
 
 IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")
 ARRAY_KINDS = ("npz", "dcm")
@@ -127,11 +370,6 @@ def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | None:
     if abs(number) > LARGEST_NUMBER:
         raise UserError(f"{where}: {member.name} has the label {label:.40}, which is too large for a class.")
     return number
-
-
-def precedes(header: np.ndarray, size: int) -> bool:
-    """Whether these bytes are the header of a member of this size, as they stand before its content in a tar file."""
-    return header[124:136].tobytes().strip(b"\0 ").lstrip(b"0") == (b"%o" % size).lstrip(b"0")
 
 
 class TarWriter:
@@ -256,7 +494,7 @@ def make_index(store: Store, shards: Sequence[ShardFile]) -> ShardIndex:
     for number, file in enumerate(shards):
         where = f"{store.root}/{file.name}"
         try:
-            with store.open(file.name, file.size) as opened:
+            with store.open(file.name) as opened:
                 samples = read_tar(opened, file.size, where, skipped)
         except OSError as error:
             raise UserError(f"{where} cannot be read: {error}.") from None

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -19,8 +20,7 @@ import numpy as np
 from datasets.base import TITLES, Encoded, Part, Parts, Samples, Source, Unreadable, part_of, parts_read
 from datasets.labels import check_class_count, check_label, log_unused_outputs, warn_empty_classes
 from datasets.shards.cache import HASH, ShardCache
-from datasets.shards.index import ShardIndex, from_bytes, make_index, precedes
-from datasets.shards.stores import HEADER, PAUSES_AT_START, Folder, Remote, ShardFile, Store, joined, open_store
+from datasets.shards.index import Folder, Remote, ShardFile, ShardIndex, Store, from_bytes, make_index, open_store
 from datasets.sources.files import leads_out
 from datasets.sources.split import SPLIT_NAMES, named_parts, no_such_part, split_named_in, split_rows, warn_of_skipped
 from utils.cache import cache_folder, process_lock
@@ -97,7 +97,7 @@ class ShardSet:
         with self._reading():
             if isinstance(self.store, Remote):
                 # A server that cannot read a part of a file would send a whole tar file for each image.
-                self.store.range((shards[0].name, 0, 1), PAUSES_AT_START)
+                self.store.range((shards[0].name, 0, 1))
             index = self._beside(split)
         if not index:
             folder = cache_folder(self.data, "shards")
@@ -244,31 +244,22 @@ class ShardSamples(Samples):
         self.cache: ShardCache | None = None
         if isinstance(self.store, Remote) and shards.data.CACHE_GB:
             folder = cache_folder(shards.data, "tars")
-            self.cache = ShardCache(self.store, files, index, folder, shards.data.CACHE_GB * 1e9)
+            self.cache = ShardCache(self.store, files, folder, shards.data.CACHE_GB * 1e9)
         self._prefetched: dict[int, list[np.ndarray]] = {}
         """By row, once for each time that it will be read"""
 
     def read(self, index: int) -> Encoded:
         row = int(self._rows[index])
+        name, offset, size = wanted = self._range(row)
         is_array = self._is_array[row]
-        there = self._prefetched.get(row)
-        content = there.pop() if there else self._content(row)
-        return pixels_of(content) if is_array else content.tobytes()
-
-    def _content(self, row: int) -> np.ndarray:
-        name, offset, size = self._range(row)
-        if self.cache and (kept := self.cache.range(int(self._index.shard[row]), offset, size)) is not None:
-            return kept
-        if isinstance(self.store, Remote):
-            content = self.store.range((name, offset - HEADER, HEADER + size))
-            if not precedes(content[:HEADER], size):
-                raise OSError(f"{self.store.root} sends something else than {name} as it was when its index was made")
-            content = content[HEADER:]
-        else:
-            content = self.store.range((name, offset, size))
+        content = there.pop() if (there := self._prefetched.get(row)) else None
+        if content is None and self.cache:
+            content = self.cache.range(int(self._index.shard[row]), offset, size)
+        if content is None:
+            content = self.store.range(wanted)
         if len(content) < size:
             raise OSError(f"{self.store.root}/{name} ends before byte {offset + size}, where the image ends")
-        return content
+        return pixels_of(content) if is_array else content.tobytes()
 
     def name(self, index: int) -> str:
         row = int(self._rows[index])
@@ -292,46 +283,32 @@ class ShardSamples(Samples):
         rows = Counter(self._rows[indices].tolist())  # DATA.REPEATED_AUGMENT reads some several times
         here: set[int] = set()
         if self.cache:
-            self.cache.close_removed()
             here = set(filter(self.cache.has, np.unique(self._index.shard[[*rows]]).tolist()))
-        wanted = {}
-        for row in rows:
-            if self._index.shard[row] not in here:
-                name, offset, size = self._range(row)
-                wanted[name, offset - HEADER, HEADER + size] = row
-        requests = joined([*wanted])
-        self._prefetched = {}
+        wanted = {self._range(row): row for row in rows if self._index.shard[row] not in here}
         # What fails is requested again when it is read, and raises there.
-        for (request, parts), content in zip(requests, self.store.ranges([one for one, _ in requests]), strict=True):
-            if content is None:
-                continue
-            for part in parts:
-                row, first = wanted[part], part[1] - request[1]
-                member = content[first : first + part[2]]
-                if precedes(member[:HEADER], part[2] - HEADER):
-                    self._prefetched[row] = [member[HEADER:]] * rows[row]
+        contents = self.store.ranges([*wanted])
+        self._prefetched = {wanted[one]: [content] * rows[wanted[one]] for one, content in contents.items()}
 
     def look_ahead(self) -> float | None:
         if not isinstance(self.store, Remote):
             return None
-        why = "DATA.CACHE_GB is 0" if self.cache is None else self._why_in_parts(self.cache)
-        if why or self.cache is None:
-            warn_once(f"{self.store.root}: images are requested by ranges of tar files: {why}.", logging.INFO)
-            return None
-        limit = f"at most {self.cache.limit / 1e9:g} GB (DATA.CACHE_GB)"
-        warn_once(f"{self.store.root}: whole tar files are kept in {self.cache.folder}, {limit}.", logging.INFO)
-        return min(1.0, self.window / len(self._index.files))
+        why = self._why_in_parts()
+        how = f"images are requested by ranges of tar files: {why}" if why else "whole tar files are kept in DATA.CACHE"
+        warn_once(f"{self.store.root}: {how}.", logging.INFO)
+        return None if why else min(1.0, self.window / len(self._index.files))
 
-    def _why_in_parts(self, cache: ShardCache) -> str:
+    def _why_in_parts(self) -> str:
         """Why whole tar files are not downloaded; '' if they are."""
+        if self.cache is None:
+            return "DATA.CACHE_GB is 0"
         sizes = sorted((file.size for file in self._index.files), reverse=True)
-        total, room, needed = sum(sizes), cache.room(), sum(sizes[: 2 * self.window])
-        if self._index.size[self._rows].sum() < total / 2:
-            return "the split is less than half of them"
+        total, needed = sum(sizes), sum(sizes[: 2 * self.window])
+        room = min(self.cache.limit, shutil.disk_usage(self.cache.folder).free + self.cache.bytes_used())
+        part = self._index.size[self._rows].sum() / total / self.machines
         if needed > room:
             return f"{2 * self.window} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
-        if total > room and self.machines > 2:
-            return f"{self.machines} machines would download all {total / 1e9:.3g} GB each, in every epoch"
+        if total > room and part < 1 / 2:
+            return f"a machine reads {100 * part:.0f} % of them in an epoch, and there is no room to keep them all"
         return ""
 
     def announce(self, indices: Sequence[int]) -> None:

@@ -23,8 +23,8 @@ from datasets import count_classes, open_dataset, source_of
 from datasets.base import Samples, background_of
 from datasets.damage import Failure, allowed, failure_or
 from datasets.decoding import Reader
+from datasets.shards.index import open_store
 from datasets.shards.source import ShardSet
-from datasets.shards.stores import open_store
 from models.build import is_timm_name, sizes_in, timm_weights
 from models.build import resolve as timm_base
 from models.sizes import RESIZED, given_sizes

@@ -30,9 +30,8 @@ from datasets.decoding import Reader, Turned, decoding_errors
 from datasets.exclude import name_prefix
 from datasets.labels import ANY_LABEL
 from datasets.shards.hub import kind_of
-from datasets.shards.index import ARRAY_KINDS, IMAGE_KINDS, TarWriter
+from datasets.shards.index import ARRAY_KINDS, IMAGE_KINDS, Folder, TarWriter
 from datasets.shards.source import MADE_BY, MANIFEST, ShardSet, finish_set
-from datasets.shards.stores import Folder
 from datasets.sources.split import TooFewToSplit
 from tools.common.turns import progress_bar
 from utils.config.data import DataConfig

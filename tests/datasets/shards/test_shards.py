@@ -20,9 +20,8 @@ from PIL import Image
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Unreadable
-from datasets.shards.index import from_bytes
+from datasets.shards.index import MOST_OPEN, Folder, from_bytes
 from datasets.shards.source import pixels_of
-from datasets.shards.stores import MOST_OPEN, Folder
 from tests.datasets.opened import CPU, of_shards, part, pixels, settings
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import Calls

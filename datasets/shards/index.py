@@ -153,7 +153,7 @@ class Remote:
     def open(self, name: str) -> BinaryIO:
         files, place = self._place(name)
         opened = self._patiently(lambda: files.open(place, "rb"))
-        if cache := getattr(opened, "cache", None):  # fsspec's, which reads the file in blocks
+        if (cache := getattr(opened, "cache", None)) is not None:  # fsspec's, which reads the file in blocks
             fetch = cache.fetcher
             cache.fetcher = lambda begin, end: self._patiently(
                 lambda: _whole(fetch(begin, end), min(end, cache.size) - begin)
@@ -170,7 +170,7 @@ class Remote:
         """Many ranges at once, without those whose requests keep failing."""
         requests, contents = _joined(wanted), dict[Range, np.ndarray]()
         with contextlib.suppress(OSError):
-            self._patiently(lambda: self._request([*requests], contents), PAUSES)
+            self._patiently(lambda: self._request([*requests], contents), len(PAUSES))
         parts = ((whole, part) for whole in contents for part in requests[whole])
         return {part: contents[whole][part[1] - whole[1] :][: part[2]] for whole, part in parts}
 
@@ -192,9 +192,9 @@ class Remote:
         if failures:  # one that may pass, if any
             raise min(failures, key=lambda error: _as_os_error(error)[1] is None)
 
-    def _patiently(self, request: Callable[[], Value], pauses: Sequence[float] = PAUSES[:4]) -> Value:
-        """Repeat a request that fails, after each of `pauses` or what the store asks for. Raises OSError."""
-        left = iter(pauses)
+    def _patiently(self, request: Callable[[], Value], repeats: int = 4) -> Value:
+        """Repeat a request that fails, after PAUSES or what the store asks for. Raises OSError."""
+        left = iter(PAUSES[:repeats])
         while True:
             try:
                 return request()
@@ -203,9 +203,8 @@ class Remote:
             pause = next(left, None)
             if pause is None or asked is None:
                 raise error from None
-            remark(
-                f"{self.root} fails at times: {str(error).partition(': ')[0] or type(error).__name__}. Such requests are repeated."
-            )
+            cause = str(error).partition(": ")[0] or type(error).__name__
+            remark(f"{self.root} fails at times: {cause}. Such requests are repeated.")
             # By chance up to twice as long, so that not all processes return at once; `random` itself is seeded.
             time.sleep(max(pause, min(asked, LONGEST_PAUSE)) * (1 + random.SystemRandom().random()))
 

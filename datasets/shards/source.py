@@ -304,7 +304,7 @@ class ShardSamples(Samples):
         sizes = sorted((file.size for file in self._index.files), reverse=True)
         total, needed = sum(sizes), sum(sizes[: 2 * self.window])
         room = min(self.cache.limit, shutil.disk_usage(self.cache.folder).free + self.cache.bytes_used())
-        part = self._index.size[self._rows].sum() / total / self.machines
+        part = len(self._rows) / len(self._index) / self.machines
         if needed > room:
             return f"{2 * self.window} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
         if total > room and part < 1 / 2:

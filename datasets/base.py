@@ -6,16 +6,17 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from utils.config.data import DataConfig
 from utils.config.kinds import AUTO
 from utils.config.train import TrainConfig
-from utils.log import log
+from utils.log import log, warn_once
 from utils.seeding import key
 from vitamp.sizes import ImageSize
 
@@ -23,6 +24,19 @@ Key = tuple[int, int]
 """(epoch, sample index): besides the seed, all that determines a training sample."""
 
 PADDING = -1
+
+
+remarks: list[str] = []
+"""Warnings of a loading process, which come to the log with its next batch"""
+
+
+@cache
+def remark(text: str) -> None:
+    """Log a warning, once per process; also in a loading process, which has no log of its own."""
+    if get_worker_info() is None:
+        warn_once(text)
+    else:
+        remarks.append(text)
 
 
 class Batch(NamedTuple):
@@ -95,6 +109,8 @@ class Samples(ABC):
     """Of the training split: what DATA.RELABEL did, for run.json and meta.json"""
     remote = False
     """Read over a network. Loading processes then mostly wait and use little CPU."""
+    machines: int = 1
+    """Of the run that reads it"""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -117,6 +133,13 @@ class Samples(ABC):
 
     def prefetch(self, indices: Sequence[int]) -> None:  # noqa: B027 - most sources have nothing to prefetch
         """Announce the samples that are read next. A remote source can fetch them all at once."""
+
+    def look_ahead(self) -> float | None:
+        """Log how images are read. The fraction of an epoch by which `announce` is called ahead; None: it is not."""
+        return None
+
+    def announce(self, indices: Sequence[int]) -> None:  # noqa: B027 - as above
+        """Announce samples that are read later, so that their files can be downloaded meanwhile."""
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """A random order for one epoch, with every sample once."""

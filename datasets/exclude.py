@@ -65,6 +65,12 @@ class Remaining(Samples):
     def prefetch(self, indices: Sequence[int]) -> None:
         self.samples.prefetch([int(self._old_index[index]) for index in indices])
 
+    def look_ahead(self) -> float | None:
+        return self.samples.look_ahead()
+
+    def announce(self, indices: Sequence[int]) -> None:
+        self.samples.announce([int(self._old_index[index]) for index in indices])
+
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         order = self._new_index[self.samples.shuffled(generator)]
         return order[order >= 0]

@@ -90,6 +90,7 @@ def _open(
         samples = listed_once(lambda: opened(data, part, num_classes), world)
     else:
         samples = opened(data, part, num_classes)
+    samples.machines = -(-world.size // world.local_size)
     return Images(samples, data, train, seed)
 
 

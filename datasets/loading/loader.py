@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from datasets.base import Batch, Broken, ImageDataset, Key
+from datasets.base import PADDING, Batch, Broken, ImageDataset, Key, remarks
 from datasets.loading.order import EpochOrder, MicroBatch, validation_batches
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
+from utils.log import warn_once
 
 if TYPE_CHECKING:
     from datasets.damage import BrokenImages, BrokenInValidation
     from datasets.loading.workers import LoadingProcesses
 
 
+class Keys(list[Key]):
+    """The samples of a batch."""
+
+    def __init__(self, epoch: int, batch: np.ndarray, later: Sequence[int] | None = None) -> None:
+        """`later`: samples of a later batch, which are announced to their source; None: it wants to know none."""
+        super().__init__((epoch, index) for index in batch.tolist())
+        self.later = later
+
+
 class Plan:
     """Batch sampler of the loader. Keys contain the epoch, so loading processes need no state."""
 
-    _rest: Iterator[list[Key]] = iter(())
+    _rest: Iterator[Keys] = iter(())
 
-    def begin(self, batches: Iterable[tuple[int, np.ndarray]]) -> None:
-        """`batches`: epoch and samples of each. Loading processes run on from one epoch into the next."""
-        self._rest = ([(epoch, index) for index in batch.tolist()] for epoch, batch in batches)
+    def begin(self, batches: Iterable[tuple[int, np.ndarray]], ahead: int | None = None) -> None:
+        """`batches`: epoch and samples of each. Loading processes run on from one epoch into the next.
 
-    def __iter__(self) -> Iterator[list[Key]]:
+        `ahead`: each batch also announces the samples of the one that comes so many batches later.
+        """
+        if ahead is None:
+            self._rest = (Keys(epoch, batch) for epoch, batch in batches)
+            return
+        now, following = itertools.tee(batches)
+        later = (batch.tolist() for _, batch in itertools.islice(following, ahead, None))
+        self._rest = (Keys(epoch, batch, next(later, ())) for epoch, batch in now)
+
+    def __iter__(self) -> Iterator[Keys]:
         return self._rest
 
 
@@ -92,14 +111,16 @@ class _Loader:
                 generator=torch.Generator().manual_seed(seed),
             )
 
-    def _begin(self, plan: Iterable[tuple[int, np.ndarray]]) -> Iterator[Fetched]:
+    def _begin(self, plan: Iterable[tuple[int, np.ndarray]], per_epoch: int) -> Iterator[Fetched]:
         """Begin to load these batches. What was loaded ahead of another plan is dropped."""
         begin = time.perf_counter()
+        samples = self._fetch.dataset.single_images()
+        ahead = None if samples is None else samples.look_ahead()
         if self._processes is None and self._loader is not None and self._loader.num_workers:
             from datasets.loading.workers import LoadingProcesses
 
             self._processes = LoadingProcesses(self._loader)
-        self._plan.begin(plan)
+        self._plan.begin(plan, None if ahead is None else math.ceil(ahead * per_epoch))
         if self._loader is None:
             source: Iterator[Fetched] = map(self._fetch.__getitems__, self._plan)
         elif self._processes is None:
@@ -134,6 +155,8 @@ class _Loader:
             self.on_arrival()
         if self._broken is not None:
             self._broken.add(fetched.broken)
+        for text in fetched.remarks:
+            warn_once(text)
         if isinstance(fetched.batch, TrainingError):
             raise fetched.batch
         if self._copies is None:
@@ -181,7 +204,8 @@ class TrainLoader(_Loader):
                 begin = 0
 
         windows, ahead = itertools.tee(plan())
-        batches = self._batches(self._begin((epoch, share.indices) for epoch, shares in ahead for share in shares))
+        coming = ((epoch, share.indices) for epoch, shares in ahead for share in shares)
+        batches = self._batches(self._begin(coming, self.order.updates * self.order.accum))
         for _, shares in windows:
             yield Window(shares, batches)
 
@@ -223,7 +247,8 @@ class ValLoader(_Loader):
             self._plan_passes(passes)
 
     def _plan_passes(self, passes: int) -> None:
-        self._ahead = self._batches(self._begin((0, batch) for _ in range(passes) for batch in self._plans))
+        plan = ((0, batch) for _ in range(passes) for batch in self._plans)
+        self._ahead = self._batches(self._begin(plan, len(self._plans)))
         self._passes_ahead = passes
 
     def __iter__(self) -> Iterator[Batch]:
@@ -235,10 +260,11 @@ class ValLoader(_Loader):
 
 
 class Fetched(NamedTuple):
-    """Message of a loading process: the batch or an error, and images that it could not read."""
+    """Message of a loading process: the batch or an error, images that it could not read, and lines for the log."""
 
     batch: Batch | TrainingError
     broken: list[Broken]
+    remarks: list[str]
 
 
 class _Fetch(Dataset[Any]):
@@ -247,9 +273,15 @@ class _Fetch(Dataset[Any]):
     def __init__(self, dataset: ImageDataset) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, keys: list[Key]) -> Fetched:
+    def __getitems__(self, keys: Keys) -> Fetched:
+        samples = self.dataset.single_images()
+        if keys.later is not None and samples is not None:
+            announced = (*(index for _, index in keys), *keys.later)
+            samples.announce([index % len(samples) for index in announced if index != PADDING])
         try:
             batch = self.dataset.__getitems__(keys)
         except TrainingError as error:
             batch = error
-        return Fetched(batch, self.dataset.take_broken())
+        lines = remarks.copy()
+        remarks.clear()
+        return Fetched(batch, self.dataset.take_broken(), lines)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import tarfile
+import time
 import zipfile
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
+from datasets.base import remark
 from datasets.decoding import ENDINGS
 from datasets.sources.files import SkippedFiles, leads_out, readable_folder
 from utils.errors import UserError
@@ -31,6 +34,16 @@ MOST_OPEN = 64
 STAMPS = ("ETag", "etag", "LastModified", "mtime", "created")
 """Entries of a listing that change when the file is rewritten, by protocol"""
 
+PAUSES = 0.1, 0.3, 1.0, 3.0, 10.0, 20.0
+"""Seconds before a request to a store that failed is repeated"""
+LONGEST_PAUSE = 60.0
+"""Of those that a store asks for (Retry-After)"""
+BLOCK = 8 << 20
+"""Most bytes of a request"""
+GAP = 32 << 10
+"""Ranges of a file that are so near each other are one request: these bytes cost less than another one."""
+
+Value = TypeVar("Value")
 Range = tuple[str, int, int]
 """(file, first byte, number of bytes)"""
 
@@ -117,8 +130,7 @@ class Remote:
     def tars(self, folder: str = "") -> list[ShardFile]:
         files, place = self._place(folder)
         try:
-            with _as_os_error():
-                entries = files.ls(place, detail=True)
+            entries = self._patiently(lambda: files.ls(place, detail=True))
         except FileNotFoundError:
             return []
         shards = []
@@ -134,37 +146,67 @@ class Remote:
     def read_file(self, name: str) -> bytes | None:
         files, place = self._place(name)
         try:
-            with _as_os_error():
-                return cast(bytes, files.cat_file(place))
+            return self._patiently(lambda: files.cat_file(place))
         except FileNotFoundError:
             return None
 
     def open(self, name: str) -> BinaryIO:
         files, place = self._place(name)
-        with _as_os_error():
-            return cast(BinaryIO, files.open(place, "rb"))
+        opened = self._patiently(lambda: files.open(place, "rb"))
+        if (cache := getattr(opened, "cache", None)) is not None:  # fsspec's, which reads the file in blocks
+            fetch = cache.fetcher
+            cache.fetcher = lambda begin, end: self._patiently(
+                lambda: _whole(fetch(begin, end), min(end, cache.size) - begin)
+            )
+        return opened
 
     def range(self, wanted: Range) -> np.ndarray:
-        name, offset, size = wanted
-        files, place = self._place(name)
-        with _as_os_error():
-            content = files.cat_file(place, start=offset, end=offset + size)
-        if len(content) > size:
-            raise OSError(
-                f"the server ignores requests for a part of a file (Range): it sent {len(content):,} bytes, not "
-                f"{size:,}. Use a server that supports them, or copy the files to a disk"
-            )
-        return np.frombuffer(bytearray(content), dtype=np.uint8)  # a bytearray can be written to, as torch wants it
+        """Bytes of a range. Raises OSError."""
+        contents: dict[Range, np.ndarray] = {}
+        self._patiently(lambda: self._request([wanted], contents))
+        return contents[wanted]
 
-    def ranges(self, wanted: Sequence[Range]) -> list[np.ndarray | None]:
-        """Many ranges at once, with None for those that failed; an empty list if the whole request fails."""
+    def ranges(self, wanted: Sequence[Range]) -> dict[Range, np.ndarray]:
+        """Many ranges at once, without those whose requests keep failing."""
+        requests, contents = _joined(wanted), dict[Range, np.ndarray]()
+        with contextlib.suppress(OSError):
+            self._patiently(lambda: self._request([*requests], contents), len(PAUSES))
+        parts = ((whole, part) for whole in contents for part in requests[whole])
+        return {part: contents[whole][part[1] - whole[1] :][: part[2]] for whole, part in parts}
+
+    def _request(self, wanted: Sequence[Range], contents: dict[Range, np.ndarray]) -> None:
+        """Add the ranges that `contents` lacks. OSError if one fails."""
+        missing = [one for one in wanted if one not in contents]
+        if not missing:
+            return
         files, root = self._place()
-        names, starts = [f"{root}/{name}" for name, _, _ in wanted], [offset for _, offset, _ in wanted]
-        try:
-            contents = files.cat_ranges(names, starts, [offset + size for _, offset, size in wanted], on_error="return")
-        except Exception:  # the ranges are read again one by one, and report their errors then
-            return []
-        return [None if isinstance(one, Exception) else np.frombuffer(bytearray(one), np.uint8) for one in contents]
+        names, begins, sizes = ([*column] for column in zip(*missing, strict=True))
+        ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+        answers = files.cat_ranges([f"{root}/{name}" for name in names], begins, ends, on_error="return")
+        failures: list[Exception] = []
+        for one, answer in zip(missing, answers, strict=True):
+            try:
+                contents[one] = np.frombuffer(bytearray(_whole(answer, one[2])), np.uint8)  # writable, as torch wants
+            except Exception as error:
+                failures.append(error)
+        if failures:  # one that may pass, if any
+            raise min(failures, key=lambda error: _as_os_error(error)[1] is None)
+
+    def _patiently(self, request: Callable[[], Value], repeats: int = 4) -> Value:
+        """Repeat a request that fails, after PAUSES or what the store asks for. Raises OSError."""
+        left = iter(PAUSES[:repeats])
+        while True:
+            try:
+                return request()
+            except Exception as failure:
+                error, asked = _as_os_error(failure)
+            pause = next(left, None)
+            if pause is None or asked is None:
+                raise error from None
+            cause = str(error).partition(": ")[0] or type(error).__name__
+            remark(f"{self.root} fails at times: {cause}. Such requests are repeated.")
+            # By chance up to twice as long, so that not all processes return at once; `random` itself is seeded.
+            time.sleep(max(pause, min(asked, LONGEST_PAUSE)) * (1 + random.SystemRandom().random()))
 
 
 Store = Folder | Remote
@@ -181,15 +223,46 @@ def open_store(place: str | None) -> Store:
     return Folder(readable_folder(place))
 
 
-@contextlib.contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Raise errors of a protocol's own types as OSError."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
+def _as_os_error(error: Exception) -> tuple[OSError, float | None]:
+    """The error, and the seconds that the store asks to wait; None if the same request will fail again."""
+    if isinstance(error, OSError):
+        return error, None if isinstance(error, FileNotFoundError | PermissionError) else 0.0
+    status = getattr(error, "status", 0)
+    text = f"it answers {status} ({getattr(error, 'message', '')})" if status else f"{type(error).__name__}: {error}"
+    asked = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
+    lasting = 400 <= status < 500 and status not in (408, 425, 429)
+    return OSError(text), None if lasting else float(asked) if asked.isdecimal() else 0.0
+
+
+def _whole(answer: bytes | Exception, size: int) -> bytes:
+    """The answer to the request for so many bytes, if it is one."""
+    if isinstance(answer, Exception):
+        raise answer
+    if len(answer) > size:
+        raise OSError(
+            "the server ignores requests for a part of a file (Range) and sends more. Use a server that supports them, "
+            "or copy the files to a disk"
+        )
+    if len(answer) < size:
+        raise OSError("it sends fewer bytes than were requested")
+    return answer
+
+
+def _joined(wanted: Sequence[Range]) -> dict[Range, list[Range]]:
+    """Requests, each with the ranges in it: of those that are near each other in a file, one."""
+    groups: list[list[Range]] = []
+    for name, begin, size in sorted(wanted):
+        if groups:
+            (_, first, _), (last, offset, length) = groups[-1][0], groups[-1][-1]
+            if name == last and begin - (offset + length) <= GAP and begin + size - first <= BLOCK:
+                groups[-1].append((name, begin, size))
+                continue
+        groups.append([(name, begin, size)])
+    requests = {}
+    for group in groups:
+        (name, first, _), (_, offset, length) = group[0], group[-1]
+        requests[name, first, offset + length - first] = group
+    return requests
 
 
 IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")

@@ -6,7 +6,9 @@ import ast
 import contextlib
 import hashlib
 import json
+import logging
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -17,6 +19,7 @@ import numpy as np
 
 from datasets.base import TITLES, Encoded, Part, Parts, Samples, Source, Unreadable, part_of, parts_read
 from datasets.labels import check_class_count, check_label, log_unused_outputs, warn_empty_classes
+from datasets.shards.cache import HASH, ShardCache
 from datasets.shards.index import Folder, Remote, ShardFile, ShardIndex, Store, from_bytes, make_index, open_store
 from datasets.sources.files import leads_out
 from datasets.sources.split import SPLIT_NAMES, named_parts, no_such_part, split_named_in, split_rows, warn_of_skipped
@@ -25,6 +28,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once
 from utils.text import one_line
+from vitamp.checkpoints import sha256_of
 from vitamp.files import parse_json, write_atomically
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
@@ -91,7 +95,7 @@ class ShardSet:
         """
         shards, root = self.splits[split], self.store.root
         with self._reading():
-            if self.store.remote:
+            if isinstance(self.store, Remote):
                 # A server that cannot read a part of a file would send a whole tar file for each image.
                 self.store.range((shards[0].name, 0, 1))
             index = self._beside(split)
@@ -161,7 +165,10 @@ class ShardSet:
         """Shards in the manifest. Each must exist: otherwise a missing one would go unnoticed."""
         splits = {}
         for split, entry in manifest["parts"].items():
-            splits[split] = [ShardFile(shard["name"], shard["bytes"], "") for shard in entry["shards"]]
+            splits[split] = [
+                ShardFile(shard["name"], shard["bytes"], f"{HASH}{shard['sha256']}" if "sha256" in shard else "")
+                for shard in entry["shards"]
+            ]
             sizes: dict[str, int] = {}
             # Many web servers do not list their files. If this one is down, reading the first tar file fails.
             with contextlib.suppress(OSError) if self.store.remote else contextlib.nullcontext():
@@ -206,7 +213,8 @@ def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]
         index = make_index(store, files)
         counts = np.bincount(index.shard, minlength=len(files)).tolist()
         shards = [
-            {"name": file.name, "bytes": file.size, "samples": count} for file, count in zip(files, counts, strict=True)
+            {"name": file.name, "bytes": file.size, "samples": count, "sha256": sha256_of(folder / file.name)}
+            for file, count in zip(files, counts, strict=True)
         ]
         entries[split] = {"samples": len(index), "shards": shards}
         write_atomically(folder / index_name(split), index.to_bytes())
@@ -222,7 +230,9 @@ WINDOW = 8
 class ShardSamples(Samples):
     """Samples of an index, those in `rows`, which ascend."""
 
-    def __init__(self, shards: ShardSet, index: ShardIndex, window: int, rows: np.ndarray) -> None:
+    def __init__(
+        self, shards: ShardSet, files: list[ShardFile], index: ShardIndex, window: int, rows: np.ndarray
+    ) -> None:
         self.store, self.classes, self.window = shards.store, shards.classes, window
         self._index, self._rows = index, rows
         self.labels = index.label[rows]
@@ -231,16 +241,22 @@ class ShardSamples(Samples):
         self._is_array &= shards.data.is_plain  # bands are read by vitamp/bands.py, whatever their file
         self.stored = "pixels" if self._is_array.all() else "tar files"
         self.remote = self.store.remote
+        self.cache: ShardCache | None = None
+        if isinstance(self.store, Remote) and shards.data.CACHE_GB:
+            folder = cache_folder(shards.data, "tars")
+            self.cache = ShardCache(self.store, files, folder, shards.data.CACHE_GB * 1e9)
         self._prefetched: dict[int, list[np.ndarray]] = {}
         """By row, once for each time that it will be read"""
 
     def read(self, index: int) -> Encoded:
         row = int(self._rows[index])
-        wanted = self._range(row)
+        name, offset, size = wanted = self._range(row)
         is_array = self._is_array[row]
-        there = self._prefetched.get(row)
-        content = there.pop() if there else self.store.range(wanted)
-        name, offset, size = wanted
+        content = there.pop() if (there := self._prefetched.get(row)) else None
+        if content is None and self.cache:
+            content = self.cache.range(int(self._index.shard[row]), offset, size)
+        if content is None:
+            content = self.store.range(wanted)
         if len(content) < size:
             raise OSError(f"{self.store.root}/{name} ends before byte {offset + size}, where the image ends")
         return pixels_of(content) if is_array else content.tobytes()
@@ -264,11 +280,40 @@ class ShardSamples(Samples):
     def prefetch(self, indices: Sequence[int]) -> None:
         if not isinstance(self.store, Remote):
             return
-        rows = Counter(int(self._rows[index]) for index in indices)  # DATA.REPEATED_AUGMENT reads some several times
-        contents = self.store.ranges([self._range(row) for row in rows])
-        # Failed ranges are requested again when they are read, and raise there.
-        found = zip(rows.items(), contents, strict=False)
-        self._prefetched = {row: [content] * count for (row, count), content in found if content is not None}
+        rows = Counter(self._rows[indices].tolist())  # DATA.REPEATED_AUGMENT reads some several times
+        here: set[int] = set()
+        if self.cache:
+            here = set(filter(self.cache.has, np.unique(self._index.shard[[*rows]]).tolist()))
+        wanted = {self._range(row): row for row in rows if self._index.shard[row] not in here}
+        # What fails is requested again when it is read, and raises there.
+        contents = self.store.ranges([*wanted])
+        self._prefetched = {wanted[one]: [content] * rows[wanted[one]] for one, content in contents.items()}
+
+    def look_ahead(self) -> float | None:
+        if not isinstance(self.store, Remote):
+            return None
+        why = self._why_in_parts()
+        how = f"images are requested by ranges of tar files: {why}" if why else "whole tar files are kept in DATA.CACHE"
+        warn_once(f"{self.store.root}: {how}.", logging.INFO)
+        return None if why else min(1.0, self.window / len(self._index.files))
+
+    def _why_in_parts(self) -> str:
+        """Why whole tar files are not downloaded; '' if they are."""
+        if self.cache is None:
+            return "DATA.CACHE_GB is 0"
+        sizes = sorted((file.size for file in self._index.files), reverse=True)
+        total, needed = sum(sizes), sum(sizes[: 2 * self.window])
+        room = min(self.cache.limit, shutil.disk_usage(self.cache.folder).free + self.cache.bytes_used())
+        part = len(self._rows) / len(self._index) / self.machines
+        if needed > room:
+            return f"{2 * self.window} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
+        if total > room and part < 1 / 2:
+            return f"a machine reads {100 * part:.0f} % of them in an epoch, and there is no room to keep them all"
+        return ""
+
+    def announce(self, indices: Sequence[int]) -> None:
+        if self.cache:
+            self.cache.announce(list(dict.fromkeys(self._index.shard[self._rows[indices]].tolist())), 2 * self.window)
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """Shuffle the shards, then the samples within each `window` of shards, so that few files are read at once."""
@@ -321,7 +366,7 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
         where = f"{shards.store.root}/{index.files[index.shard[row]].name}: {index.name(row)}"
         check_label(int(index.label[row]), num_classes, one_line(where))
     rows = split_rows(index.label, data, part, shards.store.root) if shared else np.arange(len(index))
-    return ShardSamples(shards, index, window, rows)
+    return ShardSamples(shards, shards.splits[name], index, window, rows)
 
 
 def shard_source(

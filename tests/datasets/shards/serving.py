@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 @contextlib.contextmanager
@@ -40,7 +41,9 @@ class ByteRanges(SimpleHTTPRequestHandler):
         time.sleep(self.nap)
         first, last = (int(word) for word in wanted.removeprefix("bytes=").split("-"))
         content = path.read_bytes()
-        body = content[first : last + 1]
+        return self.send_part(content, first, content[first : last + 1])
+
+    def send_part(self, content: bytes, first: int, body: bytes) -> io.BytesIO | None:
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{len(content)}")
         self.send_header("Content-Length", str(len(body)))
@@ -48,3 +51,43 @@ class ByteRanges(SimpleHTTPRequestHandler):
         return io.BytesIO(body)
 
     def log_message(self, format: str, *args: object) -> None: ...
+
+
+class FaultyStore(ByteRanges):
+    """An object store of which every `every`-th part fails, by each of `faults` in turn. It counts parts and bytes."""
+
+    counts = itertools.count()
+    sent: ClassVar[list[tuple[str, int]]] = []
+    """Path and bytes of each answer with a part"""
+
+    def __init__(self, *args: Any, every: int = 0, faults: Sequence[str] = (), **options: Any) -> None:
+        self.every, self.faults = every, faults
+        super().__init__(*args, **options)
+
+    def send_part(self, content: bytes, first: int, body: bytes) -> io.BytesIO | None:
+        number = next(FaultyStore.counts)
+        due = self.every and number % self.every == self.every - 1
+        FaultyStore.sent.append((self.path, len(body)))
+        fault = self.faults[number // self.every % len(self.faults)] if due else ""
+        if fault in ("429", "503"):
+            self.send_response(int(fault))
+            self.send_header("Retry-After", "0.05")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return None
+        if fault == "whole":  # ignores the range
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            return io.BytesIO(content)
+        if fault == "truncated":  # closes the connection in the middle
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.close_connection = True
+            return io.BytesIO(body[: len(body) // 2])
+        if fault == "shorter":
+            body = body[:-1]
+        if fault == "elsewhere":
+            body = content[-len(body) :]
+        return super().send_part(content, first, body)

@@ -1,0 +1,165 @@
+"""Whole tar files of a URL that are kept on this machine, and stores that fail."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from datasets import EpochOrder, TrainLoader, ValLoader, open_dataset
+from datasets.shards import cache as caches
+from datasets.shards.cache import HASH, ShardCache
+from datasets.shards.index import Remote, ShardFile
+from tests.datasets.opened import CPU, of_shards
+from tests.datasets.processes import in_order
+from tests.datasets.shards.serving import FaultyStore, serving
+from tests.datasets.shards.tar_files import write_set
+from tests.waiting import until
+
+pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+
+FAULTS = ("503", "truncated", "shorter", "429", "whole")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Twelve tar files; requests for them are repeated at once."""
+    monkeypatch.setattr("datasets.shards.index.PAUSES", (0.0,) * 6)
+    FaultyStore.sent.clear()
+    return write_set(tmp_path / "set", [4] * 12, val=12)
+
+
+@pytest.fixture
+def address(root: Path) -> Iterator[str]:
+    with serving(partial(FaultyStore, directory=str(root.parent), every=9, faults=FAULTS)) as place:
+        yield f"{place}/set"
+
+
+def of_tars(suffix: str = ".tar") -> list[int]:
+    """Bytes of each answer with a part of a training file."""
+    return [size for path, size in FaultyStore.sent if path.startswith("/set/train/") and path.endswith(suffix)]
+
+
+def epochs(place: object, workers: int, world: int = 1, **more: object) -> list[object]:
+    """The batches of three epochs, of one rank after the other."""
+    found: list[object] = []
+    for rank in range(world):
+        train = open_dataset(of_shards(place, **more), True, 3, 5, CPU)
+        order = EpochOrder(len(train), 4, 1, rank, world, seed=5, drop_last=True, shuffled=train.shuffled)
+        loader = TrainLoader(train, order, 5, workers, CPU)
+        try:
+            found += [in_order(loader, epoch) for epoch in (1, 2, 3)]
+        finally:
+            loader.close()
+    return found
+
+
+def cached(address: str, root: Path, folder: Path, limit: float = 1e9, stamps: bool = False) -> ShardCache:
+    folder.mkdir(exist_ok=True)
+    tars = sorted((root / "train").iterdir())
+    hashes = [HASH + hashlib.sha256(tar.read_bytes()).hexdigest() if stamps else "" for tar in tars]
+    files = [ShardFile(f"train/{tar.name}", tar.stat().st_size, one) for tar, one in zip(tars, hashes, strict=True)]
+    return ShardCache(Remote(address), files, folder, limit)
+
+
+@pytest.mark.parametrize(("world", "workers", "gigabytes"), [(1, 0, 50), (2, 2, 50), (3, 1, 50), (4, 0, 50), (2, 2, 0)])
+def test_batches_equal_those_of_local_files(
+    root: Path,
+    address: str,
+    cache: Path,
+    said: pytest.LogCaptureFixture,
+    world: int,
+    workers: int,
+    gigabytes: float,
+) -> None:
+    """Although every ninth request fails. Each tar file is downloaded once, by whichever rank."""
+    assert epochs(address, workers, world, CACHE_GB=gigabytes) == epochs(root, 0, world)
+    assert f"{address} fails at times: it answers 503 (Service Unavailable)" in said.text
+    if not gigabytes:
+        assert "images are requested by ranges of tar files: DATA.CACHE_GB is 0" in said.text
+        assert not (cache / "tars").exists()
+        return
+    assert "whole tar files are kept in" in said.text
+    until(lambda: len([*(cache / "tars").glob("*.tar")]) == 12)
+    FaultyStore.sent.clear()
+    assert epochs(address, workers) == epochs(root, 0)
+    assert len(of_tars()) <= 2, "another run only asks whether the server sends parts of files"
+
+
+def test_near_ranges_are_one_request(address: str) -> None:
+    val = open_dataset(of_shards(address, CACHE_GB=0), False, 3, 5, CPU)
+    FaultyStore.sent.clear()
+    assert sum(int((batch.indices >= 0).sum()) for batch in ValLoader(val, 6, 0, 1, 0, CPU)) == 12
+    assert len(FaultyStore.sent) <= 3, "two batches, and at most one failure"
+
+
+@pytest.mark.parametrize(("changes", "why"), [({"CACHE_GB": 1e-6}, "there is room for"), ({}, "reads 33 % of them")])
+def test_whole_files_are_not_downloaded_in_vain(
+    root: Path, address: str, said: pytest.LogCaptureFixture, changes: dict[str, float], why: str
+) -> None:
+    sizes = sum(path.stat().st_size for path in (root / "train").iterdir())
+    train = open_dataset(
+        of_shards(address, **({"CACHE_GB": 0.9 * sizes / 1e9} | changes)), True, 3, 5, CPU
+    ).single_images()
+    assert train is not None
+    train.machines, train.window = 3, 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert train.look_ahead() is None
+    assert why in said.text
+
+
+def test_download_resumes_where_a_killed_process_left_it(root: Path, address: str, tmp_path: Path) -> None:
+    """Two processes that want the same file share one download."""
+    one, other = (cached(address, root, tmp_path / "kept", stamps=True) for _ in range(2))
+    content = (root / "train" / "0003.tar").read_bytes()
+    path = one._path(3)
+    path.with_suffix(".part").write_bytes(content[:5000])
+    for either in (one, other):
+        either.announce([3], 16)
+    until(path.exists)
+    time.sleep(0.1)
+    assert path.read_bytes() == content
+    assert set(of_tars("0003.tar")) == {len(content) - 5000}
+    assert [kept.name for kept in path.parent.iterdir()] == [path.name]
+
+
+def test_cache_is_bounded_and_drops_the_file_unused_for_longest(root: Path, address: str, tmp_path: Path) -> None:
+    limit = 3.5 * (root / "train" / "0000.tar").stat().st_size
+    cache = cached(address, root, tmp_path / "kept", limit)
+    for number in (0, 1, 2, 0, 3):
+        cache.announce([number], 16)
+        until(lambda number=number: cache.has(number))
+        time.sleep(0.02)
+    assert [number for number in range(12) if cache._path(number).exists()] == [0, 2, 3]
+    assert cache.bytes_used() <= limit
+
+
+@pytest.mark.parametrize("problem", ["full", "hash"])
+def test_images_are_read_without_a_cache_that_fails(
+    root: Path, address: str, cache: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    """A disk without room, and files whose hash is not the one in dataset.json."""
+    monkeypatch.setattr(caches, "SECONDS_TO_REST", 0.0)
+    expected = epochs(root, 0)
+    if problem == "full":
+        usage = namedtuple("usage", "free")
+        monkeypatch.setattr(caches.shutil, "disk_usage", lambda _: usage(20_000))
+        monkeypatch.setattr("datasets.shards.source.ShardSamples._why_in_parts", lambda _: "")
+    else:
+        shards = [
+            {"name": f"train/{tar.name}", "bytes": tar.stat().st_size, "sha256": "0" * 64}
+            for tar in sorted((root / "train").iterdir())
+        ]
+        val = [{"name": "val/0000.tar", "bytes": (root / "val" / "0000.tar").stat().st_size}]
+        about = {"made_by": "vitamp", "classes": None, "parts": {"train": {"shards": shards}, "val": {"shards": val}}}
+        (root / "dataset.json").write_text(json.dumps(about))
+    assert epochs(address, 1) == expected
+    assert {"full": "there is no room", "hash": "has another hash than in dataset.json"}[problem] in said.text
+    assert not [*(cache / "tars").glob("*.tar")]
+    shutil.rmtree(cache / "tars")

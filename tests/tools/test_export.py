@@ -163,6 +163,7 @@ def test_full_disk_leaves_no_file(export_tool: Tool, run: Path, tmp_path: Path, 
         (("-to", "onnx", "-out", "m.pt"), "onnx files end in .onnx; use -out m.onnx"),
         (("-to", "onnx,torch", "-out", "m.onnx"), "give the name without ending, m"),
         (("-to", "onnx", "-out", "large.onnx"), "large.onnx.data: already exists"),
+        (("-to", "torch", "-out", "seen.pt2"), "seen.pt2.changed.html: already exists"),
         (("-to", "onnx", "-out", "m.onnx", "-dtype", "bf16"), "use fp16"),
         (("-to", "safetensors", "-out", "m.safetensors", "-with_preprocess"), "holds only weights"),
         (("-to", "onnx,torch", "-out", "m", "-with_resize"), "-with_resize: works only with -to onnx; export torch by"),
@@ -184,6 +185,7 @@ def test_bad_command_lines_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("large.onnx.data").touch()
+    Path("seen.pt2.changed.html").touch()
     Path("file").touch()
     Path("run").symlink_to(run)
     said = export_tool(run, *words, code=2)
@@ -196,7 +198,7 @@ def test_comparison_counts_classes_and_lists_differences() -> None:
     export: Any = SimpleNamespace(trained=trained, images=images, dtype="fp32")
     wanted = torch.tensor([[1.0, 0.9999, -4.0], [0.0, 3.0, 1.0]])
     near = wanted + torch.tensor([[-2e-4, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    said = compare(export, wanted, near, 1e-3)
+    (said,) = compare(export, wanted, near, 1e-3)
     assert said.endswith(", 1 answer changed: a (class 0 to the model, class 1 to the file)")
     with pytest.raises(TrainingError, match=r"Largest differences:\n  a, class class 0: 0.9998 instead of 1"):
         compare(export, wanted, near, 1e-5)
@@ -360,6 +362,10 @@ def test_weights_beyond_two_gigabytes_are_in_a_second_file(
     assert "opset " in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
     assert about_of(tmp_path / "m.onnx")["model"] == "tiny"
+    monkeypatch.undo()
+    (tmp_path / "m.onnx.changed.html").touch()
+    export_tool(run, "-to", "onnx", "-out", tmp_path / "m.onnx", "-overwrite")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"], "what only the earlier one had is gone"
 
 
 # vitamp's own tools.

@@ -39,7 +39,7 @@ from typing import Any
 
 from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, ToolLine, number, tool
 from tools.common.output_file import check_output_file, check_output_folder
-from tools.export import HUB_FILES
+from tools.export import HUB_FILES, files_beside
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
@@ -238,8 +238,9 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
             raise UserError(f"-out {asked.out}: {many}.")
         files = {name: asked.out.with_name(f"{asked.out.name}{ENDINGS[name]}") for name in singles}
     files = {name: check_output_file(file, "-out", fresh=not asked.overwrite) for name, file in files.items()}
-    if "onnx" in files:  # weights beyond 2 GB are kept in a second file
-        check_output_file(files["onnx"].with_name(f"{files['onnx'].name}.data"), "-out", fresh=not asked.overwrite)
     if HUB in formats:
         files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=not asked.overwrite)
+    for name, file in files.items():
+        for beside in files_beside(file):
+            check_output_file(beside, "-output" if name == HUB else "-out", fresh=not asked.overwrite)
     return files

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from datasets import PADDING, ImageDataset, has_labels
-from datasets.base import TITLES, Samples, dtype_of
+from datasets.base import TITLES, dtype_of
 from datasets.decoding import endings_of
 from datasets.given import open_given
 from datasets.registry import crop_of
@@ -42,7 +42,7 @@ from tools.common.differences import CONFIDENCE, LIKE_THESE, paired_interval
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
-from tools.export import CONFIG, HUB_FILES
+from tools.export import CONFIG, HUB_FILES, files_beside, page_beside
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.text import counted, some_of
@@ -77,10 +77,10 @@ class CheckImages:
     names: list[str]
     source: str
     """Where they are from, for the log"""
-    samples: Samples | None = None
-    """The stored images, unless they are held in memory"""
+    dataset: ImageDataset | None = None
+    """None for noise"""
     indices: tuple[int, ...] = ()
-    """Index of each in `samples`"""
+    """Index of each in `dataset`"""
     labels: Tensor | None = None
     """With one label per image, if they are known"""
     any_size: tuple[Callable[[], np.ndarray], ...] = ()
@@ -150,7 +150,7 @@ def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> Check
     if not indices:
         raise UserError(f"none of the {count} images {source} can be read; name other images with -images DIR.")
     names = [name_of(dataset, index) for index in indices]
-    return CheckImages(torch.cat(parts), names, source, dataset.single_images(), tuple(indices), torch.cat(labels))
+    return CheckImages(torch.cat(parts), names, source, dataset, tuple(indices), torch.cat(labels))
 
 
 def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
@@ -179,18 +179,22 @@ def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.nda
         raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
-def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
+def answers(export: Export, outputs: Tensor) -> Tensor:
+    """The class of each image; with several labels, whether it has each class."""
+    if (limits := thresholds_of(export.trained)) is None:
+        return outputs.argmax(1)
+    outputs = outputs.double()
+    return (outputs.sigmoid() if export.images.output == LOGITS else outputs) >= limits
+
+
+def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> list[str]:
     """Which answers changed, and in a lower precision what that costs; TrainingError beyond the tolerance."""
     trained, images, limits = export.trained, export.images, thresholds_of(export.trained)
     errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
     worst = float(errors.max())
     if not worst <= tolerance:  # or NaN
         raise TrainingError(_worst_of(export, expected, found, errors, tolerance))
-    if limits is None:
-        model, file = expected.argmax(1), found.argmax(1)
-    else:
-        both = (output.double() for output in (expected, found))
-        model, file = ((output.sigmoid() if images.output == LOGITS else output) >= limits for output in both)
+    model, file = answers(export, expected), answers(export, found)
     changed = torch.nonzero((model != file).reshape(len(found), -1).any(1))[:, 0].tolist()
     shown = [images.names[row] for row in changed]
     for place, row in enumerate(changed if limits is None else ()):
@@ -201,15 +205,15 @@ def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -
     words += f"output{allowed}, {counted(len(changed), 'answer') if changed else 'no answer'} changed"
     words += f": {some_of(shown, WORST_SHOWN)}" if changed else ""
     if limits is not None:
-        return f"{words}; apply a sigmoid to the logits" if images.output == LOGITS else words
+        return [words, "apply a sigmoid to the logits"] if images.output == LOGITS else [words]
     if images.labels is None or export.dtype == "fp32":
-        return words
+        return [words]
     right = [(guess == images.labels).numpy() for guess in (model, file)]
     cost, low, high = (100 * value for value in paired_interval(*right))
     what, cost, low, high = ("gains", -cost, -high, -low) if cost < 0 else ("costs", cost, low, high)
     interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
     before, after = (100 * each.mean() for each in right)
-    return f"{words}; {export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
+    return [words, f"{export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"]
 
 
 def _worst_of(export: Export, expected: Tensor, found: Tensor, errors: Tensor, tolerance: float) -> str:
@@ -489,7 +493,7 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
 
                 with torch.no_grad():
                     logits = torch.cat([*kind.run(export, folder / out.name, batches())])
-            words = [compare(export, expected, logits, tolerance)]
+            words = compare(export, expected, logits, tolerance)
             with torch.no_grad():
                 words += filter(None, [kind.gain(export, folder / out.name)])
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -500,6 +504,10 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
             shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: %.1f MB, %s, %s", out, size / 1e6, export.dtype, summary)
     log.info("  %s", "; ".join(words))
+    if not torch.equal(answers(export, expected), answers(export, logits)):
+        from tools.export.changed import write_changed
+
+        write_changed(export, (expected, logits), "; ".join(words[1:]), page_beside(out), kind.flag)
     if how := kind.how_to_load(export, out):
         log.info("  %s", how)
 
@@ -507,17 +515,20 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
 def _move_into_place(folder: Path, out: Path) -> None:
     """Move what makes the export valid last: it must not be there before the files that it needs.
 
-    That is the file itself, which may have a data file (weights of an ONNX model beyond 2 GB), or a folder's config.
+    That is the file itself, which may have a second one (`files_beside`), or a folder's config. What an earlier export
+    had besides is removed.
     """
-    source, target, last = folder, out.parent, out.name
+    source, target, last, earlier = folder, out.parent, out.name, files_beside(out)
     if (folder / out.name).is_dir():
         source, target, last = folder / out.name, out, CONFIG
         target.mkdir(exist_ok=True)
-        for old in (target / name for name in HUB_FILES if not (source / name).exists()):
-            old.unlink(missing_ok=True)  # of an earlier export
-    for file in sorted(source.iterdir(), key=lambda path: path.name == last):
+        earlier = *(target / name for name in HUB_FILES), *earlier
+    moved = sorted(source.iterdir(), key=lambda path: path.name == last)
+    for file in moved:
         with replacing(target / file.name) as unfinished:
             file.replace(unfinished)
+    for old in set(earlier) - {target / file.name for file in moved}:
+        old.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -5,14 +5,11 @@ from pathlib import Path
 CONFIG, WEIGHTS, CARD, CURVES = "config.json", "model.safetensors", "README.md", "curves.png"
 HUB_FILES = (WEIGHTS, CARD, CURVES, CONFIG)
 """Files that -to hub writes, in the order in which they get their names"""
+CHANGED = ".changed.html"
+"""What the name of an export's page of changed images ends in"""
 
 
 def files_beside(file: Path) -> tuple[Path, ...]:
-    """Files that an export may have besides its own: weights of an ONNX model beyond 2 GB, and a page."""
-    weights = [file.with_name(f"{file.name}.data")] if file.suffix == ".onnx" else []
-    return *weights, page_beside(file)
-
-
-def page_beside(file: Path) -> Path:
-    """The page of images whose answers changed. A folder is for others, so the page is not in it."""
-    return file.with_name(f"{file.name}.changed.html")
+    """Files that an export may have besides its own: weights (of ONNX beyond 2 GB; of OpenVINO), and the page."""
+    weights = {".onnx": [file.with_name(f"{file.name}.data")], ".xml": [file.with_suffix(".bin")]}
+    return *weights.get(file.suffix, ()), file.with_name(f"{file.name}{CHANGED}")

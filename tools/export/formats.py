@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import io
 import itertools
 import json
 import math
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -25,6 +27,7 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datasets import PADDING, ImageDataset, has_labels
@@ -42,7 +45,7 @@ from tools.common.differences import CONFIDENCE, LIKE_THESE, paired_interval
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
-from tools.export import CONFIG, HUB_FILES, files_beside, page_beside
+from tools.export import CONFIG, HUB_FILES, files_beside
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.text import counted, some_of
@@ -180,9 +183,9 @@ def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.nda
 
 
 def answers(export: Export, outputs: Tensor) -> Tensor:
-    """The class of each image; with several labels, whether it has each class."""
+    """Whether the answer of each image has each class, N x C."""
     if (limits := thresholds_of(export.trained)) is None:
-        return outputs.argmax(1)
+        return F.one_hot(outputs.argmax(1), outputs.shape[1]) > 0
     outputs = outputs.double()
     return (outputs.sigmoid() if export.images.output == LOGITS else outputs) >= limits
 
@@ -195,10 +198,10 @@ def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -
     if not worst <= tolerance:  # or NaN
         raise TrainingError(_worst_of(export, expected, found, errors, tolerance))
     model, file = answers(export, expected), answers(export, found)
-    changed = torch.nonzero((model != file).reshape(len(found), -1).any(1))[:, 0].tolist()
+    changed = torch.nonzero((model != file).any(1))[:, 0].tolist()
     shown = [images.names[row] for row in changed]
     for place, row in enumerate(changed if limits is None else ()):
-        to_model, to_file = (trained.name_of(int(guess[row])) for guess in (model, file))
+        to_model, to_file = (trained.name_of(int(output[row].argmax())) for output in (expected, found))
         shown[place] += f" ({to_model} to the model, {to_file} to the file)"
     allowed = "" if tolerance == math.inf else f" ({tolerance:g} allowed)"
     words = f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
@@ -208,7 +211,7 @@ def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -
         return [words, "apply a sigmoid to the logits"] if images.output == LOGITS else [words]
     if images.labels is None or export.dtype == "fp32":
         return [words]
-    right = [(guess == images.labels).numpy() for guess in (model, file)]
+    right = [(output.argmax(1) == images.labels).numpy() for output in (expected, found)]
     cost, low, high = (100 * value for value in paired_interval(*right))
     what, cost, low, high = ("gains", -cost, -high, -low) if cost < 0 else ("costs", cost, low, high)
     interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
@@ -432,6 +435,35 @@ def _layer_of(node: Any) -> str:
     return scopes[-2].removeprefix("module.") if len(scopes) > 1 else ""
 
 
+class OpenVino(Onnx):
+    """Made from an ONNX file, whose metadata OpenVINO keeps as rt_info."""
+
+    def write(self, export: Export, file: Path) -> str:
+        with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
+            summary, openvino = super().write(export, exact := Path(folder, "exact.onnx")), _openvino()
+            try:
+                openvino.save_model(openvino.Core().read_model(exact), file, compress_to_fp16=False)
+            except Exception as error:  # OpenVINO raises RuntimeError for all
+                raise TrainingError(f"-to openvino: OpenVINO cannot write the file: {first_line(error)}") from None
+        return summary.partition(", ")[2]
+
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        # The CPUs that compute in bf16 would do so by themselves.
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        try:
+            model = _openvino().compile_model(file, "CPU", settings)
+            for batch in batches:
+                yield torch.from_numpy(model([batch.numpy()])[LOGITS].copy())
+        except RuntimeError as error:
+            raise TrainingError(f"{file.name}: OpenVINO cannot run the file: {first_line(error)}") from None
+
+
+def _openvino() -> Any:
+    """The package, without the one by which it reports its use to its makers."""
+    sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore[reportArgumentType]
+    return importlib.import_module("openvino")
+
+
 class Torch(_Program):
     def write(self, export: Export, file: Path) -> str:
         batch = torch.export.Dim(ANY_NUMBER, min=1)
@@ -470,7 +502,7 @@ class Safetensors(Format):
         return f'timm.create_model("{export.timm_name}", {given}checkpoint_path="{out}")'
 
 
-FORMATS: dict[str, Format] = {"onnx": Onnx(), "torch": Torch(), "safetensors": Safetensors()}
+FORMATS: dict[str, Format] = {"onnx": Onnx(), "openvino": OpenVino(), "torch": Torch(), "safetensors": Safetensors()}
 
 
 def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tolerance: float) -> None:
@@ -493,9 +525,9 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
 
                 with torch.no_grad():
                     logits = torch.cat([*kind.run(export, folder / out.name, batches())])
-            words = compare(export, expected, logits, tolerance)
             with torch.no_grad():
-                words += filter(None, [kind.gain(export, folder / out.name)])
+                found = *compare(export, expected, logits, tolerance), kind.gain(export, folder / out.name)
+            words = [*filter(None, found)]
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:
@@ -507,7 +539,7 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
     if not torch.equal(answers(export, expected), answers(export, logits)):
         from tools.export.changed import write_changed
 
-        write_changed(export, (expected, logits), "; ".join(words[1:]), page_beside(out), kind.flag)
+        write_changed(export, [expected, logits], "; ".join(words[1:]), out, kind.flag)
     if how := kind.how_to_load(export, out):
         log.info("  %s", how)
 

@@ -90,7 +90,7 @@ def test_named_layers_stay_in_fp32(say: Say, digits_run: Path, tmp_path: Path, m
     speeds, timed = [1.0, 3.0], []
     monkeypatch.setattr(int8, "times_as_fast", lambda *both: timed.append([*map(next, both)]) or speeds.pop())
     said = say(digits_run, "-to", "onnx", "-int8", "-with_preprocess", "-out", every).expect(0).text
-    assert said.endswith("3 times as fast an image at a time (this CPU, 1 thread)\n")
+    assert "3 times as fast an image at a time (this CPU, 1 thread)\n" in said
     pixels = int8.calibration_images(load_trained(digits_run, device="cpu", amp="off")).pixels[:1].numpy()
     answer = onnxruntime.InferenceSession(every).run(None, {"images": pixels})[0]
     assert np.array_equal(np.asarray(answer), timed[0][1])

@@ -23,9 +23,9 @@ MOST_SHOWN = 200
 def write_changed(export: Export, outputs: list[Tensor], words: str, out: Path, flag: str) -> None:
     """Write the page of `out`, the value of `flag`. `outputs`: of the model and of the file; `words`: the verdict."""
     trained, images, labels = export.trained, export.images, export.images.labels
-    if images.dataset is None:  # noise, or images that were made
-        return
     given, one_label = torch.stack([answers(export, each) for each in outputs]), trained.task.kind == ONE_LABEL
+    if images.dataset is None or torch.equal(*given):  # None: noise, or images that were made
+        return
     truth = torch.zeros_like(given[0])
     if labels is not None:
         truth = F.one_hot(labels, given.shape[2]) > 0 if one_label else labels > 0

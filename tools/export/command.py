@@ -128,6 +128,7 @@ def main(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained
     from tools.export.card import Hub
+    from tools.export.changed import write_changed
     from tools.export.formats import FORMATS, TOLERANCES, Export, images_for_check, reference_logits, write_checked
 
     kinds = FORMATS | {HUB: Hub(asked.license)}
@@ -164,7 +165,8 @@ def main(argv: list[str]) -> int:
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
     for name in formats:
         export = Export(trained, images, asked.dtype, asked.with_preprocess)
-        write_checked(kinds[name], export, expected, files[name], tolerance)
+        logits, words = write_checked(kinds[name], export, expected, files[name], tolerance)
+        write_changed(export, [expected, logits], words, files[name], kinds[name].flag)
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
     return EXIT_DONE

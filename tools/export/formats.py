@@ -505,8 +505,8 @@ class Safetensors(Format):
 FORMATS: dict[str, Format] = {"onnx": Onnx(), "openvino": OpenVino(), "torch": Torch(), "safetensors": Safetensors()}
 
 
-def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tolerance: float) -> None:
-    """Write `out` if its logits agree with `expected`; otherwise raise TrainingError and leave no file.
+def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tolerance: float) -> tuple[Tensor, str]:
+    """Write `out` and return its logits, and what it costs and gains; leave no file if they are not as `expected`.
 
     It is written and checked in a temporary folder, and moved into place only if the check passes.
     """
@@ -526,8 +526,8 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
                 with torch.no_grad():
                     logits = torch.cat([*kind.run(export, folder / out.name, batches())])
             with torch.no_grad():
-                found = *compare(export, expected, logits, tolerance), kind.gain(export, folder / out.name)
-            words = [*filter(None, found)]
+                words = compare(export, expected, logits, tolerance)
+                words += filter(None, [kind.gain(export, folder / out.name)])
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:
@@ -536,12 +536,9 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
             shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: %.1f MB, %s, %s", out, size / 1e6, export.dtype, summary)
     log.info("  %s", "; ".join(words))
-    if not torch.equal(answers(export, expected), answers(export, logits)):
-        from tools.export.changed import write_changed
-
-        write_changed(export, [expected, logits], "; ".join(words[1:]), out, kind.flag)
     if how := kind.how_to_load(export, out):
         log.info("  %s", how)
+    return logits, "; ".join(words[1:])
 
 
 def _move_into_place(folder: Path, out: Path) -> None:

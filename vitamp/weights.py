@@ -41,7 +41,7 @@ MADE_BY, EXPORTED = "vitamp", "vitamp"
 """Value of `made_by` in the header; and the one key under which an export has all its fields."""
 NEEDED = ("settings", "classes", "choices", "fp32_modules")
 WRITERS = f"`{started('checkpoint')} strip` or `{started('export')} -to safetensors`"
-PROGRAMS = (".onnx", ".pt2")
+PROGRAMS = (".onnx", ".xml", ".pt2")
 
 
 class Calibration(Fields):

@@ -113,6 +113,16 @@ def test_temperature_is_crossfitted_kept_and_applied(
     assert probabilities == pytest.approx((logits / temperature).softmax(1).max(1).values.tolist(), abs=2e-6)
 
 
+def test_a_large_calibration_error_names_the_remedy(
+    say: Callable[..., Result], digits_run: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hint = "-calibrate fits a temperature."
+    assert hint not in say(digits_run, code=0).out
+    monkeypatch.setattr(evaluate, "LARGE_ECE", 0.5)
+    assert f"\nA calibration error of 0.5 % or more: {hint}\n" in say(digits_run, code=0).out
+    assert hint not in say(run, "-weights", "model", "-no_calibration", code=0).out, "it has one"
+
+
 def test_exports_are_calibrated(export_tool: Callable[..., str], run: Path, tmp_path: Path) -> None:
     import onnxruntime
 

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,13 +32,14 @@ from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
 from tests.program import ROOT, Vitamp, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, pictures_of
-from tools.export.formats import CheckImages, compare
+from tools.export import command
+from tools.export.formats import FORMATS, CheckImages, compare
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 from vitamp.weights import read_header
 
 PAGE = ROOT / "docs" / "export.md"
-NAMES = {"onnx": "m.onnx", "torch": "m.pt2", "safetensors": "m.safetensors"}
+NAMES = {"onnx": "m.onnx", "openvino": "m.xml", "torch": "m.pt2", "safetensors": "m.safetensors"}
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +161,11 @@ def test_full_disk_leaves_no_file(export_tool: Tool, run: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("-to", "onxn", "-out", "m.onnx"), "unknown format 'onxn'; formats are onnx, torch, safetensors and hub"),
+        (("-to", "onxn", "-out", "m.onnx"), "'onxn'; formats are onnx, openvino, torch, safetensors and hub"),
         (("-to", "onnx", "-out", "m.pt"), "onnx files end in .onnx; use -out m.onnx"),
         (("-to", "onnx,torch", "-out", "m.onnx"), "give the name without ending, m"),
         (("-to", "onnx", "-out", "large.onnx"), "large.onnx.data: already exists"),
+        (("-to", "torch", "-out", "seen.pt2"), "seen.pt2.changed.html: already exists"),
         (("-to", "onnx", "-out", "m.onnx", "-dtype", "bf16"), "use fp16"),
         (("-to", "safetensors", "-out", "m.safetensors", "-with_preprocess"), "holds only weights"),
         (("-to", "onnx,torch", "-out", "m", "-with_resize"), "-with_resize: works only with -to onnx; export torch by"),
@@ -184,10 +187,33 @@ def test_bad_command_lines_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("large.onnx.data").touch()
+    Path("seen.pt2.changed.html").touch()
     Path("file").touch()
     Path("run").symlink_to(run)
     said = export_tool(run, *words, code=2)
     assert expected in said
+
+
+def test_missing_packages_are_named(
+    export_tool: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(command.PACKAGES, "openvino", ("onnx", "no_such_package"))
+    said = export_tool(run, "-to", "onnx,openvino", "-out", tmp_path / "m", code=2)
+    assert "-to openvino needs no_such_package: pip install no_such_package" in said
+
+
+@pytest.mark.skipif(find_spec("openvino") is None, reason="needs openvino")
+def test_openvino_reports_nothing_to_its_makers(export_tool: Tool, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.bin").touch()
+    words = (run, "-to", "openvino", "-dtype", "fp16", "-out", tmp_path / "m.xml")
+    assert f"{tmp_path / 'm.bin'}: already exists" in export_tool(*words, code=2)
+    assert "fp16, 'images' N x 1 x 8 x 8 " in export_tool(*words, "-overwrite")
+    assert sys.modules["openvino_telemetry"] is None
+    assert b"/" + tmp_path.name.encode() not in (tmp_path / "m.xml").read_bytes()
+    (tmp_path / "m.xml").write_text("no model")
+    export: Any = None
+    with pytest.raises(TrainingError, match=r"m\.xml: OpenVINO cannot run the file: "):
+        next(FORMATS["openvino"].run(export, tmp_path / "m.xml", []))
 
 
 def test_comparison_counts_classes_and_lists_differences() -> None:
@@ -196,7 +222,7 @@ def test_comparison_counts_classes_and_lists_differences() -> None:
     export: Any = SimpleNamespace(trained=trained, images=images, dtype="fp32")
     wanted = torch.tensor([[1.0, 0.9999, -4.0], [0.0, 3.0, 1.0]])
     near = wanted + torch.tensor([[-2e-4, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    said = compare(export, wanted, near, 1e-3)
+    (said,) = compare(export, wanted, near, 1e-3)
     assert said.endswith(", 1 answer changed: a (class 0 to the model, class 1 to the file)")
     with pytest.raises(TrainingError, match=r"Largest differences:\n  a, class class 0: 0.9998 instead of 1"):
         compare(export, wanted, near, 1e-5)
@@ -211,7 +237,8 @@ def test_comparison_counts_classes_and_lists_differences() -> None:
 def consumers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elsewhere")
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    wanted = ["prepare.py", "with_onnxruntime.py", "with_torch.py", "with_timm.py", "from_image.py"]
+    programs = ("onnxruntime", "openvino", "torch", "timm")
+    wanted = ["prepare.py", *(f"with_{program}.py" for program in programs), "from_image.py"]
     assert [name for name, _ in blocks] == wanted
     for name, code in blocks:
         (folder / name).write_text(code, encoding="utf-8")
@@ -293,8 +320,8 @@ def test_documented_code_prepares_images_as_validation_does(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [(), ("-with_preprocess",), ("-dtype", "fp16"), ("-int8",), ("-int8", "-with_preprocess")],
-    ids=["plain", "pixels", "fp16", "int8", "int8 of pixels"],
+    [(), ("-with_preprocess",), ("-dtype", "fp16"), ("-dtype", "bf16"), ("-int8",), ("-int8", "-with_preprocess")],
+    ids=["plain", "pixels", "fp16", "bf16", "int8", "int8 of pixels"],
 )
 def test_documented_code_predicts_as_the_model_does(
     export_tool: Tool,
@@ -304,7 +331,8 @@ def test_documented_code_predicts_as_the_model_does(
     more: tuple[str, ...],
 ) -> None:
     run, pictures, wanted = digits
-    scripts = {"onnx": "with_onnxruntime.py"}
+    scripts = {} if "bf16" in more else {"onnx": "with_onnxruntime.py"}
+    scripts |= {"openvino": "with_openvino.py"} if find_spec("openvino") and not {"-int8", "bf16"} & {*more} else {}
     scripts |= {} if "-int8" in more else {"torch": "with_torch.py"}
     scripts |= {} if "-int8" in more or "-with_preprocess" in more else {"safetensors": "with_timm.py"}
     out = tmp_path / ("m.onnx" if len(scripts) == 1 else "m")
@@ -360,6 +388,10 @@ def test_weights_beyond_two_gigabytes_are_in_a_second_file(
     assert "opset " in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
     assert about_of(tmp_path / "m.onnx")["model"] == "tiny"
+    monkeypatch.undo()
+    (tmp_path / "m.onnx.changed.html").touch()
+    export_tool(run, "-to", "onnx", "-out", tmp_path / "m.onnx", "-overwrite")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"], "what only the earlier one had is gone"
 
 
 # vitamp's own tools.

@@ -21,6 +21,7 @@ from engine.task.several import SeveralLabels
 from engine.trained.model import load_trained, split_of_run
 from tests.predicted import validation_predictions
 from tests.program import Result, change_settings
+from tests.tools.browser import View, views_of
 from tools.common.differences import paired_interval
 from tools.export import command, int8
 from tools.export.formats import CheckImages, compare, times_as_fast
@@ -71,6 +72,17 @@ def test_the_verdict_is_what_onnxruntime_shows(say: Say, digits_run: Path, tmp_p
     assert "calibrated on 256 images of the run's training split" in said
     training = split_of_run(trained, "train").__getitems__([(0, 0)]).images
     assert torch.equal(int8.calibration_images(trained).pixels[:1], training)
+    shown = tmp_path / "model.onnx.changed.html"
+    assert f"Look at them: {shown}\n" in said
+    lost, won = (model == labels) & (guesses != labels), (model != labels) & (guesses == labels)
+    for view in views_of(shown, tmp_path, [View(400, False), View(1200, True)]):
+        assert not view.complaints
+        assert view.page_width <= view.width
+        assert view.text.count("class\tmodel\tfile") == changed
+        assert f"{changed}\nanswers changed\n{lost.sum()}\nof them right before\n{won.sum()}\n" in view.text
+        chance = 100 * float(found.logits[first].softmax(0).max())
+        row = rf"\n{model[first]}( ✓)?\t{chance:.1f}\xa0%\t[^\n]*(\n\d[^\n]*)*\n{found.name(first)}\n"
+        assert re.search(row, view.text)
 
 
 def test_named_layers_stay_in_fp32(say: Say, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +90,7 @@ def test_named_layers_stay_in_fp32(say: Say, digits_run: Path, tmp_path: Path, m
     speeds, timed = [1.0, 3.0], []
     monkeypatch.setattr(int8, "times_as_fast", lambda *both: timed.append([*map(next, both)]) or speeds.pop())
     said = say(digits_run, "-to", "onnx", "-int8", "-with_preprocess", "-out", every).expect(0).text
-    assert said.endswith("3 times as fast an image at a time (this CPU, 1 thread)\n")
+    assert "3 times as fast an image at a time (this CPU, 1 thread)\n" in said
     pixels = int8.calibration_images(load_trained(digits_run, device="cpu", amp="off")).pixels[:1].numpy()
     answer = onnxruntime.InferenceSession(every).run(None, {"images": pixels})[0]
     assert np.array_equal(np.asarray(answer), timed[0][1])
@@ -159,9 +171,8 @@ def test_several_labels_are_compared_by_their_thresholds() -> None:
     export: Any = SimpleNamespace(trained=trained, images=images, dtype="int8")
     expected, found = torch.tensor([[1.0, 3.0], [1.0, 0.9]]), torch.tensor([[1.0, 2.0], [1.0, 1.1]])
     said = compare(export, expected, found, math.inf)
-    assert said.endswith(
-        " largest difference 3.3e-01 x the largest output, 1 answer changed: a; apply a sigmoid to the logits"
-    )
+    assert said[0].endswith(" largest difference 3.3e-01 x the largest output, 1 answer changed: a")
+    assert said[1:] == ["apply a sigmoid to the logits"]
     with pytest.raises(TrainingError, match=r"b, class 1: nan instead of 0\.9"):
         compare(export, expected, found * torch.tensor([[1.0, 1.0], [1.0, torch.nan]]), math.inf)
 

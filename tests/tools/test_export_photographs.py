@@ -76,7 +76,17 @@ def test_digits_are_classified_alike_by_timm_alone(export_tool: Tool, digits_run
     found = validation_predictions(trained)
     logits, names = in_timm_alone(f"local-dir:{folder}", "L", pictures_of(found, tmp_path), tmp_path)
     check_equal(found, logits)
+    assert names is not None
     assert names == trained.chosen.classes
+    code = (folder / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    words = [sys.executable, "-I", "-c", code, *(f"{row:03d}.png" for row in range(40))]
+    told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    for row, line in enumerate(told):
+        chances = found.logits[row].softmax(0)
+        name, label, chance = line.split()
+        assert (name, label) == (words[4 + row], names[int(chances.argmax())])
+        assert float(chance) == pytest.approx(float(chances.max()), abs=6e-4)
+    assert len(told) == 40
 
 
 @pytest.mark.slow

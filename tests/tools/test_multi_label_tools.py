@@ -222,6 +222,11 @@ def test_export_notes_the_sigmoid(tool: Tool, run: Path, tmp_path: Path) -> None
     words = ("-to", "onnx", "-with_resize", "-weights", "model", "-check", 8, "-out", tmp_path / "whole.onnx")
     done = tool("export", run, *words)
     assert done.out.count("no answer changed\n") == 1, "they are probabilities"
+    done = tool("export", run, "-to", "onnx", "-int8", "-weights", "model", "-out", tmp_path / "m8.onnx")
+    number = int(done.out.partition(" answers changed: ")[0].rpartition(" ")[2])
+    page = (tmp_path / "m8.onnx.changed.html").read_text(encoding="utf-8")
+    assert page.count("<figure") == number
+    assert "<b>0</b><span>of them right in the file" in page
     image = run.parent / "images/val1.png"
     alone = tool("predict", tmp_path / "m.safetensors", image)
     assert alone.out == tool("predict", run, image, "-weights", "model").out

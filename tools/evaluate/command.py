@@ -88,6 +88,8 @@ TOOL = command_line.Tool(
 )
 MEMORISED = ("train", "all")
 """Values of -part that include training images"""
+LARGE_ECE = 10.0
+"""Percent, from which on the log names -calibrate"""
 OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")
 """Own flags about the classifier and its probabilities"""
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
@@ -229,6 +231,8 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         if not asked.tta and (kept.precision, kept.input) == (trained.precision.name, now):
             words = ": cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}".format_map(kept.crossfitted)
         crossfitted = [f"The temperature was fitted on these images{words}."]
+    if isinstance(found, OneLabel) and found.ece >= LARGE_ECE and not (trained.others or chosen.calibration):
+        crossfitted.append(f"A calibration error of {LARGE_ECE:g} % or more: -calibrate fits a temperature.")
     places, title = [f"{one.chosen.place}" for one in models], chosen.which.mark or chosen.which.name
     what = f"{config.MODEL.NAME} of {chosen.place}"
     if trained.others:

@@ -1,5 +1,15 @@
 """Files of a model for other programs. Names here are needed before torch is imported."""
 
+from pathlib import Path
+
 CONFIG, WEIGHTS, CARD, CURVES = "config.json", "model.safetensors", "README.md", "curves.png"
 HUB_FILES = (WEIGHTS, CARD, CURVES, CONFIG)
 """Files that -to hub writes, in the order in which they get their names"""
+CHANGED = ".changed.html"
+"""What the name of an export's page of changed images ends in"""
+
+
+def files_beside(file: Path) -> tuple[Path, ...]:
+    """Files that an export may have besides its own: weights (of ONNX beyond 2 GB; of OpenVINO), and the page."""
+    weights = {".onnx": [file.with_name(f"{file.name}.data")], ".xml": [file.with_suffix(".bin")]}
+    return *weights.get(file.suffix, ()), file.with_name(f"{file.name}{CHANGED}")

@@ -1,7 +1,8 @@
-"""Export a trained model to ONNX, torch.export, safetensors or the Hugging Face Hub, and check it on real images.
+"""Export a trained model to ONNX, OpenVINO, torch.export, safetensors or the Hugging Face Hub; check it on real images.
 
     python scripts/export.py runs/a -to onnx        -out vit.onnx
     python scripts/export.py runs/a -to onnx -int8  -out vit.onnx
+    python scripts/export.py runs/a -to openvino    -out vit.xml
     python scripts/export.py runs/a -to torch       -out vit.pt2
     python scripts/export.py runs/a -to safetensors -out vit.safetensors
     python scripts/export.py runs/a -to onnx,torch,safetensors -out vit       (vit.onnx, vit.pt2, vit.safetensors)
@@ -9,10 +10,10 @@
     python scripts/export.py vit_base_patch16_224.pdparams -to safetensors
 
 The path is a run's folder (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py strip. onnx
-is for ONNX Runtime and other programs that read ONNX; torch is a torch.export program; safetensors has weights for
-timm.create_model(..., checkpoint_path=...). hub is a folder for timm.create_model("local-dir:..."), with a model card;
-`hf upload me/vit vit` puts it on the Hugging Face Hub. Every format takes any batch size and contains class names,
-mean, standard deviation, image size and crop. docs/export.md has code that uses them.
+is for ONNX Runtime and other programs that read ONNX; openvino is for Intel's OpenVINO, with weights in vit.bin; torch
+is a torch.export program; safetensors has weights for timm.create_model(..., checkpoint_path=...). hub is a folder for
+timm.create_model("local-dir:..."), with a model card; `hf upload me/vit vit` puts it on the Hugging Face Hub. Each has
+class names, mean, standard deviation, image size and crop, and takes any batch size. docs/export.md has code for them.
 
 From PaddleViT's weights (.pdparams), -to safetensors makes a file for timm and vitamp: the models of
 docs/paddlevit_weights.md, as plain weights or a training checkpoint. The model follows from the file's name or
@@ -22,8 +23,8 @@ any other object is refused. docs/paddlevit_weights.md has more.
 
 -int8 computes layers in 8 bits, calibrated on training images; layers that hurt stay in fp32.
 
-Every export is run by onnxruntime, torch or timm on validation images of the run, and the log says which answers
-changed, what that costs, and how fast the file is. Without -int8, no file is left whose outputs are not the model's.
+Every export is run on validation images of the run, and the log says which answers changed (FILE.changed.html shows
+them), what that costs, and how fast the file is. Without -int8, no file is left whose outputs are not the model's.
 
 Exit codes: 0 done, 1 the model cannot be exported, or the check failed, or tensors of PaddleViT's weights
 are missing or left over, apart from the classifier's; 2 anything wrong with the command, the files, or the disk.
@@ -39,21 +40,21 @@ from typing import Any
 
 from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, ToolLine, number, tool
 from tools.common.output_file import check_output_file, check_output_folder
-from tools.export import HUB_FILES
+from tools.export import HUB_FILES, files_beside
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
 from vitamp.metrics import ONE_LABEL
 from vitamp.registry import own_named
 
-ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
-"""Formats that are one file each"""
+ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2", "safetensors": ".safetensors"}
+"""Formats that are files"""
 HUB, PADDLE = "hub", ".pdparams"
 KNOWN = (*ENDINGS, HUB)
 ONLY_WEIGHTS = ("safetensors", HUB)
 DTYPES = ("fp32", "fp16", "bf16")
 IMAGES_CHECKED = 256
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("onnx", "onnxscript", "openvino")}
 """Needed besides vitamp's requirements"""
 
 NAMES = f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
@@ -120,13 +121,14 @@ def main(argv: list[str]) -> int:
         raise UserError(f"-name {asked.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
     formats = _formats(asked)
     files = _files(asked, formats)
-    missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
-    if missing and "onnx" in formats:
-        raise UserError(f"-to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    for name in formats:
+        if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
+            raise UserError(f"-to {name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained
     from tools.export.card import Hub
+    from tools.export.changed import write_changed
     from tools.export.formats import FORMATS, TOLERANCES, Export, images_for_check, reference_logits, write_checked
 
     kinds = FORMATS | {HUB: Hub(asked.license)}
@@ -163,7 +165,8 @@ def main(argv: list[str]) -> int:
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
     for name in formats:
         export = Export(trained, images, asked.dtype, asked.with_preprocess)
-        write_checked(kinds[name], export, expected, files[name], tolerance)
+        logits, words = write_checked(kinds[name], export, expected, files[name], tolerance)
+        write_changed(export, [expected, logits], words, files[name], kinds[name].flag)
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
     return EXIT_DONE
@@ -205,7 +208,7 @@ def _formats(asked: Namespace) -> list[str]:
         )
     if asked.keep and not asked.int8:
         raise UserError(f"-keep {asked.keep}: works only with -int8; add it, or leave -keep out.")
-    if asked.dtype == "bf16" and "onnx" in names:
+    if asked.dtype == "bf16" and PACKAGES.keys() & names:
         raise UserError("-dtype bf16: onnxruntime cannot run it, so the file could not be checked; use fp16 or fp32.")
     return names
 
@@ -238,8 +241,9 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
             raise UserError(f"-out {asked.out}: {many}.")
         files = {name: asked.out.with_name(f"{asked.out.name}{ENDINGS[name]}") for name in singles}
     files = {name: check_output_file(file, "-out", fresh=not asked.overwrite) for name, file in files.items()}
-    if "onnx" in files:  # weights beyond 2 GB are kept in a second file
-        check_output_file(files["onnx"].with_name(f"{files['onnx'].name}.data"), "-out", fresh=not asked.overwrite)
     if HUB in formats:
         files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=not asked.overwrite)
+    for name, file in files.items():
+        for beside in files_beside(file):
+            check_output_file(beside, "-output" if name == HUB else "-out", fresh=not asked.overwrite)
     return files

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import io
 import itertools
 import json
 import math
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -25,10 +27,11 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datasets import PADDING, ImageDataset, has_labels
-from datasets.base import TITLES, Samples, dtype_of
+from datasets.base import TITLES, dtype_of
 from datasets.decoding import endings_of
 from datasets.given import open_given
 from datasets.registry import crop_of
@@ -42,7 +45,7 @@ from tools.common.differences import CONFIDENCE, LIKE_THESE, paired_interval
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
-from tools.export import CONFIG, HUB_FILES
+from tools.export import CONFIG, HUB_FILES, files_beside
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.text import counted, some_of
@@ -77,10 +80,10 @@ class CheckImages:
     names: list[str]
     source: str
     """Where they are from, for the log"""
-    samples: Samples | None = None
-    """The stored images, unless they are held in memory"""
+    dataset: ImageDataset | None = None
+    """None for noise"""
     indices: tuple[int, ...] = ()
-    """Index of each in `samples`"""
+    """Index of each in `dataset`"""
     labels: Tensor | None = None
     """With one label per image, if they are known"""
     any_size: tuple[Callable[[], np.ndarray], ...] = ()
@@ -150,7 +153,7 @@ def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> Check
     if not indices:
         raise UserError(f"none of the {count} images {source} can be read; name other images with -images DIR.")
     names = [name_of(dataset, index) for index in indices]
-    return CheckImages(torch.cat(parts), names, source, dataset.single_images(), tuple(indices), torch.cat(labels))
+    return CheckImages(torch.cat(parts), names, source, dataset, tuple(indices), torch.cat(labels))
 
 
 def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
@@ -179,37 +182,41 @@ def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.nda
         raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
-def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> str:
+def answers(export: Export, outputs: Tensor) -> Tensor:
+    """Whether the answer of each image has each class, N x C."""
+    if (limits := thresholds_of(export.trained)) is None:
+        return F.one_hot(outputs.argmax(1), outputs.shape[1]) > 0
+    outputs = outputs.double()
+    return (outputs.sigmoid() if export.images.output == LOGITS else outputs) >= limits
+
+
+def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> list[str]:
     """Which answers changed, and in a lower precision what that costs; TrainingError beyond the tolerance."""
     trained, images, limits = export.trained, export.images, thresholds_of(export.trained)
     errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
     worst = float(errors.max())
     if not worst <= tolerance:  # or NaN
         raise TrainingError(_worst_of(export, expected, found, errors, tolerance))
-    if limits is None:
-        model, file = expected.argmax(1), found.argmax(1)
-    else:
-        both = (output.double() for output in (expected, found))
-        model, file = ((output.sigmoid() if images.output == LOGITS else output) >= limits for output in both)
-    changed = torch.nonzero((model != file).reshape(len(found), -1).any(1))[:, 0].tolist()
+    model, file = answers(export, expected), answers(export, found)
+    changed = torch.nonzero((model != file).any(1))[:, 0].tolist()
     shown = [images.names[row] for row in changed]
     for place, row in enumerate(changed if limits is None else ()):
-        to_model, to_file = (trained.name_of(int(guess[row])) for guess in (model, file))
+        to_model, to_file = (trained.name_of(int(output[row].argmax())) for output in (expected, found))
         shown[place] += f" ({to_model} to the model, {to_file} to the file)"
     allowed = "" if tolerance == math.inf else f" ({tolerance:g} allowed)"
     words = f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
     words += f"output{allowed}, {counted(len(changed), 'answer') if changed else 'no answer'} changed"
     words += f": {some_of(shown, WORST_SHOWN)}" if changed else ""
     if limits is not None:
-        return f"{words}; apply a sigmoid to the logits" if images.output == LOGITS else words
+        return [words, "apply a sigmoid to the logits"] if images.output == LOGITS else [words]
     if images.labels is None or export.dtype == "fp32":
-        return words
-    right = [(guess == images.labels).numpy() for guess in (model, file)]
+        return [words]
+    right = [(output.argmax(1) == images.labels).numpy() for output in (expected, found)]
     cost, low, high = (100 * value for value in paired_interval(*right))
     what, cost, low, high = ("gains", -cost, -high, -low) if cost < 0 else ("costs", cost, low, high)
     interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
     before, after = (100 * each.mean() for each in right)
-    return f"{words}; {export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
+    return [words, f"{export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"]
 
 
 def _worst_of(export: Export, expected: Tensor, found: Tensor, errors: Tensor, tolerance: float) -> str:
@@ -428,6 +435,35 @@ def _layer_of(node: Any) -> str:
     return scopes[-2].removeprefix("module.") if len(scopes) > 1 else ""
 
 
+class OpenVino(Onnx):
+    """Made from an ONNX file, whose metadata OpenVINO keeps as rt_info."""
+
+    def write(self, export: Export, file: Path) -> str:
+        with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
+            summary, openvino = super().write(export, exact := Path(folder, "exact.onnx")), _openvino()
+            try:
+                openvino.save_model(openvino.Core().read_model(exact), file, compress_to_fp16=False)
+            except Exception as error:  # OpenVINO raises RuntimeError for all
+                raise TrainingError(f"-to openvino: OpenVINO cannot write the file: {first_line(error)}") from None
+        return summary.partition(", ")[2]
+
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        # The CPUs that compute in bf16 would do so by themselves.
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        try:
+            model = _openvino().compile_model(file, "CPU", settings)
+            for batch in batches:
+                yield torch.from_numpy(model([batch.numpy()])[LOGITS].copy())
+        except RuntimeError as error:
+            raise TrainingError(f"{file.name}: OpenVINO cannot run the file: {first_line(error)}") from None
+
+
+def _openvino() -> Any:
+    """The package, without the one by which it reports its use to its makers."""
+    sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore[reportArgumentType]
+    return importlib.import_module("openvino")
+
+
 class Torch(_Program):
     def write(self, export: Export, file: Path) -> str:
         batch = torch.export.Dim(ANY_NUMBER, min=1)
@@ -466,11 +502,11 @@ class Safetensors(Format):
         return f'timm.create_model("{export.timm_name}", {given}checkpoint_path="{out}")'
 
 
-FORMATS: dict[str, Format] = {"onnx": Onnx(), "torch": Torch(), "safetensors": Safetensors()}
+FORMATS: dict[str, Format] = {"onnx": Onnx(), "openvino": OpenVino(), "torch": Torch(), "safetensors": Safetensors()}
 
 
-def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tolerance: float) -> None:
-    """Write `out` if its logits agree with `expected`; otherwise raise TrainingError and leave no file.
+def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tolerance: float) -> tuple[Tensor, str]:
+    """Write `out` and return its logits, and what it costs and gains; leave no file if they are not as `expected`.
 
     It is written and checked in a temporary folder, and moved into place only if the check passes.
     """
@@ -489,8 +525,8 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
 
                 with torch.no_grad():
                     logits = torch.cat([*kind.run(export, folder / out.name, batches())])
-            words = [compare(export, expected, logits, tolerance)]
             with torch.no_grad():
+                words = compare(export, expected, logits, tolerance)
                 words += filter(None, [kind.gain(export, folder / out.name)])
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
@@ -502,22 +538,26 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
     log.info("  %s", "; ".join(words))
     if how := kind.how_to_load(export, out):
         log.info("  %s", how)
+    return logits, "; ".join(words[1:])
 
 
 def _move_into_place(folder: Path, out: Path) -> None:
     """Move what makes the export valid last: it must not be there before the files that it needs.
 
-    That is the file itself, which may have a data file (weights of an ONNX model beyond 2 GB), or a folder's config.
+    That is the file itself, which may have a second one (`files_beside`), or a folder's config. What an earlier export
+    had besides is removed.
     """
-    source, target, last = folder, out.parent, out.name
+    source, target, last, earlier = folder, out.parent, out.name, files_beside(out)
     if (folder / out.name).is_dir():
         source, target, last = folder / out.name, out, CONFIG
         target.mkdir(exist_ok=True)
-        for old in (target / name for name in HUB_FILES if not (source / name).exists()):
-            old.unlink(missing_ok=True)  # of an earlier export
-    for file in sorted(source.iterdir(), key=lambda path: path.name == last):
+        earlier = *(target / name for name in HUB_FILES), *earlier
+    moved = sorted(source.iterdir(), key=lambda path: path.name == last)
+    for file in moved:
         with replacing(target / file.name) as unfinished:
             file.replace(unfinished)
+    for old in set(earlier) - {target / file.name for file in moved}:
+        old.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -88,7 +88,8 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
         above = f"PCT {crop_pct:g} is not supported, only up to 1"
         why = above if crop_pct > 1 else f"MODE {mode} is not supported, only center and squash"
         raise UserError(f"-with_resize: DATA.CROP_{why}. {ADVICE}")
-    stored, own, names = images.samples, images.pixels, list(images.names)
+    stored = None if images.dataset is None else images.dataset.single_images()
+    own, names = images.pixels, list(images.names)
     if stored is None:  # held in memory, or noise: only made images have another size
         sources, bases = [], [_rgb(row.permute(1, 2, 0).numpy()) for row in own[:RESHAPED]]
         own, names = own[:0], []

@@ -27,6 +27,7 @@ from datasets.shards.index import open_store
 from datasets.shards.source import ShardSet
 from models.build import is_timm_name, sizes_in, timm_weights
 from models.build import resolve as timm_base
+from models.refusals import similar_models
 from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run
 from utils.cache import cache_folder, process_lock
@@ -69,6 +70,17 @@ def with_classes(loaded: Loaded) -> Loaded:
         raise UserError(f"{name} has one class, so there is nothing to learn. Give the data with all classes.")
     note = f"{CLASSES} {number}: classes of {name}"
     return loaded.with_values({CLASSES: number}, f"classes of {name}", [note])
+
+
+def with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
+    """Warn of a typed MODEL.NAME that timm lacks, where a recipe's sizes make it a label: it may be mistyped."""
+    model, sizes = loaded.config.MODEL, {f"MODEL.{key}" for key in given_sizes(loaded.config.MODEL)}
+    if not sizes or sizes & given or not timm_base(model, sizes_given=True)[1]:
+        return loaded
+    said = (
+        f"{loaded.sources['MODEL.NAME']}: timm has no model {model.NAME}, so this only names one of the recipe's sizes"
+    )
+    return replace(loaded, warnings=(*loaded.warnings, f"{said}.{similar_models(model.NAME)}"))
 
 
 def of_any_size(data: DataConfig) -> DataConfig:

@@ -241,7 +241,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     best, total = trainer.best_words(": best "), clock(time.monotonic() - stopping.BEGAN)
     log.info("%s%s; total time %s%s", words, best, total, place)
     if world.first and (file := os.environ.get(FOLDER_FILE)):
-        Path(file).write_text(f"{folder}\n", encoding="utf-8")
+        Path(file).write_bytes(os.fsencode(f"{folder}\n"))
     return code
 
 

@@ -46,6 +46,8 @@ from vitamp.metrics import NO_LABELS, ONE_LABEL
 from vitamp.sizes import in_pixels, sides, size_of
 from vitamp.weights import read_header
 
+HEADERS = 500
+"""DICOM files of which the headers are compared"""
 SIZES = range(32, 97)
 """Image sizes that `auto` chooses from"""
 PATCHES = range(4, 9)
@@ -152,8 +154,10 @@ def with_measurements(loaded: Loaded) -> Loaded:
     samples, name = split.single_images() or vars(split).get("samples"), source_of(config.DATA)
     if samples is None or config.EVAL:
         raise UserError(f"{wanted[0]} auto: only training measures, on images that can be read singly; give numbers.")
-    dicom = "DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1"
-    notes = [dicom] if samples.name(0).lower().endswith(".dcm") else []
+    notes = list[str]()
+    if samples.name(0).lower().endswith(".dcm"):
+        notes.append("DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1")
+        loaded = replace(loaded, warnings=(*loaded.warnings, *_mixed_windows(samples)))
     about = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
     file = cache_folder(data, "measured") / f"{'-'.join(map(str, about))}.json"
     with process_lock(file.with_suffix(".lock"), f"measures {name}"):
@@ -172,6 +176,22 @@ def with_measurements(loaded: Loaded) -> Loaded:
     words = ", ".join(f"{key} [{', '.join(f'{number:.4g}' for number in found[key])}]" for key in wanted)
     notes.append(f"Measured on {len(samples):,} training images, of values from {least:g} to {most:g}{bits}: {words}")
     return loaded.with_values(found, f"measured on {name}", notes)
+
+
+def _mixed_windows(samples: Samples) -> list[str]:
+    """A warning where some DICOM files have a window and others none."""
+    from vitamp.bands import has_window
+
+    def windowed(index: int) -> bool:
+        encoded = samples.read(index)
+        return isinstance(encoded, bytes) and has_window(encoded)
+
+    found = [failure_or(partial(windowed, index)) for index in range(min(len(samples), HEADERS))]
+    count = found.count(True)
+    if not count or False not in found:  # others may be unreadable
+        return []
+    said = f"{count} of the first {len(found)} training images have a window, so that their values have another unit"
+    return [f"DICOM: {said}: give all files WindowCenter and WindowWidth, or none"]
 
 
 def _measured(samples: Samples, data: DataConfig) -> np.ndarray:

@@ -112,9 +112,9 @@ def _read(content: bytes) -> np.ndarray:
         return np.asarray(image).astype(np.uint16) if image.mode == "I" else np.asarray(image)
 
 
-def has_window(content: bytes) -> bool:
-    """Whether a DICOM file has a window, whose ends become 0 and 1; not for one that is broken."""
-    about = _package("pydicom").dcmread(io.BytesIO(content), stop_before_pixels=True, force=True)
+def has_window(content: bytes | np.ndarray) -> bool:
+    """Whether a DICOM file has a window, whose ends become 0 and 1. A broken one has none."""
+    about = _package("pydicom").dcmread(io.BytesIO(bytes(content)), stop_before_pixels=True, force=True)
     return about.get("WindowCenter") is not None
 
 

@@ -147,6 +147,7 @@ def with_patch_size(loaded: Loaded) -> Loaded:
 def with_measurements(loaded: Loaded) -> Loaded:
     """Measure mean, deviation and range on all pixels of the training split. Processes share the result."""
     from engine.evaluation.features import contents_of
+    from vitamp.bands import has_window
 
     config, data = loaded.config, of_any_size(loaded.config.DATA)
     wanted = [key for key in MEASURED if value_of(config, key) == AUTO]
@@ -157,7 +158,10 @@ def with_measurements(loaded: Loaded) -> Loaded:
     notes = list[str]()
     if samples.name(0).lower().endswith(".dcm"):
         notes.append("DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1")
-        loaded = replace(loaded, warnings=(*loaded.warnings, *_mixed_windows(samples)))
+        first = range(min(len(samples), HEADERS))
+        if failure_or(lambda: {has_window(samples.read(index)) for index in first}) == {True, False}:
+            said = "DICOM: some training images have a window, and so values of another unit; give it to all or none"
+            loaded = replace(loaded, warnings=(*loaded.warnings, said))
     about = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
     file = cache_folder(data, "measured") / f"{'-'.join(map(str, about))}.json"
     with process_lock(file.with_suffix(".lock"), f"measures {name}"):
@@ -176,22 +180,6 @@ def with_measurements(loaded: Loaded) -> Loaded:
     words = ", ".join(f"{key} [{', '.join(f'{number:.4g}' for number in found[key])}]" for key in wanted)
     notes.append(f"Measured on {len(samples):,} training images, of values from {least:g} to {most:g}{bits}: {words}")
     return loaded.with_values(found, f"measured on {name}", notes)
-
-
-def _mixed_windows(samples: Samples) -> list[str]:
-    """A warning where some DICOM files have a window and others none."""
-    from vitamp.bands import has_window
-
-    def windowed(index: int) -> bool:
-        encoded = samples.read(index)
-        return isinstance(encoded, bytes) and has_window(encoded)
-
-    found = [failure_or(partial(windowed, index)) for index in range(min(len(samples), HEADERS))]
-    count = found.count(True)
-    if not count or False not in found:  # others may be unreadable
-        return []
-    said = f"{count} of the first {len(found)} training images have a window, so that their values have another unit"
-    return [f"DICOM: {said}: give all files WindowCenter and WindowWidth, or none"]
 
 
 def _measured(samples: Samples, data: DataConfig) -> np.ndarray:

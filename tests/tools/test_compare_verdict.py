@@ -121,13 +121,10 @@ def test_interval_of_percentages_ends_where_percentages_do() -> None:
 
 
 def test_bounds_of_a_speed_that_say_nothing_are_left_out() -> None:
-    for slowest, said in (
-        (1800, "speed 1.31x to 2.61x"),
-        (300, "too few or too short runs to say by how much the speed differs"),
-    ):
+    for slowest, bounds in ((1800, "speed 1.31x to 2.61x"), (300, "")):
         results = runs(fp32={"images_per_second": [1000, 1000]}, bf16={"images_per_second": [1900, slowest]})
         details = verdict_of(results)["details"]
-        assert said in details
+        assert details.endswith(bounds)
         assert ("x to " in details) == (slowest > 1000)
 
 

@@ -361,11 +361,8 @@ def _details(speed: Difference | None, metric: Difference | None, by: str, judge
         if metric.images_needed is not None:
             more = f"about {metric.images_needed} times as many would probably show a difference as large as this one"
             details.append(f"too few images to tell: {more}")
-    if speed is not None and speed.low is not None and speed.high is not None:
-        if speed.high < WIDEST_SPEED * speed.low:
-            details.append(f"speed {speed.low:.2f}x to {speed.high:.2f}x")
-        else:
-            details.append("too few or too short runs to say by how much the speed differs")
+    if speed and speed.low is not None and speed.high is not None and speed.high < WIDEST_SPEED * speed.low:
+        details.append(f"speed {speed.low:.2f}x to {speed.high:.2f}x")
     return "; ".join(details)
 
 

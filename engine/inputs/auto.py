@@ -79,9 +79,7 @@ def with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
     model, sizes = loaded.config.MODEL, {f"MODEL.{key}" for key in given_sizes(loaded.config.MODEL)}
     if not sizes or sizes & given or not timm_base(model, sizes_given=True)[1]:
         return loaded
-    said = (
-        f"{loaded.sources['MODEL.NAME']}: timm has no model {model.NAME}, so this only names one of the recipe's sizes"
-    )
+    said = f"{loaded.sources['MODEL.NAME']}: timm has no model {model.NAME}: it only names one of the recipe's sizes"
     return replace(loaded, warnings=(*loaded.warnings, f"{said}.{similar_models(model.NAME)}"))
 
 

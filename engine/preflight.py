@@ -125,6 +125,10 @@ def fill_in(loaded: Loaded) -> Loaded:
         from engine.inputs.auto import with_classes
 
         loaded = with_classes(loaded)
+    if "MODEL.NAME" in given:
+        from engine.inputs.auto import with_doubtful_name
+
+        loaded = with_doubtful_name(loaded, given)
     source = loaded.config.MODEL.PRETRAINED
     if source is not None and _starts_anew(loaded.config):
         from engine.inputs.auto import with_preprocessing, with_sizes

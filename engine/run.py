@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datasets import data_identity
 from engine.checkpoint.state import keep_base
+from engine.machine import stopping
 from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
@@ -238,10 +240,10 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         log_lines((context, *_strange(ready, folder), copies_in_words(folder), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
-    best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
+    best, total = trainer.best_words(": best "), clock(time.monotonic() - stopping.BEGAN)
     log.info("%s%s; total time %s%s", words, best, total, place)
     if run.world.first and (file := os.environ.get(FOLDER_FILE)):
-        Path(file).write_text(f"{folder}\n", encoding="utf-8")
+        Path(file).write_bytes(os.fsencode(f"{folder}\n"))
 
 
 def _strange(ready: ReadyToTrain, folder: Path) -> list[str]:

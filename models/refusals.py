@@ -10,7 +10,7 @@ from torch import nn
 from models.sizes import DEFAULTS, RECIPES, Shortcuts, arguments_of
 from utils.config.kinds import one_line
 from utils.config.model import ModelConfig
-from utils.errors import either, nearest
+from utils.errors import closest, either, nearest
 from vitamp.sizes import ImageSize, sides, size_of
 
 MOST_SUGGESTED = 3
@@ -54,10 +54,17 @@ def similar_models(name: str, more: Sequence[str] = ()) -> str:
 
     `more`: other names that are possible, such as those of weights.
     """
-    beginning = [one for one in timm.list_models() if one.startswith(name.casefold())] if name else []
-    beginning.sort(key=lambda one: (-len(timm.list_pretrained(f"{one}.*")), one))
-    most = beginning[:MOST_SUGGESTED]
-    return f" Did you mean {either(most)}?" if most else nearest(name, [*timm.list_models(), *RECIPES, *more])
+    known, meant = timm.list_models(), name.casefold()
+    if not any(one.startswith(meant) for one in known):
+        # Whole names are long: a mistyped short one, such as vit_tny, is nearest to the beginning of some.
+        words = [one.split("_") for one in known]
+        beginnings = {"_".join(of[:number]) for of in words for number in range(1, len(of) + 1)}
+        meant = closest(name, [*beginnings, *RECIPES, *more])
+        if meant in {*known, *RECIPES, *more}:
+            return f" Did you mean {meant}?"
+    found = [one for one in known if meant and one.startswith(meant)]
+    found.sort(key=lambda one: (-len(timm.list_pretrained(f"{one}.*")), one))
+    return f" Did you mean {either(found[:MOST_SUGGESTED])}?" if found else ""
 
 
 def geometry_problems(

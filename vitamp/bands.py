@@ -110,6 +110,12 @@ def _read(content: bytes) -> np.ndarray:
         return np.asarray(image).astype(np.uint16) if image.mode == "I" else np.asarray(image)
 
 
+def has_window(content: bytes | np.ndarray) -> bool:
+    """Whether a DICOM file has a window, whose ends become 0 and 1. A broken one has none."""
+    about = _package("pydicom").dcmread(io.BytesIO(bytes(content)), stop_before_pixels=True, force=True)
+    return about.get("WindowCenter") is not None
+
+
 def _of_dicom(content: bytes) -> np.ndarray:
     """The stored values with slope and intercept; scaled to 0..1 over the window, if there is one. White is high."""
     pixels = _package("pydicom.pixels")

@@ -202,7 +202,7 @@ def trained(cfg: str, flags: dict[str, Any], load: Callable[[Path], Loaded]) -> 
         _run(script, ["-cfg", cfg, *words_of(flags)], VITAMP_FOLDER_FILE=str(place))
         if not place.exists():
             raise ValueError("this command trained nothing, so there is no run; use the command line for it")
-        return Run(Path(place.read_text(encoding="utf-8").removesuffix("\n")).absolute(), load)
+        return Run(Path(os.fsdecode(place.read_bytes()).removesuffix("\n")).absolute(), load)
 
 
 def words_of(flags: dict[str, Any]) -> Iterator[str]:

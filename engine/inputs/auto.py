@@ -27,6 +27,7 @@ from datasets.shards.index import open_store
 from datasets.shards.source import ShardSet
 from models.build import is_timm_name, sizes_in, timm_weights
 from models.build import resolve as timm_base
+from models.refusals import similar_models
 from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run
 from utils.cache import cache_folder, process_lock
@@ -45,6 +46,8 @@ from vitamp.metrics import NO_LABELS, ONE_LABEL
 from vitamp.sizes import in_pixels, sides, size_of
 from vitamp.weights import read_header
 
+HEADERS = 500
+"""DICOM files of which the headers are compared"""
 SIZES = range(32, 97)
 """Image sizes that `auto` chooses from"""
 PATCHES = range(4, 9)
@@ -69,6 +72,15 @@ def with_classes(loaded: Loaded) -> Loaded:
         raise UserError(f"{name} has one class, so there is nothing to learn. Give the data with all classes.")
     note = f"{CLASSES} {number}: classes of {name}"
     return loaded.with_values({CLASSES: number}, f"classes of {name}", [note])
+
+
+def with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
+    """Warn of a typed MODEL.NAME that timm lacks, where a recipe's sizes make it a label: it may be mistyped."""
+    model, sizes = loaded.config.MODEL, {f"MODEL.{key}" for key in given_sizes(loaded.config.MODEL)}
+    if not sizes or sizes & given or not timm_base(model, sizes_given=True)[1]:
+        return loaded
+    said = f"{loaded.sources['MODEL.NAME']}: timm has no model {model.NAME}: it only names one of the recipe's sizes"
+    return replace(loaded, warnings=(*loaded.warnings, f"{said}.{similar_models(model.NAME)}"))
 
 
 def of_any_size(data: DataConfig) -> DataConfig:
@@ -133,6 +145,7 @@ def with_patch_size(loaded: Loaded) -> Loaded:
 def with_measurements(loaded: Loaded) -> Loaded:
     """Measure mean, deviation and range on all pixels of the training split. Processes share the result."""
     from engine.evaluation.features import contents_of
+    from vitamp.bands import has_window
 
     config, data = loaded.config, of_any_size(loaded.config.DATA)
     wanted = [key for key in MEASURED if value_of(config, key) == AUTO]
@@ -140,8 +153,13 @@ def with_measurements(loaded: Loaded) -> Loaded:
     samples, name = split.single_images() or vars(split).get("samples"), source_of(config.DATA)
     if samples is None or config.EVAL:
         raise UserError(f"{wanted[0]} auto: only training measures, on images that can be read singly; give numbers.")
-    dicom = "DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1"
-    notes = [dicom] if samples.name(0).lower().endswith(".dcm") else []
+    notes = list[str]()
+    if samples.name(0).lower().endswith(".dcm"):
+        notes.append("DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1")
+        first = range(min(len(samples), HEADERS))
+        if failure_or(lambda: {has_window(samples.read(index)) for index in first}) == {True, False}:
+            said = "DICOM: some training images have a window, and so values of another unit; give it to all or none"
+            loaded = replace(loaded, warnings=(*loaded.warnings, said))
     about = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
     file = cache_folder(data, "measured") / f"{'-'.join(map(str, about))}.json"
     with process_lock(file.with_suffix(".lock"), f"measures {name}"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import statistics
 import sys
 import time
 from bisect import bisect_right
@@ -17,6 +18,7 @@ from datetime import datetime, timedelta
 
 import torch
 
+from datasets import Window
 from datasets.examine import HEADER_SECONDS, QUICK_SECONDS
 from engine.checkpoint.saver import estimate_seconds
 from engine.compile import choice
@@ -28,8 +30,8 @@ from engine.measure.meters import Position, clock, seconds_of, work_until
 from engine.measure.throughput import Throughput, find_bottleneck
 from engine.memory.out_of_memory import describe, ways_out
 from engine.report.reporter import Reporter
-from engine.setup import ReadyToTrain, build_for_training, setting_of
-from engine.update import train_update
+from engine.setup import ReadyToTrain, build_for_training, build_train_state, setting_of, tuned_model
+from engine.update import TrainState, train_update
 from utils.config import Config
 from utils.config.train import TrainConfig
 from utils.distributed.world import all_gather, broadcast, on_every_rank
@@ -49,6 +51,8 @@ MOST_SECONDS_IN_ALL, LEAST_SECONDS = 60.0, 20.0
 """Of a dry run since the program began; but so long for the trial itself, in which one update may take longer"""
 MOST_SECONDS_ALONE = 40.0
 """One thread of a CPU, often faster with small models or on a busy machine, is not tried if it may take longer."""
+LEAST_TURNS, MOST_TURNS, SECONDS_OF_TURNS = 2, 5, 20.0
+"""Of updates with the run's settings and with what may be faster, by turns: other load slows both."""
 LONGEST_RUN = 10_000
 """Most epochs that TRAIN.NUM_EPOCHS auto chooses"""
 SPARE = 0.03
@@ -91,7 +95,49 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
         raise failure(describe(error, run, position.update + 1)) from None
     for line in _costs(config, ready, costs, updates_left, run.auto_batch_size):
         log.info("  %s", line)
+    if run.device.type == "cpu" and world.size == 1 and not config.trains_on_features:
+        torch.set_num_threads(run.threads)
+        ways = [*_faster_ways(config, ready)]
+        for way, faster in ways:
+            turns = min(MOST_TURNS, int(SECONDS_OF_TURNS / len(ways) / (2 * costs["time"][0])) - 1)
+            if turns < LEAST_TURNS:
+                log.info("  not tried  %s: an update takes too long here", way)
+            else:
+                log.info("  tried      %s: %s", way, _compare(replace(run, config=faster), ready, position, turns))
     log.info("Dry run: updates, validation and data loading work. Nothing was kept or written.")
+
+
+def _faster_ways(config: Config, ready: ReadyToTrain) -> Iterator[tuple[str, Config]]:
+    """What the log advises for faster updates on a CPU, and the settings with it."""
+    setting, amp = setting_of(ready), config.AMP
+    other_precision = {"AMP": amp.model_copy(update={"ENABLED": not amp.ENABLED})}
+    channels_last = {"SPEED": (*config.SPEED, "+channels_last")}
+    for way in setting.faster:
+        yield way, config.model_copy(update=channels_last if way.startswith("SPEED") else other_precision)
+    if not setting.amp:
+        yield "-amp", config.model_copy(update=other_precision)
+
+
+def _compare(faster: Run, ready: ReadyToTrain, position: Position, turns: int) -> str:
+    """Time updates of `ready` and of `faster`, which has initial weights, by turns on the same images."""
+    parts, window = ready.parts, next(ready.train_loader.epoch(position.epoch))
+    batches = [batch for _, batch in window]
+    with unheard(), fork_host_rng():
+        tuned = tuned_model(faster.config, faster.device, replaced=True)
+        per_epoch = ready.train_loader.order.updates
+        other = build_train_state(faster.config, faster.world, tuned, per_epoch, train_set=ready.train_set)
+    other.assemble()
+    other.enter(position.epoch)
+
+    def seconds(of: TrainState) -> float:
+        began = time.perf_counter()
+        train_update(of, Window(window.shares, iter(batches)), position.update + 1)
+        return time.perf_counter() - began
+
+    timed = [(seconds(parts), seconds(other)) for _ in range(1 + turns)][1:]  # the first allocates
+    now, then = map(statistics.median, zip(*timed, strict=True))
+    said = f"{then:.3g} s per update instead of {now:.3g} s, {turns} of each by turns"
+    return f"{now / then:.2f} times the speed ({said})"
 
 
 def check_open_epochs(config: Config) -> None:

@@ -15,6 +15,9 @@ from utils.text import counted
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.sizes import in_pixels
 
+HALF = {"cpu": "-amp bf16"}
+"""The word for 16 bits where -amp alone may be fp32"""
+
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
     """Error for a training that ran out of memory, with the checkpoint to resume from."""
@@ -42,7 +45,7 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
     else:
         ways = ["a smaller MODEL.NAME or -batch_size"]
         if not config.AMP.ENABLED and amp_may_gain(device):
-            ways.insert(0, "-amp")
+            ways.insert(0, HALF.get(device.type, "-amp"))
         if config.DIST.STRATEGY != "fsdp":
             ways.append("DIST.STRATEGY=fsdp, which shards the weights over several devices")
     taken = f"the peak was {in_gib(1e9 * peak_memory_gb(device))} on {device} ({describe_device(device)})"
@@ -76,7 +79,7 @@ def ways_out(config: Config, validating: bool, device: torch.device, found: bool
     if train.GRAD_CHECKPOINT == "none" and not validating:
         ways.append("TRAIN.GRAD_CHECKPOINT=blocks: fewer saved activations; the backward pass recomputes them")
     if not config.AMP.ENABLED and amp_may_gain(device):
-        ways.append("-amp: most activations take half the memory")
+        ways.append(f"{HALF.get(device.type, '-amp')}: most activations take half the memory")
     own_size = validating and config.DATA.BATCH_SIZE_EVAL is not None
     if not found and not own_size and config.DIST.STRATEGY != "fsdp":
         ways.append("DATA.BATCH_SIZE=auto: finds how many images fit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -70,8 +71,9 @@ def test_closed_terminal(tiny: Path, tmp_path: Path) -> None:
 
 def test_plain_terminals(tiny: Path, tmp_path: Path) -> None:
     """Without cursor movement, colours and Unicode, in the output folder's name either."""
-    plain = {"TERM": "dumb", "PYTHONIOENCODING": "ascii"}
+    plain = {"TERM": "dumb", "PYTHONIOENCODING": "ascii", "VITAMP_FOLDER_FILE": str(tmp_path / "place")}
     shown = on_terminal("-cfg", tiny, "-output", tmp_path / "du\x1bm\udcffb", env=plain)
+    assert (tmp_path / "place").read_bytes() == os.fsencode(tmp_path / "du\x1bm\udcffb\n"), "for vitamp.train"
     assert r"/du\x1bm\udcffb" in shown.raw
     assert "\x1b" not in shown.raw
     assert "\r" not in shown.raw.replace("\r\n", "")

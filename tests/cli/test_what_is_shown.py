@@ -116,6 +116,13 @@ def test_banner_has_mean_std_and_crop(vitamp: Vitamp, tiny: Path) -> None:
     assert re.search(r"inputs +mean 0\.5; std 0\.5; crop random, CROP_PCT 0\.875, bicubic\n", others.out), others.out
 
 
+def test_dry_run_tries_what_may_be_faster(vitamp: Vitamp, tiny: Path) -> None:
+    tiny.write_text(re.sub("NAME: tiny.*", "TYPE: timm, NAME: test_resnet, NUM_CLASSES: 10}", tiny.read_text()))
+    words = ("-dataset", "synthetic", "DATA.IMAGE_SIZE=64", "SPEED=-channels_last")
+    said = vitamp("-cfg", tiny, "-dry_run", *words, code=0).out
+    assert re.search(r"tried +SPEED=\+channels_last: [\d.]+ times the speed \(.+, 5 of each by turns\)", said), said
+
+
 @pytest.mark.slow
 def test_training_survives_a_closed_pipe(tiny: Path, tmp_path: Path) -> None:
     """`| head -1` ends reading, not training; log.txt has all lines."""

@@ -55,6 +55,12 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
         said = vitamp(place, "-part", part, *out, script=evaluate, code=0).out
         assert (flatters in said) == (SWAPPED in said) == (part == "val")
         assert json.loads((tmp_path / "e.json").read_text())["best_of_validations"] == number
+        assert "Validation had" not in said
+    (tmp_path / "others").mkdir()
+    for one, other in (("leaf", "rose"), ("rose", "sky"), ("sky", "leaf")):
+        (tmp_path / "others" / other).symlink_to((run.parent / "flowers" / "test" / one).resolve())
+    others = vitamp(run, "-data_path", tmp_path / "others", script=evaluate, code=0).out
+    assert "Validation had 33.3 %: those images may resemble the training images more than these do" in others
     vitamp(run, script="scripts/report.py", code=0)
     page = (run / "report.html").read_text()
     assert SWAPPED in page

@@ -23,11 +23,13 @@ from datasets.decoding import Reader
 from datasets.given import open_given
 from datasets.transforms.pixels import Pixels
 from engine.inputs.batches import Inputs
+from engine.preflight import fill_in
 from tests.datasets.opened import part, settings
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import Vitamp
 from tools.common.command_line import Tool
 from tools.common.report_page.evaluations import pictured
+from utils.config import load_config
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError
@@ -183,6 +185,19 @@ def test_slope_and_window_of_dicom_are_applied() -> None:
     assert np.allclose(inverted, 1 - wanted, atol=1e-6)
     with pytest.raises(Unreadable, match=r"its values are float32; DATA\.BITS 16 takes uint16"):
         Reader(settings(IMAGE_CHANNELS=1, BITS=16)).whole(dicom(stored))
+
+
+@pytest.mark.parametrize("windowed", [0, 1, 4])
+def test_windows_in_some_dicom_files_are_warned_of(tmp_path: Path, windowed: int) -> None:
+    for number, place in enumerate(("train/a/1", "train/a/2", "train/b/3", "train/b/4", "val/a/5", "val/b/6")):
+        file = tmp_path / "data" / f"{place}.dcm"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        window = {"WindowCenter": 1000.5, "WindowWidth": 2001} if number < windowed else {}
+        file.write_bytes(dicom(np.arange(0, 4096, 64).reshape(8, 8), **window))
+    places = {"DATA.DATA_PATH": str(tmp_path / "data"), "DATA.CACHE": str(tmp_path)}
+    loaded = fill_in(load_config(None, words={**places, "DATA.IMAGE_CHANNELS": "1", "DATA.BITS": "float"}))
+    said = "DICOM: some training images have a window, and so values of another unit"
+    assert any(said in warning for warning in loaded.warnings) == (windowed == 1)
 
 
 def test_palettes_of_dicom_are_colours() -> None:

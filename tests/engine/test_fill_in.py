@@ -186,3 +186,11 @@ def test_a_resumed_run_keeps_its_auto_sizes(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").write_text("DATA: {IMAGE_SIZE: 64}\nMODEL: {PATCH_SIZE: 4}\n")
     (tmp_path / "run" / "metrics.jsonl").touch()
     assert sizes_of(of_images(tmp_path, (40, 40), MODEL__RESUME=str(tmp_path / "run"))) == (64, 4)
+
+
+def test_a_typed_name_that_timm_lacks_is_doubted_beside_the_sizes_of_a_recipe(tiny: Path) -> None:
+    said = fill_in(load_config(str(tiny), words={"MODEL.NAME": "vit_tny"})).warnings
+    assert "timm has no model vit_tny" in said[-1]
+    assert "Did you mean vit_tiny_patch16_224, " in said[-1]
+    for words in ({}, {"MODEL.NAME": "vit_tny", "MODEL.DEPTH": "1"}, {"MODEL.NAME": "vit_tiny_patch16_224"}):
+        assert fill_in(load_config(str(tiny), words=words)).warnings == (), "whoever types a size means a label"

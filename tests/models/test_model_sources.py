@@ -87,7 +87,8 @@ def test_folders_without_weights_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_timm_names_are_refused_with_the_closest() -> None:
     assert "Did you mean vit_base_patch16_224?" in refusal("vit_bas_patch16_224")
-    assert "Did you mean vit_tiny_patch16_224, " in refusal("vit_tiny")
+    for name in ("vit_tiny", "vit_tny"):
+        assert "Did you mean vit_tiny_patch16_224, " in refusal(name)
     assert "Did you mean vit_base_patch16_224.augreg_in21k?" in refusal("vit_base_patch16_224.augreg_in21")
     assert "no weights for it" in refusal("vit_small_patch16_18x2_224")
 

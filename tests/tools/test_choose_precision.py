@@ -22,7 +22,7 @@ from tests.program import Result, Vitamp, metrics
 from tests.tools.conftest import Trainings, interrupted
 from tools.choose_precision.command import Baseline, Measured, details, judge, largest_difference, main, recommend
 from tools.choose_precision.layers import Layer, Scaled, examine_layers
-from tools.common.precisions import BY_NAME, MODES, Mode, mode_of, modes_to_measure
+from tools.common.precisions import BY_NAME, MODES, Mode, mode_of, modes_named, modes_to_measure
 from tools.common.sessions import opened
 from utils.cli import parse
 from utils.config import AmpConfig, Config, load_config
@@ -127,6 +127,12 @@ def test_bad_input_is_refused_before_measuring(
     result = in_process(main)("-cfg", tiny, "-output", tmp_path / "out", "-device", "cpu", *words, code=2)
     assert said in result.err
     assert not (tmp_path / "out").exists()
+
+
+def test_modes_auto_is_what_amp_means_for_the_model() -> None:
+    for name, meant in (("test_resnet", "bf16"), ("test_efficientnet", "fp32")):
+        config = load_config(None, words={"MODEL.NAME": name, "DATA.IMAGE_SIZE": "32"}).config
+        assert modes_named("auto", config, CPU) == [("auto", BY_NAME[meant])]
 
 
 def test_existing_report_is_overwritten_only_if_asked(

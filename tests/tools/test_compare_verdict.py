@@ -120,6 +120,14 @@ def test_interval_of_percentages_ends_where_percentages_do() -> None:
     assert (found.low, found.high) == (-100.0, 100.0)
 
 
+def test_bounds_of_a_speed_that_say_nothing_are_left_out() -> None:
+    for slowest, bounds in ((1800, "speed 1.31x to 2.61x"), (300, "")):
+        results = runs(fp32={"images_per_second": [1000, 1000]}, bf16={"images_per_second": [1900, slowest]})
+        details = verdict_of(results)["details"]
+        assert details.endswith(bounds)
+        assert ("x to " in details) == (slowest > 1000)
+
+
 def test_speed_of_the_slow_first_updates_is_not_judged() -> None:
     speeds: dict[str, list[float]] = {"fp32": [1000, 1010, 990], "bf16": [1900, 1910, 1890]}
     results = runs(**{mode: {"images_per_second": each} for mode, each in speeds.items()})

@@ -429,13 +429,13 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
     thumbnails = Thumbnails(pixels.reshape(len(images), -1, SIDE, SIDE), sides)
     for index in np.flatnonzero(thumbnails.flat).tolist():
         findings.notes[FLAT_IMAGES].append(images[index].found("of one colour, as the model sees it"))
-    reported: set[int] = set()
+    reported: set[tuple[int, str]] = set()
     for first, second in near_pairs(thumbnails).tolist():
         one, other = images[first], images[second]
         conflict = one.split is other.split and one.label != other.label
-        if second in reported and not conflict:
+        if (second, one.split.title) in reported and not conflict:  # once for each split
             continue
-        reported.add(second)
+        reported.add((second, one.split.title))
         found = other.copy_of(one, "nearly the same image as")
         if conflict:
             findings.defects[NEAR_CONFLICTS].append(found)

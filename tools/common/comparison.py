@@ -31,6 +31,8 @@ Images = Mapping[tuple[str, int], PerImage | None]
 
 LEAST_MEMORY, LEAST_PROCESS_MEMORY = 0.01, 0.1
 """Smaller differences are not reported. A process's memory jumps by itself, often equally in several runs."""
+WIDEST_SPEED = 10
+"""Bounds of a speed that are further apart, as factors, say nothing."""
 MANY_SKIPPED = 0.05
 
 
@@ -357,7 +359,7 @@ def _details(speed: Difference | None, metric: Difference | None, by: str, judge
         if metric.images_needed is not None:
             more = f"about {metric.images_needed} times as many would probably show a difference as large as this one"
             details.append(f"too few images to tell: {more}")
-    if speed is not None and speed.low is not None and speed.high is not None:
+    if speed and speed.low is not None and speed.high is not None and speed.high < WIDEST_SPEED * speed.low:
         details.append(f"speed {speed.low:.2f}x to {speed.high:.2f}x")
     return "; ".join(details)
 

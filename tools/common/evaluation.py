@@ -44,6 +44,8 @@ MOST_SINGLE = 0.1
 """Fraction of classes with a single image, above which too many others may have none for an interval"""
 FEWEST_OF_TWO = 4
 """Of two classes, one with fewer images has too much weight for an interval of their mean"""
+FAR_BELOW = 5
+"""Percentage points below the validation that the data explains rather than chance"""
 WIDEST = 60
 """Percentage points; an interval of macro F1 that is wider says nothing"""
 
@@ -347,8 +349,15 @@ class OneLabel(Evaluation):
 
     def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
         """What looks wrong with the images, and what it may be. `in_folds`: None: of the run's own probe."""
-        folds = trained.chosen.choices.get(FOLDS) if in_folds is None else in_folds
-        return strange(self.rows.label.numpy(), self.rows.guess.numpy(), trained.names(), folds)
+        chosen = trained.chosen
+        folds = chosen.choices.get(FOLDS) if in_folds is None else in_folds
+        said = strange(self.rows.label.numpy(), self.rows.guess.numpy(), trained.names(), folds)
+        validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
+        likely = wilson(self.values[TOP1], self.images).high
+        if in_folds is None and validated is not None and likely < validated - FAR_BELOW:
+            why = "those images may resemble the training images more than these do, as photographs of one place"
+            said.append(f"Validation had {validated:.1f} %: {why}. DATA.GROUP keeps such images together.")
+        return said
 
     def words(self) -> str:
         """What was evaluated."""

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.amp.low_precision import hardware_has_fp8
 from engine.amp.precision import check_amp, choose, dtype_name
+from models.build import build_without_weights
 from utils.config import AmpConfig, Config
 from utils.errors import UserError, nearest
 from utils.precisions import AMP_WORDS, PRECISIONS, amp_settings_of
@@ -55,8 +57,8 @@ REFERENCE = MODES[0]
 BY_NAME = {mode.name.casefold(): mode for mode in MODES}
 
 
-def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
-    """Precision that `-amp WORD` selects on this device; None for an unknown word. O2:bf16 is O2-bf16."""
+def mode_of(word: str, amp: AmpConfig, device: torch.device, model: nn.Module | None = None) -> Mode | None:
+    """Precision that `-amp WORD` selects for `model` on this device; None for an unknown word. O2:bf16 is O2-bf16."""
     name = word.replace(":", "-").casefold().removeprefix("o1-")
     if name in BY_NAME:
         return BY_NAME[name]
@@ -67,8 +69,8 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
         return REFERENCE
     amp = amp.model_copy(update=settings)  # which may leave the level or the dtype as it is
     check_amp(amp, None)  # no level but O1 has fp8
-    chosen = choose(amp, device).dtype
-    if chosen is torch.float32:  # a CPU without 16-bit arithmetic
+    chosen = choose(amp, device, model).dtype
+    if chosen is torch.float32:  # a CPU without 16-bit arithmetic, or a model that it slows down
         return REFERENCE
     dtype = "fp8" if amp.DTYPE == "fp8" else dtype_name(chosen)
     return BY_NAME[(dtype if amp.LEVEL == "O1" else f"{amp.LEVEL}-{dtype}").casefold()]
@@ -76,9 +78,10 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
 
 def modes_named(text: str, config: Config, device: torch.device) -> list[tuple[str, Mode]]:
     """Parse -modes, such as `bf16,O2-fp16`: each word and its precision."""
-    found = []
+    found, data = [], config.DATA
+    model = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
     for word in filter(None, map(str.strip, text.split(","))):
-        if (mode := mode_of(word, config.AMP, device)) is None:
+        if (mode := mode_of(word, config.AMP, device, model)) is None:
             names = list(dict.fromkeys([*(mode.name for mode in MODES), *AMP_WORDS.split()]))
             raise UserError(f"-modes: unknown {word!r}.{nearest(word, names)} It takes {', '.join(names)}.")
         if why := cannot(mode, config, device):

@@ -59,6 +59,7 @@ def test_test_validates_only_where_nothing_else_does_and_this_is_logged(
     parts = ("val", "all") if kind == "parquet" else ("val", "test", "all")
     assert [count(settings(**given, PART=part)) for part in parts] == [4, 4, 10][-len(parts) :]
     assert said.text.count(f"{tmp_path / 'a'}: the split test is used for validation, because no other split") == 1
+    assert "To keep it for the end, give -data_path the training split alone" in said.text
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "shards"])

@@ -158,11 +158,11 @@ def test_ways_out_omit_what_is_in_use(tiny: Path) -> None:
 
 @pytest.mark.parametrize("gains", [True, False])
 def test_ways_out_before_the_first_update(tiny: Path, monkeypatch: pytest.MonkeyPatch, gains: bool) -> None:
-    """-amp is no way out on a CPU where it computes in fp32."""
+    """-amp is no way out on a CPU where it computes in fp32, and -amp bf16 is one for every model."""
     monkeypatch.setattr("engine.memory.out_of_memory.amp_may_gain", lambda _device: gains)
     smaller, fsdp = "a smaller MODEL.NAME or -batch_size", "DIST.STRATEGY=fsdp, which shards the weights"
     done = {"AMP.ENABLED": "true", "DIST.STRATEGY": "fsdp"}
-    for words, ways in (({}, [*["-amp"] * gains, smaller, fsdp]), (done, [smaller])):
+    for words, ways in (({}, [*["-amp bf16"] * gains, smaller, fsdp]), (done, [smaller])):
         run = Run(load_config(str(tiny), words=words).config, ALONE, CPU, threads=1)
         told = describe(torch.OutOfMemoryError(""), run)
         assert told.startswith("out of memory before the first update: ")

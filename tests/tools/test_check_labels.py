@@ -303,7 +303,21 @@ def test_surer_labels_may_decide() -> None:
     few = Wrong(nothing, nothing, nothing, number=28, agreed=16, if_right=9, calibrations=[])
     assert not few.clear
     assert few._replace(surer=[(20, 13, 5), (11, 8, 2)]).clear
-    assert not few._replace(surer=[(20, 13, 6), (11, 7, 2)]).clear
+    assert not few._replace(surer=[(20, 13, 6), (12, 7, 2)]).clear
+
+
+def test_views_that_propose_different_classes_do_not_agree() -> None:
+    """Images that look like one class to the logits and like another one beside the nearest images are hard."""
+    right, random = np.arange(600) % 3, np.random.default_rng(0)
+    labels, logits, wrong = right.copy(), 4 * np.eye(3)[right] + random.normal(size=(600, 3)), np.arange(30)
+    labels[wrong] = (right[wrong] + 1) % 3
+    for beside, agree in ((0, True), (2, False)):
+        like = right.copy()
+        like[wrong] = (right[wrong] + beside) % 3
+        near = [random.choice(600, 10, p=np.where(right == each, 0.9, 0.05) / 200) for each in like]
+        found = find_wrong(logits, labels, 0, near=torch.from_numpy(np.stack(near)))
+        assert (found.agreed > 20) == agree
+        assert found.clear == agree
 
 
 def test_copies_and_groups_are_no_neighbours() -> None:

@@ -306,18 +306,19 @@ def test_surer_labels_may_decide() -> None:
     assert not few._replace(surer=[(20, 13, 6), (12, 7, 2)]).clear
 
 
-def test_views_that_propose_different_classes_do_not_agree() -> None:
-    """Images that look like one class to the logits and like another one beside the nearest images are hard."""
-    right, random = np.arange(600) % 3, np.random.default_rng(0)
-    labels, logits, wrong = right.copy(), 4 * np.eye(3)[right] + random.normal(size=(600, 3)), np.arange(30)
-    labels[wrong] = (right[wrong] + 1) % 3
-    for beside, agree in ((0, True), (2, False)):
-        like = right.copy()
-        like[wrong] = (right[wrong] + beside) % 3
-        near = [random.choice(600, 10, p=np.where(right == each, 0.9, 0.05) / 200) for each in like]
-        found = find_wrong(logits, labels, 0, near=torch.from_numpy(np.stack(near)))
-        assert (found.agreed > 20) == agree
-        assert found.clear == agree
+@pytest.mark.parametrize(("rare", "beside", "counts"), [(False, 0, True), (False, 2, False), (True, 0, False)])
+def test_hard_images_resemble_several_classes_or_one_that_is_not_learnt(rare: bool, beside: int, counts: bool) -> None:
+    """Labels that look wrong to both views do not count if these propose different classes, or in such a class."""
+    right, random, wrong = np.arange(600) % 3, np.random.default_rng(0), np.arange(30)
+    labels, logits = right.copy(), 4 * np.eye(4)[right] + random.normal(size=(600, 4))
+    labels[wrong] = 3 if rare else (right[wrong] + 1) % 3
+    like = right.copy()
+    like[wrong] = (right[wrong] + beside) % 3
+    near = [random.choice(600, 10, p=np.where(right == each, 0.9, 0.05) / 200) for each in like]
+    found = find_wrong(logits, labels, 0, near=torch.from_numpy(np.stack(near)))
+    assert found.number > 20
+    assert (found.agreed > 20) == counts
+    assert found.clear == counts
 
 
 def test_copies_and_groups_are_no_neighbours() -> None:

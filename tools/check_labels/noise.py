@@ -34,6 +34,9 @@ CLEARLY = 2
 """Times as many labels as that, and one, must look wrong, since no classifier is calibrated exactly"""
 AGREED = 0.6
 """Fraction of the labels that look wrong in which the nearest images must agree: of hard images, they often do not"""
+LEARNT = 0.25
+"""Fraction of a class's images that the logits must recognise for its labels to count: most of a class that models did
+not learn, because it is rare, looks like others"""
 ROUNDS, UPDATES, STEPS = 40, 8, 6
 """Of calibration and Q in turn; updates of Q and steps of L-BFGS in each"""
 EQUAL_SCALES = 2.0
@@ -61,7 +64,8 @@ class Wrong(NamedTuple):
     number: int
     """Labels that are rather wrong than right"""
     agreed: int
-    """Those of them that look like the same class beside the nearest images, too; all, without features"""
+    """Those of them, of classes that are learnt, that look like the same class beside the nearest images, too; all,
+    without features"""
     if_right: int
     """Largest number of these among labels that are redrawn as if all were right"""
     calibrations: list[Calibration]
@@ -102,15 +106,19 @@ def find_wrong(
     fits = [_fit(view, given, of_view) for view, of_view in views]
     probability, right, proposed, calibration = fits[0]
     doubtful = torch.stack([fitted.right for fitted in fits]).mean(0).cumsum(1)
-    levels = torch.tensor([WRONG, *SURER] if near is not None else [WRONG])[:, None]
+    levels, counts = torch.tensor([WRONG])[:, None], torch.ones(classes)
+    if near is not None:
+        levels = torch.tensor([WRONG, *SURER])[:, None]
+        recognised = given[views[0][0].argmax(1) == given].bincount(minlength=classes)
+        counts = (recognised >= LEARNT * given.bincount(minlength=classes)).double()
     generator = np.random.Generator(np.random.Philox(key=key(seed, "labels")))
     redrawn = []
     for _ in Progress(range(REDRAWN), REDRAWN, "times", "redrawn labels"):
         draws = torch.from_numpy(generator.random((len(given), 1)))
         again = (draws > doubtful).sum(1).clamp(max=classes - 1)
-        wrong = _by_all([_fit(view, again, of_view) for view, of_view in views])
+        wrong = _by_all([_fit(view, again, of_view) for view, of_view in views]) * counts[again]
         redrawn.append((wrong >= levels).sum(1))
-    agreed, if_right = (_by_all(fits) >= levels).sum(1), torch.stack(redrawn).amax(0)
+    agreed, if_right = (_by_all(fits) * counts[given] >= levels).sum(1), torch.stack(redrawn).amax(0)
     numbers = (probability >= levels).sum(1)
     (number, both, chance), *surer = zip(numbers.tolist(), agreed.tolist(), if_right.tolist(), strict=True)
     return Wrong(

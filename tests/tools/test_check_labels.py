@@ -303,7 +303,7 @@ def test_surer_labels_may_decide() -> None:
     few = Wrong(nothing, nothing, nothing, number=28, agreed=16, if_right=9, calibrations=[])
     assert not few.clear
     assert few._replace(surer=[(20, 13, 5), (11, 8, 2)]).clear
-    assert not few._replace(surer=[(20, 13, 6), (12, 7, 2)]).clear
+    assert not few._replace(surer=[(20, 13, 6), (11, 5, 1)]).clear
 
 
 @pytest.mark.parametrize(("rare", "beside", "counts"), [(False, 0, True), (False, 2, False), (True, 0, False)])

@@ -32,7 +32,7 @@ REDRAWN = 19
 """Times; so the largest number is a bound of 95 %"""
 CLEARLY = 2
 """Times as many labels as that, and one, must look wrong, since no classifier is calibrated exactly"""
-AGREED = 0.6
+AGREED = 0.5
 """Fraction of the labels that look wrong in which the nearest images must agree: of hard images, they often do not"""
 LEARNT = 0.25
 """Fraction of a class's images that the logits must recognise for its labels to count: most of a class that models did

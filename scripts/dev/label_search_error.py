@@ -3,7 +3,8 @@
     python scripts/dev/label_search_error.py -mnist DIR -photographs FILE.npz -icons FILE.npz -out label_searches.json
 
 Sets: heavy-tailed clusters (Student's t, 3 degrees of freedom), MNIST's pixels (idx files), scikit-learn's digits,
-photographs and icons (`features`, `labels`). Each draw is searched with its labels as they are, and with 2 % changed.
+photographs, icons and others (`features`, `labels`). Each draw is searched with its labels as they are, and with 2 %
+changed.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in ("-mnist", "-photographs", "-icons", "-out"):
         parser.add_argument(flag, type=Path, required=True)
+    parser.add_argument("-others", type=Path, nargs="*", default=[], metavar="FILE.npz")
     parser.add_argument("-seeds", type=int, default=10)
     asked = parser.parse_args()
     # The rows of an interrupted command stay.
@@ -81,6 +83,7 @@ def main() -> None:
         "photographs, 1,000": lambda random: some(random, **np.load(asked.photographs)),
         "icons, 1,000": lambda random: some(random, **np.load(asked.icons)),
         "MNIST pixels, 2,500": lambda random: some(random, *mnist, 2500),
+        **{f"{file.stem}, 1,000": lambda random, file=file: some(random, **np.load(file)) for file in asked.others},
     }
     for changed, seed, (name, draw) in itertools.product((0.0, 0.02), range(asked.seeds), sets.items()):
         if (name, changed, seed) in done:

@@ -303,7 +303,22 @@ def test_surer_labels_may_decide() -> None:
     few = Wrong(nothing, nothing, nothing, number=28, agreed=16, if_right=9, calibrations=[])
     assert not few.clear
     assert few._replace(surer=[(20, 13, 5), (11, 8, 2)]).clear
-    assert not few._replace(surer=[(20, 13, 6), (11, 7, 2)]).clear
+    assert not few._replace(surer=[(20, 13, 6), (11, 5, 1)]).clear
+
+
+@pytest.mark.parametrize(("rare", "beside", "counts"), [(False, 0, True), (False, 2, False), (True, 0, False)])
+def test_hard_images_resemble_several_classes_or_one_that_is_not_learnt(rare: bool, beside: int, counts: bool) -> None:
+    """Labels that look wrong to both views do not count if these propose different classes, or in such a class."""
+    right, random, wrong = np.arange(600) % 3, np.random.default_rng(0), np.arange(30)
+    labels, logits = right.copy(), 4 * np.eye(4)[right] + random.normal(size=(600, 4))
+    labels[wrong] = 3 if rare else (right[wrong] + 1) % 3
+    like = right.copy()
+    like[wrong] = (right[wrong] + beside) % 3
+    near = [random.choice(600, 10, p=np.where(right == each, 0.9, 0.05) / 200) for each in like]
+    found = find_wrong(logits, labels, 0, near=torch.from_numpy(np.stack(near)))
+    assert found.number > 20
+    assert (found.agreed > 20) == counts
+    assert found.clear == counts
 
 
 def test_copies_and_groups_are_no_neighbours() -> None:

@@ -7,8 +7,10 @@ is wrong follows.
 
 The logits' tails may be lighter than those of the images: then hard images look like wrong labels. So the verdict asks
 a second view of the same images: the labels of the nearest ones, fitted in the same way. It counts the labels that look
-wrong to both. Labels redrawn from the mean of both views' probabilities, as if Q were the identity, say how many would
-look so if all were right: fewer where classes differ clearly, more where they look alike, or where the views disagree.
+wrong to both, and like the same other class. A wrong label has one right class; a hard image, or one of a class that is
+not defined by looks, resembles several. Labels redrawn from the mean of both views' probabilities, as if Q were the
+identity, say how many would look so if all were right: fewer where classes differ clearly, more where they look alike,
+or where the views disagree.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ REDRAWN = 19
 """Times; so the largest number is a bound of 95 %"""
 CLEARLY = 2
 """Times as many labels as that, and one, must look wrong, since no classifier is calibrated exactly"""
-AGREED = 2 / 3
-"""Fraction of the labels that look wrong that must look so beside the nearest images: hard images often do not"""
+AGREED = 0.5
+"""Fraction of the labels that look wrong in which the nearest images must agree: of hard images, they often do not"""
+LEARNT = 0.25
+"""Fraction of a class's images that the logits must recognise for its labels to count: most of a class that models did
+not learn, because it is rare, looks like others"""
 ROUNDS, UPDATES, STEPS = 40, 8, 6
 """Of calibration and Q in turn; updates of Q and steps of L-BFGS in each"""
 EQUAL_SCALES = 2.0
@@ -59,7 +64,8 @@ class Wrong(NamedTuple):
     number: int
     """Labels that are rather wrong than right"""
     agreed: int
-    """Those of them that look wrong beside the nearest images, too; all, without features"""
+    """Those of them, of classes that are learnt, that look like the same class beside the nearest images, too; all,
+    without features"""
     if_right: int
     """Largest number of these among labels that are redrawn as if all were right"""
     calibrations: list[Calibration]
@@ -97,24 +103,28 @@ def find_wrong(
     views = [(torch.from_numpy(logits).double(), known)]
     if near is not None:
         views.append(((F.one_hot(given[near], classes).sum(1).double() + 1 / classes).log(), None))
-    (probability, right, whose, calibration), *second = [_fit(view, given, of_view) for view, of_view in views]
-    doubtful = torch.stack([right, *(fitted[1] for fitted in second)]).mean(0).cumsum(1)
-    levels = torch.tensor([WRONG, *SURER] if second else [WRONG])[:, None]
-    of_both = torch.stack([probability, *(fitted[0] for fitted in second)]).amin(0)
+    fits = [_fit(view, given, of_view) for view, of_view in views]
+    probability, right, proposed, calibration = fits[0]
+    doubtful = torch.stack([fitted.right for fitted in fits]).mean(0).cumsum(1)
+    levels, counts = torch.tensor([WRONG])[:, None], torch.ones(classes)
+    if near is not None:
+        levels = torch.tensor([WRONG, *SURER])[:, None]
+        recognised = given[views[0][0].argmax(1) == given].bincount(minlength=classes)
+        counts = (recognised >= LEARNT * given.bincount(minlength=classes)).double()
     generator = np.random.Generator(np.random.Philox(key=key(seed, "labels")))
     redrawn = []
     for _ in Progress(range(REDRAWN), REDRAWN, "times", "redrawn labels"):
         draws = torch.from_numpy(generator.random((len(given), 1)))
         again = (draws > doubtful).sum(1).clamp(max=classes - 1)
-        wrong = torch.stack([_fit(view, again, of_view)[0] for view, of_view in views]).amin(0)
+        wrong = _by_all([_fit(view, again, of_view) for view, of_view in views]) * counts[again]
         redrawn.append((wrong >= levels).sum(1))
-    numbers, agreed, if_right = (probability >= levels).sum(1), (of_both >= levels).sum(1), torch.stack(redrawn).amax(0)
+    agreed, if_right = (_by_all(fits) * counts[given] >= levels).sum(1), torch.stack(redrawn).amax(0)
+    numbers = (probability >= levels).sum(1)
     (number, both, chance), *surer = zip(numbers.tolist(), agreed.tolist(), if_right.tolist(), strict=True)
-    others = whose.scatter(1, given[:, None], -1.0)
     return Wrong(
         probability=probability.numpy(),
         right=right.numpy(),
-        proposed=others.argmax(1).numpy(),
+        proposed=proposed.numpy(),
         number=number,
         agreed=both,
         if_right=chance,
@@ -123,9 +133,24 @@ def find_wrong(
     )
 
 
-def _fit(logits: Tensor, given: Tensor, known: Calibration | None = None) -> tuple[Tensor, Tensor, Tensor, Calibration]:
-    """The probability that each label is wrong, calibrated probabilities, those of each class given the label, and the
-    calibration, unless it is `known`: then only Q is fitted."""
+class Fit(NamedTuple):
+    wrong: Tensor
+    """Probability that each label is wrong"""
+    right: Tensor
+    """Calibrated probabilities"""
+    proposed: Tensor
+    """The most probable other class of each image"""
+    calibration: Calibration
+
+
+def _by_all(views: Sequence[Fit]) -> Tensor:
+    """The smallest probability of any view that each label is wrong; 0 where views propose different classes."""
+    proposed = torch.stack([view.proposed for view in views])
+    return torch.stack([view.wrong for view in views]).amin(0) * (proposed == proposed[0]).all(0)
+
+
+def _fit(logits: Tensor, given: Tensor, known: Calibration | None = None) -> Fit:
+    """The calibration is fitted, unless it is `known`: then only Q is."""
     images, classes = logits.shape
     same = torch.eye(classes, dtype=torch.float64)
     other = (1 - same) / max(classes - 1, 1)
@@ -163,4 +188,5 @@ def _fit(logits: Tensor, given: Tensor, known: Calibration | None = None) -> tup
             break
         before = now
     joint = (joint / joint.sum(1, keepdim=True)).detach()
-    return 1 - joint.gather(1, given[:, None])[:, 0], right, joint, (scales.detach(), offsets.detach())
+    proposed = joint.scatter(1, given[:, None], -1.0).argmax(1)
+    return Fit(1 - joint.gather(1, given[:, None])[:, 0], right, proposed, (scales.detach(), offsets.detach()))

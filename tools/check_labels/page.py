@@ -70,7 +70,7 @@ def write(images: Images, found: Found, table: Path) -> None:
         tiles=[
             (f"{len(images.labels):,}", "images searched"),
             (f"{found.verdict.number:,}", "labels look wrong"),
-            *([(f"{found.verdict.agreed:,}", "of them beside the nearest images, too")] if found.verdict.surer else []),
+            *([(f"{found.verdict.agreed:,}", "of them by the nearest images, too")] if found.verdict.surer else []),
             (f"{found.verdict.if_right:,}", "at most would, if all were right"),
         ],
         pairs=[(*pair, count, 100 * count / (words == pair[0]).sum()) for pair, count in pairs.most_common(MOST_PAIRS)],

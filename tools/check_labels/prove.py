@@ -24,7 +24,7 @@ from tools.check_labels.search import (
     suspects_of,
 )
 from tools.common.command_line import ToolLine
-from tools.common.comparison import Judged, judged_by, spread
+from tools.common.comparison import judged_by, spread
 from tools.common.differences import over_images
 from tools.common.per_image import per_image, values_of_images
 from tools.common.turns import alternating_order
@@ -43,24 +43,45 @@ DECISIONS = {WITHOUT: "drop", RELABELLED: "relabel", RANDOM: "drop"}
 
 
 def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
-    seeds = read_seeds(line.asked.seeds)
-    images, lists = open_images(config, "train"), dict[tuple[str, int], Path]()
-    (out / "lists").mkdir(parents=True, exist_ok=True)
-    for seed in seeds:
-        found = find(images, method, seed)
-        log.info("Search with seed %d: %s", seed, " ".join(found.words()))
-        if not found.verdict.clear:
-            continue
-        for arm, decision in DECISIONS.items():
-            rows = random_like(images, found.suspects, seed) if arm == RANDOM else found.suspects
-            lists[arm, seed] = file = out / "lists" / f"{arm.replace(' ', '_')}-{seed}.csv"
-            write_atomically(file, rows_of(images, rows, decision))
+    seeds, images = read_seeds(line.asked.seeds), open_images(config, "train")
+    lists = search_each_seed(images, method, seeds, out / "lists")
     if not lists:
         log.info("No search found wrong labels: there is nothing to prove.")
         return EXIT_DONE
     others = replace(open_images(config, "val"), classes=images.classes)  # it may have no image of the last classes
     wrong = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0, np.int64))[0]
 
+    plan, script = plan_of(line, seeds, lists, out), "scripts/check_labels.py"
+    trained = train_all(plan, lambda so_far: write(plan, so_far, out, script), method.budget)
+    about = write(plan, trained, out, script)
+    predicted = report(about, out)
+    if trained.failed or trained.left_out:
+        return EXIT_FAILED if trained.failed else EXIT_DONE
+    log_what_helped(about["verdicts"])
+    if len(seeds) > 1 and len(predicted) == len(plan.runs):
+        write_json(out / "compare.json", {**about, "at_best": at_best(plan, predicted)})
+    if plan.judged.metric is TOP1 and wrong:
+        remaining = np.setdiff1d(np.arange(len(others.labels)), [one.image for one in wrong])
+        log_without_suspects(plan, len(wrong), remaining)
+    return EXIT_DONE
+
+
+def search_each_seed(images: Images, method: Method, seeds: Sequence[int], out: Path) -> dict[tuple[str, int], Path]:
+    """The tables of DATA.RELABEL by arm and seed; none of a seed whose search found nothing."""
+    lists = dict[tuple[str, int], Path]()
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        found = find(images, method, seed)
+        log.info("Search with seed %d: %s", seed, " ".join(found.words()))
+        for arm, decision in DECISIONS.items() if found.verdict.clear else ():
+            rows = random_like(images, found.suspects, seed) if arm == RANDOM else found.suspects
+            lists[arm, seed] = out / f"{arm.replace(' ', '_')}-{seed}.csv"
+            write_atomically(lists[arm, seed], rows_of(images, rows, decision))
+    return lists
+
+
+def plan_of(line: ToolLine, seeds: tuple[int, ...], lists: Mapping[tuple[str, int], Path], out: Path) -> Plan:
+    """The trainings. Where a search found nothing, all arms have all labels."""
     runs = []
     for seed, arm in alternating_order(ARMS, seeds):
         given: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
@@ -68,42 +89,37 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
             given["DATA.RELABEL"] = (f"{lists[arm, seed]}", "-prove")
         runs.append(Run(arm, seed, load_with(line, given), out / f"{arm.replace(' ', '_')}-{seed}"))
     check_runs(runs)
-    judged, device = judged_by(None, None, [run.config for run in runs]), pick_device(config.DEVICE, ALONE)
+    judged, device = judged_by(None, None, [run.config for run in runs]), pick_device(runs[0].config.DEVICE, ALONE)
     varied, budget = ("DATA.RELABEL",), line.asked.budget_min
-    plan = Plan(ARMS, judged, seeds, None, tuple(runs), describe_device(device), False, (), varied, budget)
-    script = "scripts/check_labels.py"
-    trained = train_all(plan, lambda so_far: write(plan, so_far, out, script), method.budget)
-    about = write(plan, trained, out, script)
-    predicted = report(about, out)
-    if trained.failed or trained.left_out:
-        return EXIT_FAILED if trained.failed else EXIT_DONE
+    return Plan(ARMS, judged, seeds, None, tuple(runs), describe_device(device), False, (), varied, budget)
 
-    better = {
-        verdict["mode"]
-        for verdict in about["verdicts"]
-        if verdict["against"] == ALL and (found := verdict["accuracy"]) and found["seen"] and found["value"] > 0
-    }
-    helped = [arm for arm in (WITHOUT, RELABELLED) if arm in better]
-    if RANDOM in better:
+
+def log_what_helped(verdicts: Sequence[Mapping[str, Any]]) -> None:
+    higher = set[str]()
+    for verdict in verdicts:
+        accuracy = verdict["accuracy"]
+        if verdict["against"] == ALL and accuracy and accuracy["seen"] and accuracy["value"] > 0:
+            higher.add(verdict["mode"])
+    if RANDOM in higher:
         log.info("Leaving out random images helped too, so the wrong labels may not be the reason.")
-    log.info("It helped: %s." if helped else "It was not shown to help.%s", " and ".join(helped))
-    if len(seeds) > 1 and len(predicted) == len(runs):
-        write_json(out / "compare.json", {**about, "at_best": at_best(runs, judged, predicted)})
-    if judged.metric is TOP1 and wrong:
-        remaining = np.setdiff1d(np.arange(len(others.labels)), [one.image for one in wrong])
-        log.info(
-            "%d labels of the validation split look wrong, too. On its other %d images, which flatters, since suspects "
-            "are those on which models fail:",
-            *(len(wrong), len(remaining)),
-        )
-        for arm in ARMS:
-            lasts = [per_image(run.folder, TOP1, judged.weights) for run in runs if run.contender == arm]
-            means = [float(last.values[np.isin(last.rows, remaining)].mean()) for last in lasts if last is not None]
-            log.info("  %s: top-1 %s %%", arm, spread(means) if means else "unknown")
-    return EXIT_DONE
+    helped = " and ".join(arm for arm in (WITHOUT, RELABELLED) if arm in higher)
+    log.info(f"It helped: {helped}." if helped else "It was not shown to help.")
 
 
-def at_best(runs: Sequence[Run], judged: Judged, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
+def log_without_suspects(plan: Plan, wrong: int, remaining: np.ndarray) -> None:
+    """Log top-1 on the validation images that `remaining` has, which are without `wrong` suspects."""
+    log.info(
+        "%d labels of the validation split look wrong, too. On its other %d images, which flatters, since suspects "
+        "are those on which models fail:",
+        *(wrong, len(remaining)),
+    )
+    for arm in ARMS:
+        lasts = [per_image(run.folder, TOP1, plan.judged.weights) for run in plan.runs if run.contender == arm]
+        means = [float(last.values[np.isin(last.rows, remaining)].mean()) for last in lasts if last is not None]
+        log.info("  %s: top-1 %s %%", arm, spread(means) if means else "unknown")
+
+
+def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
     """Compare the checkpoints that a user gets: the best, and of their weights those that validated better.
 
     `predicted`: of `report`, which evaluated them.
@@ -111,7 +127,8 @@ def at_best(runs: Sequence[Run], judged: Judged, predicted: Mapping[Path, Any]) 
     log.info("At each run's best checkpoint, which these very images chose:")
     found = dict[str, np.ndarray]()
     for arm in ARMS:
-        of_arm = [values_of_images(judged.metric, *predicted[run.folder]) for run in runs if run.contender == arm]
+        folders = [run.folder for run in plan.runs if run.contender == arm]
+        of_arm = [values_of_images(plan.judged.metric, *predicted[folder]) for folder in folders]
         found[arm] = np.stack([each for each in of_arm if each is not None])
     every, verdicts = np.stack([each.mean(1) for each in found.values()]), list[dict[str, Any]]()
     for arm in (WITHOUT, RELABELLED, RANDOM):
@@ -122,7 +139,7 @@ def at_best(runs: Sequence[Run], judged: Judged, predicted: Mapping[Path, Any]) 
         means = [spread(found[each].mean(1).tolist()) for each in (arm, ALL)]
         log.info(
             "  %s: %s %s against %s: %s (%+.1f to %+.1f points for %s)",
-            *(arm, judged.metric.words, *means, said, one.low, one.high, one.holds_for),
+            *(arm, plan.judged.metric.words, *means, said, one.low, one.high, one.holds_for),
         )
     return verdicts
 

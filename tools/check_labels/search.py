@@ -310,9 +310,9 @@ class Found:
             names = ", ".join(self.not_judged)
             lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
         count = f"{counted(self.verdict.number, 'label')} look{'s' * (self.verdict.number == 1)} wrong"
-        chance = f"{self.verdict.agreed} of them beside the nearest images, too, as up to {self.verdict.if_right} would"
-        if not self.verdict.surer:  # without the nearest images
-            chance = f"up to {self.verdict.if_right} would"
+        chance = f"up to {self.verdict.if_right} would"
+        if self.verdict.surer:  # of the nearest images
+            chance = f"{self.verdict.agreed} of them like the same class beside the nearest images, too, as {chance}"
         found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
         nothing = f"Nothing found: {count}; {chance} if all were right. The difference is too small to tell."
         if certain := sum(one.certain for one in self.suspects):

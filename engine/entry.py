@@ -3,6 +3,8 @@
 Heavy packages are imported only once the settings are known to be valid, so a typo is reported at once.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import sys

@@ -1,5 +1,7 @@
 """The folder of a run: locked, made, and described by config.yaml and run.json."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np

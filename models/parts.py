@@ -1,5 +1,7 @@
 """Parts of a model by their names: its blocks, its classifiers, what is trained and what is frozen."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from typing import Any
 

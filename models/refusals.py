@@ -1,5 +1,7 @@
 """Why a model cannot be built as the MODEL section says, and what to write instead."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

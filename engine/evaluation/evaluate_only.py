@@ -1,5 +1,7 @@
 """Validation without training (-eval)."""
 
+from __future__ import annotations
+
 import time
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
 """Linear classifiers of kept features: logistic regression, whose strength folds of the training images choose."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple

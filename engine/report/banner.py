@@ -1,5 +1,7 @@
 """Banner that a run logs before it begins: versions, device, precision, model, data, settings of training."""
 
+from __future__ import annotations
+
 import shlex
 import sys
 from pathlib import Path

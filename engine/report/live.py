@@ -3,6 +3,8 @@
 Everything is shown from numbers that the host already has: nothing here waits for the device.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import sys

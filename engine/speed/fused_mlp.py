@@ -3,6 +3,8 @@
 Between an MLP's products only memory is moved, and torch reads it once more than needed. torch computes the products.
 """
 
+from __future__ import annotations
+
 import importlib.util
 
 import torch

@@ -1,5 +1,7 @@
 """evaluate.py -calibrate: fits a temperature to a model's weights, measures it by cross-fitting, and keeps it."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 from typing import Any

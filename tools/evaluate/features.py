@@ -4,6 +4,8 @@
 computed once and kept.
 """
 
+from __future__ import annotations
+
 from argparse import Namespace
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,7 @@
 """The settings of the section DATA."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field

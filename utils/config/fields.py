@@ -5,6 +5,8 @@ the error, the note in the log, and the sentence in docs/config.md. Sections tak
 leaves as strings.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -1,5 +1,7 @@
 """The settings of the section MODEL."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field

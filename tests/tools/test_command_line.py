@@ -184,7 +184,7 @@ def test_interrupted_tool_lists_what_it_wrote(
 
     really, files = formats.compare, []
 
-    def compare(*given: object) -> str:
+    def compare(*given: object) -> object:
         files.append(given)
         if len(files) == 2:
             raise KeyboardInterrupt

@@ -62,8 +62,15 @@ class ShardCache:
         except OSError:
             return None
 
+    def room(self) -> float:
+        """Bytes that the folder may have."""
+        return min(self.limit, shutil.disk_usage(self.folder).free + self.bytes_used())
+
     def bytes_used(self) -> int:
         return sum(size for _, size, _ in self._kept())
+
+    def __str__(self) -> str:
+        return f"{self.folder}, of at most {self.limit / 1e9:g} GB (DATA.CACHE_GB)"
 
     def announce(self, numbers: Sequence[int], most: int) -> None:
         """Download these files, then those that were announced before: in all so many, none of which makes room."""

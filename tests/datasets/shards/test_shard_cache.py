@@ -30,7 +30,7 @@ FAULTS = ("503", "truncated", "shorter", "429", "whole")
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Twelve tar files; requests for them are repeated at once."""
+    """Twelve tar files; failed requests for them are repeated at once."""
     monkeypatch.setattr("datasets.shards.index.PAUSES", (0.0,) * 6)
     FaultyStore.sent.clear()
     return write_set(tmp_path / "set", [4] * 12, val=12)
@@ -86,7 +86,7 @@ def test_batches_equal_those_of_local_files(
         assert "images are requested by ranges of tar files: DATA.CACHE_GB is 0" in said.text
         assert not (cache / "tars").exists()
         return
-    assert "whole tar files are kept in" in said.text
+    assert "whole tar files are downloaded ahead into" in said.text
     until(lambda: len([*(cache / "tars").glob("*.tar")]) == 12)
     FaultyStore.sent.clear()
     assert epochs(address, workers) == epochs(root, 0)

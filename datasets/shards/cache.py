@@ -129,7 +129,7 @@ class ShardCache:
         """When each file in the folder was used, its size when it is finished, and path; the oldest first."""
         found = []
         for path in self.folder.glob("*-*.*"):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError, ValueError):  # removed meanwhile; of someone else
                 found.append((path.stat().st_mtime, int(path.stem.rpartition("-")[2]), path))
         return sorted(found)
 

@@ -41,7 +41,7 @@ class ShardCache:
         """`limit`: most bytes in the folder."""
         self.folder, self.limit = folder, limit
         self._store, self._files = store, files
-        self._coming: list[int] = []
+        self._needed, self._coming = list[int](), list[int]()
         self._changed: threading.Condition | None = None
 
     def has(self, number: int) -> bool:
@@ -62,16 +62,24 @@ class ShardCache:
         except OSError:
             return None
 
+    def room(self) -> float:
+        """Bytes that the folder may have."""
+        return min(self.limit, shutil.disk_usage(self.folder).free + self.bytes_used())
+
     def bytes_used(self) -> int:
         return sum(size for _, size, _ in self._kept())
 
+    def __str__(self) -> str:
+        return f"{self.folder}, of at most {self.limit / 1e9:g} GB (DATA.CACHE_GB)"
+
     def announce(self, numbers: Sequence[int], most: int) -> None:
-        """Download these files, and then those that were announced before: in all so many."""
+        """Download these files, then those that were announced before: in all so many, none of which makes room."""
         if self._changed is None:
             self._changed = threading.Condition()
             threading.Thread(target=self._work, args=(self._changed,), daemon=True).start()
         with self._changed:
-            self._coming = list(dict.fromkeys([*numbers, *self._coming]))[:most]
+            self._needed = list(dict.fromkeys([*numbers, *self._needed]))[:most]
+            self._coming = self._needed.copy()
             self._changed.notify()
 
     def _work(self, changed: threading.Condition) -> None:
@@ -121,14 +129,16 @@ class ShardCache:
         """When each file in the folder was used, its size when it is finished, and path; the oldest first."""
         found = []
         for path in self.folder.glob("*-*.*"):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError, ValueError):  # removed meanwhile; of someone else
                 found.append((path.stat().st_mtime, int(path.stem.rpartition("-")[2]), path))
         return sorted(found)
 
     def _remove_oldest(self) -> None:
-        """Remove a file. OSError: all are being downloaded."""
+        """Remove a file. OSError: all are needed, or are being downloaded."""
+        needed = {self._path(number) for number in self._needed}
         for used, _, path in self._kept():
-            if path.suffix == ".tar" or used < time.time() - SECONDS_ABANDONED:
+            abandoned = path.suffix == ".part" and used < time.time() - SECONDS_ABANDONED
+            if abandoned or (path.suffix == ".tar" and path not in needed):
                 return path.unlink(missing_ok=True)
         raise OSError("there is no room")
 

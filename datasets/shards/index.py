@@ -180,13 +180,12 @@ class Remote:
         if not missing:
             return
         files, root = self._place()
-        names, begins, sizes = ([*column] for column in zip(*missing, strict=True))
-        ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
-        answers = files.cat_ranges([f"{root}/{name}" for name in names], begins, ends, on_error="return")
+        names, begins = [f"{root}/{name}" for name, _, _ in missing], [begin for _, begin, _ in missing]
+        answers = files.cat_ranges(names, begins, [begin + size for _, begin, size in missing], on_error="return")
         failures: list[Exception] = []
         for one, answer in zip(missing, answers, strict=True):
             try:
-                contents[one] = np.frombuffer(bytearray(_whole(answer, one[2])), np.uint8)  # writable, as torch wants
+                contents[one] = np.frombuffer(bytearray(_whole(answer, one[2])), np.uint8)  # writable, for torch
             except Exception as error:
                 failures.append(error)
         if failures:  # one that may pass, if any

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -230,9 +229,7 @@ WINDOW = 8
 class ShardSamples(Samples):
     """Samples of an index, those in `rows`, which ascend."""
 
-    def __init__(
-        self, shards: ShardSet, files: list[ShardFile], index: ShardIndex, window: int, rows: np.ndarray
-    ) -> None:
+    def __init__(self, shards: ShardSet, split: str, index: ShardIndex, window: int, rows: np.ndarray) -> None:
         self.store, self.classes, self.window = shards.store, shards.classes, window
         self._index, self._rows = index, rows
         self.labels = index.label[rows]
@@ -243,7 +240,7 @@ class ShardSamples(Samples):
         self.remote = self.store.remote
         self.cache: ShardCache | None = None
         if isinstance(self.store, Remote) and shards.data.CACHE_GB:
-            folder = cache_folder(shards.data, "tars")
+            files, folder = shards.splits[split], cache_folder(shards.data, "tars")
             self.cache = ShardCache(self.store, files, folder, shards.data.CACHE_GB * 1e9)
         self._prefetched: dict[int, list[np.ndarray]] = {}
         """By row, once for each time that it will be read"""
@@ -292,22 +289,22 @@ class ShardSamples(Samples):
     def look_ahead(self) -> float | None:
         if not isinstance(self.store, Remote):
             return None
-        why = self._why_in_parts()
-        how = f"images are requested by ranges of tar files: {why}" if why else "whole tar files are kept in DATA.CACHE"
-        warn_once(f"{self.store.root}: {how}.", logging.INFO)
-        return None if why else min(1.0, self.window / len(self._index.files))
+        if why := self._why_in_parts():
+            warn_once(f"{self.store.root}: images are requested by ranges of tar files: {why}.", logging.INFO)
+            return None
+        warn_once(f"{self.store.root}: whole tar files are downloaded ahead into {self.cache}.", logging.INFO)
+        return min(1.0, self.window / len(self._index.files))
 
     def _why_in_parts(self) -> str:
         """Why whole tar files are not downloaded; '' if they are."""
         if self.cache is None:
             return "DATA.CACHE_GB is 0"
         sizes = sorted((file.size for file in self._index.files), reverse=True)
-        total, needed = sum(sizes), sum(sizes[: 2 * self.window])
-        room = min(self.cache.limit, shutil.disk_usage(self.cache.folder).free + self.cache.bytes_used())
+        needed, room = sum(sizes[: 2 * self.window]), self.cache.room()
         part = len(self._rows) / len(self._index) / self.machines
         if needed > room:
             return f"{2 * self.window} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
-        if total > room and part < 1 / 2:
+        if sum(sizes) > room and part < 1 / 2:
             return f"a machine reads {100 * part:.0f} % of them in an epoch, and there is no room to keep them all"
         return ""
 
@@ -366,7 +363,7 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
         where = f"{shards.store.root}/{index.files[index.shard[row]].name}: {index.name(row)}"
         check_label(int(index.label[row]), num_classes, one_line(where))
     rows = split_rows(index.label, data, part, shards.store.root) if shared else np.arange(len(index))
-    return ShardSamples(shards, shards.splits[name], index, window, rows)
+    return ShardSamples(shards, name, index, window, rows)
 
 
 def shard_source(

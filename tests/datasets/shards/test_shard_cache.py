@@ -30,7 +30,7 @@ FAULTS = ("503", "truncated", "shorter", "429", "whole")
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Twelve tar files; requests for them are repeated at once."""
+    """Twelve tar files; failed requests for them are repeated at once."""
     monkeypatch.setattr("datasets.shards.index.PAUSES", (0.0,) * 6)
     FaultyStore.sent.clear()
     return write_set(tmp_path / "set", [4] * 12, val=12)
@@ -86,7 +86,7 @@ def test_batches_equal_those_of_local_files(
         assert "images are requested by ranges of tar files: DATA.CACHE_GB is 0" in said.text
         assert not (cache / "tars").exists()
         return
-    assert "whole tar files are kept in" in said.text
+    assert "whole tar files are downloaded ahead into" in said.text
     until(lambda: len([*(cache / "tars").glob("*.tar")]) == 12)
     FaultyStore.sent.clear()
     assert epochs(address, workers) == epochs(root, 0)
@@ -129,15 +129,20 @@ def test_download_resumes_where_a_killed_process_left_it(root: Path, address: st
     assert [kept.name for kept in path.parent.iterdir()] == [path.name]
 
 
-def test_cache_is_bounded_and_drops_the_file_unused_for_longest(root: Path, address: str, tmp_path: Path) -> None:
+def test_cache_is_bounded_and_drops_the_file_unused_for_longest(
+    root: Path, address: str, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
     limit = 3.5 * (root / "train" / "0000.tar").stat().st_size
     cache = cached(address, root, tmp_path / "kept", limit)
     for number in (0, 1, 2, 0, 3):
-        cache.announce([number], 16)
+        cache.announce([number], 2)
         until(lambda number=number: cache.has(number))
         time.sleep(0.02)
     assert [number for number in range(12) if cache._path(number).exists()] == [0, 2, 3]
     assert cache.bytes_used() <= limit
+    cache.announce([4, 5, 6, 7], 4)
+    until(lambda: "there is no room" in said.text)
+    assert cache.bytes_used() <= limit, "nor does it remove what is needed now"
 
 
 @pytest.mark.parametrize("problem", ["full", "hash"])

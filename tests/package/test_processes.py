@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,6 +125,19 @@ def test_after_its_process_was_killed_the_next_call_starts_another(loaded: Loade
     with pytest.raises(TypeError, match="NoneType: an image is a path") as raised:
         loaded.predict([cmyk, None])
     assert raised.value.__notes__ == ["It is number 1 of the images that were given."]
+
+
+def test_the_answer_of_an_interrupted_question_is_not_taken_for_the_next(
+    loaded: Loaded, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = sorted(photos.glob("ä*.png"))
+    expected, predictor = loaded.predict(second), loaded._predictor
+    assert predictor is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(predictor._process, "stdout", SimpleNamespace(readline=lambda: 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            loaded.predict(first)
+    assert loaded.predict(second) == expected
 
 
 def test_a_wrong_question_is_an_exception_and_the_next_is_answered(loaded: Loaded, photos: Path) -> None:

@@ -190,4 +190,4 @@ def test_training_is_saved_when_it_or_its_caller_is_ended(tmp_path: Path, number
     until(lambda: metrics.exists() and "train" in metrics.read_text(encoding="utf-8"), 120)
     process.send_signal(number)
     assert ("KeyboardInterrupt" in process.communicate(timeout=120)[1]) == (number == signal.SIGINT)
-    until(lambda: len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) > 0, 60)
+    until(lambda: '"paused"' in metrics.read_text() and [*(tmp_path / "run/checkpoints").glob("step-*")] != [], 60)

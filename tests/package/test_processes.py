@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,6 +127,19 @@ def test_after_its_process_was_killed_the_next_call_starts_another(loaded: Loade
     assert raised.value.__notes__ == ["It is number 1 of the images that were given."]
 
 
+def test_the_answer_of_an_interrupted_question_is_not_taken_for_the_next(
+    loaded: Loaded, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = sorted(photos.glob("ä*.png"))
+    expected, predictor = loaded.predict(second), loaded._predictor
+    assert predictor is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(predictor._process, "stdout", SimpleNamespace(readline=lambda: 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            loaded.predict(first)
+    assert loaded.predict(second) == expected
+
+
 def test_a_wrong_question_is_an_exception_and_the_next_is_answered(loaded: Loaded, photos: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.png: no such file or folder"):
         loaded.predict("none.png")
@@ -176,4 +190,4 @@ def test_training_is_saved_when_it_or_its_caller_is_ended(tmp_path: Path, number
     until(lambda: metrics.exists() and "train" in metrics.read_text(encoding="utf-8"), 120)
     process.send_signal(number)
     assert ("KeyboardInterrupt" in process.communicate(timeout=120)[1]) == (number == signal.SIGINT)
-    until(lambda: len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) > 0, 60)
+    until(lambda: '"paused"' in metrics.read_text() and [*(tmp_path / "run/checkpoints").glob("step-*")] != [], 60)

@@ -64,8 +64,7 @@ class Wrong(NamedTuple):
     number: int
     """Labels that are rather wrong than right"""
     agreed: int
-    """Those of them, of classes that are learnt, that look like the same class beside the nearest images, too; all,
-    without features"""
+    """Those that count, since they look like the same class beside the nearest images, too; all, without features"""
     if_right: int
     """Largest number of these among labels that are redrawn as if all were right"""
     calibrations: list[Calibration]

@@ -13,16 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine.machine.device import describe_device, pick_device
-from tools.check_labels.search import (
-    Images,
-    Method,
-    Suspect,
-    find,
-    load_with,
-    open_images,
-    rows_of,
-    suspects_of,
-)
+from tools.check_labels.search import Images, Method, Suspect, find, load_with, open_images, rows_of, suspects_of
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by, spread
 from tools.common.differences import over_images
@@ -61,8 +52,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     if len(seeds) > 1 and len(predicted) == len(plan.runs):
         write_json(out / "compare.json", {**about, "at_best": at_best(plan, predicted)})
     if plan.judged.metric is TOP1 and wrong:
-        remaining = np.setdiff1d(np.arange(len(others.labels)), [one.image for one in wrong])
-        log_without_suspects(plan, len(wrong), remaining)
+        log_without(plan, wrong, len(others.labels))
     return EXIT_DONE
 
 
@@ -73,7 +63,9 @@ def search_each_seed(images: Images, method: Method, seeds: Sequence[int], out: 
     for seed in seeds:
         found = find(images, method, seed)
         log.info("Search with seed %d: %s", seed, " ".join(found.words()))
-        for arm, decision in DECISIONS.items() if found.verdict.clear else ():
+        if not found.verdict.clear:
+            continue
+        for arm, decision in DECISIONS.items():
             rows = random_like(images, found.suspects, seed) if arm == RANDOM else found.suspects
             lists[arm, seed] = out / f"{arm.replace(' ', '_')}-{seed}.csv"
             write_atomically(lists[arm, seed], rows_of(images, rows, decision))
@@ -90,28 +82,26 @@ def plan_of(line: ToolLine, seeds: tuple[int, ...], lists: Mapping[tuple[str, in
         runs.append(Run(arm, seed, load_with(line, given), out / f"{arm.replace(' ', '_')}-{seed}"))
     check_runs(runs)
     judged, device = judged_by(None, None, [run.config for run in runs]), pick_device(runs[0].config.DEVICE, ALONE)
-    varied, budget = ("DATA.RELABEL",), line.asked.budget_min
-    return Plan(ARMS, judged, seeds, None, tuple(runs), describe_device(device), False, (), varied, budget)
+    name, budget = describe_device(device), line.asked.budget_min
+    return Plan(ARMS, judged, seeds, None, tuple(runs), name, False, (), ("DATA.RELABEL",), budget)
 
 
 def log_what_helped(verdicts: Sequence[Mapping[str, Any]]) -> None:
-    higher = set[str]()
-    for verdict in verdicts:
-        accuracy = verdict["accuracy"]
-        if verdict["against"] == ALL and accuracy and accuracy["seen"] and accuracy["value"] > 0:
-            higher.add(verdict["mode"])
+    found = {verdict["mode"]: verdict["accuracy"] for verdict in verdicts if verdict["against"] == ALL}
+    higher = [arm for arm, one in found.items() if one and one["seen"] and one["value"] > 0]
     if RANDOM in higher:
         log.info("Leaving out random images helped too, so the wrong labels may not be the reason.")
     helped = " and ".join(arm for arm in (WITHOUT, RELABELLED) if arm in higher)
     log.info(f"It helped: {helped}." if helped else "It was not shown to help.")
 
 
-def log_without_suspects(plan: Plan, wrong: int, remaining: np.ndarray) -> None:
-    """Log top-1 on the validation images that `remaining` has, which are without `wrong` suspects."""
+def log_without(plan: Plan, wrong: Sequence[Suspect], images: int) -> None:
+    """Log top-1 on the validation images that are no suspects."""
+    remaining = np.setdiff1d(np.arange(images), [one.image for one in wrong])
     log.info(
         "%d labels of the validation split look wrong, too. On its other %d images, which flatters, since suspects "
         "are those on which models fail:",
-        *(wrong, len(remaining)),
+        *(len(wrong), len(remaining)),
     )
     for arm in ARMS:
         lasts = [per_image(run.folder, TOP1, plan.judged.weights) for run in plan.runs if run.contender == arm]

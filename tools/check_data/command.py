@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     fix, json_file = line.file("fix"), line.file("json")
     if fix is not None and fix == json_file:
         raise UserError(f"-fix and -json both name {fix}; give each its own file.")
-    with ranks_of_launcher(argv) as world:
+    with ranks_of_launcher(argv, line.run.ranks) as world:
         config = on_every_rank(world, line.load).config
         return _check(config, fix, json_file, line.asked.near, world)
 

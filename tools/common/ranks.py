@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from utils.cli import version_text
 from utils.config.schema import DistConfig
@@ -20,13 +21,17 @@ T = TypeVar("T")
 
 MINUTES = 7 * 24 * 60.0
 """How long the ranks wait for the slowest. A rank that dies is found by its heartbeat."""
+SECONDS_TO_FIND_LOST_RANK = 12
 MISSING = object()
 
 
 @contextlib.contextmanager
-def ranks_of_launcher(argv: Sequence[str]) -> Iterator[World]:
-    """This process among those that a launcher started with these words. An error of one of them ends them all."""
-    world = read_world({}) or ALONE
+def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator[World]:
+    """This process among those that a launcher started with these words. An error of one of them ends them all.
+
+    `given`: the flags -host, -port, -rank and -world_size.
+    """
+    world = read_world(given) or ALONE
     if world.size == 1:
         yield world
         return
@@ -37,16 +42,20 @@ def ranks_of_launcher(argv: Sequence[str]) -> Iterator[World]:
 
     member = {"rank": world.rank, "size": world.size, "host": socket.gethostname(), "pid": os.getpid()}
     versions = {"vitamp": version_text().splitlines()[0].split()[-1], "torch": torch.__version__}
+    command = " ".join(word for word in argv if word != f"{given.get('rank')}")
     member |= versions | {"started": start_time_of(os.getpid())}
-    group.join(world, DistConfig(TIMEOUT=MINUTES), torch.device("cpu"), member, {"the command": " ".join(argv)})
+    group.join(world, DistConfig(TIMEOUT=MINUTES), torch.device("cpu"), member, {"the command": command})
     if not world.first:
-        log.setLevel("WARNING")
+        log.setLevel("ERROR")  # rank 0 warns for all
     try:
         yield world
     except (AllRanksUserError, AllRanksError):
         raise
     except Exception as error:
-        if group.watchdog is not None and not group.caused_by_lost_rank(error):
+        if group.watchdog is not None and group.caused_by_lost_rank(error):
+            group.watchdog.expect_lost_rank()
+            time.sleep(SECONDS_TO_FIND_LOST_RANK)  # in which the watchdog ends this process with the reason
+        elif group.watchdog is not None:
             group.watchdog.report_failure(error)
             group.watchdog = None
         raise

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
     kept = Source("-keep", Kind.TOOL)
     unused = dict.fromkeys(MEASURED[1:], ("0.5", kept)) if line.asked.keep else {}  # rather than measured
-    with ranks_of_launcher(argv) as world:
+    with ranks_of_launcher(argv, line.run.ranks) as world:
         loaded = on_every_rank(world, lambda: line.load({place: (places[0], Source("SRC", Kind.TOOL)), **unused}))
 
         # Imported late: torch takes seconds to import, and a wrong command should fail at once.

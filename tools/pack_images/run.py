@@ -231,6 +231,7 @@ def _prepare(
 
 def _make_shards(shards: dict[str, np.ndarray], work: Any, jobs: int | None, limit: int, world: World) -> list[Record]:
     """Make this rank's tar files in several processes. `work`: for `start_process`."""
+    log.setLevel("INFO" if world.first else "WARNING")  # each rank names the images that it leaves out
     stop, bad = multiprocessing.Event(), 0
     arguments: Any = (*work, stop)
     count = max(1, min(jobs or world.own_cores, len(shards)))

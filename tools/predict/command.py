@@ -109,13 +109,13 @@ def main(argv: list[str]) -> int:
     _check(line)
     if asked.serve:
         command_line.check_one_process("predict.py -serve")
-    with ranks_of_launcher(argv) as world:
+    with ranks_of_launcher(argv, line.run.ranks) as world:
         return _predict(asked, world)
 
 
 def _predict(asked: Namespace, world: World) -> int:
     """Load the models, and predict; rank 0 writes. Returns the exit code."""
-    log.setLevel("WARNING")  # standard output is for the results
+    log.setLevel("WARNING" if world.first else "ERROR")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets.given import open_given

@@ -42,9 +42,9 @@ def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator
 
     member = {"rank": world.rank, "size": world.size, "host": socket.gethostname(), "pid": os.getpid()}
     versions = {"vitamp": version_text().splitlines()[0].split()[-1], "torch": torch.__version__}
-    command = " ".join(word for word in argv if word != f"{given.get('rank')}")
+    same = {} if "rank" in given else {"the command": " ".join(argv)}
     member |= versions | {"started": start_time_of(os.getpid())}
-    group.join(world, DistConfig(TIMEOUT=MINUTES), torch.device("cpu"), member, {"the command": command})
+    group.join(world, DistConfig(TIMEOUT=MINUTES), torch.device("cpu"), member, same)
     if not world.first:
         log.setLevel("ERROR")  # rank 0 warns for all
     try:

@@ -9,7 +9,8 @@ test split is checked too, if there is one. Notes: other near duplicates within 
 classes, classes without validation images, images that must be converted, and images smaller than IMAGE_SIZE.
 Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
 
-Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes.
+Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes. The processes of
+torchrun, srun or mpirun share the work.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, Tool, tool
 from tools.common.output_file import writing
+from tools.common.ranks import ranks_of_launcher
+from utils.distributed.world import World, on_every_rank
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag
 from utils.log import log
@@ -27,7 +30,10 @@ from utils.text import counted, redacted_values
 from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from datasets.base import Samples
+    from utils.config import Config
 
 OWN = (
     Flag(
@@ -49,8 +55,13 @@ def main(argv: list[str]) -> int:
     fix, json_file = line.file("fix"), line.file("json")
     if fix is not None and fix == json_file:
         raise UserError(f"-fix and -json both name {fix}; give each its own file.")
-    config = line.load().config
+    with ranks_of_launcher(argv, line.run.ranks) as world:
+        config = on_every_rank(world, line.load).config
+        return _check(config, fix, json_file, line.asked.near, world)
 
+
+def _check(config: Config, fix: Path | None, json_file: Path | None, near: bool, world: World) -> int:
+    """Scan the images, and report, which rank 0 does; returns the exit code."""
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     import torch
 
@@ -73,28 +84,28 @@ def main(argv: list[str]) -> int:
     warn_of_splits(data, samples["training"], samples.get("validation"))
     if (training := samples["training"]) is not None:
         warn_alike_names(training.classes or (), source_of(data))
-    workers = auto_workers(given=data.NUM_WORKERS)
+    workers = auto_workers(world, data.NUM_WORKERS)
     splits = []
     for title, found in samples.items():
         if found is None:
             log.info("The %s split of %s is held in memory: there are no files to check.", title, data.DATASET)
         else:
-            splits.append(report.scan_split(title, found, data, workers))
-    if not splits:
+            splits.append(report.scan_split(title, found, data, workers, world))
+    if not splits or not world.first:
         return EXIT_DONE
     findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data.IMAGE_SIZE)
     if not data.is_plain:
         found = Counter(scan.header.size for split in splits for scan in split.scans if not scan.problem).most_common(5)
         sizes = ", ".join(f"{wide} x {high} ({count:,})" for (wide, high), count in found)
         log.info("Images of %d channels, DATA.BITS %s, by size: %s", data.IMAGE_CHANNELS, data.BITS, sizes)
-    content, words, count = report.exclude_list(findings, splits, data, line.asked.near)
+    content, words, count = report.exclude_list(findings, splits, data, near)
     advice = [f"Excluded by {fix or 'the list that -fix FILE writes'}:", words] if count else []
     if fix is not None:
         with writing(fix, "-fix"):
             write_atomically(fix, content)
         how = f"; to exclude them, add DATA.EXCLUDE={fix}" if count else ""
         advice.append(f"{counted(count, 'image')} to exclude{how}")
-    if not line.asked.near and any(one.split == "training" for one in findings.defects[report.NEAR_OVERLAP]):
+    if not near and any(one.split == "training" for one in findings.defects[report.NEAR_OVERLAP]):
         way = "-near -overwrite" if fix else "-fix FILE -near"
         advice.append(f"Images that are nearly the same as one of another split stay: look at them, then add {way}.")
     log.info(report.text(findings, data, advice))

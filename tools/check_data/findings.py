@@ -25,11 +25,13 @@ from datasets.loading.loader import Plan
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
 from engine.inputs.batches import Inputs
-from tools.common.turns import progress_bar
+from tools.common.ranks import gather
 from utils.config.data import DataConfig
+from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
 from utils.log import log
 from utils.program import started_as
+from utils.progress import Progress
 from vitamp.sizes import ImageSize, sides
 
 SIDE, CELLS, BLOCKS = 32, 16, 8
@@ -198,9 +200,10 @@ class Split:
         return distinct_names(self.samples.classes or ())
 
 
-def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> Split:
-    """Scan every image of a split."""
+def scan_split(title: str, samples: Samples, data: DataConfig, workers: int, world: World = ALONE) -> Split:
+    """Scan every image of a split; of several ranks, each scans some, and rank 0 gets all."""
     chunks = [np.arange(begin, min(begin + CHUNK, len(samples))) for begin in range(0, len(samples), CHUNK)]
+    chunks = chunks[world.rank :: world.size]
     plan = Plan()
     loader = DataLoader(
         _Scanner(samples, data),
@@ -211,23 +214,25 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
         generator=torch.Generator(),
         persistent_workers=bool(workers and chunks),
     )
-    scans: list[Scan] = []
-    with warnings.catch_warnings(action="ignore"), progress_bar(len(samples), "images", title) as bar:
+    scanned: list[list[Scan]] = []
+    bar = Progress(None, sum(map(len, chunks)), "images", title, world.first)
+    with warnings.catch_warnings(action="ignore"), bar:
         processes = LoadingProcesses(loader) if loader.num_workers else None
         plan.begin((0, chunk) for chunk in chunks)
         try:
             if processes is not None:
                 processes.begin()
             for chunk in processes or loader:
-                scans.extend(chunk)
+                scanned.append(chunk)
                 bar.update(len(chunk))
         except TrainingError as death:
-            near = f"{samples.name(len(scans))} or one of the next {CHUNK * workers * PREFETCH - 1} images"
+            first = samples.name(int(chunks[len(scanned)][0]))
+            near = f"{first} or one of the next {CHUNK * workers * PREFETCH * world.size - 1} images"
             raise TrainingError(f"{death} If an image caused this, it is {near} of the {title} split.") from None
         finally:
             if processes is not None:
                 processes.end()
-    return Split(title, samples, scans)
+    return Split(title, samples, list(itertools.chain.from_iterable(gather(scanned, world))))
 
 
 class _Scanner(Dataset[Any]):

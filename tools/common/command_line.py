@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 import textwrap
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,18 @@ from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, MEASURED, PATCH
 from utils.config.kinds import AUTO
 from utils.config.read import Kind
 from utils.distributed.launchers import VARIABLES, world_from_launcher
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
+from utils.distributed.world import ALONE
+from utils.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    AllRanksError,
+    AllRanksUserError,
+    TrainingError,
+    UserError,
+    nearest,
+)
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.log import log, start_log
 from utils.own_code import allow
@@ -40,6 +52,8 @@ PAGES = {
     "show_batch.py": "augmentation",
 }
 """Documentation page of a tool, where it has another name."""
+SECONDS_FOR_RANK_0 = 5
+"""In which it prints an error that all ranks have"""
 SAY = {CLASSES: 1000, IMAGE_SIZE: 224, PATCH_SIZE: 16, **dict.fromkeys(MEASURED, 0.5), MEASURED[0]: "0,4095"}
 """Numbers to suggest in place of `auto` to tools that read no data"""
 WEIGHTS = Flag("weights", CHOICES_IN_WORDS, "|".join(CHOICES), default=BETTER, choices=CHOICES)
@@ -113,7 +127,11 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         return flush_after(lambda: work(argv))
     except (UserError, TrainingError) as error:
-        log.error("%s", error)
+        rank = (world_from_launcher() or ALONE).rank
+        if rank and isinstance(error, AllRanksUserError | AllRanksError):
+            time.sleep(SECONDS_FOR_RANK_0)  # a launcher ends all ranks once the first has exited
+        else:
+            log.error("%s%s", f"rank {rank}: " if rank else "", error)
         return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
     except PermissionError as error:  # such as of a folder that others may not enter
         if error.filename is None:

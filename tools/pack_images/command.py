@@ -8,6 +8,8 @@ Then train with -dataset shards -data_path /data/packed. After an interruption t
 folder that -data_path would name, or hf:NAME. All data sets that are stored as images can be packed. Unreadable images
 are reported and left out.
 
+The processes of torchrun, srun or mpirun share the work.
+
 -dataset, -cfg and KEY=VALUE work as in main_single_gpu.py.
 """
 
@@ -17,10 +19,12 @@ from pathlib import Path
 
 from tools.common.command_line import Tool, ToolLine, tool
 from tools.common.output_file import if_interrupted
+from tools.common.ranks import ranks_of_launcher
 from utils.config import Loaded
 from utils.config.keys import MEASURED
 from utils.config.kinds import one_line
 from utils.config.read import Kind, Source
+from utils.distributed.world import on_every_rank
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 
@@ -60,13 +64,15 @@ def main(argv: list[str]) -> int:
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
     kept = Source("-keep", Kind.TOOL)
     unused = dict.fromkeys(MEASURED[1:], ("0.5", kept)) if line.asked.keep else {}  # rather than measured
-    loaded = line.load({place: (places[0], Source("SRC", Kind.TOOL)), **unused})
+    with ranks_of_launcher(argv, line.run.ranks) as world:
+        loaded = on_every_rank(world, lambda: line.load({place: (places[0], Source("SRC", Kind.TOOL)), **unused}))
 
-    # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    from tools.pack_images.run import pack
+        # Imported late: torch takes seconds to import, and a wrong command should fail at once.
+        from tools.pack_images.run import pack
 
-    if_interrupted.append("finished tar files stay, and the same command resumes")
-    pack(loaded.config.DATA, Path(places[1]).expanduser(), _settings(line, loaded), line.asked.num_workers)
+        if_interrupted.append("finished tar files stay, and the same command resumes")
+        settings = on_every_rank(world, lambda: _settings(line, loaded))
+        pack(loaded.config.DATA, Path(places[1]).expanduser(), settings, line.asked.num_workers, world)
     return EXIT_DONE
 
 

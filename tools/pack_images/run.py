@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import shutil
 import signal
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 from PIL import Image
 
 from datasets import check_dataset, open_dataset, warn_of_splits
@@ -33,12 +34,13 @@ from datasets.shards.hub import kind_of
 from datasets.shards.index import ARRAY_KINDS, IMAGE_KINDS, Folder, TarWriter
 from datasets.shards.source import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.sources.split import TooFewToSplit
-from tools.common.turns import progress_bar
+from tools.common.ranks import gather
 from utils.config.data import DataConfig
+from utils.distributed.world import ALONE, World, broadcast, on_every_rank, on_rank_0
 from utils.errors import TrainingError, UserError
 from utils.log import log
-from utils.machine.cpus import cores
 from utils.program import die_with_parent
+from utils.progress import Progress
 from utils.seeding import key
 from utils.text import counted, redacted, some_of
 from vitamp.bands import ZIP
@@ -161,8 +163,33 @@ ANY_CLASSES = 1 << 31
 """Packing has no classifier, so no label is out of range"""
 
 
-def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | None) -> None:
-    """Pack both splits of a data set into `folder`; the images of one that cannot be split are for training."""
+def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | None, world: World = ALONE) -> None:
+    """Pack both splits of a data set into `folder`, which all ranks see; each rank makes some of the tar files."""
+    splits = on_every_rank(world, lambda: _open(data))
+    lock = FileLock(folder / LOCK)
+    try:
+        about = broadcast(on_rank_0(world, lambda: _prepare(data, folder, settings, splits, lock)), world)
+        if about is None:
+            return
+        shards: dict[str, np.ndarray] = {}
+        for split, samples in splits.items():
+            order = np.arange(len(samples))
+            if split == "train":  # shuffled, so that each shard has all classes
+                order = np.random.Generator(np.random.Philox(key=key("pack", len(samples)))).permutation(order)
+            parts = np.split(order, range(settings["shard_images"], len(order), settings["shard_images"]))
+            shards |= {f"{split}/{number:05d}.tar": part for number, part in enumerate(parts)}
+        own = dict(list(shards.items())[world.rank :: world.size])
+        limit = allowed(data.MAX_BAD, sum(map(len, splits.values())))
+        records = gather(_make_shards(own, (folder, splits, data, settings), jobs, limit, world), world)
+        if world.first:
+            _check_number(sum(len(record.left_out) for record in records), limit)
+            _finish(folder, list(shards), records, splits["train"].classes, about)
+    finally:
+        lock.release()
+
+
+def _open(data: DataConfig) -> dict[str, Samples]:
+    """The splits to pack; the images of a data set that cannot be split are for training."""
     splits: dict[str, Samples] = {}
     try:
         for split in ("train", "val"):
@@ -174,11 +201,17 @@ def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | N
     except TooFewToSplit as error:
         log.warning("%s Here all images are packed as training images.", error)
     warn_of_splits(data, splits["train"], splits.get("val"))
+    return splits
+
+
+def _prepare(
+    data: DataConfig, folder: Path, settings: dict[str, Any], splits: dict[str, Samples], lock: BaseFileLock
+) -> dict[str, Any] | None:
+    """Lock and make the folder; returns what the manifest says of the packing, None if everything is packed already."""
     about = {"how": settings, "source": {split: _identity(samples, data) for split, samples in splits.items()}}
     if _is_done(folder, about, data):
         log.info("%s is packed already, with these settings from these images.", folder)
-        return
-    lock = FileLock(folder / LOCK)
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -193,50 +226,58 @@ def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | N
             (folder / name).mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"DST {folder} cannot be written: {error}.") from None
-    limit = allowed(data.MAX_BAD, sum(map(len, splits.values())))
-    shards: dict[str, np.ndarray] = {}
-    for split, samples in splits.items():
-        order = np.arange(len(samples))
-        if split == "train":  # shuffled, so that each shard has all classes
-            order = np.random.Generator(np.random.Philox(key=key("pack", len(samples)))).permutation(order)
-        parts = np.split(order, range(settings["shard_images"], len(order), settings["shard_images"]))
-        shards |= {f"{split}/{number:05d}.tar": part for number, part in enumerate(parts)}
-    stop = multiprocessing.Event()
-    work = (folder, splits, data, settings, stop)
-    pool = ProcessPoolExecutor(min(jobs or cores(), len(shards)), initializer=start_process, initargs=work)
-    bad = 0
+    return about
+
+
+def _make_shards(shards: dict[str, np.ndarray], work: Any, jobs: int | None, limit: int, world: World) -> list[Record]:
+    """Make this rank's tar files in several processes. `work`: for `start_process`."""
+    log.setLevel("INFO" if world.first else "WARNING")  # each rank names the images that it leaves out
+    stop, bad = multiprocessing.Event(), 0
+    arguments: Any = (*work, stop)
+    count = max(1, min(jobs or world.own_cores, len(shards)))
+    pool = ProcessPoolExecutor(count, initializer=start_process, initargs=arguments)
     try:
         futures = {pool.submit(make_shard, *shard): len(shard[1]) for shard in shards.items()}
-        with progress_bar(sum(futures.values()), "images", "packing") as bar:
+        with Progress(None, sum(futures.values()), "images", "packing", world.first) as bar:
             for future in as_completed(futures):
                 record = future.result()
                 bar.update(futures[future])
                 for name, reason in record.left_out:
                     bad += 1
                     log.warning("left out: %s: %s (%d so far; DATA.MAX_BAD allows %d)", name, reason, bad, limit)
-                if bad > limit:
-                    raise TrainingError(
-                        f"{bad} images cannot be read, and DATA.MAX_BAD allows {limit}. To resume, raise it and repeat;"
-                        " or repair them or list them in DATA.EXCLUDE, and pack into another folder."
-                    )
-        records = [future.result() for future in futures]
-        names = {split: [name for name in shards if name.startswith(f"{split}/")] for split in splits}
-        left_out = [redacted(f"{name}: {reason}") for record in records for name, reason in record.left_out]
-        try:
-            samples = finish_set(folder, names, {"classes": splits["train"].classes, **about, "left_out": left_out})
-        except OSError as error:
-            raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
-        shutil.rmtree(folder / RECORDS)
-        size = sum(record.bytes for record in records) / 1e6
-        packed = f"{counted(samples, 'image')} in {counted(len(records), 'tar file')}, {size:,.1f} MB"
-        log.info("%s, %d left out. Train with: -dataset shards -data_path %s", packed, len(left_out), folder)
+                _check_number(bad, limit)
+        return [future.result() for future in futures]
     except BrokenProcessPool:
         why = "A packing process was killed, probably by the out-of-memory killer."
         raise TrainingError(f"{why} Resume with the same command and a smaller -num_workers.") from None
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
-        lock.release()
+
+
+def _check_number(bad: int, limit: int) -> None:
+    """Raise an error if too many images cannot be read."""
+    if bad > limit:
+        raise TrainingError(
+            f"{bad} images cannot be read, and DATA.MAX_BAD allows {limit}. To resume, raise it and repeat;"
+            " or repair them or list them in DATA.EXCLUDE, and pack into another folder."
+        )
+
+
+def _finish(
+    folder: Path, shards: list[str], records: list[Record], classes: Sequence[str] | None, about: dict[str, Any]
+) -> None:
+    """Write index and manifest, and report."""
+    names = {split: [name for name in shards if name.startswith(f"{split}/")] for split in about["source"]}
+    left_out = [redacted(f"{name}: {reason}") for record in records for name, reason in record.left_out]
+    try:
+        samples = finish_set(folder, names, {"classes": classes, **about, "left_out": left_out})
+    except OSError as error:
+        raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
+    shutil.rmtree(folder / RECORDS)
+    size = sum(record.bytes for record in records) / 1e6
+    packed = f"{counted(samples, 'image')} in {counted(len(records), 'tar file')}, {size:,.1f} MB"
+    log.info("%s, %d left out. Train with: -dataset shards -data_path %s", packed, len(left_out), folder)
 
 
 def _identity(samples: Samples, data: DataConfig) -> dict[str, Any]:

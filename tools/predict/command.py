@@ -20,6 +20,8 @@ search, clustering, or another classifier. A model that learned without labels h
 -serve stays, for a program that asks again and again: for each line of standard input, a JSON list of images, it writes
 a line, the list of what -format jsonl writes of them, or {"error": "why"}. It ends with its input.
 
+The processes of torchrun, srun or mpirun share the work of the other ways.
+
 Exit codes: 0 done, 1 some images could not be predicted (each is named; the others are), 2 anything wrong with the
 command, the model, or the disk.
 """
@@ -29,13 +31,17 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tools.common import command_line
 from tools.common.output_file import if_interrupted, writing
+from tools.common.ranks import ranks_of_launcher
+from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
@@ -101,8 +107,15 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
     _check(line)
-    command_line.check_one_process("predict.py")
-    log.setLevel("WARNING")  # standard output is for the results
+    if asked.serve:
+        command_line.check_one_process("predict.py -serve")
+    with ranks_of_launcher(argv, line.run.ranks) as world:
+        return _predict(asked, world)
+
+
+def _predict(asked: Namespace, world: World) -> int:
+    """Load the models, and predict; rank 0 writes. Returns the exit code."""
+    log.setLevel("WARNING" if world.first else "ERROR")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets.given import open_given
@@ -111,15 +124,17 @@ def main(argv: list[str]) -> int:
     from engine.trained.model import load_trained, name_of, split_of_run, together
     from tools.predict.images import FORMS, Chosen, find_images, predict_images, serve, write_features
 
-    how: Any = {"calibrated": not asked.no_calibration, "needs_labels": asked.features is None}
-    trained = together(asked.models, lambda at: load_trained(at, asked.weights, asked.device, asked.amp, **how))
+    how: Any = {"calibrated": not asked.no_calibration, "needs_labels": asked.features is None, "world": world}
+    load = partial(load_trained, weights=asked.weights, device=asked.device, amp=asked.amp, **how)
+    trained = on_every_rank(world, lambda: together(asked.models, load))
     for one in (trained, *trained.others):
         one.flip = bool(asked.tta)
     if asked.serve:
         choose = Chosen(trained, asked.topk, asked.threshold)
         _say_what_predicts(asked.models, trained, choose)
         return serve(sys.stdin, sys.stdout, trained, choose, asked)
-    paths = find_images(asked.images, trained.config.DATA) if asked.images else []
+    find = partial(find_images, asked.images, trained.config.DATA)
+    paths = broadcast(on_rank_0(world, find), world) if asked.images else []  # one process reads standard input
     if asked.part is None:
         dataset = open_given(paths, trained.config.DATA)
         paths = [path.partition(OF_SEVERAL)[0] for path in paths]  # the name of an image of several files
@@ -133,16 +148,27 @@ def main(argv: list[str]) -> int:
             raise UserError(f"{error} {way}") from None
     paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
     if asked.features is not None:
-        return write_features(asked, trained, dataset, paths)
+        return write_features(asked, trained, dataset, paths, world)
     choose = Chosen(trained, asked.topk, asked.threshold)
-    _say_what_predicts(asked.models, trained, choose)
+    if world.first:
+        _say_what_predicts(asked.models, trained, choose)
 
     ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
     form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
     progress, failed = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty()), list[str]()
     rows = predict_images(
-        trained, dataset, paths, lambda batch: choose(trained.logits(batch.images)), asked, progress, failed
+        trained,
+        dataset,
+        paths,
+        lambda batch: choose(trained.logits(batch.images)),
+        asked,
+        progress and world.first,
+        failed,
+        world,
     )
+    if not world.first:
+        list(rows)  # rank 0 has all
+        return EXIT_DONE
     if asked.out is None and form is not FORMS["json"]:
         if_interrupted.append("the rows written so far are valid")
     with _opened(asked.out) as stream:

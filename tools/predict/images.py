@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import itertools
 import json
 import os
 import sys
@@ -21,12 +22,15 @@ from datasets import Batch, ImageDataset, ValLoader, auto_workers, has_labels
 from datasets.base import PADDING
 from datasets.decoding import endings_of
 from datasets.given import open_given
+from datasets.loading.order import whole_batches
 from datasets.sources.csv_table import images_in_table
 from datasets.sources.files import OF_SEVERAL, SkippedFiles, images_below
 from engine.trained.model import Trained, guesses
 from tools.common.output_file import writing
+from tools.common.ranks import gather
 from tools.common.tables import shown
 from utils.config.data import DataConfig
+from utils.distributed.world import ALONE, World
 from utils.errors import EXIT_DONE, EXIT_FAILED, TrainingError, UserError
 from utils.log import log
 from utils.text import one_line
@@ -46,30 +50,35 @@ def predict_images(
     asked: Namespace,
     progress: bool,
     failed: list[str],
+    world: World = ALONE,
 ) -> Iterator[tuple[str, Any, str]]:
     """Name in `paths`, result and reason of each image, in order: an unreadable one has a reason and no result.
 
     `results`: those of a batch, None where the model computes NaN or infinity. `progress`: show a bar. `failed` gets
-    the names of images without a result.
+    the names of images without a result. Of several ranks, each predicts some of the batches, and rank 0 has all rows.
     """
-    workers = auto_workers(given=asked.num_workers)
-    size, row = asked.batch_size or trained.config.DATA.val_batch, 0
+    workers = auto_workers(world, asked.num_workers)
+    size = asked.batch_size or trained.config.DATA.val_batch
     workers = 0 if len(paths) <= size else workers  # nothing to prefetch
     not_finite = f"the model computes NaN or infinity{'; try -amp off' * (trained.precision.level != 'O0')}"
-    loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device)
+    plan = whole_batches(len(paths), size, world.rank, world.size)
+    loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device, shard=lambda *_: plan)
     unread = loader.broken.images if loader.broken else {}
     bar = tqdm(total=len(paths), unit=" images", file=sys.stderr, disable=not progress, dynamic_ncols=True)
     try:
-        for batch in loader:
-            for index, result in zip(batch.indices.tolist()[: len(paths) - row], results(batch), strict=False):
-                if index == PADDING or result is None:
-                    reason = unread.pop(row).reason if row in unread else not_finite
+        for rows, batch in zip(plan, loader, strict=True):
+            found = list[tuple[int, Any, str]]()
+            for row, index, result in zip(rows.tolist(), batch.indices.tolist(), results(batch), strict=False):
+                if row == PADDING:
+                    break
+                bad = index == PADDING or result is None
+                reason = (unread.pop(row).reason if row in unread else not_finite) if bad else ""
+                found.append((row, None if bad else result, reason))
+            for row, result, reason in itertools.chain.from_iterable(gather([found], world)):
+                if reason:
                     failed.append(paths[row])
                     log.warning("%s cannot be predicted: %s", one_line(paths[row]), reason)
-                    yield paths[row], None, reason
-                else:
-                    yield paths[row], result, ""
-                row += 1
+                yield paths[row], result, reason
                 bar.update()
     finally:
         loader.close()
@@ -78,21 +87,25 @@ def predict_images(
         log.warning("%d of %d images could not be predicted.", len(failed), len(paths))
 
 
-def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, paths: list[str]) -> int:
+def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, paths: list[str], world: World) -> int:
     """Write what the classifier sees of each image that can be read, as npz. Returns the exit code.
 
     The arrays are `features` and `paths`; of a split with labels also `labels` and `classes`.
     """
     check_pool(trained.model, asked.pool)
-    print(f"{asked.path}: {trained.chosen.words}", file=sys.stderr)
+    if world.first:
+        print(f"{asked.path}: {trained.chosen.words}", file=sys.stderr)
 
     def results(batch: Batch) -> Iterable[tuple[np.ndarray, np.ndarray] | None]:
         features = trained.features(batch.images, asked.pool).cpu().numpy()
         found = zip(features, batch.labels.cpu().numpy(), strict=True)
         return (one if np.isfinite(one[0]).all() else None for one in found)
 
-    found = predict_images(trained, dataset, paths, results, asked, sys.stderr.isatty(), [])
+    progress = world.first and sys.stderr.isatty()
+    found = predict_images(trained, dataset, paths, results, asked, progress, [], world)
     rows = [(path, *seen) for path, seen, reason in found if not reason]
+    if not world.first:
+        return EXIT_DONE
     if not rows:
         raise TrainingError(f"No image has features; {asked.features} is not written.")
     readable, features, labels = zip(*rows, strict=True)

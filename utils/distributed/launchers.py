@@ -139,6 +139,6 @@ def _at_job(world: World, given: Mapping[str, Any], env: Mapping[str, str]) -> W
     if host is None:
         raise UserError(
             f"{world.launcher} started {world.size} processes on several machines and does not say where rank 0 runs: "
-            "add -host NAME, the machine of rank 0 (and -port N)."
+            "add -host NAME, the machine of rank 0 (and -port N), or set MASTER_ADDR to it (and MASTER_PORT)."
         )
     return replace(world, rendezvous=(host, port))

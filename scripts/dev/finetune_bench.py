@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Fine-tune on small sets of images with `-cfg configs/finetune.yaml` and nothing set, beside timm's train.py.
+"""Fine-tune on small sets of images with a recipe and nothing set, beside timm's train.py.
 
     python scripts/dev/finetune_bench.py SETS -weights lite0.safetensors -timm pytorch-image-models -json bench.json
+    python scripts/dev/finetune_bench.py SETS -backbone vit -weights vit.safetensors -timm ... -size 32 -json vit.json
 
 SETS has one folder per set of images, with `pool/CLASS` and `aside/CLASS`. Draw 0 trains on some images of the pool and
 is validated on others of it; there, timm's learning rate is chosen among three. The other draws train on other images
@@ -28,15 +29,24 @@ from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODEL = "tf_efficientnet_lite0"
 RATES = (2e-4, 5e-4, 1e-3)
+# Flags of vitamp and of timm.
+BACKBONES = {
+    "lite0": ("-cfg configs/finetune.yaml -model tf_efficientnet_lite0", "--model tf_efficientnet_lite0"),
+    # That of configs/vit_cifar10_small.yaml: -weights is the model.safetensors of a run.
+    "vit": (
+        "-cfg configs/finetune_vit_small.yaml MODEL.PATCH_SIZE=4",
+        "--model deit_tiny_patch16_224 --model-kwargs img_size=32 patch_size=4 embed_dim=96 depth=6 num_heads=3"
+        " --mean 0.4914 0.4822 0.4465 --std 0.2470 0.2435 0.2616 --crop-pct 1.0",
+    ),
+}
 OURS = (
-    "main_single_gpu.py -cfg configs/finetune.yaml -amp -model {model} -pretrained {weights} -data_path {data}"
+    "main_single_gpu.py {backbone} -amp -pretrained {weights} -data_path {data}"
     " -epochs {epochs} -image_size {size} -device cpu THREADS=1 DATA.NUM_WORKERS=0 VALIDATE_FREQ={epochs} SEED={seed}"
     " -output {out}"
 )
 TIMMS = (
-    "train.py --model {model} --pretrained --pretrained-path {weights} --data-dir {data} --train-split train"
+    "train.py {backbone} --pretrained --pretrained-path {weights} --data-dir {data} --train-split train"
     " --val-split val --num-classes {classes} --epochs {epochs} --input-size 3 {size} {size} --device cpu -j 1"
     " --no-prefetcher --channels-last --val-interval {epochs} --seed {seed} --output {out} --experiment run"
     " -b 32 -vb 100 --opt adamw --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6 --warmup-epochs 0"
@@ -68,7 +78,7 @@ def run(asked: argparse.Namespace, of: Path, draw: int, rate: float | None) -> d
         data, out = Path(scratch, "data"), Path(scratch, "out")
         validated = lay_out(of, draw, asked.images, data)
         command = (OURS if rate is None else TIMMS).format(
-            model=MODEL,
+            backbone=BACKBONES[asked.backbone][0 if rate is None else 1],
             weights=asked.weights.resolve(),
             data=data,
             epochs=asked.epochs,
@@ -142,7 +152,8 @@ def over_sets(summaries: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", type=Path)
-    parser.add_argument("-weights", type=Path, required=True, help=f"ImageNet weights of {MODEL}")
+    parser.add_argument("-backbone", choices=BACKBONES, default="lite0")
+    parser.add_argument("-weights", type=Path, required=True, help="of the backbone")
     parser.add_argument("-timm", type=Path, required=True, help="a checkout of timm, for its train.py")
     parser.add_argument("-json", type=Path, required=True)
     parser.add_argument("-images", type=int, default=500, help="training images of a draw")
@@ -167,7 +178,11 @@ def main() -> None:
             add(name, draw, None)
             add(name, draw, best_rate(rows, name))
     summaries = [summary(rows, name) for name in names]
-    commands = {"vitamp": f"python {OURS}", "timm": f"python {TIMMS}"}
+    flags, timms_flags = BACKBONES[asked.backbone]
+    commands = {
+        "vitamp": f"python {OURS.replace('{backbone}', flags)}",
+        "timm": f"python {TIMMS.replace('{backbone}', timms_flags)}",
+    }
     held |= {"commands": commands, "sets": summaries, "over_sets": over_sets(summaries), "runs": rows}
     asked.json.write_text(json.dumps(held, indent=1) + "\n")
     print(json.dumps(held["sets"], indent=1), held["over_sets"])

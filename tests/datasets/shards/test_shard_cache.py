@@ -81,13 +81,13 @@ def test_batches_equal_those_of_local_files(
 ) -> None:
     """Although every ninth request fails. Each tar file is downloaded once, by whichever rank."""
     assert epochs(address, workers, world, CACHE_GB=gigabytes) == epochs(root, 0, world)
-    assert f"{address} fails at times: it answers 503 (Service Unavailable)" in said.text
+    assert f"{address} fails at times: " in said.text
     if not gigabytes:
         assert "images are requested by ranges of tar files: DATA.CACHE_GB is 0" in said.text
         assert not (cache / "tars").exists()
         return
     assert "whole tar files are downloaded ahead into" in said.text
-    until(lambda: len([*(cache / "tars").glob("*.tar")]) == 12)
+    until(lambda: epochs(address, workers) and len([*(cache / "tars").glob("*.tar")]) == 12)
     FaultyStore.sent.clear()
     assert epochs(address, workers) == epochs(root, 0)
     assert len(of_tars()) <= 2, "another run only asks whether the server sends parts of files"

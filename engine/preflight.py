@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import torch
 
-from datasets import check_dataset
-from datasets.registry import unread_path
+from datasets import check_dataset, source_of
+from datasets.registry import comes_unsplit, unread_path
 from engine.amp.precision import check_amp
 from engine.inputs.batches import shortcuts_of
 from engine.machine.memory import total_memory
@@ -123,6 +124,10 @@ def fill_in(loaded: Loaded) -> Loaded:
     given = {key for key, source in loaded.sources.items() if source.is_typed}
     if "DATA.DATA_PATH" in given and not loaded.config.EVAL and (unread := unread_path(loaded.config.DATA)):
         raise UserError(unread)
+    trains = not (loaded.config.EVAL or loaded.config.TRAIN.KNN)
+    if trains and "DATA.VAL_FRACTION" in given and not comes_unsplit(loaded.config.DATA):
+        why = f"{source_of(loaded.config.DATA)} comes with its own validation split"
+        loaded = replace(loaded, warnings=(*loaded.warnings, f"DATA.VAL_FRACTION has no effect: {why}"))
     if loaded.config.MODEL.NUM_CLASSES == AUTO:
         from engine.inputs.auto import with_classes
 

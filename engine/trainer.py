@@ -298,6 +298,8 @@ class Trainer:
         if improved:
             self._best_before, self.best = self.best, best_now
         else:
+            if self.config.MODEL.starts_at_probe and self.best.update == 0 and not self.best.stale:
+                log.info("Not better than the linear probe that training began with: often so in the first epochs.")
             self.best.stale += 1
         return improved
 

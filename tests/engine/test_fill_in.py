@@ -194,3 +194,12 @@ def test_a_typed_name_that_timm_lacks_is_doubted_beside_the_sizes_of_a_recipe(ti
     assert "Did you mean vit_tiny_patch16_224, " in said[-1]
     for words in ({}, {"MODEL.NAME": "vit_tny", "MODEL.DEPTH": "1"}, {"MODEL.NAME": "vit_tiny_patch16_224"}):
         assert fill_in(load_config(str(tiny), words=words)).warnings == (), "whoever types a size means a label"
+
+
+def test_a_fraction_for_validation_without_effect_is_named(tmp_path: Path) -> None:
+    for place in ("train/a/1", "train/b/2", "test/a/3", "test/b/4"):
+        save_image(tmp_path / f"{place}.png", seed=1)
+    for folder, warned in (("", 1), ("/train", 0)):
+        words = {"DATA.DATA_PATH": f"{tmp_path}{folder}", "DATA.VAL_FRACTION": "0.5"}
+        said = fill_in(load_config(None, words=words)).warnings
+        assert sum("comes with its own validation split" in one for one in said) == warned

@@ -44,7 +44,10 @@ def label_table() -> list[str]:
     made = []
     for name in sorted({row["data"] for row in rows}):
         right, changed = ([row for row in rows if (row["data"], row["changed"]) == (name, how)] for how in (0.0, 0.02))
-        cells = [name, *(f"{sum(row['found'] for row in each)} of {len(each)}" for each in (right, changed))]
+        cells = [
+            name,
+            *(f"{sum(row['found'] for row in each)} of {len(each)}" if each else "" for each in (right, changed)),
+        ]
         hits = sum(row["right"] for row in changed)
         for of_all in ("look_wrong", "wrong"):
             cells.append(f"{hits / sum(row[of_all] for row in changed):.2f}" if changed else "")

@@ -97,7 +97,8 @@ class ShardCache:
                     f"{self.folder}: tar files of {self._store.root} cannot be kept: {error.strerror or error}. Their "
                     "images are requested by themselves meanwhile; the download is repeated."
                 )
-                unfinished.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the disk may allow nothing; this thread goes on
+                    unfinished.unlink()
                 time.sleep(SECONDS_TO_REST)
 
     def _download(self, number: int, unfinished: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import replace
 
 import torch
 
@@ -17,7 +16,7 @@ from engine.task import task_of
 from engine.task.losses import check_class_weights
 from models.build import check_model
 from utils.config import Config, Loaded
-from utils.config.keys import DATASET, IMAGE_SIZE, value_of, values_by_key
+from utils.config.keys import AUTO_BY_DATA, DATASET, IMAGE_SIZE, value_of, values_by_key
 from utils.config.kinds import AUTO, one_line
 from utils.config.read import Kind
 from utils.config.resumed import resume_of, resumed_run, target_folder
@@ -60,10 +59,10 @@ def check(config: Config) -> None:
         try_own_code(config)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
-    if config.MODEL.PRETRAINED and _starts_anew(config):  # last: it may ask the network
+    if weights := _first_weights(config):  # last: it may ask the network
         from models.weights.find import locate
 
-        locate(config.MODEL.PRETRAINED, download=False)
+        locate(weights, download=False)
 
 
 def _check_training(config: Config) -> None:
@@ -92,9 +91,10 @@ def _check_training(config: Config) -> None:
             check_project(key, project)
 
 
-def _starts_anew(config: Config) -> bool:
-    resume = resume_of(values_by_key(config))
-    return resume is None or resume.begins_anew
+def _first_weights(config: Config) -> str | None:
+    """The pretrained weights that the run begins with; None for one that is resumed."""
+    resume = resume_of(values_by_key(config)) if config.MODEL.PRETRAINED else None
+    return config.MODEL.PRETRAINED if resume is None or resume.begins_anew else None
 
 
 # Settings that only the data and the pretrained weights know: layout, number of classes, preprocessing, image size.
@@ -122,34 +122,16 @@ def fill_in(loaded: Loaded) -> Loaded:
     """
     loaded = with_data_set(loaded)
     given = {key for key, source in loaded.sources.items() if source.is_typed}
-    if "DATA.DATA_PATH" in given and not loaded.config.EVAL and (unread := unread_path(loaded.config.DATA)):
-        raise UserError(unread)
-    trains = not (loaded.config.EVAL or loaded.config.TRAIN.KNN)
-    if trains and "DATA.VAL_FRACTION" in given and not comes_unsplit(loaded.config.DATA):
-        why = f"{source_of(loaded.config.DATA)} comes with its own validation split"
-        loaded = replace(loaded, warnings=(*loaded.warnings, f"DATA.VAL_FRACTION has no effect: {why}"))
+    loaded = _with_typed_data(loaded, given)
     if loaded.config.MODEL.NUM_CLASSES == AUTO:
         from engine.inputs.auto import with_classes
 
         loaded = with_classes(loaded)
-    if "MODEL.NAME" in given:
-        from engine.inputs.auto import with_doubtful_name
+    weights = _first_weights(loaded.config)
+    if "MODEL.NAME" in given or weights is not None or loaded.is_default(IMAGE_SIZE):
+        from engine.inputs.auto import with_model
 
-        loaded = with_doubtful_name(loaded, given)
-    source = loaded.config.MODEL.PRETRAINED
-    if source is not None and _starts_anew(loaded.config):
-        from engine.inputs.auto import with_preprocessing, with_sizes
-        from models.weights.find import weights_of_name
-
-        named = {"MODEL.PRETRAINED", "MODEL.NAME"} & given == {"MODEL.NAME"}
-        if named and (own := weights_of_name(loaded.config.MODEL.NAME, source)):
-            note = f"MODEL.PRETRAINED {own}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
-            source, loaded = own, loaded.with_values({"MODEL.PRETRAINED": own}, "timm's of MODEL.NAME", [note])
-        loaded = with_preprocessing(with_sizes(loaded, source), source)
-    if loaded.is_default(IMAGE_SIZE):
-        from engine.inputs.auto import with_own_shape
-
-        loaded = with_own_shape(loaded)
+        loaded = with_model(loaded, given, weights)
     if loaded.config.DATA.DATASET == "shards" and not loaded.config.EVAL:
         from engine.inputs.auto import with_packing
 
@@ -159,15 +141,10 @@ def fill_in(loaded: Loaded) -> Loaded:
 
         if (found := default_teacher(loaded.config)) is not None:
             loaded = loaded.with_values({"TRAIN.TEACHER_MODEL": found[0]}, "PaddleViT's default", [found[1]])
-    if loaded.config.DATA.IMAGE_SIZE == AUTO or loaded.config.MODEL.PATCH_SIZE == AUTO:
-        from engine.inputs.auto import with_image_size, with_patch_size
+    if any(value_of(loaded.config, key) == AUTO for key in AUTO_BY_DATA):
+        from engine.inputs.auto import with_image_size, with_measurements, with_patch_size
 
-        loaded = with_patch_size(with_image_size(loaded))
-    data = loaded.config.DATA
-    if AUTO in (data.RANGE, data.IMAGENET_MEAN, data.IMAGENET_STD):
-        from engine.inputs.auto import with_measurements
-
-        loaded = with_measurements(loaded)
+        loaded = with_measurements(with_patch_size(with_image_size(loaded)))
     if not loaded.config.EVAL:
         return loaded
     from engine.evaluation.data import evaluated_weights, settings_for_evaluation
@@ -175,3 +152,15 @@ def fill_in(loaded: Loaded) -> Loaded:
     given |= {DATASET} if loaded.sources[DATASET].kind is not Kind.RUN else set()
     values, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)
     return loaded.with_values(values, "the evaluated data", notes)
+
+
+def _with_typed_data(loaded: Loaded, given: set[str]) -> Loaded:
+    """Refuse a DATA_PATH of the command line that is not read, and warn of a VAL_FRACTION without effect."""
+    config = loaded.config
+    if "DATA.DATA_PATH" in given and not config.EVAL and (unread := unread_path(config.DATA)):
+        raise UserError(unread)
+    if not (config.EVAL or config.TRAIN.KNN) and "DATA.VAL_FRACTION" in given and not comes_unsplit(config.DATA):
+        return loaded.with_warning(
+            f"DATA.VAL_FRACTION has no effect: {source_of(config.DATA)} comes with its own validation split"
+        )
+    return loaded

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -29,7 +29,7 @@ from models.build import is_timm_name, sizes_in, timm_weights
 from models.build import resolve as timm_base
 from models.refusals import similar_models
 from models.sizes import RESIZED, given_sizes
-from models.weights.find import local_weights, model_of_run
+from models.weights.find import local_weights, model_of_run, weights_of_name
 from utils.cache import cache_folder, process_lock
 from utils.config import DataConfig, Loaded
 from utils.config.keys import CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
@@ -74,13 +74,26 @@ def with_classes(loaded: Loaded) -> Loaded:
     return loaded.with_values({CLASSES: number}, f"classes of {name}", [note])
 
 
-def with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
-    """Warn of a typed MODEL.NAME that timm lacks, where a recipe's sizes make it a label: it may be mistyped."""
+def with_model(loaded: Loaded, given: set[str], source: str | None) -> Loaded:
+    """What MODEL.NAME says, and the weights that the run begins with, if any. `given`: settings that were typed."""
+    if "MODEL.NAME" in given:
+        loaded = _with_doubtful_name(loaded, given)
+    if source is not None:
+        named = {"MODEL.PRETRAINED", "MODEL.NAME"} & given == {"MODEL.NAME"}
+        if named and (own := weights_of_name(loaded.config.MODEL.NAME, source)):
+            note = f"MODEL.PRETRAINED {own}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
+            source, loaded = own, loaded.with_values({"MODEL.PRETRAINED": own}, "timm's of MODEL.NAME", [note])
+        loaded = _with_preprocessing(_with_sizes(loaded, source), source)
+    return _with_own_shape(loaded) if loaded.is_default(IMAGE_SIZE) else loaded
+
+
+def _with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
+    """Warn of a MODEL.NAME that timm lacks, where a recipe's sizes make it a label: it may be mistyped."""
     model, sizes = loaded.config.MODEL, {f"MODEL.{key}" for key in given_sizes(loaded.config.MODEL)}
     if not sizes or sizes & given or not timm_base(model, sizes_given=True)[1]:
         return loaded
     said = f"{loaded.sources['MODEL.NAME']}: timm has no model {model.NAME}: it only names one of the recipe's sizes"
-    return replace(loaded, warnings=(*loaded.warnings, f"{said}.{similar_models(model.NAME)}"))
+    return loaded.with_warning(f"{said}.{similar_models(model.NAME)}")
 
 
 def of_any_size(data: DataConfig) -> DataConfig:
@@ -114,7 +127,7 @@ def with_image_size(loaded: Loaded) -> Loaded:
     return loaded.with_values({IMAGE_SIZE: size}, f"median image of {name}", [note])
 
 
-def with_own_shape(loaded: Loaded) -> Loaded:
+def _with_own_shape(loaded: Loaded) -> Loaded:
     """Take the size of timm's model where that is no square, such as that of Sapiens 2."""
     known = timm_weights(loaded.config.MODEL.NAME.strip())
     size = 0 if known is None else size_of(known.input_size[1:])
@@ -144,11 +157,12 @@ def with_patch_size(loaded: Loaded) -> Loaded:
 
 def with_measurements(loaded: Loaded) -> Loaded:
     """Measure mean, deviation and range on all pixels of the training split. Processes share the result."""
+    config, data = loaded.config, of_any_size(loaded.config.DATA)
+    if not (wanted := [key for key in MEASURED if value_of(config, key) == AUTO]):
+        return loaded
     from engine.evaluation.features import contents_of
     from vitamp.bands import has_window
 
-    config, data = loaded.config, of_any_size(loaded.config.DATA)
-    wanted = [key for key in MEASURED if value_of(config, key) == AUTO]
     split = open_dataset(data, not config.EVAL, config.MODEL.NUM_CLASSES, config.SEED, torch.device("cpu"))
     samples, name = split.single_images() or vars(split).get("samples"), source_of(config.DATA)
     if samples is None or config.EVAL:
@@ -159,7 +173,7 @@ def with_measurements(loaded: Loaded) -> Loaded:
         first = range(min(len(samples), HEADERS))
         if failure_or(lambda: {has_window(samples.read(index)) for index in first}) == {True, False}:
             said = "DICOM: some training images have a window, and so values of another unit; give it to all or none"
-            loaded = replace(loaded, warnings=(*loaded.warnings, said))
+            loaded = loaded.with_warning(said)
     about = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
     file = cache_folder(data, "measured") / f"{'-'.join(map(str, about))}.json"
     with process_lock(file.with_suffix(".lock"), f"measures {name}"):
@@ -251,7 +265,7 @@ Preprocessing = tuple[dict[str, Any], str]
 """Known values by setting, and where they are written."""
 
 
-def with_sizes(loaded: Loaded, source: str) -> Loaded:
+def _with_sizes(loaded: Loaded, source: str) -> Loaded:
     """Take the sizes, the pooling and the layer scale of a run's model where the settings leave them open."""
     if (found := local_weights(source)) is None:
         return loaded
@@ -274,12 +288,11 @@ def with_sizes(loaded: Loaded, source: str) -> Loaded:
     differs = own.get(HEADS) != theirs.get(HEADS) and isinstance(own[HEADS], int)
     if differs and (key := f"MODEL.{HEADS}") not in taken:  # a Swin with others does not load
         trained = f"{file} was trained with {theirs[HEADS]}, and computes something else with another number"
-        said = f"{loaded.sources[key]}: {key} {own[HEADS]} is used; {trained}"
-        loaded = replace(loaded, warnings=(*loaded.warnings, said))
+        loaded = loaded.with_warning(f"{loaded.sources[key]}: {key} {own[HEADS]} is used; {trained}")
     return loaded.with_values(taken, f"{file}", [words]) if taken else loaded
 
 
-def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
+def _with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     """Take the preprocessing of the weights where the settings leave it open, and note where theirs differs."""
     known, model = preprocessing_of(source), loaded.config.MODEL
     if known is None:  # the best guess: that of timm's own weights for the model, unless its sizes are the user's
@@ -288,23 +301,12 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
             known = of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
     if known is None:
         now = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
-        warning = (
+        return loaded.with_warning(
             f"MODEL.PRETRAINED {source}: the preprocessing of its training images is unknown; this run uses {now}. "
             "Other values than those of its training cost accuracy: set them if you know them"
         )
-        return replace(loaded, warnings=(*loaded.warnings, warning))
-    (theirs, where), data = known, loaded.config.DATA
-    channels = len(theirs.get(COLOURS[0], ()))
-    as_many = channels <= 3 if data.is_plain else channels == data.IMAGE_CHANNELS
-    if theirs.pop("DATA.BITS") != data.BITS or not as_many:
-        for key in MEASURED:  # of other values
-            theirs.pop(key, None)
-        if opened := [key for key in COLOURS if loaded.is_default(key)]:
-            said = f"{' and '.join(opened)} auto: {where} has those of images of other channels or bits"
-            autos, source = dict.fromkeys(opened, AUTO), "default (MODEL.PRETRAINED)"
-            loaded = loaded.with_values(autos, source, [said], Kind.DEFAULT)
-    elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
-        theirs |= {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
+    theirs, where = known
+    loaded = _without_other_bands(loaded, theirs, where)
     taken, unsupported, differing = dict[str, Any](), list[str](), list[str]()
     for key, value in theirs.items():
         mine = value_of(loaded.config, key)
@@ -320,6 +322,21 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     notes = [f"Preprocessing of {where}: {_in_words(taken)}"] if taken else []
     notes += _of_siblings(model.NAME, source) if where.startswith("timm's ") else []
     return loaded.with_values(taken, where, [*notes, *unsupported, *differing])
+
+
+def _without_other_bands(loaded: Loaded, theirs: dict[str, Any], where: str) -> Loaded:
+    """Remove from `theirs` what is of images of other channels or bits; if it was to be taken, it is measured."""
+    data, channels = loaded.config.DATA, len(theirs.get(COLOURS[0], ()))
+    as_many = channels <= 3 if data.is_plain else channels == data.IMAGE_CHANNELS
+    if theirs.pop("DATA.BITS") != data.BITS or not as_many:
+        for key in MEASURED:
+            theirs.pop(key, None)
+        if opened := [key for key in COLOURS if loaded.is_default(key)]:
+            said = f"{' and '.join(opened)} auto: {where} has those of images of other channels or bits"
+            return loaded.with_values(dict.fromkeys(opened, AUTO), "default (MODEL.PRETRAINED)", [said], Kind.DEFAULT)
+    elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
+        theirs |= {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
+    return loaded
 
 
 def _of_siblings(name: str, source: str) -> list[str]:

@@ -242,6 +242,17 @@ def write_classes(root: Path, make: Make) -> Path:
     return root
 
 
+def test_mean_and_std_of_other_channels_than_those_of_timms_weights_are_measured(tmp_path: Path) -> None:
+    write_classes(tmp_path / "data", lambda of, _: of.integers(0, 256, (SIDE, SIDE, 5)).astype(np.uint8))
+    weights = tmp_path / "vit_tiny_patch16_224.safetensors"
+    save_file({"a": torch.zeros(1)}, weights)
+    words = {"DATA.DATA_PATH": str(tmp_path / "data"), "DATA.CACHE": str(tmp_path), "DATA.IMAGE_CHANNELS": "5"}
+    words |= {"MODEL.NAME": weights.stem, "MODEL.PRETRAINED": str(weights)}
+    loaded = fill_in(load_config(None, words=words))
+    assert "auto: timm's vit_tiny_patch16_224" in "".join(loaded.notes)
+    assert len(loaded.config.DATA.IMAGENET_MEAN) == 5
+
+
 def top1(vitamp: Vitamp, *words: object) -> float:
     text = vitamp(*words, script="scripts/evaluate.py", code=0).out
     return float(next(line for line in text.splitlines() if line.strip().startswith("top-1 ")).split()[1])

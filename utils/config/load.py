@@ -67,6 +67,9 @@ class Loaded:
         config, sources = _checked(entries, [])
         return replace(self, config=config, sources=sources, notes=(*self.notes, *notes))
 
+    def with_warning(self, text: str) -> Loaded:
+        return replace(self, warnings=(*self.warnings, text))
+
 
 def load_command(command: CommandLine) -> tuple[Loaded, bool]:
     """The settings that a command line asks for, and whether the code that they name in USE is the user's own.

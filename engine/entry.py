@@ -20,7 +20,7 @@ from utils.config import Loaded, format_config
 from utils.config.keys import default_of
 from utils.config.load import load_command
 from utils.distributed.launchers import BY_HAND, MAKE_TERMINALS, read_world, world_from_launcher
-from utils.distributed.world import ALONE
+from utils.distributed.world import ALONE, World
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, AllRanksError, AllRanksUserError, TrainingError, UserError
 from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
 from utils.program import die_with_starting_tool, started_as
@@ -173,34 +173,18 @@ def _use_own_code(loaded: Loaded, given: bool, trust: bool) -> None:
 
 def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, given: bool, many: bool) -> int:
     """Train or evaluate: alone, as one rank of several, or by starting one process per device."""
-    config = loaded.config
-    # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
-    world = (None if many else world_from_launcher()) or read_world(command.ranks) or ALONE
-    if not world.first:  # a rank set with -rank is known only now
-        start_log(to_terminal=False)
-    trains = command.action == "train" and not config.EVAL
-    if trains and config.LOG_STYLE == "auto" and world.launcher not in MAKE_TERMINALS:
-        shorten_on_terminal()
-    if not many and world.size > 1:
-        raise UserError(
-            f"{started_as('main_single_gpu.py')} was started {world.size} times ({world.launcher}), and each "
-            "process would train a model of its own. "
-            f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
-        )
-    starts = many and world is ALONE
-    if not starts and loaded.sources["NGPUS"].is_typed and config.NGPUS not in (-1, world.local_size):
-        log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
+    world = _world_of(command, loaded, many)
     try:
         _use_own_code(loaded, given, command.trust)
         from engine.preflight import check, fill_in
 
         number = 1
-        if starts:
+        if many and world is ALONE:
             from engine.machine.device import visible_devices, why_one_process
 
-            number = visible_devices(config)
+            number = visible_devices(loaded.config)
             if number == 1:
-                log.info("One process: %s.", why_one_process(config))
+                log.info("One process: %s.", why_one_process(loaded.config))
         elif world.size > 1:
             from utils.distributed.launch import die_with_launcher
 
@@ -223,3 +207,25 @@ def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, g
             if not refuse(world, error) and not logs_to_terminal():
                 start_log(to_terminal=True)  # nobody else would print the error
         raise
+
+
+def _world_of(command: CommandLine, loaded: Loaded, many: bool) -> World:
+    """The ranks that a launcher or flags give; from here on, the log goes to the terminal as this rank's should."""
+    config = loaded.config
+    # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
+    world = (None if many else world_from_launcher()) or read_world(command.ranks) or ALONE
+    if not world.first:  # a rank set with -rank is known only now
+        start_log(to_terminal=False)
+    trains = command.action == "train" and not config.EVAL
+    if trains and config.LOG_STYLE == "auto" and world.launcher not in MAKE_TERMINALS:
+        shorten_on_terminal()
+    if not many and world.size > 1:
+        raise UserError(
+            f"{started_as('main_single_gpu.py')} was started {world.size} times ({world.launcher}), and each "
+            "process would train a model of its own. "
+            f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
+        )
+    starts = many and world is ALONE
+    if not starts and loaded.sources["NGPUS"].is_typed and config.NGPUS not in (-1, world.local_size):
+        log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
+    return world

@@ -67,10 +67,8 @@ class Trainer:
         self._saver = saver_of(folder, config, self.parts, world)
         self._saved_at = self.position.update, self.position.validated
         self._last_metrics: dict[WeightSet, Metrics] = {}
-        limit = config.MAX_TIME
-        self._deadline = Deadline(
-            seconds_of(limit) if limit else None, lambda: self._saver.longest or estimate_seconds(self.parts)
-        )
+        limit = seconds_of(config.MAX_TIME) if config.MAX_TIME else None
+        self._deadline = Deadline(limit, lambda: self._saver.longest or estimate_seconds(self.parts))
         self._stopping = Stopping(world, self._deadline.passed, config.DIST.group_timeout)
         epochs = -(-(self.position.step + updates_left(config, self.position, self.per_epoch)) // self.per_epoch)
         coming = range(self.position.epoch, self.position.epoch + epochs)
@@ -261,24 +259,11 @@ class Trainer:
         if known and self.position.validated == self.position.update:
             return False
         self._stop_on_nan(self._read())
-        parts, began = self.parts, perf_counter()
+        began = perf_counter()
         self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
         if self.reporter.live:
             self.reporter.live.validating(self.position)
-        try:
-            metrics, check = {}, partial(self._stopping.check, what="batches")
-            for which, weights in parts.weights.items():
-                model = on_device(weights, self.ready.precision.device)
-                broadcast_buffers(model, self.world)
-                metrics[which] = validate(self.ready, model, self.world, check)
-        except Exception as error:
-            # The training so far must not be lost with it. Of several ranks, all raise only an AllRanksError alike.
-            alike = self.world.size == 1 or isinstance(error, AllRanksError)
-            if self.position.update and alike and not isinstance(error, Stopped):
-                self._save()
-                self._finish_saving()
-                log.warning("The training so far is saved; -resume repeats this validation.")
-            raise
+        metrics = self._measure()
         seconds = perf_counter() - began
         self._wait_for_writer()
         self._last_metrics = metrics
@@ -302,6 +287,24 @@ class Trainer:
                 log.info("Not better than the linear probe that training began with: often so in the first epochs.")
             self.best.stale += 1
         return improved
+
+    def _measure(self) -> dict[WeightSet, Metrics]:
+        """Metrics of all weights that the run keeps. If that fails, the training so far is saved."""
+        metrics, check = {}, partial(self._stopping.check, what="batches")
+        try:
+            for which, weights in self.parts.weights.items():
+                model = on_device(weights, self.ready.precision.device)
+                broadcast_buffers(model, self.world)
+                metrics[which] = validate(self.ready, model, self.world, check)
+        except Exception as error:
+            # Of several ranks, all raise only an AllRanksError alike.
+            alike = self.world.size == 1 or isinstance(error, AllRanksError)
+            if self.position.update and alike and not isinstance(error, Stopped):
+                self._save()
+                self._finish_saving()
+                log.warning("The training so far is saved; -resume repeats this validation.")
+            raise
+        return metrics
 
     def _save(self, finished_epoch: int | None = None, anew: bool = False) -> None:
         """Save a checkpoint, unless this update is saved; also then at the end of `finished_epoch`, or `anew`."""

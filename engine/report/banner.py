@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import nn
@@ -45,22 +46,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         *ready.task.rows(ready.val_set).items(),
     ]
     if isinstance(ready, ReadyToTrain):
-        if ready.parts.sharding is not None:
-            rows.append(("strategy", ready.parts.sharding.words()))
-        if words := _classes(config, ready):
-            rows.append(("classes", words))
-        rate = scaled_learning_rates(config.TRAIN, global_batch(config, world))[0]
-        if words := describe_fine_tuning(config, ready.model, ready.parts.optimizer, rate):
-            rows.append(("trained", words))
-        if any("use_muon" in group for group in ready.parts.optimizer.param_groups):
-            from engine.optim.muon import describe_muon
-
-            rows.append(("optimiser", describe_muon(ready.parts.optimizer)))
-        each = f"{data.BATCH_SIZE} per device x {counted(world.size, 'device')} x {config.TRAIN.ACCUM_ITER} accumulated"
-        rows.append(("batch", f"{each} = {global_batch(config, world)}; {ready.train_loader.order.words()}"))
-        rows.append(("training", _training(config, ready, world)))
-        rows.append(("compile", f"{ready.choices['compile']} ({ready.choices['compile_why']})"))
-        rows += [row for callback in ready.parts.callbacks for row in callback.rows().items()]
+        rows += _training_rows(config, ready, world)
         rows = [(name, "; ".join(words for other, words in rows if other == name)) for name in dict(rows)]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:
@@ -70,6 +56,30 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         rows.insert(0, ("tag", config.TAG))
     head = ", ".join(version_text().splitlines())
     return "\n".join([head, *(f"  {name:<10} {text.translate(IN_LINE)}" for name, text in rows)])
+
+
+def _training_rows(config: Config, ready: ReadyToTrain, world: World) -> Iterator[tuple[str, str]]:
+    parts, images = ready.parts, global_batch(config, world)
+    if parts.sharding is not None:
+        yield "strategy", parts.sharding.words()
+    if words := _classes(config, ready):
+        yield "classes", words
+    rate = scaled_learning_rates(config.TRAIN, images)[0]
+    if words := describe_fine_tuning(config, ready.model, parts.optimizer, rate):
+        yield "trained", words
+    if any("use_muon" in group for group in parts.optimizer.param_groups):
+        from engine.optim.muon import describe_muon
+
+        yield "optimiser", describe_muon(parts.optimizer)
+    each = f"{config.DATA.BATCH_SIZE} per device x {counted(world.size, 'device')}"
+    yield (
+        "batch",
+        f"{each} x {config.TRAIN.ACCUM_ITER} accumulated = {images}; {ready.train_loader.order.words()}",
+    )
+    yield "training", _training(config, ready, world)
+    yield "compile", f"{ready.choices['compile']} ({ready.choices['compile_why']})"
+    for callback in parts.callbacks:
+        yield from callback.rows().items()
 
 
 def _data(config: Config, ready: Ready) -> str:

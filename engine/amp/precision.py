@@ -44,15 +44,15 @@ DEPTHWISE = "depthwise convolutions with batch norms are faster in fp32 on CPUs;
 PRECISION = "precision"
 """Key under which a run's choices keep the name of its precision"""
 
-# First compute capability of each GPU generation, newest first, and its gain from half precision.
+# First compute capability of each GPU generation, newest first, its gain from half precision, and a warning.
 GENERATIONS = (
-    ((10, 0), "Blackwell", "tensor cores for fp16 and bf16"),
-    ((9, 0), "Hopper", "tensor cores for fp16 and bf16"),
-    ((8, 9), "Ada", "tensor cores for fp16 and bf16"),
-    ((8, 0), "Ampere", "tensor cores for fp16 and bf16"),
-    ((7, 5), "Turing", "tensor cores for fp16"),
-    ((7, 0), "Volta", "tensor cores for fp16"),
-    ((6, 0), "Pascal", "fp16 saves memory, not time"),
+    ((10, 0), "Blackwell", "tensor cores for fp16 and bf16", None),
+    ((9, 0), "Hopper", "tensor cores for fp16 and bf16", None),
+    ((8, 9), "Ada", "tensor cores for fp16 and bf16", None),
+    ((8, 0), "Ampere", "tensor cores for fp16 and bf16", None),
+    ((7, 5), "Turing", "tensor cores for fp16", None),
+    ((7, 0), "Volta", "tensor cores for fp16", None),
+    ((6, 0), "Pascal", "fp16 saves memory, not time", "on Pascal, fp16 saves memory, with no gain in speed"),
 )
 
 
@@ -69,25 +69,13 @@ def choose(amp: AmpConfig, device: torch.device, model: nn.Module | None = None)
     """The dtype that -amp means on `device`, for `model` if it is known."""
     if not amp.ENABLED or amp.LEVEL == "O0":
         return DtypeChoice(torch.float32, OFF)
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    emulated = EMULATED_BF16 if device.type == "cpu" and not cpu_computes_in_bf16() else None
     if amp.DTYPE != "auto":
-        dtype, warning = DTYPES[amp.DTYPE], None
-        if dtype is torch.bfloat16:
-            slow = "this GPU emulates bf16, which is slow; fp16 is faster"
-            warning = slow if device.type == "cuda" and capability < (8, 0) else emulated
-        elif device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-            warning = "this CPU has no fp16 arithmetic: expect fp16 to be many times slower than fp32; use bf16 on CPUs"
-        return DtypeChoice(dtype, "as asked for", warning)
+        return DtypeChoice(DTYPES[amp.DTYPE], "as asked for", _why_slow(DTYPES[amp.DTYPE], device))
+    emulated = EMULATED_BF16 if device.type == "cpu" and not cpu_computes_in_bf16() else None
     if amp.LEVEL == "O3":
         return DtypeChoice(torch.bfloat16, "without fp32 master weights, only bf16 has enough range", emulated)
     if device.type == "cuda":
-        number = f"compute capability {capability[0]}.{capability[1]}"
-        for first, name, gain in GENERATIONS:
-            if capability >= first:
-                warning = f"on {name}, fp16 saves memory, with no gain in speed" if name == "Pascal" else None
-                return DtypeChoice(torch.float16, f"{name} ({number}): {gain}", warning)
-        return DtypeChoice(torch.float16, number, "this GPU has no fp16 arithmetic: expect no gain in speed")
+        return _of_gpu(torch.cuda.get_device_capability(device))
     if device.type != "cpu":
         return DtypeChoice(torch.float16, f"fp16 is the fast dtype on {device.type}")
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -99,6 +87,25 @@ def choose(amp: AmpConfig, device: torch.device, model: nn.Module | None = None)
     if amp.LEVEL == "O1":
         return DtypeChoice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
     return DtypeChoice(torch.bfloat16, "bf16 needs no loss scaling", EMULATED_BF16)
+
+
+def _why_slow(dtype: torch.dtype, device: torch.device) -> str | None:
+    if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        return "this GPU emulates bf16, which is slow; fp16 is faster"
+    if device.type != "cpu":
+        return None
+    if dtype is torch.bfloat16:
+        return None if cpu_computes_in_bf16() else EMULATED_BF16
+    slow = "this CPU has no fp16 arithmetic: expect fp16 to be many times slower than fp32; use bf16 on CPUs"
+    return None if torch.ops.mkldnn._is_mkldnn_fp16_supported() else slow
+
+
+def _of_gpu(capability: tuple[int, int]) -> DtypeChoice:
+    number = f"compute capability {capability[0]}.{capability[1]}"
+    for first, name, gain, warning in GENERATIONS:
+        if capability >= first:
+            return DtypeChoice(torch.float16, f"{name} ({number}): {gain}", warning)
+    return DtypeChoice(torch.float16, number, "this GPU has no fp16 arithmetic: expect no gain in speed")
 
 
 def cpu_computes_in_bf16() -> bool:

@@ -116,27 +116,7 @@ class Muon(Optimizer):
                 continue
             gradients: list[Tensor] = [weight.grad for weight in weights]
             if not group[MATRICES]:
-                for weight in (weight for weight in weights if not self.state[weight]):
-                    state, device = self.state[weight], weight.device if group["fused"] else None
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-                means, squares = ([self.state[weight][key] for weight in weights] for key in ("exp_avg", "exp_avg_sq"))
-                adamw(
-                    weights,
-                    gradients,
-                    means,
-                    squares,
-                    [],
-                    [self.state[weight]["step"] for weight in weights],
-                    fused=group["fused"],
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+                self._step_adamw(group, weights, gradients)
                 continue
             buffers = []
             for weight in weights:
@@ -157,3 +137,22 @@ class Muon(Optimizer):
             orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
             for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
                 matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
+
+    def _step_adamw(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
+        for weight in (weight for weight in weights if not self.state[weight]):
+            state, device = self.state[weight], weight.device if group["fused"] else None
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        states = ("exp_avg", "exp_avg_sq", "step")
+        means, squares, steps = ([self.state[weight][key] for weight in weights] for key in states)
+        adamw(
+            *(weights, gradients, means, squares, [], steps),
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

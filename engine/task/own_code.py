@@ -94,22 +94,8 @@ def try_own_code(config: Config) -> None:
     with fork_host_rng():
         try:
             if (own := own_named("loss", config.TRAIN.LOSS)) and not config.MODEL.MAE_PRETRAIN:
-                task, named = task_of(config), f"{own.file}: loss {own.name}"
-                loss, labels = task.loss(config.TRAIN, None), task.example(SAMPLES, torch.device("cpu"))
-                weights = loss.parameters() if isinstance(loss, nn.Module) and not config.EVAL else ()
-                if any(weight.requires_grad for weight in weights):
-                    what = "weights that nothing trains; train them in a model, or freeze them: requires_grad_(False)"
-                    raise UserError(f"{named} has {what}.")
-                rows = config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None  # its labels are one-hot
-                mixed = [task.mixed(labels, torch.full((SAMPLES, 1), 0.7))[0]] if rows else []
-                for target in mixed or [labels]:
-                    logits = torch.randn(SAMPLES, task.classes, requires_grad=True)
-                    value = loss(logits, target)
-                    if not isinstance(value, Tensor) or value.ndim:
-                        raise UserError(f"{named} returned {_what(value)}; it must return the mean as a scalar.")
-                    if not value.requires_grad:
-                        raise UserError(f"{named} has no gradient with respect to the logits.")
-                    value.backward()
+                named = f"{own.file}: loss {own.name}"
+                _try_loss(config, named)
             for name in () if config.EVAL else own_augmentations(config.TRAIN):  # whose file is not executed then
                 pixels = np.random.randint(0, 256, (*size, 3), dtype=np.uint8)
                 OwnChange(name)(Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]))
@@ -130,6 +116,23 @@ def try_own_code(config: Config) -> None:
         except OWN_ERRORS as error:
             # Of torch or timm, without a line of the file: of layers that it only builds.
             raise UserError(own_lines(error) or f"{named}: {type(error).__name__}: {error}") from None
+
+
+def _try_loss(config: Config, named: str) -> None:
+    task = task_of(config)
+    loss, labels = task.loss(config.TRAIN, None), task.example(SAMPLES, torch.device("cpu"))
+    weights = loss.parameters() if isinstance(loss, nn.Module) and not config.EVAL else ()
+    if any(weight.requires_grad for weight in weights):
+        what = "weights that nothing trains; train them in a model, or freeze them: requires_grad_(False)"
+        raise UserError(f"{named} has {what}.")
+    if config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None:  # its labels are one-hot
+        labels, *_ = task.mixed(labels, torch.full((SAMPLES, 1), 0.7))
+    value = loss(torch.randn(SAMPLES, task.classes, requires_grad=True), labels)
+    if not isinstance(value, Tensor) or value.ndim:
+        raise UserError(f"{named} returned {_what(value)}; it must return the mean as a scalar.")
+    if not value.requires_grad:
+        raise UserError(f"{named} has no gradient with respect to the logits.")
+    value.backward()
 
 
 def _try_model(config: Config, named: str) -> None:

@@ -81,23 +81,12 @@ def describe_lora(model: nn.Module, lora: LoraConfig) -> str:
 
 def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) -> dict[str, nn.Linear]:
     """The layers of the targets by name; UserError for a target without a layer, and for a rank that is too large."""
-    modules, kind, heads = dict(model.named_modules()), type(model).__name__, tuple(heads)
-    linear: dict[str, nn.Linear] = {}
-    for name, layer in modules.items():
-        if type(layer) is nn.Linear and not is_inside(name, heads):
-            # Its rows must be what its name says. With `head_first` or `val_dim`, timm keeps q, k and v of each head
-            # together, and GCViT's global attention has no q of its own.
-            parts, parent = len(parts_of(name)), modules[name.rpartition(".")[0]]
-            by_head = getattr(parent, "head_first", False) or hasattr(parent, "val_dim")
-            rows = parts * getattr(getattr(parent, "proj", None), "in_features", layer.out_features // parts)
-            if parts == 1 or (layer.out_features == rows and not by_head):
-                linear[name] = layer
+    linear = _linear_layers(model, tuple(heads))
     there = {part for name in linear for part in parts_of(name)}
-    for target in lora.TARGETS:
-        if target not in there:
-            known = [one for one in LORA_TARGETS if one in there]
-            instead = f"it has {' and '.join(known)}" if known else "LoRA is for transformers, such as a ViT or Swin"
-            raise UserError(f"MODEL.LORA.TARGETS {target}: {kind} has no such linear layer; {instead}.")
+    if lacking := [target for target in lora.TARGETS if target not in there]:
+        known = [one for one in LORA_TARGETS if one in there]
+        instead = f"it has {' and '.join(known)}" if known else "LoRA is for transformers, such as a ViT or Swin"
+        raise UserError(f"MODEL.LORA.TARGETS {lacking[0]}: {type(model).__name__} has no such linear layer; {instead}.")
     chosen = {name: layer for name, layer in linear.items() if set(parts_of(name)) & set(lora.TARGETS)}
     for name, layer in chosen.items():
         rows, columns = layer.out_features // len(parts_of(name)), layer.in_features
@@ -107,6 +96,21 @@ def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) ->
                 f"{rows} x {columns} weights; 4 to 16 are common."
             )
     return chosen
+
+
+def _linear_layers(model: nn.Module, heads: tuple[str, ...]) -> dict[str, nn.Linear]:
+    """The linear layers outside the classifier whose rows are what their names say."""
+    modules, linear = dict(model.named_modules()), dict[str, nn.Linear]()
+    for name, layer in modules.items():
+        if type(layer) is nn.Linear and not is_inside(name, heads):
+            # With `head_first` or `val_dim`, timm keeps q, k and v of each head together, and GCViT's global attention
+            # has no q of its own.
+            parts, parent = len(parts_of(name)), modules[name.rpartition(".")[0]]
+            by_head = getattr(parent, "head_first", False) or hasattr(parent, "val_dim")
+            rows = parts * getattr(getattr(parent, "proj", None), "in_features", layer.out_features // parts)
+            if parts == 1 or (layer.out_features == rows and not by_head):
+                linear[name] = layer
+    return linear
 
 
 def require_calls(model: nn.Module, lora: LoraConfig, shape: tuple[int, int, int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import timm
@@ -69,32 +69,33 @@ def similar_models(name: str, more: Sequence[str] = ()) -> str:
     return f" Did you mean {either(found[:MOST_SUGGESTED])}?" if found else ""
 
 
-def geometry_problems(
-    reference: nn.Module, sizes: dict[str, Any], patch: int | None, image_size: ImageSize
-) -> list[str]:
+def geometry_problems(module: nn.Module, sizes: dict[str, Any], patch: int | None, image_size: ImageSize) -> list[str]:
     """Messages for heads that do not divide the width of a ViT or of a Swin's stages, and patches that do not fit.
 
     `sizes`: of the wanted model. `patch`: its patch size, also of a model whose other sizes cannot be chosen.
     """
-    width, heads, depths = (sizes.get(key) for key in ("EMBED_DIM", "NUM_HEADS", "STAGE_DEPTHS"))
-    problems = []
+    problems = [*_head_problems(*(sizes.get(key) for key in ("EMBED_DIM", "NUM_HEADS", "STAGE_DEPTHS")))]
+    if patch and (possible := divisible_sizes(image_size, patch)):
+        other = ", or another PATCH_SIZE" if arguments_of(module) else ""
+        fault = f"DATA.IMAGE_SIZE {one_line(image_size)} is not divisible by MODEL.PATCH_SIZE {patch}"
+        problems.append(f"{fault}; possible: IMAGE_SIZE {' or '.join(map(one_line, possible))}{other}")
+    return problems
+
+
+def _head_problems(width: Any, heads: Any, depths: Any) -> Iterator[str]:
+    """Of a ViT (`depths` None), which has one number of heads, or of a Swin, which has one per stage."""
     if depths is None and isinstance(heads, tuple):
-        problems.append(f"MODEL.NUM_HEADS {list(heads)}: this model has no stages and takes one number")
+        yield f"MODEL.NUM_HEADS {list(heads)}: this model has no stages and takes one number"
     elif depths is not None and not isinstance(heads, tuple):
-        problems.append(f"MODEL.NUM_HEADS {heads}: a Swin takes one number per stage, such as [3, 6, 12, 24]")
+        yield f"MODEL.NUM_HEADS {heads}: a Swin takes one number per stage, such as [3, 6, 12, 24]"
     elif isinstance(heads, tuple) and len(heads) != len(depths or ()):
-        problems.append(f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {one_line(depths)} differ in length")
+        yield f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {one_line(depths)} differ in length"
     elif width and heads:
         for stage, count in enumerate(heads if isinstance(heads, tuple) else (heads,)):
             if (width << stage) % count:  # each stage of a Swin doubles the width
                 key = f"MODEL.NUM_HEADS[{stage}]" if isinstance(heads, tuple) else "MODEL.NUM_HEADS"
                 own = f"MODEL.EMBED_DIM {width}" + f": in stage {stage + 1}, the width {width << stage}" * bool(stage)
-                problems.append(f"{own} is not divisible by {key} {count}; give a number of heads that divides it")
-    if patch and (possible := divisible_sizes(image_size, patch)):
-        other = ", or another PATCH_SIZE" if arguments_of(reference) else ""
-        fault = f"DATA.IMAGE_SIZE {one_line(image_size)} is not divisible by MODEL.PATCH_SIZE {patch}"
-        problems.append(f"{fault}; possible: IMAGE_SIZE {' or '.join(map(one_line, possible))}{other}")
-    return problems
+                yield f"{own} is not divisible by {key} {count}; give a number of heads that divides it"
 
 
 def divisible_sizes(size: ImageSize, step: int) -> list[ImageSize]:

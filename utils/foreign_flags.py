@@ -155,8 +155,7 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
     elif name in known:
         advice = f" Did you mean -{text if separator else name}?"
     elif separator and takes_settings:
-        form = " Settings have the form KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
-        advice = by_table(name, value, known) or _similar_setting(key, value) or form
+        advice = by_table(name, value, known) or _similar_setting(key, value)
     elif "data_path" in known and ("/" in text or Path(text).exists()):
         advice = f" Did you mean -data_path {text}?"
     elif before is not None and before.name == "amp":
@@ -167,8 +166,9 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
 
 
 def _similar_setting(key: str, value: str) -> str:
-    names = [one.rpartition(".")[2] for one in settings()]
-    return suggest(key.upper()).replace("?", f"={value}?") if closest(key.rpartition(".")[2], names, CLOSE_WORD) else ""
+    name, names = key.rpartition(".")[2], [one.rpartition(".")[2] for one in settings()]
+    similar = suggest(key.upper()).replace("?", f"={value}?") if closest(name, names, CLOSE_WORD) else ""
+    return similar or " Settings have the form KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
 
 
 def amp_advice(value: str) -> str:

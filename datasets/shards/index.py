@@ -155,9 +155,7 @@ class Remote:
         opened = self._patiently(lambda: files.open(place, "rb"))
         if (cache := getattr(opened, "cache", None)) is not None:  # fsspec's, which reads the file in blocks
             fetch = cache.fetcher
-            cache.fetcher = lambda begin, end: self._patiently(
-                lambda: _whole(fetch(begin, end), min(end, cache.size) - begin)
-            )
+            cache.fetcher = lambda at, end: self._patiently(lambda: _whole(fetch(at, end), min(end, cache.size) - at))
         return opened
 
     def range(self, wanted: Range) -> np.ndarray:
@@ -430,6 +428,18 @@ class ShardIndex:
             for old, new in zip(self.files, shards, strict=True)
         )
 
+    def is_sound(self, sizes: np.ndarray) -> bool:
+        """Whether all positions are inside its own tables and the shards, which have these `sizes`."""
+        return bool(
+            all(getattr(self, name).dtype == kind and getattr(self, name).ndim == 1 for name, kind in _ARRAYS.items())
+            and (sizes.dtype, sizes.ndim) == (np.int64, 1)
+            and all(len(getattr(self, name)) == len(self) for name in ("offset", "size", "label", "name_ends"))
+            and (np.diff(self.shard, prepend=0, append=max(len(sizes) - 1, 0)) >= 0).all()
+            and (np.diff(self.name_ends, prepend=0, append=len(self.names)) >= 0).all()
+            and (np.concatenate([self.offset, self.size]) >= 0).all()
+            and (self.offset + self.size <= sizes[self.shard]).all()
+        )
+
     def to_bytes(self) -> bytes:
         file = io.BytesIO()
         np.savez(
@@ -456,10 +466,7 @@ _ARRAYS = {
 
 
 def from_bytes(content: bytes) -> ShardIndex | None:
-    """Load an index; None if it is damaged or of another format.
-
-    It may come from an untrusted place, so all positions must be inside the shards and its own tables.
-    """
+    """Load an index, perhaps from an untrusted place; None if it is damaged or of another format."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as file:  # an index is not compressed: a bomb would be
             if sum(member.file_size for member in file.infolist()) > len(content):
@@ -473,16 +480,7 @@ def from_bytes(content: bytes) -> ShardIndex | None:
             index = ShardIndex([ShardFile(*fields) for fields in shards], **arrays, skipped=skipped)
     except (OSError, ValueError, KeyError, TypeError, EOFError, MemoryError, zipfile.BadZipFile):
         return None
-    sound = (
-        all(arrays[name].dtype == kind and arrays[name].ndim == 1 for name, kind in _ARRAYS.items())
-        and (sizes.dtype, sizes.ndim) == (np.int64, 1)
-        and all(len(arrays[name]) == len(index) for name in ("offset", "size", "label", "name_ends"))
-        and (np.diff(index.shard, prepend=0, append=max(len(sizes) - 1, 0)) >= 0).all()
-        and (np.diff(index.name_ends, prepend=0, append=len(index.names)) >= 0).all()
-        and (np.concatenate([index.offset, index.size]) >= 0).all()
-        and (index.offset + index.size <= sizes[index.shard]).all()
-    )
-    return index if sound else None
+    return index if index.is_sound(sizes) else None
 
 
 def make_index(store: Store, shards: Sequence[ShardFile]) -> ShardIndex:

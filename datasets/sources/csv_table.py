@@ -220,6 +220,17 @@ class _Table:
         files.groups = self.groups or None
         return files
 
+    def log_separator(self) -> None:
+        """Log what separates labels; without such lines, warn of a label that looks like a list."""
+        if any(len(labels) > 1 for labels in self.sets):
+            log.info("%s: the labels of an image are separated by %r.", self.file, self.separator)
+            return
+        marks, do = (" ", "separate them by ';'") if self.several else (";|", "set DATA.MULTI_LABEL=true")
+        looks_like_list = (row for row, label in self.each() if any(mark in label for mark in marks))
+        if (row := next(looks_like_list, None)) is not None:
+            what = f"{self.where(row)}: the label {self.sets[row][0]!r} is read as one class."
+            log.warning("%s If it lists several labels, %s.", what, do)
+
     def check_gaps(self) -> None:
         rows = [row for row, _ in self.each()]
         check_gaps(self.label_numbers(ANY_LABEL), lambda place: self.where(rows[place]))
@@ -237,14 +248,8 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     given = _files(data)
     parts = parts_read(data, train, given)
     first = _read(given.get("all") or given["train"], data)
-    if any(len(labels) > 1 for labels in first.sets) and first.columns is None:
-        log.info("%s: the labels of an image are separated by %r.", first.file, first.separator)
-    elif first.columns is None:
-        marks, do = (" ", "separate them by ';'") if first.several else (";|", "set DATA.MULTI_LABEL=true")
-        looks_like_list = (row for row, label in first.each() if any(mark in label for mark in marks))
-        if (row := next(looks_like_list, None)) is not None:
-            what = f"{first.where(row)}: the label {first.sets[row][0]!r} is read as one class."
-            log.warning("%s If it lists several labels, %s.", what, do)
+    if first.columns is None:
+        first.log_separator()
     if data.GROUP is not None and "all" not in given and not first.groups:
         why = f"no column of {first.file}, which comes with its own validation split"
         raise UserError(f"DATA.GROUP {data.GROUP}: {why}. Leave DATA.GROUP out.")

@@ -124,19 +124,8 @@ def _checked(*files: Path, description: str = "") -> WeightFiles:
 def local_weights(source: str) -> WeightFiles | None:
     """The file at a path, checked; None if `source` is a timm name."""
     path = Path(source).expanduser()
-    if path.is_dir():  # of a run, its best checkpoint
-        folder = checkpoint_of(path)[0] if (path / CHECKPOINTS).is_dir() or checkpoints_in(path) else path
-        there = [one.name for one in folder.iterdir() if one.is_file()]
-        if available := [which for which in SETS if files_of(which.file, there)]:
-            meta = unchecked_meta(folder)  # only the file itself is read where there is less than a checkpoint
-            which, words = choose_weights(meta, available, BETTER)
-            files = [folder / name for name in files_of(which.file, there)]
-            return _checked(*files, description=f"{folder.name}, {words}" if meta else "")
-        if HUB_FILES[1] in there:  # timm saved it for the hub
-            return _checked(folder / HUB_FILES[1])
-        raise UserError(
-            f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/ of a run."
-        )
+    if path.is_dir():
+        return _in_folder(path)
     if path.exists():
         return _checked(path)
     if is_timm_name(source):
@@ -153,6 +142,22 @@ def local_weights(source: str) -> WeightFiles | None:
     if not folder.is_dir():
         raise UserError(f"Pretrained weights {path}: no such file, because there is no folder {folder}.")
     raise UserError(f"Pretrained weights {path}: no such file.{nearest(path.name, sorted(os.listdir(folder)))}")
+
+
+def _in_folder(path: Path) -> WeightFiles:
+    """Weights in a folder: of a run, those of its best checkpoint."""
+    folder = checkpoint_of(path)[0] if (path / CHECKPOINTS).is_dir() or checkpoints_in(path) else path
+    there = [one.name for one in folder.iterdir() if one.is_file()]
+    if available := [which for which in SETS if files_of(which.file, there)]:
+        meta = unchecked_meta(folder)  # only the file itself is read where there is less than a checkpoint
+        which, words = choose_weights(meta, available, BETTER)
+        files = [folder / name for name in files_of(which.file, there)]
+        return _checked(*files, description=f"{folder.name}, {words}" if meta else "")
+    if HUB_FILES[1] in there:  # timm saved it for the hub
+        return _checked(folder / HUB_FILES[1])
+    raise UserError(
+        f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/ of a run."
+    )
 
 
 def _on_hub(name: str, download: bool) -> WeightFiles | None:

@@ -72,13 +72,7 @@ class InMemory(ImageDataset):
     in_memory = True
 
     def __init__(
-        self,
-        samples: ArraySamples,
-        data: DataConfig,
-        train: bool,
-        seed: int,
-        device: torch.device,
-        cropped: bool = True,
+        self, samples: ArraySamples, data: DataConfig, train: bool, seed: int, device: torch.device, cropped: bool
     ) -> None:
         """`cropped=False`: no crop and no flip, in training and in validation."""
         self.samples, self.classes = samples, samples.classes

@@ -61,13 +61,7 @@ def open_dataset(
 
 
 def _open(
-    source: Source,
-    data: DataConfig,
-    train: bool,
-    num_classes: int,
-    seed: int,
-    device: torch.device,
-    world: World = ALONE,
+    source: Source, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device, world: World
 ) -> ImageDataset:
     if source.open is not None:
         return source.open(data, train, num_classes, seed, device)
@@ -115,7 +109,7 @@ def count_classes(data: DataConfig, train: bool) -> int:
         # None of these takes a class away: of folds, all images count.
         whole = {"FOLD": None, "PART": "all"} if data.FOLD else {}
         given = data.model_copy(update={"RELABEL": None, "EXCLUDE": None, **whole})
-        split = _open(source, given, train and not whole, ANY_LABEL, 0, torch.device("cpu"))
+        split = _open(source, given, train and not whole, ANY_LABEL, 0, torch.device("cpu"), ALONE)
     except UserError as error:
         from datasets.recognise import offering_layout
 

@@ -231,9 +231,8 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     """Training split with its augmentation, and the loader of its batches."""
     data = config.DATA
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device, world).augment(config.TRAIN)
-    balanced = None
-    if data.SAMPLER == "balanced":
-        balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT)
+    balances = data.SAMPLER == "balanced"
+    balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT) if balances else None
     weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
     weights = weights_of_classes(config, train_set) if weighs_images else None
     order = EpochOrder(

@@ -48,10 +48,8 @@ class Flag:
 
 def device(text: str) -> str:
     """What -device takes; other programs take the number of a GPU."""
-    if (gpus := text.removeprefix("cuda:"))[:1].isdecimal():
-        raise ValueError(
-            f"takes cpu, cuda or mps; for these GPUs, write CUDA_VISIBLE_DEVICES={gpus} before the command"
-        )
+    if (ids := text.removeprefix("cuda:"))[:1].isdecimal():
+        raise ValueError(f"takes cpu, cuda or mps; for these GPUs, write CUDA_VISIBLE_DEVICES={ids} before the command")
     return text
 
 

@@ -114,9 +114,7 @@ class _File(logging.Handler):
 def _make_harmless(record: logging.LogRecord) -> bool:
     """Filter of the logger: messages of libraries, too, may have a URL or a file's name in them."""
     if isinstance(record.args, tuple) and str(record.msg).strip() != "%s":  # else it is a text with lines of its own
-        record.args = tuple(
-            str(value).translate(IN_LINE) if isinstance(value, str | Path) else value for value in record.args
-        )
+        record.args = tuple(str(one).translate(IN_LINE) if isinstance(one, str | Path) else one for one in record.args)
     record.msg, record.args = redacted(record.getMessage()).translate(CONTROL), None
     return True
 

@@ -165,7 +165,7 @@ CONVERTED = "refs/convert/parquet"
 """Revision in which the hub keeps its own conversion of data sets of other formats"""
 
 
-def _copied_folder(data: DataConfig) -> Path:
+def _copied(data: DataConfig) -> Path:
     """The folder of the copy, made at the first use."""
     place = data.DATASET.removeprefix(HUB_PREFIX)
     if not place:
@@ -301,6 +301,4 @@ def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
     return names
 
 
-SOURCE = shard_source(
-    lambda data: ShardSet(Folder(_copied_folder(data)), data), ALL_SHARDS, fetches=True, reads_path=False
-)
+SOURCE = shard_source(lambda data: ShardSet(Folder(_copied(data)), data), ALL_SHARDS, fetches=True, reads_path=False)

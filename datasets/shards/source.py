@@ -191,9 +191,7 @@ class ShardSet:
                 (named[split] if split else others).append(file)
         elif not self.store.remote:  # a server may list the folders of the splits and refuse to list the one above
             others = self.store.tars()
-        parts = named_parts(
-            [name for name, files in named.items() if files], self.store.root, part_of(self.data, False)
-        )
+        parts = named_parts([one for one, files in named.items() if files], self.store.root, part_of(self.data, False))
         if not parts:
             return {"all": others} if others else {}
         warn_of_skipped(self.store.root, [file.name for file in others])

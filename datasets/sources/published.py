@@ -123,9 +123,7 @@ class Published:
 def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: str) -> Source:
     """`clutter`: folder of images that belong to no class."""
     inner, page = f"{classes}_ObjectCategories", f"https://data.caltech.edu/records/{record}"
-    published = Published(
-        f"Caltech{classes}", megabytes, page, f"caltech{classes}", (inner,), layout=f"{inner}/{example}"
-    )
+    published = Published(f"Caltech{classes}", megabytes, page, f"caltech{classes}", (inner,), f"{inner}/{example}")
 
     def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
         folder = published.folder_of(data)

@@ -47,9 +47,7 @@ def named_parts(names: Sequence[str], where: object, read: Part = "val") -> dict
 
 def parts_in_files(root: Path, data: DataConfig, file_name: Callable[[str], str]) -> dict[Part, str]:
     """The files in `root` that are splits. `file_name`: of a split, from its name."""
-    parts = named_parts(
-        [name for name in SPLIT_NAMES if (root / file_name(name)).is_file()], root, part_of(data, False)
-    )
+    parts = named_parts([one for one in SPLIT_NAMES if (root / file_name(one)).is_file()], root, part_of(data, False))
     return {part: file_name(name) for part, name in parts.items()}
 
 
@@ -103,11 +101,7 @@ def shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.nda
 
 
 def split_rows(
-    labels: np.ndarray,
-    data: DataConfig,
-    part: Part,
-    where: object,
-    groups: Sequence[str] | None = None,
+    labels: np.ndarray, data: DataConfig, part: Part, where: object, groups: Sequence[str] | None = None
 ) -> np.ndarray:
     """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION; for `all`, of all.
 

@@ -125,10 +125,7 @@ def affine_changes(data: DataConfig) -> list[ImageChange]:
 def rand_augment(data: DataConfig, train: TrainConfig, names: Iterable[str]) -> ImageChange:
     """RandAugment of timm's operations of these names."""
     operations = timm_augment.rand_augment_ops(
-        magnitude=train.RAND_AUGMENT_MAGNITUDE,
-        prob=PROBABILITY,
-        hparams=_options(data),
-        transforms=[*names],
+        magnitude=train.RAND_AUGMENT_MAGNITUDE, prob=PROBABILITY, hparams=_options(data), transforms=[*names]
     )
     for operation in operations:
         if operation.name.startswith("Posterize"):

@@ -60,15 +60,13 @@ class Health:
             counts = blame.is_forward or blame.scale <= 1
             if not (self.amp.AUTO_FP32 and counts and self._is_in_model(blame)):
                 continue
-            blamed, module = watch.skips.blamed, blame.module
-            blamed[module] = blamed.get(module, 0) + 1
-            if blamed[module] == TIMES_TO_BLAME:
-                self.parts.force_fp32([module])
+            blamed, name = watch.skips.blamed, blame.module
+            blamed[name] = blamed.get(name, 0) + 1
+            if blamed[name] == TIMES_TO_BLAME:
+                self.parts.force_fp32([name])
                 watch.begin_anew()
                 self.parts.meters.forget_skips()
-                log.info(
-                    "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", module, TIMES_TO_BLAME
-                )
+                log.info("AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", name, TIMES_TO_BLAME)
 
     def _is_in_model(self, blame: Blame) -> bool:
         return blame.module != "" and blame.module in dict(self.parts.model.named_modules())

@@ -97,11 +97,9 @@ def check_names(white: Sequence[str], black: Sequence[str]) -> None:
     lists = {"AMP.CUSTOM_WHITE_LIST": white, "AMP.CUSTOM_BLACK_LIST": black}
     known = [*OPERATORS, *PADDLE]
     for key, names in lists.items():
-        for name in names:
-            if name not in known:
-                raise UserError(
-                    f"{key}: no operator {name!r}.{nearest(name, known)} Known: {', '.join(sorted(known))}."
-                )
+        for one in names:
+            if one not in known:
+                raise UserError(f"{key}: no operator {one!r}.{nearest(one, known)} Known: {', '.join(sorted(known))}.")
         if "mul" in names:
             log.warning("%s: mul is torch's elementwise product; Paddle's mul is called linear here.", key)
     if both := operators_named(white).keys() & operators_named(black).keys():

@@ -38,12 +38,10 @@ def trained_weights(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
 
 
-def state_of(
-    parts: TrainState, position: Position, best: Best, global_batch: int, meters: dict[str, Any]
-) -> dict[str, Any]:
+def state_of(parts: TrainState, position: Position, best: Best, batch: int, meters: dict[str, Any]) -> dict[str, Any]:
     """Training state, of plain Python types and tensors only, so that it can be read safely from any source.
 
-    Training goes on to change its tensors: copy or write them before it does.
+    `batch`: the global one. Training goes on to change its tensors: copy or write them before it does.
     """
     return {
         "version": VERSION,
@@ -55,7 +53,7 @@ def state_of(
         "position": asdict(position),
         "best": best.model_dump(),
         "meters": meters,
-        "global_batch": global_batch,
+        "global_batch": batch,
         **{key: value for callback in parts.callbacks for key, value in callback.state().items()},
     }
 

@@ -262,11 +262,9 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
             "copy its weights to another path and name that path."
         )
     pairs = enumerate(zip(source.names or (), names or (), strict=False))
-    difference = next(
-        (f"class {n} is '{a}' in the teacher and '{b}' in the data" for n, (a, b) in pairs if a != b), None
-    )
-    if difference:
-        raise UserError(f"{KEY} {source.where}: {difference}; both must have the same classes in the same order.")
+    other = next((f"class {n} is '{a}' in the teacher and '{b}' in the data" for n, (a, b) in pairs if a != b), None)
+    if other:
+        raise UserError(f"{KEY} {source.where}: {other}; both must have the same classes in the same order.")
 
 
 def _load_source(setting: str, config: Config, precision: Precision) -> TeacherModel:

@@ -164,11 +164,9 @@ def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
     one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})
     # The weights of classes may be in a file that is gone, and augmentations in one that is not executed here.
     plain = {"CLASS_WEIGHTS": None, "AUGMENT": one_by_one.TRAIN.AUGMENT and ("trivial",)}
-    unweighted = one_by_one.TRAIN.model_copy(update=plain)
+    training = one_by_one.TRAIN.model_copy(update=plain)
     with unheard():  # the split that is made here is not evaluated
-        train_set, loader = training_data(
-            one_by_one.model_copy(update={"TRAIN": unweighted}), ALONE, torch.device("cpu")
-        )
+        train_set, loader = training_data(one_by_one.model_copy(update={"TRAIN": training}), ALONE, torch.device("cpu"))
     return identity_of(train_set, loader.order).get(field) == samples.get(field)
 
 

@@ -76,9 +76,7 @@ def keep_predictions(
 
     A full disk does not end the training.
     """
-    of_sets = {
-        f"{which.prefix}{name}": each for which, one in metrics.items() for name, each in one.predictions.items()
-    }
+    of_sets = {f"{which.prefix}{name}": row for which, one in metrics.items() for name, row in one.predictions.items()}
     if not of_sets:
         return
     # Without the folder of the data, which may be another in another run

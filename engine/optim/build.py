@@ -66,13 +66,11 @@ def build_optimizer(
         raise UserError(f"TRAIN.OPTIMIZER.NAME {settings.NAME}: cannot be built ({error}).") from None
 
 
-def _sgd(
-    groups: list[dict[str, Any]], base_lr: float, momentum: float | None, fused: bool, nesterov: bool
-) -> Optimizer:
+def _sgd(groups: list[dict[str, Any]], lr: float, momentum: float | None, fused: bool, nesterov: bool) -> Optimizer:
     momentum = DEFAULT_MOMENTUM if momentum is None else momentum
     # torch's fused kernel does not support sharded weights.
     fused = fused and not any(is_sharded(weight) for group in groups for weight in group["params"])
-    sgd = torch.optim.SGD(groups, base_lr, momentum, nesterov=nesterov, fused=fused or None)
+    sgd = torch.optim.SGD(groups, lr, momentum, nesterov=nesterov, fused=fused or None)
     if fused and momentum:
         # Zero gives the same first step as none. torch's fused SGD allocates momentum in the first step, and leaves it
         # uninitialised if that step is skipped for an overflow; the next step would then add arbitrary numbers.

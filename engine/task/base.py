@@ -138,9 +138,7 @@ def sum_type_of(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def check_count(counted_samples: float, samples: int) -> None:
+def check_count(counted: float, samples: int) -> None:
     """Raise if a validation did not count each sample once."""
-    if counted_samples != samples:
-        raise AllRanksError(
-            f"validation counted {counted_samples:.0f} samples, not {samples}; its metrics are not usable."
-        )
+    if counted != samples:
+        raise AllRanksError(f"validation counted {counted:.0f} samples, not {samples}; its metrics are not usable.")

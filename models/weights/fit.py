@@ -286,12 +286,12 @@ def _mismatches(weights: Weights, before: dict[str, tuple[int, ...]], target: We
         if key in weights and weights[key].shape != own.shape
     ]
     missing = [key for key in target if key not in weights and key not in fresh and not key.endswith(COUNTER)]
-    unexpected = [key for key in weights if key not in target]
+    unknown = [key for key in weights if key not in target]
     lines: list[str] = []
     for title, tensors in (
         ("differ", differing),
         ("missing in the file", missing),
-        ("unknown to the model", unexpected),
+        ("unknown to the model", unknown),
     ):
         if tensors:
             lines += [f"  {title} ({len(tensors)}):", *(f"    {line}" for line in tensors[:MOST_NAMED])]

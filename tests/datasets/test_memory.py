@@ -19,6 +19,7 @@ from datasets.variants import Repeated
 from tests.datasets.opened import CPU, settings
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
+from utils.distributed.world import ALONE
 
 COUNT, SIDE, MARGIN = 300, 12, 4
 
@@ -31,7 +32,7 @@ def samples(count: int = COUNT, side: int = SIDE, channels: int = 3) -> ArraySam
 
 def opened(train: bool = True, seed: int = 5, **values: Any) -> InMemory:
     data = settings(**{"IMAGE_SIZE": SIDE, "CROP": "pad", "FLIP": 0.5, **values})
-    return InMemory(samples(), data, train, seed, CPU)
+    return InMemory(samples(), data, train, seed, CPU, cropped=True)
 
 
 def images(dataset: InMemory, indices: list[int], epoch: int = 1) -> torch.Tensor:
@@ -115,7 +116,7 @@ def test_memory_grey_equals_pils() -> None:
 
 def test_memory_grey_images_become_three_equal_channels() -> None:
     data = settings(IMAGE_SIZE=SIDE, CROP="none")
-    got = InMemory(samples(channels=1), data, False, 0, CPU).__getitems__([(1, 3)]).images
+    got = InMemory(samples(channels=1), data, False, 0, CPU, cropped=True).__getitems__([(1, 3)]).images
     assert got.shape == (1, 3, SIDE, SIDE)
     bordered = settings(IMAGE_SIZE=8, CROP_MODE="border", CROP_PCT=1.0, IMAGENET_MEAN=(0.2, 0.4, 0.8))
     ArrayPixels(bordered)(np.full((8, 4, 1), 9, dtype=np.uint8), out := torch.empty(3, 8, 8, dtype=torch.uint8))
@@ -125,7 +126,7 @@ def test_memory_grey_images_become_three_equal_channels() -> None:
 
 
 def of_arrays(data: DataConfig, train: bool) -> ImageDataset:
-    return registry._open(Source(lambda *_: samples(), arrays="cropped"), data, train, 10, 0, CPU)
+    return registry._open(Source(lambda *_: samples(), arrays="cropped"), data, train, 10, 0, CPU, ALONE)
 
 
 def test_single_image_augmentation_uses_loading_processes() -> None:

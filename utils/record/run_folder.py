@@ -69,15 +69,13 @@ def check_output(output: str | None, save: str, resumed: Path | None) -> None:
 
 def check_writable(folder: Path) -> None:
     """Check that `folder`, or the nearest parent that exists, is a writable folder."""
-    parent = folder.absolute()
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise UserError(
-            f"{folder}: {parent} is a file, so the folder cannot be created; choose another -output or SAVE."
-        )
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{folder}: this user cannot write to {parent}; choose another -output or SAVE.")
+    base = folder.absolute()
+    while not base.exists():
+        base = base.parent
+    if not base.is_dir():
+        raise UserError(f"{folder}: {base} is a file, so the folder cannot be created; choose another -output or SAVE.")
+    if not os.access(base, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: this user cannot write to {base}; choose another -output or SAVE.")
 
 
 def make_folder(output: str | None, save: str, kind: str) -> Path:

@@ -6,6 +6,7 @@ at zero, so that training begins at the pretrained model.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from functools import partial
@@ -125,11 +126,9 @@ def require_calls(model: nn.Module, lora: LoraConfig, shape: tuple[int, int, int
 
     for name in list(silent):
         model.get_submodule(name).register_forward_pre_hook(partial(called, name))
-    try:
-        with torch.no_grad():
-            model.eval()(torch.empty(1, *shape, device="meta"))
-    except NotImplementedError:
-        pass  # an operation that depends on values: the layers after it count as not called
+    # Where an operation depends on values, the layers after it count as not called.
+    with torch.no_grad(), contextlib.suppress(NotImplementedError):
+        model.eval()(torch.empty(1, *shape, device="meta"))
     if silent:
         name = next(iter(silent))
         targets = [part for part in parts_of(name) if part in lora.TARGETS]

@@ -97,9 +97,8 @@ def _data(config: Config, ready: Ready) -> str:
     groups = f", groups by DATA.GROUP {config.DATA.GROUP}" if config.DATA.GROUP is not None else ""
     if config.DATA.FOLD is not None:
         return f"{text}; validation on fold {config.DATA.FOLD}{groups}"
-    if config.DATA.PART == "all" or not comes_unsplit(config.DATA):
-        return text
-    if config.DATA.DATASET == "digits":  # which has folds, but one fixed split
+    # The digits have folds, but one fixed split.
+    if config.DATA.PART == "all" or config.DATA.DATASET == "digits" or not comes_unsplit(config.DATA):
         return text
     less = ", then without those in DATA.EXCLUDE" if config.DATA.EXCLUDE is not None else ""
     return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}{groups}{less}"

@@ -117,8 +117,7 @@ class Reporter:
 
     def epoch(self, position: Position, means: Metrics, seconds: float, verdict: Bottleneck | None = None) -> None:
         self.summary("Train", position, means, seconds)
-        fields = {"update": position.update, **means.fields()}
-        self.event("epoch", position, _perf(seconds, verdict), **fields)
+        self.event("epoch", position, _perf(seconds, verdict), update=position.update, **means.fields())
         if self.live:
             self.live.epoch_ended(position, means, seconds)
         self._log_verdict(verdict)

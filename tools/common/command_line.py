@@ -50,6 +50,7 @@ PAGES = {
     "loading.py": "data_speed",
     "pack_images.py": "shards",
     "show_batch.py": "augmentation",
+    "simulate_loading.py": "scale",
 }
 """Documentation page of a tool, where it has another name."""
 SECONDS_FOR_RANK_0 = 5

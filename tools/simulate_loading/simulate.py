@@ -1,4 +1,4 @@
-"""Requests, shuffling and memory of a run on tar files at a URL, by the order, the cache and the requests of training.
+"""Requests, mixing and memory of a run on tar files at a URL, by the order, the cache and the requests of training.
 
 Only store, disk and pixels are missing. Downloads keep up: a tar file is there one batch after it is announced.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from datasets import Batch, ImageDataset, TrainLoader
+from datasets import Batch, TrainLoader
 from datasets.base import Key
 from datasets.images import Images
 from datasets.shards.cache import ShardCache
@@ -28,9 +28,9 @@ from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import World
 
+NAME = b"00000000.jpg"
 HEADERS = 1536
 """Bytes of a tar file for each image beside its own: two headers, and the label"""
-NAME = b"00000000.jpg"
 
 
 class Store(Remote):
@@ -48,11 +48,11 @@ class Store(Remote):
 class Cache(ShardCache):
     """That of one loading process, in the folder of its machine."""
 
-    def __init__(self, store: Store, files: Sequence[ShardFile], limit: float, folder: dict[Path, int]) -> None:
-        """`folder`: path and size of each file that it has; the one used last at the end."""
+    def __init__(self, store: Store, files: Sequence[ShardFile], limit: float, there: dict[Path, int]) -> None:
+        """`there`: path and size of each file in the folder; the one used last at the end."""
         super().__init__(store, files, Path("the simulated cache"), limit)
         self._changed = threading.Condition()  # without a thread: see `download`
-        self._counts, self._there = store.counts, folder
+        self._counts, self._there = store.counts, there
 
     def has(self, number: int) -> bool:
         path = self._path(number)
@@ -90,14 +90,13 @@ class Requests(Images):
 
     def __init__(self, processes: list[ShardSamples], data: DataConfig, counts: Counter[str]) -> None:
         super().__init__(processes[0], data, True, 0)
-        self._turns, self._counts = itertools.cycle([*processes[1:], processes[0]]), counts
+        self._next, self._counts = itertools.cycle([*processes[1:], processes[0]]), counts
 
     def __getitems__(self, keys: list[Key]) -> Batch:
-        samples, indices = self.samples, [index for _, index in keys]
-        assert isinstance(samples, ShardSamples), "it is one of `processes`"
-        samples.prefetch(indices)
-        self._counts.update(images=len(keys), image_bytes=int(samples.index.size[samples.rows[indices]].sum()))
-        self.samples = next(self._turns)
+        indices = [index for _, index in keys]
+        self.samples.prefetch(indices)
+        self._counts.update(images=len(keys), image_bytes=sum(map(self.samples.size, indices)))
+        self.samples = next(self._next)
         return Batch(torch.empty(0), torch.empty(0), torch.empty(0))
 
 
@@ -118,20 +117,19 @@ class Imagined(ShardSet):
 
 
 def traffic(config: Config, samples: ShardSamples, ranks: int, machines: int, epochs: int) -> list[Counter[str]]:
-    """What the first machine requests in each epoch."""
-    store, folder, caches, loaders = Store(), dict[Path, int](), list[Cache](), list[TrainLoader]()
-    own = ranks // machines
-    for rank in range(own):
-        processes = [copy.copy(samples) for _ in range(config.DATA.NUM_WORKERS or 1)]
+    """What the first machine, of so many ranks, requests in each epoch."""
+    data, store, there, caches, loaders = config.DATA, Store(), dict[Path, int](), list[Cache](), list[TrainLoader]()
+    for rank in range(ranks):
+        processes = [copy.copy(samples) for _ in range(data.NUM_WORKERS or 1)]
         for process in processes:
             process.store, process.machines, process.cache = store, machines, None
-            if config.DATA.CACHE_GB:
-                process.cache = Cache(store, samples.index.files, config.DATA.CACHE_GB * 1e9, folder)
+            if data.CACHE_GB:
+                process.cache = Cache(store, samples.index.files, data.CACHE_GB * 1e9, there)
                 caches.append(process.cache)
-        dataset: ImageDataset = Requests(processes, config.DATA, store.counts)
-        order, copies = training_order(config, World(rank, ranks, rank, own), dataset)
-        dataset = Repeated(dataset, copies) if copies > 1 else dataset
-        loaders.append(TrainLoader(dataset, order, config.SEED, 0, torch.device("cpu")))
+        dataset = Requests(processes, data, store.counts)
+        order, copies = training_order(config, World(rank, ranks * machines, rank, ranks), dataset)
+        repeated = Repeated(dataset, copies) if copies > 1 else dataset
+        loaders.append(TrainLoader(repeated, order, config.SEED, 0, torch.device("cpu")))
     updates = zip(*(loader.epochs(range(1, epochs + 1)) for loader in loaders), strict=True)
     found = []
     for _ in range(epochs):
@@ -144,14 +142,14 @@ def traffic(config: Config, samples: ShardSamples, ranks: int, machines: int, ep
     return found
 
 
-def mixing_and_memory(config: Config, samples: ShardSamples, ranks: int) -> dict[str, float]:
+def mixing_and_memory(config: Config, samples: ShardSamples, world: int) -> dict[str, float]:
     """How well an epoch is mixed, and the bytes that a rank holds for the list of its images.
 
     `files_per_update`: tar files that the images of an update come from. `apart`: images between two in an epoch that
-    are stored side by side. Both also for a permutation of all images. `rank_correlation`: Spearman's, of the place in
+    are stored side by side. Both also as if all images were shuffled. `rank_correlation`: Spearman's, of the places in
     storage and in the epoch.
     """
-    order, _ = training_order(config, World(0, ranks), Requests([samples], config.DATA, Counter()))
+    order, _ = training_order(config, World(0, world), Requests([samples], config.DATA, Counter()))
     permutation = order.permutation(1) % len(samples)
     shard, files, batch = samples.index.shard[samples.rows], len(samples.index.files), order.global_batch
     parts = [shard[permutation[update * batch :][: order.samples_of(update)]] for update in range(order.updates)]
@@ -165,9 +163,9 @@ def mixing_and_memory(config: Config, samples: ShardSamples, ranks: int) -> dict
         "updates": order.updates,
         "global_batch": batch,
         "files_per_update": float(np.mean([len(np.unique(part)) for part in parts])),
-        "files_per_update_at_random": files * (1 - (1 - 1 / files) ** len(parts[0])),
+        "files_per_update_shuffled": files * (1 - (1 - 1 / files) ** len(parts[0])),
         "apart": float(np.abs(np.diff(place)).mean()),
-        "apart_at_random": (len(samples) + 1) / 3,
+        "apart_shuffled": (len(samples) + 1) / 3,
         "rank_correlation": float(np.corrcoef(np.arange(len(samples)), place)[0, 1]),
         "list_bytes": sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)),
     }

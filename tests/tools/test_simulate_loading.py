@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -25,11 +26,11 @@ SAME = "-dataset shards -batch_size 6 -num_workers 1 SEED=3"
 RUN = "-device cpu -threads 1 -epochs 2 VALIDATE_FREQ=9 DATA.CHECK=off TRAIN.WARMUP_EPOCHS=0"
 
 
-def beside(folder: Path, ranks: int, gigabytes: float, files: int = 24, run: Vitamp | None = None) -> dict[str, Any]:
+def beside(folder: Path, ranks: int, gigabytes: float, run: Vitamp | None = None) -> dict[str, Any]:
     """Requests, bytes of a run of two epochs, and of its simulation."""
     root, run = folder / "set", run or partial(run_program, slow_start=True, streams=folder, timeout=500)
     if not root.exists():
-        write_set(root, [20] * files, val=1)
+        write_set(root, [20] * 24, val=1)
     cached = f"DATA.CACHE_GB={gigabytes}"
     run("-json", folder / "found.json", "-overwrite", "-data_path", root, *SAME.split(), "-ranks", ranks, cached,
         script="scripts/simulate_loading.py", code=0)  # fmt: skip
@@ -75,7 +76,23 @@ def test_imagined_set_on_many_machines(tmp_path: Path, vitamp: Vitamp) -> None:
     assert "-images: the set in -data_path has its own; leave it out." in refused.err
 
 
-if __name__ == "__main__":
+MANY = "-images 14000000 -shard_images 10000 -ranks 8 -machines 512 -num_workers 1"
+
+
+def compare(results: Path) -> None:
+    """Write runs beside their simulations, and 4,096 ranks; what is in the file stays."""
+    found = json.loads(results.read_text()) if results.exists() else {"runs": []}
+    done = [(one["ranks"], one["cache_gb"]) for one in found["runs"]]
     with tempfile.TemporaryDirectory() as place:
-        compared = [beside(Path(place), ranks, size, 48) for size in (0, 50, 0.0022) for ranks in (1, 2, 3, 4)]
-    Path(sys.argv[1]).write_text(json.dumps({"runs": compared}, indent=1) + "\n")
+        for ranks, size in itertools.product((1, 2, 3, 4), (0, 50, 0.0015)):
+            if (ranks, size) not in done:
+                found["runs"].append(beside(Path(place), ranks, size))
+                results.write_text(json.dumps(found, indent=1) + "\n")
+        run = partial(run_program, script="scripts/simulate_loading.py", slow_start=True, streams=Path(place))
+        run(*MANY.split(), "-json", f"{place}/many.json", timeout=3600, code=0)
+        found["many"] = {"command": MANY, **json.loads(Path(place, "many.json").read_text())}
+    results.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    compare(Path(sys.argv[1]))

@@ -72,11 +72,11 @@ def main(argv: list[str]) -> int:
         f"{found['images']:,} images in {found['files']:,} tar files, {found['bytes'] / 1e9:,.3g} GB; "
         f"{asked.machines:,} x {asked.ranks:,} ranks; {found['updates']:,} updates of {found['global_batch']:,} images",
         *in_columns(rows),
-        f"Tar files that an update has images of: {found['files_per_update']:,.0f} "
-        f"(if all images were shuffled: {found['files_per_update_shuffled']:,.0f})",
-        f"Images between two that are stored side by side: {found['apart']:,.0f} (if all images were shuffled: "
-        f"{found['apart_shuffled']:,.0f}). Rank correlation of both orders: {found['rank_correlation']:.3f}",
-        f"Memory for the list of images: {memory:,.3g} GB per rank, {memory * asked.ranks:,.3g} GB per machine",
+        f"Tar files per update: {found['files_per_update']:,.0f} (fully shuffled: "
+        f"{found['files_per_update_shuffled']:,.0f})",
+        f"Images between neighbours in storage: {found['apart']:,.0f} (fully shuffled: "
+        f"{found['apart_shuffled']:,.0f}); rank correlation {found['rank_correlation']:.3f}",
+        f"List of images: {memory:,.3g} GB per rank, {memory * asked.ranks:,.3g} GB per machine",
         sep="\n",
     )
     if file is not None:

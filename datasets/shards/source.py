@@ -300,10 +300,11 @@ class ShardSamples(Samples):
         if self.cache is None:
             return "DATA.CACHE_GB is 0"
         sizes = sorted((file.size for file in self.index.files), reverse=True)
-        needed, room = sum(sizes[: 2 * self.window]), self.cache.room()
+        # A window in use, the next one, and one for processes that are behind: else they remove each other's files.
+        needed, room = sum(sizes[: 3 * self.window]), self.cache.room()
         part = len(self.rows) / len(self.index) / self.machines
         if needed > room:
-            return f"{2 * self.window} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
+            return f"{3 * self.window} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
         if sum(sizes) > room and part < 1 / 2:
             return f"a machine reads {100 * part:.0f} % of them in an epoch, and there is no room to keep them all"
         return ""

@@ -86,7 +86,7 @@ MANY = "-images 14000000 -shard_images 10000 -ranks 8 -machines 512 -num_workers
 
 def compare(results: Path) -> None:
     """Write runs beside their simulations, and 4,096 ranks; what is in the file stays."""
-    found = json.loads(results.read_text()) if results.exists() else {"runs": []}
+    found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {"runs": []}
     done = [(one["ranks"], one["cache_gb"]) for one in found["runs"]]
     with tempfile.TemporaryDirectory() as place:
         for ranks, size in itertools.product((1, 2, 3, 4), (0, 50, 0.0021)):  # the last: 25 of 36 files

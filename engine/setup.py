@@ -231,8 +231,23 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     """Training split with its augmentation, and the loader of its batches."""
     data = config.DATA
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device, world).augment(config.TRAIN)
-    balances = data.SAMPLER == "balanced"
-    balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT) if balances else None
+    order, copies = training_order(config, world, train_set)
+    if copies > 1:
+        from datasets.variants import Repeated
+
+        train_set = Repeated(train_set, copies)
+    if config.TRAIN.SIZE_SCHEDULE:
+        from datasets.variants import Sized
+
+        train_set = Sized(train_set, config.TRAIN, data.IMAGE_SIZE)
+    return train_set, TrainLoader(train_set, order, config.SEED, auto_workers(world, data.NUM_WORKERS), device)
+
+
+def training_order(config: Config, world: World, train_set: ImageDataset) -> tuple[EpochOrder, int]:
+    """The order of a run's epochs, and the most copies of a sample in one."""
+    data, balanced = config.DATA, None
+    if data.SAMPLER == "balanced":
+        balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT)
     weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
     weights = weights_of_classes(config, train_set) if weighs_images else None
     order = EpochOrder(
@@ -247,15 +262,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         balanced or train_set.shuffled,
         None if weights is None else weights[train_set.sample_labels()],
     )
-    if (copies := balanced.copies if balanced else data.REPEATED_AUGMENT) > 1:
-        from datasets.variants import Repeated
-
-        train_set = Repeated(train_set, copies)
-    if config.TRAIN.SIZE_SCHEDULE:
-        from datasets.variants import Sized
-
-        train_set = Sized(train_set, config.TRAIN, data.IMAGE_SIZE)
-    return train_set, TrainLoader(train_set, order, config.SEED, auto_workers(world, data.NUM_WORKERS), device)
+    return order, balanced.copies if balanced else data.REPEATED_AUGMENT
 
 
 def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:

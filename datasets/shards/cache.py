@@ -64,7 +64,7 @@ class ShardCache:
 
     def room(self) -> float:
         """Bytes that the folder may have."""
-        return min(self.limit, shutil.disk_usage(self.folder).free + self.bytes_used())
+        return min(self.limit, self._free() + self.bytes_used())
 
     def bytes_used(self) -> int:
         return sum(size for _, size, _ in self._kept())
@@ -112,8 +112,7 @@ class ShardCache:
             if not leads_to(unfinished, opened.fileno()):  # another process has finished it meanwhile
                 return
             os.utime(unfinished)
-            while self.bytes_used() > self.limit or shutil.disk_usage(self.folder).free < size:
-                self._remove_oldest()
+            self._make_room(size)
             while (begin := os.fstat(opened.fileno()).st_size) < size:
                 wanted = (name, begin, min(BLOCK, size - begin))
                 if (content := self._store.ranges([wanted]).get(wanted)) is None:
@@ -125,6 +124,14 @@ class ShardCache:
                 raise OSError("what was sent has another hash than in dataset.json")
             os.fsync(opened.fileno())
             os.replace(unfinished, self._path(number))
+
+    def _make_room(self, size: int) -> None:
+        """Remove files until the folder, with the one that is being downloaded, is within its limit."""
+        while self.bytes_used() > self.limit or self._free() < size:
+            self._remove_oldest()
+
+    def _free(self) -> float:
+        return shutil.disk_usage(self.folder).free
 
     def _kept(self) -> list[tuple[float, int, Path]]:
         """When each file in the folder was used, its size when it is finished, and path; the oldest first."""
@@ -140,8 +147,11 @@ class ShardCache:
         for used, _, path in self._kept():
             abandoned = path.suffix == ".part" and used < time.time() - SECONDS_ABANDONED
             if abandoned or (path.suffix == ".tar" and path not in needed):
-                return path.unlink(missing_ok=True)
+                return self._remove(path)
         raise OSError("there is no room")
+
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
         """The name changes with the file as far as the store shows that, and also says the size."""

@@ -229,7 +229,7 @@ class ShardSamples(Samples):
 
     def __init__(self, shards: ShardSet, split: str, index: ShardIndex, window: int, rows: np.ndarray) -> None:
         self.store, self.classes, self.window = shards.store, shards.classes, window
-        self._index, self._rows = index, rows
+        self.index, self.rows = index, rows
         self.labels = index.label[rows]
         # Only .npy ends in y among the extensions of images, and one letter is faster to look up than the name.
         self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
@@ -244,12 +244,12 @@ class ShardSamples(Samples):
         """By row, once for each time that it will be read"""
 
     def read(self, index: int) -> Encoded:
-        row = int(self._rows[index])
+        row = int(self.rows[index])
         name, offset, size = wanted = self._range(row)
         is_array = self._is_array[row]
         content = there.pop() if (there := self._prefetched.get(row)) else None
         if content is None and self.cache:
-            content = self.cache.range(int(self._index.shard[row]), offset, size)
+            content = self.cache.range(int(self.index.shard[row]), offset, size)
         if content is None:
             content = self.store.range(wanted)
         if len(content) < size:
@@ -257,14 +257,14 @@ class ShardSamples(Samples):
         return pixels_of(content) if is_array else content.tobytes()
 
     def name(self, index: int) -> str:
-        row = int(self._rows[index])
-        return one_line(f"{self.store.root}/{self._index.files[self._index.shard[row]].name}/{self._index.name(row)}")
+        row = int(self.rows[index])
+        return one_line(f"{self.store.root}/{self.index.files[self.index.shard[row]].name}/{self.index.name(row)}")
 
     def size(self, index: int) -> int:
-        return int(self._index.size[self._rows[index]])
+        return int(self.index.size[self.rows[index]])
 
     def names(self) -> Iterator[bytes]:
-        index, rows = self._index, self._rows
+        index, rows = self.index, self.rows
         lengths, chosen = np.diff(index.name_ends, prepend=0), np.zeros(len(index), dtype=bool)
         chosen[rows] = True
         yield "\0".join(file.name for file in index.files).encode(errors="surrogateescape")
@@ -275,11 +275,11 @@ class ShardSamples(Samples):
     def prefetch(self, indices: Sequence[int]) -> None:
         if not isinstance(self.store, Remote):
             return
-        rows = Counter(self._rows[indices].tolist())  # DATA.REPEATED_AUGMENT reads some several times
+        rows = Counter(self.rows[indices].tolist())  # DATA.REPEATED_AUGMENT reads some several times
         here: set[int] = set()
         if self.cache:
-            here = set(filter(self.cache.has, np.unique(self._index.shard[[*rows]]).tolist()))
-        wanted = {self._range(row): row for row in rows if self._index.shard[row] not in here}
+            here = set(filter(self.cache.has, np.unique(self.index.shard[[*rows]]).tolist()))
+        wanted = {self._range(row): row for row in rows if self.index.shard[row] not in here}
         # What fails is requested again when it is read, and raises there.
         contents = self.store.ranges([*wanted])
         self._prefetched = {wanted[one]: [content] * rows[wanted[one]] for one, content in contents.items()}
@@ -291,29 +291,30 @@ class ShardSamples(Samples):
             warn_once(f"{self.store.root}: images are requested by ranges of tar files: {why}.", logging.INFO)
             return None
         warn_once(f"{self.store.root}: whole tar files are downloaded ahead into {self.cache}.", logging.INFO)
-        return min(1.0, self.window / len(self._index.files))
+        return min(1.0, self.window / len(self.index.files))
 
     def _why_in_parts(self) -> str:
         """Why whole tar files are not downloaded; '' if they are."""
         if self.cache is None:
             return "DATA.CACHE_GB is 0"
-        sizes = sorted((file.size for file in self._index.files), reverse=True)
-        needed, room = sum(sizes[: 2 * self.window]), self.cache.room()
-        part = len(self._rows) / len(self._index) / self.machines
+        sizes = sorted((file.size for file in self.index.files), reverse=True)
+        # A window in use, the next one, and one for processes that are behind: else they remove each other's files.
+        needed, room = sum(sizes[: 3 * self.window]), self.cache.room()
+        part = len(self.rows) / len(self.index) / self.machines
         if needed > room:
-            return f"{2 * self.window} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
+            return f"{3 * self.window} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
         if sum(sizes) > room and part < 1 / 2:
             return f"a machine reads {100 * part:.0f} % of them in an epoch, and there is no room to keep them all"
         return ""
 
     def announce(self, indices: Sequence[int]) -> None:
         if self.cache:
-            self.cache.announce(list(dict.fromkeys(self._index.shard[self._rows[indices]].tolist())), 2 * self.window)
+            self.cache.announce(list(dict.fromkeys(self.index.shard[self.rows[indices]].tolist())), 2 * self.window)
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """Shuffle the shards, then the samples within each `window` of shards, so that few files are read at once."""
-        shard = self._index.shard[self._rows]
-        shards = len(self._index.files)
+        shard = self.index.shard[self.rows]
+        shards = len(self.index.files)
         begins = np.searchsorted(shard, np.arange(shards + 1)).tolist()
         order = generator.permutation(shards)
         windows = [order[first : first + self.window] for first in range(0, shards, self.window)]
@@ -321,7 +322,7 @@ class ShardSamples(Samples):
         return np.concatenate([generator.permutation(of_window) for of_window in samples])
 
     def _range(self, row: int) -> tuple[str, int, int]:
-        index = self._index
+        index = self.index
         return index.files[index.shard[row]].name, int(index.offset[row]), int(index.size[row])
 
 

@@ -297,6 +297,6 @@ def advise_faster_loading(setting: Setting) -> str:
         packed = ", and the images are packed as pixels already" * (setting.stored == "pixels")
         return (
             f"There are {setting.workers} loading processes for {counted(setting.cores, 'core')}{packed}: only more "
-            "cores, a faster disk or less augmentation would help; see docs/data_speed.md"
+            "cores, a faster disk or less augmentation would help; see docs/performance.md"
         )
-    return f"To speed up, try {' or '.join(ways)}; see docs/data_speed.md"
+    return f"To speed up, try {' or '.join(ways)}; see docs/performance.md"

@@ -47,9 +47,10 @@ PAGES = {
     "check_data.py": "broken_images",
     "checkpoint.py": "checkpoints",
     "evaluate.py": "predict",
-    "loading.py": "data_speed",
+    "loading.py": "performance",
     "pack_images.py": "shards",
     "show_batch.py": "augmentation",
+    "simulate_loading.py": "scale",
 }
 """Documentation page of a tool, where it has another name."""
 SECONDS_FOR_RANK_0 = 5

@@ -60,7 +60,7 @@ def test_gpu_that_waits_for_data_is_input_bound() -> None:
         "the model could train on 1,390."
     )
     assert "-num_workers, now 8" in made.text
-    assert "docs/data_speed.md" in made.text
+    assert "docs/performance.md" in made.text
     assert made.could_take == pytest.approx(1389.8, abs=0.1)
 
 

@@ -163,6 +163,10 @@ def fill_in(loaded: Loaded) -> Loaded:
         from engine.inputs.auto import with_image_size, with_patch_size
 
         loaded = with_patch_size(with_image_size(loaded))
+    if loaded.config.TRAIN.BASE_LR == AUTO and not loaded.config.EVAL:
+        from engine.inputs.auto import with_rate
+
+        loaded = with_rate(loaded)
     data = loaded.config.DATA
     if AUTO in (data.RANGE, data.IMAGENET_MEAN, data.IMAGENET_STD):
         from engine.inputs.auto import with_measurements

@@ -55,7 +55,7 @@ PATCHES = range(4, 9)
 """Patch sizes that `auto` chooses from"""
 PATCHES_PER_ROW = 8
 """Number of patches that a patch size of `auto` comes closest to"""
-RATE, RATE_BY_FEATURES, RATE_WITH_BATCH_NORM = "TRAIN.BASE_LR", 0.1, 3e-4
+RATE, RATE_WITH_BATCH_NORM, RATE_BY_FEATURES, LARGEST_RATE = "TRAIN.BASE_LR", 3e-4, 0.1, 1e-3
 
 
 def with_classes(loaded: Loaded) -> Loaded:
@@ -147,7 +147,8 @@ def with_patch_size(loaded: Loaded) -> Loaded:
 def with_rate(loaded: Loaded) -> Loaded:
     """BASE_LR for fine-tuning with AdamW: the wider a model, the smaller the steps that it needs.
 
-    Best for ViTs of width 48 to 192 (docs/benchmarks.md). Models with batch norm need less, as one of them measured.
+    0.001 was best for ViTs of width 48 and 96, 0.0003 for EfficientNet-Lite0 (docs/benchmarks.md). That Adam's rate
+    goes down as the width goes up is from Yang et al. 2022 (Tensor Programs V).
     """
     config = loaded.config
     if (name := config.TRAIN.OPTIMIZER.NAME.casefold()) not in ("adam", "adamw"):
@@ -157,7 +158,8 @@ def with_rate(loaded: Loaded) -> Loaded:
     if features is None or any(isinstance(module, BATCH_NORM) for module in model.modules()):
         rate, why = RATE_WITH_BATCH_NORM, "for models with batch norm"
     else:
-        rate, why = float(f"{RATE_BY_FEATURES / features:.2g}"), f"{RATE_BY_FEATURES} / {features} features"
+        rate = min(LARGEST_RATE, float(f"{RATE_BY_FEATURES / features:.2g}"))
+        why = f"{RATE_BY_FEATURES} / {features} features, at most {LARGEST_RATE}"
     return loaded.with_values({RATE: rate}, "the model's features", [f"{RATE} {rate:g}: {why}"])
 
 

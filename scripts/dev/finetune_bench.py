@@ -41,14 +41,14 @@ class Backbone(NamedTuple):
 BACKBONES = {
     "lite0": Backbone(
         "-model tf_efficientnet_lite0",
-        "--model tf_efficientnet_lite0 -b 32 --head-init-scale 1e-6",
+        "--model tf_efficientnet_lite0 -b 32 --warmup-epochs 0 --head-init-scale 1e-6",
         (2e-4, 5e-4, 1e-3),
     ),
     # That of configs/vit_cifar10_small.yaml: -weights is the model.safetensors of a run.
     "vit": Backbone(
         "MODEL.PATCH_SIZE=4",
         "--model deit_tiny_patch16_224 --model-kwargs img_size=32 patch_size=4 embed_dim=96 depth=6 num_heads=3"
-        " --mean 0.4914 0.4822 0.4465 --std 0.2470 0.2435 0.2616 --crop-pct 1.0 -b 16",
+        " --mean 0.4914 0.4822 0.4465 --std 0.2470 0.2435 0.2616 --crop-pct 1.0 -b 16 --warmup-epochs 1",
         (5e-4, 1e-3, 2e-3),
     ),
 }
@@ -61,7 +61,7 @@ TIMMS = (
     "train.py {backbone} --pretrained --pretrained-path {weights} --data-dir {data} --train-split train"
     " --val-split val --num-classes {classes} --epochs {epochs} --input-size 3 {size} {size} --device cpu -j 1"
     " --no-prefetcher --channels-last --val-interval {epochs} --seed {seed} --output {out} --experiment run"
-    " -vb 100 --opt adamw --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6 --warmup-epochs 0"
+    " -vb 100 --opt adamw --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6"
     " --clip-grad 1.0 --scale 0.3 1.0 --smoothing 0.1 --color-jitter 0 --lr {lr}"
 )
 

@@ -91,7 +91,7 @@ def run(asked: argparse.Namespace, of: Path, draw: int, rate: float | None) -> d
         validated = lay_out(of, draw, asked.images, data)
         command = (OURS if rate is None else TIMMS).format(
             backbone=backbone.ours if rate is None else backbone.timms,
-            weights=asked.weights.resolve(),
+            weights=(asked.weights if rate is None else asked.timm_weights or asked.weights).resolve(),
             data=data,
             epochs=asked.epochs,
             size=asked.size,
@@ -149,6 +149,21 @@ def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
+def over_backbones(tables: list[list[dict[str, Any]]]) -> dict[str, float]:
+    """As `over_sets`, of each set's mean over backbones; `tables`: of each backbone, its sets."""
+    by_set: dict[str, list[dict[str, Any]]] = {}
+    for one in (one for table in tables for one in table):
+        by_set.setdefault(one["set"], []).append(one)
+    means = [
+        {
+            "difference": mean(row["difference"] for row in rows),
+            "reach": hypot(*(row["reach"] for row in rows)) / len(rows),
+        }
+        for rows in by_set.values()
+    ]
+    return over_sets(means)
+
+
 def over_sets(summaries: list[dict[str, Any]]) -> dict[str, float]:
     """The mean difference, and the reach of its 95 % interval for other sets, and for other images of these."""
     differences, sets = [one["difference"] for one in summaries], len(summaries)
@@ -166,12 +181,16 @@ def main() -> None:
     parser.add_argument("sets", type=Path)
     parser.add_argument("-backbone", choices=BACKBONES, default="lite0")
     parser.add_argument("-weights", type=Path, required=True, help="of the backbone")
+    parser.add_argument("-timm_weights", type=Path, help="without a decoder, where -weights are of masked pre-training")
     parser.add_argument("-timm", type=Path, required=True, help="a checkout of timm, for its train.py")
     parser.add_argument("-json", type=Path, required=True)
     parser.add_argument("-images", type=int, default=500, help="training images of a draw")
     parser.add_argument("-epochs", type=int, default=8)
     parser.add_argument("-size", type=int, default=96, help="image size in pixels")
     parser.add_argument("-draws", type=int, default=2)
+    parser.add_argument(
+        "-others", type=Path, nargs="*", default=[], help="JSON of other backbones, for a mean over all"
+    )
     asked = parser.parse_args()
     held = json.loads(asked.json.read_text()) if asked.json.exists() else {}
     rows: list[dict[str, Any]] = held.get("runs", [])
@@ -196,6 +215,10 @@ def main() -> None:
         "timm": f"python {TIMMS.replace('{backbone}', backbone.timms)}",
     }
     held |= {"commands": commands, "sets": summaries, "over_sets": over_sets(summaries), "runs": rows}
+    if asked.others:
+        held["over_backbones"] = over_backbones(
+            [summaries, *(json.loads(one.read_text())["sets"] for one in asked.others)]
+        )
     asked.json.write_text(json.dumps(held, indent=1) + "\n")
     print(json.dumps(held["sets"], indent=1), held["over_sets"])
 

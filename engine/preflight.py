@@ -145,6 +145,10 @@ def fill_in(loaded: Loaded) -> Loaded:
         from engine.inputs.auto import with_image_size, with_measurements, with_patch_size
 
         loaded = with_measurements(with_patch_size(with_image_size(loaded)))
+    if loaded.config.TRAIN.BASE_LR == AUTO and not loaded.config.EVAL:
+        from engine.inputs.auto import with_rate
+
+        loaded = with_rate(loaded)
     if not loaded.config.EVAL:
         return loaded
     from engine.evaluation.data import evaluated_weights, settings_for_evaluation

@@ -25,8 +25,9 @@ from datasets.damage import Failure, allowed, failure_or
 from datasets.decoding import Reader
 from datasets.shards.index import open_store
 from datasets.shards.source import ShardSet
-from models.build import is_timm_name, sizes_in, timm_weights
+from models.build import build_without_weights, is_timm_name, sizes_in, timm_weights
 from models.build import resolve as timm_base
+from models.parts import BATCH_NORM
 from models.refusals import similar_models
 from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run, weights_of_name
@@ -54,6 +55,7 @@ PATCHES = range(4, 9)
 """Patch sizes that `auto` chooses from"""
 PATCHES_PER_ROW = 8
 """Number of patches that a patch size of `auto` comes closest to"""
+RATE, RATE_WITH_BATCH_NORM, RATE_BY_FEATURES, LARGEST_RATE = "TRAIN.BASE_LR", 3e-4, 0.1, 1e-3
 
 
 def with_classes(loaded: Loaded) -> Loaded:
@@ -153,6 +155,25 @@ def with_patch_size(loaded: Loaded) -> Loaded:
     patches = in_pixels([side // patch for side in both])
     note = f"{PATCH_SIZE} {patch}: {patches} patches of an image of {in_pixels(size)}"
     return loaded.with_values({PATCH_SIZE: patch}, f"{IMAGE_SIZE} {one_line(size)}", [note])
+
+
+def with_rate(loaded: Loaded) -> Loaded:
+    """BASE_LR for fine-tuning with AdamW: the wider a model, the smaller the steps that it needs.
+
+    0.001 was best for ViTs of width 48 and 96, 0.0003 for EfficientNet-Lite0 (docs/benchmarks.md). That Adam's rate
+    goes down as the width goes up is from Yang et al. 2022 (Tensor Programs V).
+    """
+    config = loaded.config
+    if (name := config.TRAIN.OPTIMIZER.NAME.casefold()) not in ("adam", "adamw"):
+        raise UserError(f"{loaded.sources[RATE]}: {RATE} auto is for AdamW and Adam; give a number for {name}.")
+    model = build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+    features = getattr(model, "num_features", None)
+    if features is None or any(isinstance(module, BATCH_NORM) for module in model.modules()):
+        rate, why = RATE_WITH_BATCH_NORM, "for models with batch norm"
+    else:
+        rate = min(LARGEST_RATE, float(f"{RATE_BY_FEATURES / features:.2g}"))
+        why = f"{RATE_BY_FEATURES} / {features} features, at most {LARGEST_RATE}"
+    return loaded.with_values({RATE: rate}, "the model's features", [f"{RATE} {rate:g}: {why}"])
 
 
 def with_measurements(loaded: Loaded) -> Loaded:

@@ -23,25 +23,37 @@ import tempfile
 from math import hypot, sqrt
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[2]
 
-RATES = (2e-4, 5e-4, 1e-3)
-# Flags of vitamp and of timm.
+
+class Backbone(NamedTuple):
+    ours: str
+    """Flags of vitamp"""
+    timms: str
+    rates: tuple[float, ...]
+    """Of timm"""
+
+
 BACKBONES = {
-    "lite0": ("-cfg configs/finetune.yaml -model tf_efficientnet_lite0", "--model tf_efficientnet_lite0"),
+    "lite0": Backbone(
+        "-model tf_efficientnet_lite0",
+        "--model tf_efficientnet_lite0 -b 32 --warmup-epochs 0 --head-init-scale 1e-6",
+        (2e-4, 5e-4, 1e-3),
+    ),
     # That of configs/vit_cifar10_small.yaml: -weights is the model.safetensors of a run.
-    "vit": (
-        "-cfg configs/finetune_vit_small.yaml MODEL.PATCH_SIZE=4",
+    "vit": Backbone(
+        "MODEL.PATCH_SIZE=4",
         "--model deit_tiny_patch16_224 --model-kwargs img_size=32 patch_size=4 embed_dim=96 depth=6 num_heads=3"
-        " --mean 0.4914 0.4822 0.4465 --std 0.2470 0.2435 0.2616 --crop-pct 1.0",
+        " --mean 0.4914 0.4822 0.4465 --std 0.2470 0.2435 0.2616 --crop-pct 1.0 -b 16 --warmup-epochs 1",
+        (5e-4, 1e-3, 2e-3),
     ),
 }
 OURS = (
-    "main_single_gpu.py {backbone} -amp -pretrained {weights} -data_path {data}"
+    "main_single_gpu.py -cfg configs/finetune.yaml {backbone} -amp -pretrained {weights} -data_path {data}"
     " -epochs {epochs} -image_size {size} -device cpu THREADS=1 DATA.NUM_WORKERS=0 VALIDATE_FREQ={epochs} SEED={seed}"
     " -output {out}"
 )
@@ -49,8 +61,8 @@ TIMMS = (
     "train.py {backbone} --pretrained --pretrained-path {weights} --data-dir {data} --train-split train"
     " --val-split val --num-classes {classes} --epochs {epochs} --input-size 3 {size} {size} --device cpu -j 1"
     " --no-prefetcher --channels-last --val-interval {epochs} --seed {seed} --output {out} --experiment run"
-    " -b 32 -vb 100 --opt adamw --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6 --warmup-epochs 0"
-    " --clip-grad 1.0 --scale 0.3 1.0 --smoothing 0.1 --color-jitter 0 --head-init-scale 1e-6 --lr {lr}"
+    " -vb 100 --opt adamw --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6"
+    " --clip-grad 1.0 --scale 0.3 1.0 --smoothing 0.1 --color-jitter 0 --lr {lr}"
 )
 
 
@@ -75,11 +87,11 @@ def lay_out(of: Path, draw: int, images: int, folder: Path) -> int:
 def run(asked: argparse.Namespace, of: Path, draw: int, rate: float | None) -> dict[str, Any]:
     """Train once; `rate` is timm's learning rate, None means vitamp."""
     with tempfile.TemporaryDirectory() as scratch:
-        data, out = Path(scratch, "data"), Path(scratch, "out")
+        data, out, backbone = Path(scratch, "data"), Path(scratch, "out"), BACKBONES[asked.backbone]
         validated = lay_out(of, draw, asked.images, data)
         command = (OURS if rate is None else TIMMS).format(
-            backbone=BACKBONES[asked.backbone][0 if rate is None else 1],
-            weights=asked.weights.resolve(),
+            backbone=backbone.ours if rate is None else backbone.timms,
+            weights=(asked.weights if rate is None else asked.timm_weights or asked.weights).resolve(),
             data=data,
             epochs=asked.epochs,
             size=asked.size,
@@ -137,6 +149,21 @@ def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
+def over_backbones(tables: list[list[dict[str, Any]]]) -> dict[str, float]:
+    """As `over_sets`, of each set's mean over backbones; `tables`: of each backbone, its sets."""
+    by_set: dict[str, list[dict[str, Any]]] = {}
+    for one in (one for table in tables for one in table):
+        by_set.setdefault(one["set"], []).append(one)
+    means = [
+        {
+            "difference": mean(row["difference"] for row in rows),
+            "reach": hypot(*(row["reach"] for row in rows)) / len(rows),
+        }
+        for rows in by_set.values()
+    ]
+    return over_sets(means)
+
+
 def over_sets(summaries: list[dict[str, Any]]) -> dict[str, float]:
     """The mean difference, and the reach of its 95 % interval for other sets, and for other images of these."""
     differences, sets = [one["difference"] for one in summaries], len(summaries)
@@ -154,15 +181,20 @@ def main() -> None:
     parser.add_argument("sets", type=Path)
     parser.add_argument("-backbone", choices=BACKBONES, default="lite0")
     parser.add_argument("-weights", type=Path, required=True, help="of the backbone")
+    parser.add_argument("-timm_weights", type=Path, help="without a decoder, where -weights are of masked pre-training")
     parser.add_argument("-timm", type=Path, required=True, help="a checkout of timm, for its train.py")
     parser.add_argument("-json", type=Path, required=True)
     parser.add_argument("-images", type=int, default=500, help="training images of a draw")
     parser.add_argument("-epochs", type=int, default=8)
     parser.add_argument("-size", type=int, default=96, help="image size in pixels")
     parser.add_argument("-draws", type=int, default=2)
+    parser.add_argument(
+        "-others", type=Path, nargs="*", default=[], help="JSON of other backbones, for a mean over all"
+    )
     asked = parser.parse_args()
     held = json.loads(asked.json.read_text()) if asked.json.exists() else {}
     rows: list[dict[str, Any]] = held.get("runs", [])
+    backbone = BACKBONES[asked.backbone]
     names = sorted(folder.name for folder in asked.sets.iterdir() if (folder / "pool").is_dir())
 
     def add(name: str, draw: int, rate: float | None) -> None:
@@ -172,18 +204,21 @@ def main() -> None:
             asked.json.write_text(json.dumps(held | {"runs": rows}, indent=1))
 
     for name in names:
-        for rate in RATES:
+        for rate in backbone.rates:
             add(name, 0, rate)
         for draw in range(1, asked.draws + 1):
             add(name, draw, None)
             add(name, draw, best_rate(rows, name))
     summaries = [summary(rows, name) for name in names]
-    flags, timms_flags = BACKBONES[asked.backbone]
     commands = {
-        "vitamp": f"python {OURS.replace('{backbone}', flags)}",
-        "timm": f"python {TIMMS.replace('{backbone}', timms_flags)}",
+        "vitamp": f"python {OURS.replace('{backbone}', backbone.ours)}",
+        "timm": f"python {TIMMS.replace('{backbone}', backbone.timms)}",
     }
     held |= {"commands": commands, "sets": summaries, "over_sets": over_sets(summaries), "runs": rows}
+    if asked.others:
+        held["over_backbones"] = over_backbones(
+            [summaries, *(json.loads(one.read_text())["sets"] for one in asked.others)]
+        )
     asked.json.write_text(json.dumps(held, indent=1) + "\n")
     print(json.dumps(held["sets"], indent=1), held["over_sets"])
 

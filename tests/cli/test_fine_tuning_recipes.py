@@ -196,8 +196,21 @@ def test_a_probe_before_trained_batch_norms_is_warned_of(vitamp: Vitamp, place: 
     words += ["-data_path", place / "flowers", "DATA.IMAGE_SIZE=32", "-epochs", 1, "-batch_size", 64, "-device", "cpu"]
     words += ["THREADS=1", "DATA.NUM_WORKERS=0", "TRAIN.WARMUP_EPOCHS=0", "-output"]
     warning = "the batch norms are trained, so training sees other features than the probe was fitted to"
-    assert warning not in vitamp(*words, tmp_path / "frozen", code=0).text
+    frozen = vitamp(*words, tmp_path / "frozen", code=0).text
+    assert warning not in frozen
+    assert "TRAIN.BASE_LR 0.0003: for models with batch norm" in frozen
     assert warning in vitamp(*words, tmp_path / "trained", "MODEL.FREEZE=null", code=0).text
+
+
+def test_the_rate_of_finetune_depends_on_the_model(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
+    words = ["-cfg", ROOT / "configs" / "finetune.yaml", "-data_path", place / "flowers", "DATA.IMAGE_SIZE=32"]
+    words += ["-epochs", 1, "-batch_size", 90, "-device", "cpu", "THREADS=1", "DATA.NUM_WORKERS=0", "-output"]
+    wide = vitamp(*words, tmp_path / "run", "-pretrained", place / "weights", *SMALL, "MODEL.EMBED_DIM=128", code=2)
+    assert "TRAIN.BASE_LR 0.00078: 0.1 / 128 features, at most 0.001" in wide.text  # weights of another width
+    vitamp(*words, tmp_path / "run", "-pretrained", place / "weights", *SMALL, code=0)
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["TRAIN"]["BASE_LR"] == 0.001
+    sgd = vitamp(*words, tmp_path / "sgd", "-pretrained", place / "weights", *SMALL, "TRAIN.OPTIMIZER.NAME=SGD", code=2)
+    assert "TRAIN.BASE_LR auto is for AdamW and Adam; give a number for sgd" in sgd.text
 
 
 ON_IMAGES = f"""\

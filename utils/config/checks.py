@@ -119,13 +119,19 @@ def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
         mean = one_line(config.DATA.IMAGENET_MEAN)
         yield f"DATA.IMAGENET_MEAN {mean}: images are scaled to 0..1 before; divide mean and std by 255"
     base, epochs = train.BASE_LR, 0 if train.NUM_EPOCHS == AUTO else train.NUM_EPOCHS
+    known = base != AUTO
     tail, steps = train.TOKEN_DROP_TAIL if train.TOKEN_DROP else 0, "step" in shape.NAME
     decay = f"LR_SCHEDULER.{'DECAY_EPOCHS' if shape.NAME == 'step' else 'MILESTONES'}"
     first = shape.DECAY_EPOCHS if shape.NAME == "step" else min(shape.MILESTONES, default=0)
     never, early = "the learning rate never decays", 0 < first < epochs and first <= train.WARMUP_EPOCHS
     for name, other, result, wrong in (
-        ("END_LR", "BASE_LR", "the learning rate rises", not steps and base < train.END_LR),
-        ("WARMUP_START_LR", "BASE_LR", "the warm-up falls", train.WARMUP_EPOCHS > 0 and base < train.WARMUP_START_LR),
+        ("END_LR", "BASE_LR", "the learning rate rises", known and not steps and base < train.END_LR),
+        (
+            "WARMUP_START_LR",
+            "BASE_LR",
+            "the warm-up falls",
+            known and train.WARMUP_EPOCHS > 0 and base < train.WARMUP_START_LR,
+        ),
         (decay, "NUM_EPOCHS", never, steps and 0 < epochs <= first),
         ("WARMUP_EPOCHS", decay, "the learning rate decays as soon as the warm-up ends", steps and early),
         ("TOKEN_DROP_TAIL", "NUM_EPOCHS", "no token is dropped", 0 < epochs <= tail),

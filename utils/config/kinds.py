@@ -177,6 +177,7 @@ _Auto = _either(_WHOLE, {"type": "string", **_AUTO})
 _or_auto = WrapValidator(lambda value, check: AUTO if folded(value) == AUTO else check(value))
 PositiveOrAuto = Annotated[Positive, _or_auto, _Auto]
 SizeOrAuto = Annotated[_Size, _or_auto, _either(_WHOLE, _SIDES, {"type": "string", **_AUTO})]
+RateOrAuto = Annotated[NonNegative, _or_auto, _either({**_NUMBER, "minimum": 0}, _AUTO)]
 CountOrAuto = Annotated[Count, _or_auto, _either({**_WHOLE, "minimum": 0}, _AUTO)]
 NumbersOrAuto = Annotated[Numbers, _or_auto, _list_of(minimum=-1e6, maximum=1e6)]
 NumbersAboveZeroOrAuto = Annotated[NumbersAboveZero, _or_auto, _list_of(exclusiveMinimum=0)]

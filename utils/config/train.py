@@ -22,6 +22,7 @@ from utils.config.kinds import (
     NonNegative,
     OwnName,
     Positive,
+    RateOrAuto,
     SizeSteps,
 )
 from vitamp.sizes import ImageSize
@@ -104,7 +105,10 @@ class TrainConfig(Section):
         only_with("TRAIN.END_LR", why="at a rate of 0 nothing is learned"),
     )
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
-    BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")
+    BASE_LR: RateOrAuto = setting(
+        3e-3,
+        "Learning rate after the warm-up. auto, to fine-tune: 3e-4 with batch norm, else 0.1 / width, 1e-3 at most.",
+    )
     END_LR: NonNegative = setting(0.0, "Learning rate at the end.", _NOT_STEPS)
     LINEAR_SCALED_LR: AboveZero | bool | None = setting(None, "Multiply these rates by global batch / N (true: 512).")
     LAYER_DECAY: FractionAboveZero | None = setting(None, "A layer's learning rate as a fraction of the next one's.")

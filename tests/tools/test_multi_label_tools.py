@@ -236,10 +236,10 @@ def test_export_notes_the_sigmoid(tool: Tool, run: Path, tmp_path: Path) -> None
     (prepare,) = re.findall(r"```python\n# prepare\.py\n(.*?)```", page, re.DOTALL)
     (choose,) = re.findall(r"^chosen = .*", page, re.MULTILINE)
     space: dict[str, Any] = {"about": header}
-    exec(prepare, space)  # noqa: S102
+    exec(prepare, space)
     images = space["prepare"](image, header)[None]
     (space["logits"],) = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(["logits"], {"images": images})
-    exec(choose, space)  # noqa: S102
+    exec(choose, space)
     (said,) = json.loads(tool("predict", tmp_path / "m.safetensors", image, "-format", "json").out)
     assert space["chosen"][0].tolist() == [name in {one["class"] for one in said["guesses"]} for name in CLASSES]
 

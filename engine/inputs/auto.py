@@ -85,10 +85,12 @@ def with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
         said += f"timm has no model {name}: it only names one of the recipe's sizes.{similar_models(name)}"
     else:
         own, known = sizes_in(model.model_copy(update=dict.fromkeys(sizes))), timm_weights(timm_name)
-        if all(own.get(key) == value for key, value in sizes.items()):
+        without = " ".join(f"MODEL.{key}=null" for key, value in sizes.items() if own.get(key) != value)
+        if not without:
             return loaded
-        without = " ".join(f"MODEL.{key}=null" for key in sizes)
         size = "" if known is None else f" -image_size {','.join(map(str, dict.fromkeys(known.input_size[1:])))}"
+        if known is not None and loaded.config.TRAIN.SIZE_SCHEDULE:
+            size += " TRAIN.SIZE_SCHEDULE=[]"
         said += (
             f"this is not timm's {name}, but a model of the recipe's sizes. For timm's, take a recipe without sizes "
             f"(-cfg finetune), or add {without}{size}."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
 
 from tools.common.comparison import Contenders, Judged, best_two, contenders_of, interval, overlap_of, unit
 from tools.common.output_file import check_output_file, writing
@@ -201,7 +199,6 @@ def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
     here = Path(__file__).parent / "templates"
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters["started_as"] = started_as
-    pages.filters["code"] = lambda text: Markup(re.sub("`(.+?)`", r"<code>\1</code>", str(escape(text))))
     pages.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     text = pages.get_template(template).render(**values, made=time.strftime("%Y-%m-%d %H:%M"))
     with writing(out, flag):

@@ -71,8 +71,8 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
         """The classes of images, with the numbers of predict.py, whose flags these are (topk=3, device="cuda").
 
         `images`: the path of an image, a folder, or a glob; an image of Pillow; an array of H x W (x 3) bytes, or of
-        the stored values where a run has other images than photographs; or a list of these. The first call starts a
-        process, which takes seconds and stays.
+        the stored values where a run has other images than photographs; or a list of these. A damaged one has an
+        `error`, and the others their classes. The first call starts a process, which takes seconds and stays.
         """
         many = images if isinstance(images, (list, tuple)) else [images]
         if not many:
@@ -83,19 +83,25 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
         if predictor is None or not predictor.answers(words):
             predictor = self._predictor = _Predictor(words)
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
-            paths = list[str]()
+            paths, broken = list[str](), dict[str, str]()
             for number, image in enumerate(many):
+                free = Path(folder, f"{number}")
                 try:
-                    paths.append(_path_of(image, Path(folder, f"{number}")))
-                except Exception as error:
+                    paths.append(_path_of(image, free))
+                except TypeError as error:
                     error.add_note(f"It is number {number} of the images that were given.")
                     raise
+                except (OSError, SyntaxError, ValueError) as error:  # Pillow's of a damaged image, as of a damaged file
+                    empty = free.with_suffix(".png")
+                    empty.touch()
+                    paths.append(str(empty))
+                    broken[paths[-1]] = str(error)
             rows = predictor.ask(paths)
         return [
             Prediction(
                 Path(row["image"]).stem if row["image"].startswith(folder) else row["image"],
                 [Guess(one["class"], one["label"], one["probability"]) for one in row.get("guesses", ())],
-                row.get("error", ""),
+                broken.get(row["image"], row.get("error", "")),
             )
             for row in rows
         ]

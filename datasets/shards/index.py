@@ -38,6 +38,8 @@ PAUSES = 0.1, 0.3, 1.0, 3.0, 10.0, 20.0
 """Seconds before a request to a store that failed is repeated"""
 LONGEST_PAUSE = 60.0
 """Of those that a store asks for (Retry-After)"""
+SILENCE = 30.0
+"""Seconds without a byte from a web server, after which a request has failed; aiohttp's own limit is 5 minutes."""
 BLOCK = 8 << 20
 """Most bytes of a request"""
 GAP = 32 << 10
@@ -121,8 +123,14 @@ class Remote:
         """The file system, of which fsspec keeps one in each process, and a path in it."""
         import fsspec
 
+        options: dict[str, Any] = {"use_listings_cache": False}
         try:
-            files, root = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
+            if self.root.startswith(("http:", "https:")):  # other stores' packages have limits of their own
+                import aiohttp
+
+                limit = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+                options["client_kwargs"] = {"timeout": limit}
+            files, root = fsspec.core.url_to_fs(self.root, **options)
         except (ImportError, ValueError) as error:  # each protocol needs its own package
             raise UserError(f"DATA.DATA_PATH (-data_path): {self.root} cannot be opened: {error}") from None
         return files, f"{root.rstrip('/')}/{name}" if name else root.rstrip("/")
@@ -222,6 +230,8 @@ def open_store(place: str | None) -> Store:
 
 def _as_os_error(error: Exception) -> tuple[OSError, float | None]:
     """The error, and the seconds that the store asks to wait; None if the same request will fail again."""
+    if isinstance(error, TimeoutError) and not str(error):  # fsspec's has no words
+        return TimeoutError("it does not answer"), 0.0
     if isinstance(error, OSError):
         return error, None if isinstance(error, FileNotFoundError | PermissionError) else 0.0
     status = getattr(error, "status", 0)

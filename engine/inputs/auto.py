@@ -90,12 +90,27 @@ def with_model(loaded: Loaded, given: set[str], source: str | None) -> Loaded:
 
 
 def _with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
-    """Warn of a MODEL.NAME that timm lacks, where a recipe's sizes make it a label: it may be mistyped."""
-    model, sizes = loaded.config.MODEL, {f"MODEL.{key}" for key in given_sizes(loaded.config.MODEL)}
-    if not sizes or sizes & given or not timm_base(model, sizes_given=True)[1]:
+    """Warn of a MODEL.NAME beside a recipe's sizes: it may be mistyped, or timm's model may be expected."""
+    model, sizes = loaded.config.MODEL, given_sizes(loaded.config.MODEL)
+    if not sizes or {f"MODEL.{key}" for key in sizes} & given:
         return loaded
-    said = f"{loaded.sources['MODEL.NAME']}: timm has no model {model.NAME}: it only names one of the recipe's sizes"
-    return loaded.with_warning(f"{said}.{similar_models(model.NAME)}")
+    timm_name, is_label = timm_base(model, sizes_given=True)
+    said, name = f"{loaded.sources['MODEL.NAME']}: ", model.NAME.strip()
+    if is_label:
+        said += f"timm has no model {name}: it only names one of the recipe's sizes.{similar_models(name)}"
+    else:
+        own, known = sizes_in(model.model_copy(update=dict.fromkeys(sizes))), timm_weights(timm_name)
+        without = " ".join(f"MODEL.{key}=null" for key, value in sizes.items() if own.get(key) != value)
+        if not without:
+            return loaded
+        size = "" if known is None else f" -image_size {','.join(map(str, dict.fromkeys(known.input_size[1:])))}"
+        if known is not None and loaded.config.TRAIN.SIZE_SCHEDULE:
+            size += " TRAIN.SIZE_SCHEDULE=[]"
+        said += (
+            f"this is not timm's {name}, but a model of the recipe's sizes. For timm's, take a recipe without sizes "
+            f"(-cfg finetune), or add {without}{size}."
+        )
+    return loaded.with_warning(said)
 
 
 def of_any_size(data: DataConfig) -> DataConfig:

@@ -112,6 +112,7 @@ def test_pretrained_takes_pooling_and_layer_scale_of_a_run(vitamp: Vitamp, tmp_p
     again = ("-cfg", tmp_path / "tiny.yaml", "-pretrained", run, "-output", tmp_path / "again", "-resume", "auto")
     for updates in (4, 8):  # the resumed run has the pooling of its own checkpoint
         vitamp(*again, f"TRAIN.MAX_UPDATES={updates}", code=0)
+    assert "has no effect" not in vitamp("-resume", tmp_path / "again", code=0).text, "what the user has not set"
     wrong = vitamp(*again[:4], "MODEL.POOL=null", "MODEL.INIT_VALUES=null", code=2).err
     assert "null in the recipe. For the model of the run, add MODEL.POOL=both MODEL.INIT_VALUES=0.5 to" in wrong
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from timm.data.config import resolve_data_config
 
 from engine.inputs.batches import Inputs
 from engine.preflight import fill_in
+from models.build import sizes_in
 from tests.program import save_image
 from utils.config import Loaded, load_config
 from utils.errors import UserError
@@ -192,7 +194,13 @@ def test_a_typed_name_that_timm_lacks_is_doubted_beside_the_sizes_of_a_recipe(ti
     said = fill_in(load_config(str(tiny), words={"MODEL.NAME": "vit_tny"})).warnings
     assert "timm has no model vit_tny" in said[-1]
     assert "Did you mean vit_tiny_patch16_224, " in said[-1]
-    for words in ({}, {"MODEL.NAME": "vit_tny", "MODEL.DEPTH": "1"}, {"MODEL.NAME": "vit_tiny_patch16_224"}):
+    (known,) = fill_in(load_config(str(tiny), words={"MODEL.NAME": "vit_tiny_patch16_224"})).warnings
+    assert "this is not timm's vit_tiny_patch16_224, but a model of the recipe's sizes" in known
+    own = dict.fromkeys(re.findall(r"(MODEL\.\w+)=null", known), "null") | {"DATA.IMAGE_SIZE": "224"}
+    assert known.endswith(f"add {' '.join(f'{key}=null' for key in list(own)[:-1])} -image_size 224.")
+    model = fill_in(load_config(str(tiny), words=own | {"MODEL.NAME": "vit_tiny_patch16_224"})).config.MODEL
+    assert sizes_in(model)["EMBED_DIM"] == 192, "timm's model, as the warning promises"
+    for words in ({}, {"MODEL.NAME": "vit_tny", "MODEL.DEPTH": "1"}):
         assert fill_in(load_config(str(tiny), words=words)).warnings == (), "whoever types a size means a label"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ from PIL import Image
 import vitamp
 from tests.program import ROOT, TINY_DIGITS, Vitamp, train_tiny
 from tests.waiting import until
-from vitamp.processes import Loaded, Prediction, _failed, _path_of, words_of
+from vitamp.processes import Loaded, Prediction, _failed, _path_of, _Predictor, _run, words_of
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,35 @@ def test_the_answer_of_an_interrupted_question_is_not_taken_for_the_next(
         with pytest.raises(ZeroDivisionError):
             loaded.predict(first)
     assert loaded.predict(second) == expected
+
+
+def test_a_damaged_image_in_memory_has_an_error_like_a_damaged_file(loaded: Loaded) -> None:
+    written = io.BytesIO()
+    Image.effect_noise((64, 64), 99).save(written, "jpeg")
+    cut, whole = Image.open(io.BytesIO(written.getvalue()[:900])), Image.new("L", (8, 8))
+    closed = whole.copy()
+    closed.close()
+    first, *broken, last = loaded.predict([whole, cut, closed, np.zeros((0, 8), np.uint8), whole])
+    assert (first.error, last) == ("", first._replace(image="4"))
+    errors = ["image file is truncated", "Operation on closed image", "cannot write empty image"]
+    assert [one.error.partition(" (")[0] for one in broken] == errors
+    assert [(one.image, one.guesses) for one in broken] == [(number, []) for number in "123"]
+
+
+def test_a_predictor_ends_its_process(digits_run: Path) -> None:
+    predictor = _Predictor([str(digits_run)])
+    process = predictor._process
+    del predictor
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_the_interrupt_of_a_terminal_does_not_reach_the_program_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text("import os; print(os.getpgrp() == os.getpid())")
+    monkeypatch.setattr("vitamp.processes.PROGRAM", tmp_path)
+    _run("own.py", [])
+    assert capsys.readouterr().out == "True\n", "Ctrl-C goes to the caller's group; it would come twice"
 
 
 def test_a_wrong_question_is_an_exception_and_the_next_is_answered(loaded: Loaded, photos: Path) -> None:

@@ -122,6 +122,7 @@ def test_a_large_calibration_error_names_the_remedy(
     monkeypatch.setattr(evaluate, "LARGE_ECE", 0.5)
     assert f"\nA calibration error of 0.5 % or more: {hint}\n" in say(digits_run, code=0).out
     assert hint not in say(run, "-weights", "model", "-no_calibration", code=0).out, "it has one"
+    assert hint not in say(digits_run, "-part", "train", code=0).out, "-calibrate refuses training images"
 
 
 def test_exports_are_calibrated(export_tool: Callable[..., str], run: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     shutil.copy(tmp_path / "data" / "ant" / "30.png", tmp_path / "data" / "bee" / "copy.png")
     planted["bee/copy.png"] = "ant"
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
-    assert "151 images (all images), 3 classes; 1 have the bytes of another, 1 of them another label too" in done.out
+    assert "151 images (all images), 3 classes; 1 copies of others, 1 of them with another label" in done.out
     rows = listed(out)
     named = {row["path"]: row["proposed"] for row in rows}
     assert named.items() <= planted.items()
@@ -111,7 +111,8 @@ DECIDE = """(async () => {
   figures[0].querySelector("input[value=relabel]").click();
   saved.length = 0;
   figures[1].querySelector("input[value=keep]").click();
-  return [await saved[0].text(), await saved[1].text(), document.querySelectorAll(".photo i").length];
+  return [await saved[0].text(), await saved[1].text(), document.querySelectorAll(".photo i").length,
+          document.querySelector(".photo img").naturalWidth];
 })()"""
 
 
@@ -125,7 +126,7 @@ def test_decisions_are_made_in_the_page(
     (view,) = views_of(out / "report.html", tmp_path, [View(1000, False, script=DECIDE)])
     assert not view.complaints
     assert view.requests == [(out / "report.html").as_uri()]
-    table, names, frames = view.answer
+    table, names, frames, width = view.answer
     (out / "suspects.csv").write_text(table)
     (out / "exclude.txt").write_text(names)
     rows = {row["path"]: row for row in listed(out)}
@@ -134,6 +135,7 @@ def test_decisions_are_made_in_the_page(
     assert len(rows) > 10, "also those that are not shown"
     assert excluded(out) == rows.keys() - changed.keys()
     assert frames == 10
+    assert width > 240, "a click enlarges small images, too"
     data = DataConfig(
         DATASET="imagefolder", DATA_PATH=f"{tmp_path / 'data'}", RELABEL=f"{out / 'suspects.csv'}", PART="train"
     )
@@ -151,7 +153,7 @@ def test_nearly_equal_images_of_two_classes_are_suspects(check: Call, digits_run
         pixels[0, 0] ^= 1
         Image.fromarray(pixels).save(tmp_path / "data" / "cat" / f"{number}_again.png")
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
-    assert "0 have the bytes of another, 0 of them another label too; 2 pairs nearly the same, with diff" in done.out
+    assert "0 copies of others, 0 of them with another label; 2 pairs nearly the same, with diff" in done.out
     assert "2 images: a copy, or nearly one, has another label, which is likelier." in done.out
     assert "Nothing found" in done.out
     found = {row["path"]: (row["proposed"], row["decision"]) for row in listed(tmp_path / "labels")}

@@ -180,6 +180,7 @@ def test_full_disk_leaves_no_file(export_tool: Tool, run: Path, tmp_path: Path, 
         (("-to", "hub", "-output", "there/m"), "the folder there does not exist"),
         (("-to", "hub", "-output", "file"), "is a file; name a folder"),
         (("-to", "hub", "-output", "run"), "is the folder of a run"),
+        (("-to", "safetensors", "-out", "checkpoints/a.safetensors", "-overwrite"), "belongs to a checkpoint"),
     ],
 )
 def test_bad_command_lines_are_refused(
@@ -190,6 +191,8 @@ def test_bad_command_lines_are_refused(
     Path("seen.pt2.changed.html").touch()
     Path("file").touch()
     Path("run").symlink_to(run)
+    Path("checkpoints").mkdir()
+    Path("checkpoints/a.safetensors").touch()
     said = export_tool(run, *words, code=2)
     assert expected in said
 

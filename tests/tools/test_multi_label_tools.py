@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score
 
 from engine.report.curves import draw_curves
 from tests.label_sets import CLASSES, named, truth, write_images, write_recipe, write_set
-from tests.program import Result, metrics, run_program
+from tests.program import ROOT, Result, metrics, run_program
 from vitamp.metrics import MAP
 from vitamp.weights import read_header
 
@@ -214,6 +214,7 @@ def test_check_data_compares_all_labels_of_copies(vitamp: Tool, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_export_notes_the_sigmoid(tool: Tool, run: Path, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
     done = tool("export", run, "-to", "onnx,torch,safetensors", "-weights", "model", "-out", tmp_path / "m")
     assert done.out.count("no answer changed; apply a sigmoid to the logits") == 3
     header = read_header(tmp_path / "m.safetensors")
@@ -230,6 +231,17 @@ def test_export_notes_the_sigmoid(tool: Tool, run: Path, tmp_path: Path) -> None
     image = run.parent / "images/val1.png"
     alone = tool("predict", tmp_path / "m.safetensors", image)
     assert alone.out == tool("predict", run, image, "-weights", "model").out
+
+    page = (ROOT / "docs/export.md").read_text(encoding="utf-8")  # what it says of several labels
+    (prepare,) = re.findall(r"```python\n# prepare\.py\n(.*?)```", page, re.DOTALL)
+    (choose,) = re.findall(r"^chosen = .*", page, re.MULTILINE)
+    space: dict[str, Any] = {"about": header}
+    exec(prepare, space)
+    images = space["prepare"](image, header)[None]
+    (space["logits"],) = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(["logits"], {"images": images})
+    exec(choose, space)
+    (said,) = json.loads(tool("predict", tmp_path / "m.safetensors", image, "-format", "json").out)
+    assert space["chosen"][0].tolist() == [name in {one["class"] for one in said["guesses"]} for name in CLASSES]
 
 
 @pytest.mark.parametrize(

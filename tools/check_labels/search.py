@@ -143,7 +143,7 @@ def open_images(config: Config, part: Part) -> Images:
     log.info(
         "%s: %s images (%s), %d classes; %s%s",
         *(source_of(data), f"{len(samples):,}", TITLES[part], len(classes)),
-        f"{len(samples) - len(first):,} have the bytes of another, {contradicting:,} of them another label too",
+        f"{len(samples) - len(first):,} copies of others, {contradicting:,} of them with another label",
         f"; {counted(len(near), 'pair')} nearly the same, with different labels" if len(near) else "",
     )
     return Images(data, dataset, samples, classes, labels, distinct, places)
@@ -312,7 +312,7 @@ class Found:
         count = f"{counted(self.verdict.number, 'label')} look{'s' * (self.verdict.number == 1)} wrong"
         chance = f"up to {self.verdict.if_right} would"
         if self.verdict.surer:  # of the nearest images
-            chance = f"{self.verdict.agreed} of them like the same class beside the nearest images, too, as {chance}"
+            chance = f"{self.verdict.agreed} of them by their nearest images, too, where {chance}"
         found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
         nothing = f"Nothing found: {count}; {chance} if all were right. The difference is too small to tell."
         if certain := sum(one.certain for one in self.suspects):

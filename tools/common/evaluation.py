@@ -45,7 +45,7 @@ MOST_SINGLE = 0.1
 FEWEST_OF_TWO = 4
 """Of two classes, one with fewer images has too much weight for an interval of their mean"""
 FAR_BELOW = 5
-"""Percentage points below the validation that the data explains rather than chance"""
+"""Percentage points below the validation, from which on its being the best of several does not explain them"""
 WIDEST = 60
 """Percentage points; an interval of macro F1 that is wider says nothing"""
 
@@ -354,9 +354,14 @@ class OneLabel(Evaluation):
         said = strange(self.rows.label.numpy(), self.rows.guess.numpy(), trained.names(), folds)
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
         likely = wilson(self.values[TOP1], self.images).high
-        if in_folds is None and validated is not None and likely < validated - FAR_BELOW:
-            why = "those images may resemble the training images more than these do, as photographs of one place"
-            said.append(f"Validation had {validated:.1f} %: {why}. DATA.GROUP keeps such images together.")
+        if in_folds is None and validated is not None and likely < validated:
+            why = (
+                "those images may resemble the training images more than these do, as near copies or photographs of "
+                "one place (DATA.GROUP keeps such images together), or these are from another source"
+            )
+            if likely >= validated - FAR_BELOW:
+                why = f"the best validation of a run flatters, most on few images; or {why}"
+            said.append(f"Validation had top-1 {validated:.1f} %, above its interval here: {why}.")
         return said
 
     def words(self) -> str:

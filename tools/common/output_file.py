@@ -9,7 +9,9 @@ from pathlib import Path
 
 from utils.errors import UserError
 from utils.record.run_folder import check_writable, is_run_folder
+from vitamp.checkpoints import CHECKPOINTS
 from vitamp.files import kind_of_path, try_to_write
+from vitamp.meta import META
 
 written: list[Path] = []
 """Files and folders that are complete"""
@@ -24,9 +26,12 @@ def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "f
     exist.
     """
     path = path.expanduser()
-    where, kind, folder = f"{flag} {path}".lstrip(), kind_of_path(path), kind_of_path(path.absolute().parent)
+    place = path.absolute().parent
+    where, kind, folder = f"{flag} {path}".lstrip(), kind_of_path(path), kind_of_path(place)
     if kind not in (None, "a file"):
         raise UserError(f"{where}: is {kind}; name a file.")
+    if kind is not None and (place.name == CHECKPOINTS or (place / META).is_file()):
+        raise UserError(f"{where}: belongs to a checkpoint, which could not be used without it; name another file.")
     if fresh and kind is not None:
         raise UserError(f"{where}: already exists; name another file, or give -overwrite to replace it.")
     if folder != "a folder":

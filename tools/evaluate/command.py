@@ -205,6 +205,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     from engine.inputs.batches import input_of
     from engine.report.outcome import flatters
     from tools.common.evaluation import OneLabel, SeveralLabels, open_part, table_of, with_bar
+    from tools.evaluate.calibrate import FEWEST
 
     one_label, chosen, config = trained.task.kind == ONE_LABEL, trained.chosen, trained.config
     data, notes = open_part(trained, given)
@@ -231,7 +232,9 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         if not asked.tta and (kept.precision, kept.input) == (trained.precision.name, now):
             words = ": cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}".format_map(kept.crossfitted)
         crossfitted = [f"The temperature was fitted on these images{words}."]
-    if isinstance(found, OneLabel) and found.ece >= LARGE_ECE and not (trained.others or chosen.calibration):
+    fits = found.images >= FEWEST and config.DATA.PART not in MEMORISED  # what -calibrate does not refuse
+    fits = fits and not (trained.others or chosen.calibration)
+    if fits and isinstance(found, OneLabel) and found.ece >= LARGE_ECE:
         crossfitted.append(f"A calibration error of {LARGE_ECE:g} % or more: -calibrate fits a temperature.")
     places, title = [f"{one.chosen.place}" for one in models], chosen.which.mark or chosen.which.name
     what = f"{config.MODEL.NAME} of {chosen.place}"

@@ -237,7 +237,7 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
         files = {singles[0]: asked.out}
     elif singles:
         if asked.out.suffix in ENDINGS.values():
-            many = f"there are {len(singles)} formats; give the name without ending, {asked.out.stem}"
+            many = f"there are {len(singles)} formats; give the name without ending, {asked.out.with_suffix('')}"
             raise UserError(f"-out {asked.out}: {many}.")
         files = {name: asked.out.with_name(f"{asked.out.name}{ENDINGS[name]}") for name in singles}
     files = {name: check_output_file(file, "-out", fresh=not asked.overwrite) for name, file in files.items()}

@@ -12,7 +12,7 @@ from functools import partial
 from utils.config.fields import broken, rules_of
 from utils.config.keys import default_of, settings, value_of
 from utils.config.kinds import AUTO, one_line
-from utils.config.read import Entry, Source
+from utils.config.read import Entry, Kind, Source
 from utils.config.schema import Config
 from utils.config.train import LOSSES
 from utils.errors import either, nearest
@@ -97,7 +97,10 @@ def notes(config: Config, given: Mapping[str, Entry]) -> Iterator[str]:
             f"TRAIN.WARMUP_EPOCHS {warmup:g} is more than TRAIN.NUM_EPOCHS {epochs}: clipped to {epochs}, so the "
             "learning rate rises until the end"
         )
-    yield from (f"{given[key].source}: {note}" for key, note in _broken_rules(config, errors=False) if key in given)
+    for key, note in _broken_rules(config, errors=False):
+        # A fine-tuned run keeps what it began with; whoever resumes it has set nothing.
+        if key in given and not (key == "MODEL.PRETRAINED" and given[key].source.kind is Kind.RUN):
+            yield f"{given[key].source}: {note}"
 
 
 def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
@@ -107,6 +109,17 @@ def test_server_that_ignores_ranges_is_refused(tmp_path: Path, monkeypatch: pyte
                 open_dataset(of_shards(tmp_path / "set"), True, 3, 0, CPU)
             with pytest.raises(UserError, match="/set cannot be read: the server ignores requests for a part"):
                 check_dataset(of_shards(f"{place}/set"), 3)
+
+
+def test_a_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+    monkeypatch.setattr("datasets.shards.index.PAUSES", (0.0,))
+    monkeypatch.setattr("datasets.shards.index.SILENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts connections; nothing reads them
+        place, began = f"http://127.0.0.1:{silent.getsockname()[1]}/set", time.monotonic()
+        with pytest.raises(UserError, match="/set cannot be read: it does not answer"):
+            check_dataset(of_shards(place), 3)
+    assert time.monotonic() - began < 60
 
 
 def test_password_of_a_url_reaches_no_file(tmp_path: Path, vitamp: Vitamp, address: str) -> None:

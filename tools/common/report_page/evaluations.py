@@ -279,7 +279,7 @@ def pictured(dataset: ImageDataset, index: int, data: DataConfig) -> Shown:
     """The whole image, the crop that the model sees, in percent of it, and a link to its file if it is one."""
     named, samples, link = _named(dataset, index), dataset.single_images(), None
     if samples is None:
-        return {**named, "link": link, "picture": data_uri(picture_of(dataset, index)), "crop": None}
+        return {**named, "link": link, "picture": data_uri(picture_of(dataset, index), ENLARGED), "crop": None}
     pixels = Reader(data).whole(samples.read(index))
     if samples.stored == "files" and (file := Path(named["image"])).is_file():
         link = file.resolve().as_uri()
@@ -299,7 +299,7 @@ def data_uri(picture: Image.Image, side: int = THUMBNAIL) -> str:
     if size > side:
         picture, kind = picture.copy(), "jpeg"
         picture.thumbnail((side, side))
-    elif size < min(side, THUMBNAIL) // 2:  # so that single pixels are visible
+    elif size <= side // 2:  # so that single pixels are visible
         factor = side // size
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     content = io.BytesIO()

@@ -500,6 +500,15 @@ class Contenders(NamedTuple):
     of: dict[Path, str]
     """Folder of a run -> its contender"""
 
+    def values(self) -> dict[str, dict[int, float]]:
+        """Of the metric that decides: of each contender by seed or fold, where they are known."""
+        found = dict[str, dict[int, float]]()
+        for name in self.names:
+            values = {number: self.judged.of(row) for number, row in self.runs.get(name, {}).items()}
+            if known := {number: value for number, value in values.items() if value is not None}:
+                found[name] = known
+        return found
+
 
 def contenders_of(folders: Sequence[Path]) -> Contenders | str:
     """Finished runs by their settings, seeds and folds aside; or why they cannot be compared."""

@@ -21,13 +21,16 @@ from utils.record.history import History, Line
 from utils.record.run_folder import is_run_folder, read_about, read_data
 from utils.text import Interval, counted, wilson
 from vitamp.checkpoints import run_folder_of
-from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
+from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TASKS, TOP1, Metric, metric_named
 from vitamp.weights import chosen_at
 
 T = TypeVar("T")
+Row = tuple[str, list[str]]
+"""Title, and one text per run"""
 NOTHING = "-"
 LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")
 """Values of DATA.DATASET that say how images are stored: the folder's name says more"""
+MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
 WIDE = 20.0
 """Width of an interval in percentage points, from which on the page warns of it"""
 
@@ -70,6 +73,11 @@ class Run:
         """Last verdict of the run on where its time went, as `Bottleneck.as_dict` has it; empty without one."""
         verdicts = [line["perf"]["verdict"] for line in self.history.lines if "verdict" in line.get("perf", {})]
         return verdicts[-1] if verdicts else {}
+
+    @property
+    def updated(self) -> bool:
+        """Whether weights were updated."""
+        return bool(self.history.of("train"))
 
     @property
     def epochs(self) -> str:
@@ -120,16 +128,18 @@ def metrics_of(runs: Sequence[Run]) -> list[Metric]:
     return list(dict.fromkeys([*METRICS.values(), *(metric for run in runs for metric in run.history.metrics)]))
 
 
-def summary(runs: Sequence[Run], judged: Metric | None) -> list[tuple[str, list[str]]]:
-    """Rows of the table of runs: a title and one text per run. Rows without any text are left out."""
+def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list[Row]]:
+    """The table of runs, and those of its rows that the page opens with. Rows without any text are left out."""
     metrics = metrics_of(runs)
     shown = [one for one in metrics if one == judged or (one.title and one.decides and one is not LOSS)]
     columns = [_column(run, shown) for run in runs]
-    rows = [
-        (title, [NOTHING if column[title] in (None, "") else str(column[title]) for column in columns])
+    rows = {
+        title: [NOTHING if column[title] in (None, "") else str(column[title]) for column in columns]
         for title in columns[0]
-    ]
-    return [(title, texts) for title, texts in rows if any(text != NOTHING for text in texts)]
+    }
+    rows = {title: texts for title, texts in rows.items() if any(text != NOTHING for text in texts)}
+    best = [f"best {metric.words}" for metric in ([judged] if judged else [kind.best for kind in TASKS])]
+    return [*rows.items()], [(title, rows[title]) for title in (*best, *MAIN_FIGURES) if title in rows]
 
 
 def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
@@ -155,7 +165,7 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "peak memory": f"{memory:.2f} GB" if memory else "",
         "training time": clock(history.seconds) if history.seconds else "",
         "epochs": run.epochs,
-        "updates skipped": history.skipped if history.of("train") else "",
+        "updates skipped": history.skipped if run.updated else "",
         "state": run.state,
         "model": config.MODEL.NAME if config else "",
         "parameters": f"{weights['all']:,}{some}" if weights else "",

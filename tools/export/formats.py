@@ -353,6 +353,9 @@ class Format:
     flag = "-out"
     """The flag that names the file"""
 
+    def check(self, trained: Trained) -> None:
+        """Raise UserError for a model that the format cannot hold."""
+
     def write(self, export: Export, file: Path) -> str:
         """Write the file and return a summary of it."""
         raise NotImplementedError
@@ -482,6 +485,16 @@ class Torch(_Program):
 
 
 class Safetensors(Format):
+    name = "safetensors"
+
+    def check(self, trained: Trained) -> None:
+        model, own = trained.config.MODEL, getattr(trained.model, "global_pool", None)
+        if model.POOL is not None and (model.POOL, own) != ("class", "token"):  # these two are the same
+            raise UserError(f"-to {self.name}: timm's model has no MODEL.POOL {model.POOL}; use -to torch or onnx.")
+        if own_named("model", model.NAME):
+            what = f"timm does not have {model.NAME}, a model of your own"
+            raise UserError(f"-to {self.name}: {what}; use -to torch or onnx.")
+
     def write(self, export: Export, file: Path) -> str:
         import safetensors.torch
 

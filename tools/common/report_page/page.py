@@ -53,12 +53,12 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
 
     best = best_two(by_name, names, judged)[0]
     rows = []
-    for name, of_runs in values.items():
-        at, spread = intervals.get(name), list(of_runs.values())
+    for name, ours in values.items():
+        at, spread = intervals.get(name), list(ours.values())
         text = judged.metric.number_in_table(means[name])
         if len(spread) > 1:
             text += f" ± {judged.metric.number_in_table(statistics.stdev(spread))}"
-        dots = [{"x": place(one), "title": f"{by} {which}: {judged.metric.number(one)}"} for which, one in of_runs.items()]
+        dots = [{"x": place(one), "title": f"{by} {which}: {judged.metric.number(one)}"} for which, one in ours.items()]
         rows.append(
             {
                 "name": name,

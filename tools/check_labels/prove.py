@@ -83,7 +83,7 @@ def plan_of(line: ToolLine, seeds: tuple[int, ...], lists: Mapping[tuple[str, in
     check_runs(runs)
     judged, device = judged_by(None, None, [run.config for run in runs]), pick_device(runs[0].config.DEVICE, ALONE)
     name, budget = describe_device(device), line.asked.budget_min
-    return Plan(ARMS, judged, seeds, None, tuple(runs), name, False, (), ("DATA.RELABEL",), budget)
+    return Plan(ARMS, judged, None, tuple(runs), name, False, (), ("DATA.RELABEL",), budget)
 
 
 def log_what_helped(verdicts: Sequence[Mapping[str, Any]]) -> None:

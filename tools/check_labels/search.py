@@ -249,7 +249,7 @@ class ByTraining:
             self.runs.append(Run("recipe", seed, load_with(self.line, more), out / f"fold{number}", fold))
         check_runs(self.runs)
         judged, budget = judged_by(None, None, [run.config for run in self.runs]), self.line.asked.budget_min
-        plan = Plan(("recipe",), judged, (seed,), self.folds, tuple(self.runs), "", False, (), (), budget)
+        plan = Plan(("recipe",), judged, self.folds, tuple(self.runs), "", False, (), (), budget)
         done = train_all(plan, lambda _: None, self.budget)
         self.budget = done.budget
         if done.failed:

@@ -82,6 +82,16 @@ def judged_of(about: Mapping[str, Any]) -> Judged:
 
 def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) -> Judged:
     """-metric and -weights. By default the task's best metric; of the EMA if settings vary that change it alone."""
+    metric = _metric_of(name, configs)
+    averaging = any(value_of(config, AVERAGE.setting) for config in configs)
+    if weights == AVERAGE.name and not averaging:
+        raise UserError(f"-weights {weights}: no run has an {AVERAGE.label}; it needs {AVERAGE.setting}=true.")
+    kept = {tuple(value_of(config, key) for key in settings() if key.startswith(AVERAGE.setting)) for config in configs}
+    default = AVERAGE if averaging and len(kept) > 1 else PLAIN
+    return Judged(metric, set_named(weights) if weights else default)
+
+
+def _metric_of(name: str | None, configs: Sequence[Config]) -> Metric:
     kind, *others = dict.fromkeys(config.task for config in configs)
     if others:
         raise UserError(f"the metrics of runs {kind.words} and {others[0].words} differ: compare runs of one task.")
@@ -94,12 +104,7 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
         raise UserError(
             f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."
         )
-    averaging = any(value_of(config, AVERAGE.setting) for config in configs)
-    if weights == AVERAGE.name and not averaging:
-        raise UserError(f"-weights {weights}: no run has an {AVERAGE.label}; it needs {AVERAGE.setting}=true.")
-    kept = {tuple(value_of(config, key) for key in settings() if key.startswith(AVERAGE.setting)) for config in configs}
-    default = AVERAGE if averaging and len(kept) > 1 else PLAIN
-    return Judged(known[name], set_named(weights) if weights else default)
+    return known[name]
 
 
 def by_name(rows: Iterable[Metrics]) -> ByName:
@@ -536,13 +541,8 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
 
 def _names(runs: Sequence[Finished]) -> list[str]:
     """The settings in which each run differs from others, without seed and fold; runs with equal names are paired."""
-    keys = [key for key in settings() if key not in (*OF_ONE_START, *PAIRED_BY, *PLACES)]
-    texts = {key: [one_line(value_of(run.config, key)) for run in runs] for key in keys}
-    # The batch is per process, so the same settings on more processes train otherwise.
-    own = [run.config.DATA.BATCH_SIZE * run.config.TRAIN.ACCUM_ITER for run in runs]
-    texts["processes"] = [str(run.metrics["global_batch"] // size) for run, size in zip(runs, own, strict=True)]
-    varied = [key for key, of_runs in texts.items() if len(set(of_runs)) > 1]
-    contenders = list(zip(*(texts[key] for key in varied), strict=True)) or [()] * len(runs)
+    varied = _varied(runs)
+    contenders = list(zip(*varied.values(), strict=True)) or [()] * len(runs)
     if varied and all(key.startswith("AMP.") for key in varied):
         precisions = [run.metrics["precision"] for run in runs]
         if len(set(precisions)) == len(set(contenders)):
@@ -553,6 +553,16 @@ def _names(runs: Sequence[Finished]) -> list[str]:
     first = {each: run.folder for each, run in zip(reversed(contenders), reversed(runs), strict=True)}
     unique = len({folder.name for folder in first.values()}) == len(first)
     return [first[each].name if unique else str(first[each]) for each in contenders]
+
+
+def _varied(runs: Sequence[Finished]) -> dict[str, list[str]]:
+    """Settings that differ, with the text of each run."""
+    keys = [key for key in settings() if key not in (*OF_ONE_START, *PAIRED_BY, *PLACES)]
+    texts = {key: [one_line(value_of(run.config, key)) for run in runs] for key in keys}
+    # The batch is per process, so the same settings on more processes train otherwise.
+    own = [run.config.DATA.BATCH_SIZE * run.config.TRAIN.ACCUM_ITER for run in runs]
+    texts["processes"] = [str(run.metrics["global_batch"] // size) for run, size in zip(runs, own, strict=True)]
+    return {key: of_runs for key, of_runs in texts.items() if len(set(of_runs)) > 1}
 
 
 def _not_comparable(runs: Sequence[Finished]) -> str:

@@ -462,8 +462,7 @@ def timm_report(results: Results) -> list[str]:
         f"timm's loop: {settings['timm_loop']}",
         *results.choices_lines({name: name for name in names}),
     ]
-    title = f"An update, {results.subject()}, with EMA and clipping"
-    return results.report(title, with_columns(names, columns), notes)
+    return results.report(f"An update, {results.subject()}, with EMA and clipping", with_columns(names, columns), notes)
 
 
 TABLES = {

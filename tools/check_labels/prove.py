@@ -142,6 +142,5 @@ def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[
     for kind in np.unique(kinds):
         of_kind, pool = [one for one in suspects if kinds[one.image] == kind], others[kinds[others] == kind]
         for one, index in zip(of_kind, generator.permutation(pool).tolist(), strict=False):
-            given = images.label_words(images.labels[index])
-            chosen.append(one._replace(image=index, given=given, certain=False))
+            chosen.append(one._replace(image=index, given=images.label_words(images.labels[index]), certain=False))
     return chosen

@@ -190,8 +190,7 @@ def difference_in_metric(
     if of_images is not None and len(values) > 1 and not overlap:
         found = over_images(statistics.fmean(values), *of_images, comparisons)
     else:
-        holds_for = LIKE_THESE if overlap else THESE_ALONE
-        found = replace(interval(values, comparisons, grain, overlap), holds_for=holds_for)
+        found = replace(interval(values, comparisons, grain, overlap), holds_for=LIKE_THESE if overlap else THESE_ALONE)
     if judged.metric.percent and found.low is not None and found.high is not None:
         # Of few seeds, Student's interval can be wider than any difference of two percentages.
         return replace(found, low=max(found.low, -100.0), high=min(found.high, 100.0))
@@ -268,8 +267,7 @@ def _verdict(
     memory = times_the_memory(runs, name, against, comparisons) if len(machines) < 2 else None
     other = "speed and memory not compared, because the devices differ" if len(machines) > 1 else ""
     seeds = [seed for seed in ours if seed in theirs and None not in (judged.of(ours[seed]), judged.of(theirs[seed]))]
-    of_images = paired_images(images, name, against, seeds)
-    metric = difference_in_metric(ours, theirs, comparisons, judged, of_images)
+    metric = difference_in_metric(ours, theirs, comparisons, judged, paired_images(images, name, against, seeds))
     parts = [_speed_words(speed), _memory_words(memory, ours), _metric_words(metric, ours, theirs, judged), other]
     who = f"{name} against {against}" if named else name
     text = (
@@ -491,8 +489,7 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
         pairs = [(name, base) for name in others]
         first = [] if len(best) < 2 or base in best else [(best[0], best[1])]
         pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
-        every = math.comb(len(names), 2)
-        return [_one_run_each(name, against, runs, judged, every, images) for name, against in pairs]
+        return [_one_run_each(name, against, runs, judged, math.comb(len(names), 2), images) for name, against in pairs]
     verdicts = judge(runs, names, judged, True, images)
     return in_words(sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)))
 

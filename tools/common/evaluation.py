@@ -381,8 +381,7 @@ class OneLabel(Evaluation):
 
     def class_table(self, trained: Trained) -> list[str]:
         def cells(label: int) -> dict[str, str]:
-            mistaken = shown(self.mistaken_for(trained, label))
-            return {**self._scores(label), "most often mistaken for": mistaken or "-"}
+            return {**self._scores(label), "most often mistaken for": shown(self.mistaken_for(trained, label)) or "-"}
 
         return self._class_table(trained, ("recall", self.recall), cells)
 

@@ -7,7 +7,6 @@ computed once and kept.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +78,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     rows = [["", "strength", "in folds", f"{which.mark or which.name}, {TITLES[part_of(data, False)]}"]]
     if asked.probe:
         log.info("%s", words)
-        of_data = _with_classes_of(trained, data, images.classes, known.labels)
+        about = replace(trained.chosen, meta={**trained.chosen.meta, "classes": images.classes, "thresholds": {}})
+        of_data = replace(trained, chosen=about, config=config.model_copy(update={"DATA": data}))
         found["probes"], found["chosen"], said = _probes(of_data, known, seen, pools, fold_of, rows)
     if not data.MULTI_LABEL:
         largest = 100 * float(np.bincount(seen.labels).max()) / len(images)
@@ -105,15 +105,6 @@ def _labelled(trained: Trained, named: set[str]) -> tuple[DataConfig, list[str]]
     return data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, named, True)
 
 
-def _with_classes_of(trained: Trained, data: DataConfig, classes: Sequence[str] | None, labels: np.ndarray) -> Trained:
-    """The model, with the classes of the data in place of its own."""
-    number = len(classes or ()) or int(labels.max()) + 1
-    number = labels.shape[1] if data.MULTI_LABEL else number
-    about = replace(trained.chosen, meta={**trained.chosen.meta, "classes": classes, "thresholds": {}})
-    other = trained.config.MODEL.model_copy(update={"NUM_CLASSES": number, "MAE_PRETRAIN": False})
-    return replace(trained, chosen=about, config=trained.config.model_copy(update={"DATA": data, "MODEL": other}))
-
-
 def _pools(model: Any, seen: Features, asked: Namespace) -> list[str]:
     """The poolings to evaluate: the one that is asked for, of -knn the model's, of -probe all that differ."""
     if asked.pool or not asked.probe:
@@ -131,10 +122,15 @@ def _probes(
 
     The results by pooling, the pooling that the folds choose, and lines about it.
     """
-    classes, best = trained.config.MODEL.NUM_CLASSES, trained.task.kind.best
+    # The classes are those of these images, not the model's.
+    number = len(trained.chosen.classes or ()) or int(known.labels.max()) + 1
+    number = known.labels.shape[1] if trained.config.DATA.MULTI_LABEL else number
+    model = trained.config.MODEL.model_copy(update={"NUM_CLASSES": number, "MAE_PRETRAIN": False})
+    trained = replace(trained, config=trained.config.model_copy(update={"MODEL": model}))
+    best = trained.task.kind.best
     found, said = dict[str, Any](), dict[str, list[str]]()
     for pool in progress_bar(pools, "poolings"):
-        one, _ = fit(known.of(pool), known.labels, fold_of, classes, trained.precision.device)
+        one, _ = fit(known.of(pool), known.labels, fold_of, number, trained.precision.device)
         result = evaluation_of(trained, [(one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))])
         value = measured(result.values[best], result.intervals[best.name])
         rows.append([f"linear {best.words}, {pool}", f"{one.strength:.2g}", f"{one.figure:.2f} %", value])
@@ -187,7 +183,6 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
         "TRAIN.WARMUP_EPOCHS": 0,
         "OUTPUT": out,
     }
-    source = Source("-probe", Kind.TOOL)
-    loaded = fill_in(load_config(None, {key: (value, source) for key, value in settings.items()}))
+    loaded = fill_in(load_config(None, {key: (value, Source("-probe", Kind.TOOL)) for key, value in settings.items()}))
     check(loaded.config)
     run(loaded, ALONE, dry=False)

@@ -108,8 +108,7 @@ def _loading(export: Export, about: dict[str, Any], title: str) -> str:
     """Code that classifies images, and opens them as vitamp does."""
     temperature = export.trained.temperature
     logits = f"(model(image[None]) / {temperature:.6g})" if temperature != 1 else "model(image[None])"
-    classes = export.trained.chosen.classes
-    names = 'model.pretrained_cfg["label_names"]' if classes else f"range({about['num_classes']})"
+    names = 'model.pretrained_cfg["label_names"]' if export.trained.chosen.classes else f"range({about['num_classes']})"
     rotated = ["    image = ImageOps.exif_transpose(image)"] if about["exif_rotate"] else []
     behind = [
         "    if image.has_transparency_data:",

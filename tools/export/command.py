@@ -130,8 +130,7 @@ def main(argv: list[str]) -> int:
     from tools.export.formats import FORMATS, TOLERANCES, Export, images_for_check, reference_logits, write_checked
 
     kinds = FORMATS | {HUB: Hub(asked.license)}
-    calibrated = not asked.no_calibration
-    trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=calibrated)
+    trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=not asked.no_calibration)
     log.info("%s: %s", asked.path, trained.chosen.with_calibration(trained.calibrated))
     for name in formats:
         kinds[name].check(trained)

@@ -338,8 +338,7 @@ class _Exported(nn.Module):
     def __init__(self, export: Export) -> None:
         super().__init__()
         trained, self.dtype = export.trained, DTYPES[export.dtype]
-        takes_pixels = export.with_preprocess or export.with_resize
-        self.inputs = Inputs(trained.config.DATA) if takes_pixels else nn.Identity()
+        self.inputs = Inputs(trained.config.DATA) if export.with_preprocess or export.with_resize else nn.Identity()
         self.probabilities = trained.task.probabilities if export.with_resize else None
         self.module, self.temperature = export.model.to(self.dtype), trained.temperature
 

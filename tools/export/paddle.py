@@ -176,8 +176,7 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
         if not guess or not is_timm_name(guess):
             continue
         expected = _shapes(converted, {"NAME": guess}, sizes)
-        matches = all(expected.get(key) == shape for key, shape in shapes.items())
-        if matches or guess == guesses[-1]:
+        if all(expected.get(key) == shape for key, shape in shapes.items()) or guess == guesses[-1]:
             return Target(guess, sizes, expected)
     return _unnamed(converted, sizes)
 
@@ -194,8 +193,7 @@ def _of_family(file: Path, converted: Converted, name: str | None) -> Target:
     family = families()[converted.family]
     named = family.timm_name(file.name.partition(".")[0])
     guesses = [name] if name else dict.fromkeys(filter(None, [named, *family.models]))
-    targets = [_published(converted, guess) for guess in guesses]
-    best = min(targets, key=lambda target: target.differing(converted))
+    best = min([_published(converted, guess) for guess in guesses], key=lambda target: target.differing(converted))
     if not name and best.name != named and not best.differing(converted):
         log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
     return best

@@ -125,17 +125,15 @@ def write_report(
     if contenders:
         names, metric, of = contenders.names, contenders.judged.metric, contenders.of
     out = check_output_file(out or _folder_of_all(folders) / "report.html", "-out")
-    evaluations, failures = _evaluated(read, part, metric, data_path) if predictions else ([], [])
-    found = {run.folder: one for run, one in zip(read, evaluations, strict=False) if not isinstance(one, str)}
-    if predicted is not None:
-        predicted |= {folder: one["predicted"] for folder, one in found.items()}
+    evaluations, failures = _evaluated(read, part, metric, data_path, predicted) if predictions else ([], [])
     if failures and out.exists():
         raise UserError("\n  ".join([*failures, f"{out} stays as it is. {ADVICE}"]))
     rows, short_rows = summary(read, metric)
     styles = styles_of(read, of)
     title, opening = f"{len(read)} runs: {some_of(names)}", None
     if len(read) == 1:
-        title, opening = read[0].name, opening_of(read[0], found.get(folders[0], {}).get("headline"))
+        first = next((one for one in evaluations if not isinstance(one, str)), {"headline": None})
+        title, opening = read[0].name, opening_of(read[0], first["headline"])
     compared = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
     write_template(
         *("page.html", out, "-out"),
@@ -150,6 +148,7 @@ def write_report(
         rows=rows,
         settings=differing_settings(read),
         data=data_notes(read),
+        updated=any(run.history.of("train") for run in read),
         charts=charts(read, styles),
         amp=[_amp(run) for run in read],
         evaluations=evaluations,
@@ -166,7 +165,7 @@ def _folder_of_all(folders: Sequence[Path]) -> Path:
 
 
 def _evaluated(
-    runs: Sequence[Run], part: str, metric: Metric | None, data_path: str | None
+    runs: Sequence[Run], part: str, metric: Metric | None, data_path: str | None, predicted: dict[Path, Any] | None
 ) -> tuple[list[dict[str, Any] | str], list[str]]:
     """What `evaluate` finds of each run, and failures; it imports torch and timm, which the rest does not need."""
     from tools.common.report_page.evaluations import IMAGE_OF, evaluate
@@ -177,6 +176,8 @@ def _evaluated(
         found.append(one := evaluate(run.folder, part, metric or run.deciding, data_path))
         if isinstance(one, str) and checkpoints_in(run.folder / CHECKPOINTS):  # else it has not saved yet
             failures.append(f"{run.name} could not be evaluated: {one}")
+        elif predicted is not None and not isinstance(one, str):
+            predicted[run.folder] = one["predicted"]
     return found, failures
 
 

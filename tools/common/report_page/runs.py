@@ -75,11 +75,6 @@ class Run:
         return verdicts[-1] if verdicts else {}
 
     @property
-    def updated(self) -> bool:
-        """Whether weights were updated."""
-        return bool(self.history.of("train"))
-
-    @property
     def epochs(self) -> str:
         """'2 of 40'; empty without metrics."""
         done = max((line.get("epoch") or 0 for line in self.history.of("epoch")), default=0)
@@ -130,8 +125,7 @@ def metrics_of(runs: Sequence[Run]) -> list[Metric]:
 
 def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list[Row]]:
     """The table of runs, and those of its rows that the page opens with. Rows without any text are left out."""
-    metrics = metrics_of(runs)
-    shown = [one for one in metrics if one == judged or (one.title and one.decides and one is not LOSS)]
+    shown = [one for one in metrics_of(runs) if one == judged or (one.title and one.decides and one is not LOSS)]
     columns = [_column(run, shown) for run in runs]
     rows = {
         title: [NOTHING if column[title] in (None, "") else str(column[title]) for column in columns]
@@ -165,7 +159,7 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "peak memory": f"{memory:.2f} GB" if memory else "",
         "training time": clock(history.seconds) if history.seconds else "",
         "epochs": run.epochs,
-        "updates skipped": history.skipped if run.updated else "",
+        "updates skipped": history.skipped if history.of("train") else "",
         "state": run.state,
         "model": config.MODEL.NAME if config else "",
         "parameters": f"{weights['all']:,}{some}" if weights else "",
@@ -184,8 +178,7 @@ def data_notes(runs: Sequence[Run]) -> dict[tuple[str, ...], list[str]]:
     """What was said of the data before training, warnings first -> names of the runs of which it was said."""
     notes: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
-        found = read_data(run.folder)
-        lines = tuple(str(line) for kind in ("warnings", "notes") for line in found.get(kind, []))
+        lines = tuple(str(line) for kind in ("warnings", "notes") for line in read_data(run.folder).get(kind, []))
         if lines:
             notes.setdefault(lines, []).append(run.name)
     return notes

@@ -281,8 +281,7 @@ def plan_simplenet(line: ToolLine) -> Plan:
     }
     settings = {"width": width, "batch": config.DATA.BATCH_SIZE, "batches": batches, "epochs": epochs}
     settings |= {"accumulated": asked.accumulated, "amp": f"{config.AMP.LEVEL} {config.AMP.DTYPE}", "seed": config.SEED}
-    images = "none, but random numbers on the device"
-    return Plan(contenders, asked.rounds, settings, where, images, remarks=remarks)
+    return Plan(contenders, asked.rounds, settings, where, "none, but random numbers on the device", remarks=remarks)
 
 
 def simplenet_report(results: Results) -> list[str]:

@@ -319,7 +319,6 @@ class Found:
 
 
 def find(images: Images, method: Method, seed: int) -> Found:
-    """Search the labels once."""
     distinct = method.logits(images, seed)
     logits, labels = distinct[images.copy_of], images.labels[images.distinct]
     accuracy = _accuracy(distinct, labels, method.folds)

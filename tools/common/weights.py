@@ -28,17 +28,9 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log, log_lines
 from utils.program import started_as
 from utils.text import aligned, counted
-from vitamp.checkpoints import (
-    META,
-    Checkpoint,
-    checkpoint_of,
-    checkpoints_at,
-    inspect,
-    read_index,
-    run_folder_of,
-    verify,
-)
+from vitamp.checkpoints import Checkpoint, checkpoint_of, checkpoints_at, inspect, read_index, run_folder_of, verify
 from vitamp.files import replacing
+from vitamp.meta import META
 from vitamp.metrics import BETTER, KNN, LOSS, METRICS, PLAIN, SETS, WeightSet, task_of
 from vitamp.tensors import fp32_modules, open_tensors
 from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
@@ -46,32 +38,13 @@ from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 OF_VALIDATION = ("metrics", "thresholds")
 """Fields of meta.json that hold for the validated weights alone, not for a mean"""
 COPIED = (
-    "model",
-    "classes",
-    "num_classes",
-    "own_code",
-    "input",
-    "timm",
-    "epoch",
-    "update",
-    "metrics",
-    "thresholds",
-    "config_hash",
-    "samples",
+    *("model", "classes", "num_classes", "own_code", "input", "timm", "epoch", "update", "metrics", "thresholds"),
+    *("config_hash", "samples"),
 )
 """Fields of meta.json that the header gets."""
 SECTIONS = (
-    "MODEL.",
-    "DATA.",
-    "TRAIN.",
-    "AMP.",
-    "SEED",
-    "DEVICE",
-    "THREADS",
-    "SPEED",
-    "DETERMINISTIC",
-    "DIST.STRATEGY",
-    "SAVE_BEST_BY",
+    *("MODEL.", "DATA.", "TRAIN.", "AMP.", "SEED", "DEVICE", "THREADS", "SPEED", "DETERMINISTIC"),
+    *("DIST.STRATEGY", "SAVE_BEST_BY"),
 )
 PRIVATE = (
     *("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL"),
@@ -95,7 +68,6 @@ def list_checkpoints(path: Path) -> int:
     best = task_of({} if isinstance(meta, str) else meta.get("metrics") or {} for meta in metas).best
     shown = {LOSS.words: (LOSS.name, LOSS)}
     shown |= {which.marked(best.words): (which.prefix + best.name, best) for which in SETS}
-    columns = ["checkpoint", "epoch", "update", *shown, "size", "written", ""]
     rows = []
     for folder, meta, size in zip(folders, metas, sizes, strict=True):
         if isinstance(meta, str):
@@ -108,7 +80,7 @@ def list_checkpoints(path: Path) -> int:
             row.append(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-")
         row += [size_words(size), time.strftime("%Y-%m-%d %H:%M", saved)]
         rows.append((*row, ", ".join(name for name in ("last", "best") if index.get(name) == folder.name)))
-    log_lines(aligned([columns, *rows]))
+    log_lines(aligned([["checkpoint", "epoch", "update", *shown, "size", "written", ""], *rows]))
     log.info("%s, %s", counted(len(folders), "checkpoint"), size_words(sum(sizes)))
     return EXIT_DONE
 
@@ -254,7 +226,6 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 
 
 def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
-    """Header of the file."""
     known = {key: source.meta[key] for key in COPIED if key in source.meta and not (averaged and key in OF_VALIDATION)}
     known |= needed_by_tools(source)
     return {"format": "pt", **encoded({**known, **origin, "made_by": MADE_BY})}

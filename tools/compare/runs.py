@@ -347,8 +347,7 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
 
     runs = []
     for (seed, fold), contender in alternating_order(contenders, rounds):
-        auto = loaded[contender.name].config.TRAIN.NUM_EPOCHS == AUTO
-        runs.append(contender.run(line, out, seed, fold, auto))
+        runs.append(contender.run(line, out, seed, fold, loaded[contender.name].config.TRAIN.NUM_EPOCHS == AUTO))
     check_runs(runs)
     remarks = (*dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings)), *remarks)
     limits = asked.budget_min, asked.these_images

@@ -223,16 +223,9 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     what = f"{config.MODEL.NAME} of {chosen.place}"
     if trained.others:
         what, title = f"Mean of the probabilities of these {len(models)} models", "mean"
-    text = [
-        f"{what}, in {trained.precision.name}{thresholds}",
-        f"{data.title}: {found.words()}",
-        "",
-        *table_of(found, title),
-        *about_temperature(trained, data, found),
-        "",
-        *found.class_table(trained),
-    ]
-    log.info("%s", "\n".join(text))
+    words = f"{what}, in {trained.precision.name}{thresholds}\n{data.title}: {found.words()}\n"
+    metrics = [*table_of(found, title), *about_temperature(trained, data, found), ""]
+    log.info("%s", "\n".join([words, *metrics, *found.class_table(trained)]))
     best_of = [validations_of(config, one.chosen) for one in models]
     flattered = flatters(max(best_of), Path(asked.models[0]), config.DATA)
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]

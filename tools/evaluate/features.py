@@ -82,9 +82,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         of_data = replace(trained, chosen=about, config=config.model_copy(update={"DATA": data}))
         found["probes"], found["chosen"], said = _probes(of_data, known, seen, pools, fold_of, rows)
     if not data.MULTI_LABEL:
-        largest = 100 * float(np.bincount(seen.labels).max()) / len(images)
-        log.info("%s", always_guessing(largest))
-        found["largest_class_percent"] = largest
+        found["largest_class_percent"] = 100 * float(np.bincount(seen.labels).max()) / len(images)
+        log.info("%s", always_guessing(found["largest_class_percent"]))
         neighbours = _neighbours(known, seen, pools, count, trained.precision.device, rows)
         if asked.knn is not None:
             found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}

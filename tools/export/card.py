@@ -79,10 +79,9 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
         model_name=title,
         eval_results=results or None,
     )
-    parameters, _ = count_parameters(export.model)
     summary = (
-        f"An image classifier: timm's {type(export.model).__name__} ({_code(about['model'])}) with {parameters:,} "
-        f"parameters and {about['num_classes']:,} classes, trained with vitamp"
+        f"An image classifier: timm's {type(export.model).__name__} ({_code(about['model'])}) with "
+        f"{count_parameters(export.model)[0]:,} parameters and {about['num_classes']:,} classes, trained with vitamp"
         f"{f' on {_code(dataset)}' if dataset else ''}{f', fine-tuned from {_code(base)}' if base else ''}."
     )
     parts = [

@@ -388,7 +388,6 @@ class Onnx(_Program):
     """Of the written file: the layer of the model that each node with weights is from"""
 
     def write(self, export: Export, file: Path) -> str:
-        whole = export.with_resize
         with _torch_exporter("onnx", export):
             program = torch.onnx.export(
                 export.module,
@@ -396,7 +395,7 @@ class Onnx(_Program):
                 input_names=[INPUT],
                 output_names=[export.images.output],
                 dynamo=True,
-                dynamic_shapes=None if whole else ({0: ANY_NUMBER},),
+                dynamic_shapes=None if export.with_resize else ({0: ANY_NUMBER},),
                 verbose=False,
             )
         assert program is not None

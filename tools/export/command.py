@@ -198,21 +198,26 @@ def _formats(asked: Namespace) -> list[str]:
     return names
 
 
-def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
-    """File or folder of each format, checked."""
-    singles = [name for name in formats if name != HUB]
+def _check_places(asked: Namespace, singles: list[str], hub: bool) -> None:
+    """Raise UserError for all flags about places that are missing, or belong to another format."""
     problems = [] if not singles or asked.out else ["-out is missing: name the file to write, such as vit.onnx"]
     if asked.out and not singles:
         problems.append(f"-out {asked.out}: -to hub writes a folder; name it with -output {asked.out}")
-    if HUB in formats and not asked.output:
+    if hub and not asked.output:
         problems.append("-output is missing: name the folder that -to hub writes")
-    for name in ("output", "license") if HUB not in formats else ():
+    for name in ("output", "license") if not hub else ():
         if (given := getattr(asked, name)) is not None:
             problems.append(f"-{name} {given}: works only with -to hub; add hub, or omit -{name}")
     if asked.part and asked.images:
         problems.append(f"-part {asked.part}: the check is on -images {asked.images}; leave one of them out")
     if problems:
         raise UserError(f"{'; '.join(problems)}.")
+
+
+def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
+    """File or folder of each format, checked."""
+    singles = [name for name in formats if name != HUB]
+    _check_places(asked, singles, HUB in formats)
     files: dict[str, Path] = {}
     if len(singles) == 1:
         ending = ENDINGS[singles[0]]

@@ -133,7 +133,6 @@ class Input(Fields):
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read and check a meta.json."""
     if not path.exists():
         raise UserError(f"{path.parent}: incomplete checkpoint, {path.name} is missing.")
     meta = read_json(path)

@@ -30,8 +30,7 @@ def pools_of(model: nn.Module) -> tuple[str, ...]:
     if getattr(model, "cls_token", None) is None:
         return (POOLED, "mean")
     # CaiT, XCiT and ConViT have a class token in their last layers only.
-    in_each_block = "return_prefix_tokens" in signature(own.forward_intermediates).parameters
-    return POOLS if in_each_block else POOLS[:-1]
+    return POOLS if "return_prefix_tokens" in signature(own.forward_intermediates).parameters else POOLS[:-1]
 
 
 def check_pool(model: nn.Module, pool: str, where: str = "-pool") -> None:

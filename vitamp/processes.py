@@ -187,8 +187,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: `pandas.DataFrame(run.metrics)` is a table of them."""
-        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
     def predict(self, images: Any, **flags: Any) -> list[Prediction]:
         """See `Loaded.predict`."""

@@ -132,8 +132,7 @@ def compare(name: str, old: Commit, new: Commit, only_numbers: bool) -> Iterator
 
 def finish(started: list[tuple[Commit, subprocess.Popen[str]]]) -> None:
     """Wait for runs that train concurrently."""
-    printed = [process.communicate()[0] for _, process in started]
-    for text, (side, process) in zip(printed, started, strict=True):
+    for text, (side, process) in zip([process.communicate()[0] for _, process in started], started, strict=True):
         if process.returncode:
             raise RuntimeError(f"{side.name} exits with {process.returncode}: {text.strip().splitlines()[-3:]}")
 

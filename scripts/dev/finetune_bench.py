@@ -168,11 +168,10 @@ def over_sets(summaries: list[dict[str, Any]]) -> dict[str, float]:
     """The mean difference, and the reach of its 95 % interval for other sets, and for other images of these."""
     differences, sets = [one["difference"] for one in summaries], len(summaries)
     of_sets = student.ppf(0.975, sets - 1) * stdev(differences) / sqrt(sets)
-    of_images = hypot(*(one["reach"] for one in summaries)) / sets
     return {
         "difference": round(mean(differences), 1),
         "reach": round(float(of_sets), 1),
-        "reach_of_images": round(of_images, 1),
+        "reach_of_images": round(hypot(*(one["reach"] for one in summaries)) / sets, 1),
     }
 
 

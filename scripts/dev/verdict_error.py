@@ -173,8 +173,7 @@ def train(images: torch.Tensor, labels: torch.Tensor, hidden: int) -> np.ndarray
         return batch @ weights[-1]
 
     for _ in range(20):
-        order = torch.stack([torch.randperm(600) for _ in range(MODELS)])
-        for rows in order.split(60, dim=1):
+        for rows in torch.stack([torch.randperm(600) for _ in range(MODELS)]).split(60, dim=1):
             optimiser.zero_grad()
             loss = torch.nn.functional.cross_entropy(
                 logits(images[rows]).flatten(0, 1), labels[rows].flatten(), reduction="sum"

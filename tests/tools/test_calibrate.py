@@ -117,9 +117,9 @@ def test_a_large_calibration_error_names_the_remedy(
     say: Callable[..., Result], digits_run: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hint = "-calibrate fits a temperature."
-    monkeypatch.setattr(evaluate, "LARGE_ECE", 100.0)
+    monkeypatch.setattr("tools.evaluate.calibrate.LARGE_ECE", 100.0)
     assert hint not in say(digits_run, code=0).out
-    monkeypatch.setattr(evaluate, "LARGE_ECE", 0.5)
+    monkeypatch.setattr("tools.evaluate.calibrate.LARGE_ECE", 0.5)
     assert f"\nA calibration error of 0.5 % or more: {hint}\n" in say(digits_run, code=0).out
     assert hint not in say(run, "-weights", "model", "-no_calibration", code=0).out, "it has one"
     assert hint not in say(digits_run, "-part", "train", code=0).out, "-calibrate refuses training images"

@@ -281,8 +281,7 @@ def plan_simplenet(line: ToolLine) -> Plan:
     }
     settings = {"width": width, "batch": config.DATA.BATCH_SIZE, "batches": batches, "epochs": epochs}
     settings |= {"accumulated": asked.accumulated, "amp": f"{config.AMP.LEVEL} {config.AMP.DTYPE}", "seed": config.SEED}
-    images = "none, but random numbers on the device"
-    return Plan(contenders, asked.rounds, settings, where, images, remarks=remarks)
+    return Plan(contenders, asked.rounds, settings, where, "none, but random numbers on the device", remarks=remarks)
 
 
 def simplenet_report(results: Results) -> list[str]:
@@ -462,8 +461,7 @@ def timm_report(results: Results) -> list[str]:
         f"timm's loop: {settings['timm_loop']}",
         *results.choices_lines({name: name for name in names}),
     ]
-    title = f"An update, {results.subject()}, with EMA and clipping"
-    return results.report(title, with_columns(names, columns), notes)
+    return results.report(f"An update, {results.subject()}, with EMA and clipping", with_columns(names, columns), notes)
 
 
 TABLES = {

@@ -288,8 +288,7 @@ class SimpleNet(Session):
             precision = Precision(config.AMP, self._device)
             if precision.level != "O0":
                 prepare_model(model, config.AMP, precision)
-            tuned = TunedModel(model, nn.Identity(), precision)
-            parts = build_train_state(config, ALONE, tuned, len(self._batches))
+            parts = build_train_state(config, ALONE, TunedModel(model, nn.Identity(), precision), len(self._batches))
             parts.criterion = nn.MSELoss()
             parts.batch_transform = lambda numbers, labels: TransformedBatch(numbers[0], numbers[1], labels)
             parts.assemble()

@@ -83,7 +83,7 @@ def plan_of(line: ToolLine, seeds: tuple[int, ...], lists: Mapping[tuple[str, in
     check_runs(runs)
     judged, device = judged_by(None, None, [run.config for run in runs]), pick_device(runs[0].config.DEVICE, ALONE)
     name, budget = describe_device(device), line.asked.budget_min
-    return Plan(ARMS, judged, seeds, None, tuple(runs), name, False, (), ("DATA.RELABEL",), budget)
+    return Plan(ARMS, judged, None, tuple(runs), name, False, (), ("DATA.RELABEL",), budget)
 
 
 def log_what_helped(verdicts: Sequence[Mapping[str, Any]]) -> None:
@@ -142,6 +142,5 @@ def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[
     for kind in np.unique(kinds):
         of_kind, pool = [one for one in suspects if kinds[one.image] == kind], others[kinds[others] == kind]
         for one, index in zip(of_kind, generator.permutation(pool).tolist(), strict=False):
-            given = images.label_words(images.labels[index])
-            chosen.append(one._replace(image=index, given=given, certain=False))
+            chosen.append(one._replace(image=index, given=images.label_words(images.labels[index]), certain=False))
     return chosen

@@ -85,8 +85,7 @@ class Images:
         return path_in_list(self.samples.name(index), self.data)
 
     def line(self, one: Suspect) -> str:
-        remark = f"labelled {one.given}, looks like {one.proposed}"
-        return line_of(self.samples.name(one.image), remark, self.data)
+        return line_of(self.samples.name(one.image), f"labelled {one.given}, looks like {one.proposed}", self.data)
 
     def label_words(self, label: np.ndarray) -> str:
         """The name of a class, or those of several."""
@@ -196,8 +195,7 @@ class ByFeatures:
         data = images.data.model_copy(update={"SPLIT_SEED": seed})
         fold_of, words = folds_of(images.dataset, labels, data, images.distinct)
         table = np.ascontiguousarray(self.features[images.distinct])
-        device = self.trained.precision.device
-        self.classifier, logits = fit(table, labels, fold_of, len(images.classes), device)
+        self.classifier, logits = fit(table, labels, fold_of, len(images.classes), self.trained.precision.device)
         width, strength = table.shape[1], self.classifier.strength
         log.info("A linear classifier of %d features (%s), strength %.2g. %s", width, self.pool, strength, words)
         return logits
@@ -249,7 +247,7 @@ class ByTraining:
             self.runs.append(Run("recipe", seed, load_with(self.line, more), out / f"fold{number}", fold))
         check_runs(self.runs)
         judged, budget = judged_by(None, None, [run.config for run in self.runs]), self.line.asked.budget_min
-        plan = Plan(("recipe",), judged, (seed,), self.folds, tuple(self.runs), "", False, (), (), budget)
+        plan = Plan(("recipe",), judged, self.folds, tuple(self.runs), "", False, (), (), budget)
         done = train_all(plan, lambda _: None, self.budget)
         self.budget = done.budget
         if done.failed:
@@ -321,7 +319,6 @@ class Found:
 
 
 def find(images: Images, method: Method, seed: int) -> Found:
-    """Search the labels once."""
     distinct = method.logits(images, seed)
     logits, labels = distinct[images.copy_of], images.labels[images.distinct]
     accuracy = _accuracy(distinct, labels, method.folds)

@@ -141,8 +141,7 @@ class Baseline:
 def _smooth(*curves: list[float]) -> np.ndarray:
     """Moving means of loss curves, over the reports that all of them have."""
     common = np.array([curve[: min(map(len, curves))] for curve in curves])
-    window = max(1, common.shape[1] // SMOOTHED_OVER)
-    return np.lib.stride_tricks.sliding_window_view(common, window, axis=1).mean(2)
+    return np.lib.stride_tricks.sliding_window_view(common, max(1, common.shape[1] // SMOOTHED_OVER), axis=1).mean(2)
 
 
 def largest_difference(first: list[float], second: list[float]) -> float:
@@ -240,8 +239,7 @@ def main(argv: list[str]) -> int:
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
     compiled = "none" if config.TRAIN.COMPILE == "auto" else config.TRAIN.COMPILE  # auto could compile fp32 alone
     train = config.TRAIN.model_copy(update={"MAX_UPDATES": asked.updates, "COMPILE": compiled})
-    changes = {"TRAIN": train, "REPORT_FREQ": max(1, asked.updates // POINTS), "OUTPUT": None}
-    short = config.model_copy(update=changes)
+    short = config.model_copy(update={"TRAIN": train, "REPORT_FREQ": max(1, asked.updates // POINTS), "OUTPUT": None})
 
     def run_of(mode: Mode, seed: int) -> Run:
         amp = mode.amp(config.AMP).model_copy(update={"AUTO_FP32": False})

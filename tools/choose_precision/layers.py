@@ -58,9 +58,8 @@ class Layer:
     def add(self, gradient: Tensor, at: Scaled) -> None:
         info = torch.finfo(at.dtype)
         gradient = gradient.detach().float()
-        magnitude = gradient.abs()
         if at.scale is None:
-            scaled = gradient * (info.max / magnitude.amax().clamp(min=torch.finfo(torch.float32).tiny))
+            scaled = gradient * (info.max / gradient.abs().amax().clamp(min=torch.finfo(torch.float32).tiny))
         else:
             scaled = gradient * at.scale
         there = gradient != 0

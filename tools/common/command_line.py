@@ -67,6 +67,8 @@ PART = Flag(
     choices=("train", "val", "test", "all"),
 )
 """For tools that read the images of the run's data set."""
+MEMORISED = ("train", "all")
+"""Values of -part that include training images"""
 TTA = Flag(
     "tta",
     "test-time augmentation: the mean of the probabilities of the image and its mirror image, in twice the time",

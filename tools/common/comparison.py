@@ -82,6 +82,16 @@ def judged_of(about: Mapping[str, Any]) -> Judged:
 
 def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) -> Judged:
     """-metric and -weights. By default the task's best metric; of the EMA if settings vary that change it alone."""
+    metric = _metric_of(name, configs)
+    averaging = any(value_of(config, AVERAGE.setting) for config in configs)
+    if weights == AVERAGE.name and not averaging:
+        raise UserError(f"-weights {weights}: no run has an {AVERAGE.label}; it needs {AVERAGE.setting}=true.")
+    kept = {tuple(value_of(config, key) for key in settings() if key.startswith(AVERAGE.setting)) for config in configs}
+    default = AVERAGE if averaging and len(kept) > 1 else PLAIN
+    return Judged(metric, set_named(weights) if weights else default)
+
+
+def _metric_of(name: str | None, configs: Sequence[Config]) -> Metric:
     kind, *others = dict.fromkeys(config.task for config in configs)
     if others:
         raise UserError(f"the metrics of runs {kind.words} and {others[0].words} differ: compare runs of one task.")
@@ -94,12 +104,7 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
         raise UserError(
             f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."
         )
-    averaging = any(value_of(config, AVERAGE.setting) for config in configs)
-    if weights == AVERAGE.name and not averaging:
-        raise UserError(f"-weights {weights}: no run has an {AVERAGE.label}; it needs {AVERAGE.setting}=true.")
-    kept = {tuple(value_of(config, key) for key in settings() if key.startswith(AVERAGE.setting)) for config in configs}
-    default = AVERAGE if averaging and len(kept) > 1 else PLAIN
-    return Judged(known[name], set_named(weights) if weights else default)
+    return known[name]
 
 
 def by_name(rows: Iterable[Metrics]) -> ByName:
@@ -185,8 +190,7 @@ def difference_in_metric(
     if of_images is not None and len(values) > 1 and not overlap:
         found = over_images(statistics.fmean(values), *of_images, comparisons)
     else:
-        holds_for = LIKE_THESE if overlap else THESE_ALONE
-        found = replace(interval(values, comparisons, grain, overlap), holds_for=holds_for)
+        found = replace(interval(values, comparisons, grain, overlap), holds_for=LIKE_THESE if overlap else THESE_ALONE)
     if judged.metric.percent and found.low is not None and found.high is not None:
         # Of few seeds, Student's interval can be wider than any difference of two percentages.
         return replace(found, low=max(found.low, -100.0), high=min(found.high, 100.0))
@@ -263,8 +267,7 @@ def _verdict(
     memory = times_the_memory(runs, name, against, comparisons) if len(machines) < 2 else None
     other = "speed and memory not compared, because the devices differ" if len(machines) > 1 else ""
     seeds = [seed for seed in ours if seed in theirs and None not in (judged.of(ours[seed]), judged.of(theirs[seed]))]
-    of_images = paired_images(images, name, against, seeds)
-    metric = difference_in_metric(ours, theirs, comparisons, judged, of_images)
+    metric = difference_in_metric(ours, theirs, comparisons, judged, paired_images(images, name, against, seeds))
     parts = [_speed_words(speed), _memory_words(memory, ours), _metric_words(metric, ours, theirs, judged), other]
     who = f"{name} against {against}" if named else name
     text = (
@@ -390,13 +393,8 @@ PAIRED_BY = ("SEED", "DATA.FOLD")
 PLACES = ("SAVE", "TAG", "DATA.CACHE")
 """Settings that do not make another contender of a run, beside those of one start."""
 VALIDATION = (
-    "DATA.DATASET",
-    "DATA.DATA_PATH",
-    "DATA.VAL_FRACTION",
-    "DATA.SPLIT_SEED",
-    "DATA.GROUP",
-    "DATA.COLUMNS",
-    "DATA.EXCLUDE",
+    *("DATA.DATASET", "DATA.DATA_PATH", "DATA.VAL_FRACTION", "DATA.SPLIT_SEED"),
+    *("DATA.GROUP", "DATA.COLUMNS", "DATA.EXCLUDE"),
 )
 HIDDEN = ("MODEL.MASK_RATIO", "MODEL.PATCH_SIZE", "DATA.IMAGE_SIZE")
 """They choose the patches that a run without labels hides, and is validated on."""
@@ -486,8 +484,7 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
         pairs = [(name, base) for name in others]
         first = [] if len(best) < 2 or base in best else [(best[0], best[1])]
         pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
-        every = math.comb(len(names), 2)
-        return [_one_run_each(name, against, runs, judged, every, images) for name, against in pairs]
+        return [_one_run_each(name, against, runs, judged, math.comb(len(names), 2), images) for name, against in pairs]
     verdicts = judge(runs, names, judged, True, images)
     return in_words(sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)))
 
@@ -499,6 +496,15 @@ class Contenders(NamedTuple):
     judged: Judged
     of: dict[Path, str]
     """Folder of a run -> its contender"""
+
+    def values(self) -> dict[str, dict[int, float]]:
+        """Of the metric that decides: of each contender by seed or fold, where they are known."""
+        found = dict[str, dict[int, float]]()
+        for name in self.names:
+            values = {number: self.judged.of(row) for number, row in self.runs.get(name, {}).items()}
+            if known := {number: value for number, value in values.items() if value is not None}:
+                found[name] = known
+        return found
 
 
 def contenders_of(folders: Sequence[Path]) -> Contenders | str:
@@ -527,13 +533,8 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
 
 def _names(runs: Sequence[Finished]) -> list[str]:
     """The settings in which each run differs from others, without seed and fold; runs with equal names are paired."""
-    keys = [key for key in settings() if key not in (*OF_ONE_START, *PAIRED_BY, *PLACES)]
-    texts = {key: [one_line(value_of(run.config, key)) for run in runs] for key in keys}
-    # The batch is per process, so the same settings on more processes train otherwise.
-    own = [run.config.DATA.BATCH_SIZE * run.config.TRAIN.ACCUM_ITER for run in runs]
-    texts["processes"] = [str(run.metrics["global_batch"] // size) for run, size in zip(runs, own, strict=True)]
-    varied = [key for key, of_runs in texts.items() if len(set(of_runs)) > 1]
-    contenders = list(zip(*(texts[key] for key in varied), strict=True)) or [()] * len(runs)
+    varied = _varied(runs)
+    contenders = list(zip(*varied.values(), strict=True)) or [()] * len(runs)
     if varied and all(key.startswith("AMP.") for key in varied):
         precisions = [run.metrics["precision"] for run in runs]
         if len(set(precisions)) == len(set(contenders)):
@@ -544,6 +545,16 @@ def _names(runs: Sequence[Finished]) -> list[str]:
     first = {each: run.folder for each, run in zip(reversed(contenders), reversed(runs), strict=True)}
     unique = len({folder.name for folder in first.values()}) == len(first)
     return [first[each].name if unique else str(first[each]) for each in contenders]
+
+
+def _varied(runs: Sequence[Finished]) -> dict[str, list[str]]:
+    """Settings that differ, with the text of each run."""
+    keys = [key for key in settings() if key not in (*OF_ONE_START, *PAIRED_BY, *PLACES)]
+    texts = {key: [one_line(value_of(run.config, key)) for run in runs] for key in keys}
+    # The batch is per process, so the same settings on more processes train otherwise.
+    own = [run.config.DATA.BATCH_SIZE * run.config.TRAIN.ACCUM_ITER for run in runs]
+    texts["processes"] = [str(run.metrics["global_batch"] // size) for run, size in zip(runs, own, strict=True)]
+    return {key: of_runs for key, of_runs in texts.items() if len(set(of_runs)) > 1}
 
 
 def _not_comparable(runs: Sequence[Finished]) -> str:

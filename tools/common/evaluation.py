@@ -36,7 +36,7 @@ from utils.errors import UserError, nearest
 from utils.log import log
 from utils.record.history import plain
 from utils.text import Interval, some_of, wilson
-from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, TOP1, TOP5, Metric, always_guessing
+from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
 
 ADDED = 1
 """Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
@@ -248,6 +248,10 @@ class Evaluation:
         bad = f"{self.not_finite} images have NaN or infinite logits." if self.not_finite else ""
         return [*filter(None, (few, bad))]
 
+    def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
+        """What looks wrong with the images, and what it may be. `in_folds`: None: of the run's own probe."""
+        return []
+
     def _class_table(
         self, trained: Trained, worst: tuple[str, np.ndarray], cells: Callable[[int], dict[str, str]]
     ) -> list[str]:
@@ -318,7 +322,6 @@ class OneLabel(Evaluation):
 
     @classmethod
     def of(cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]]) -> OneLabel:
-        """`outputs`: logits and labels, batch by batch."""
         rows = Rows(*(torch.cat(column) for column in zip(*(Rows.of(*batch) for batch in outputs), strict=True)))
         images, classes, hit = len(rows.label), int(trained.config.MODEL.NUM_CLASSES), rows.label == rows.guess
         seen = rows.label.numpy(), rows.guess.numpy(), classes
@@ -348,7 +351,6 @@ class OneLabel(Evaluation):
         return 100 * int(self.support.max()) / self.images
 
     def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
-        """What looks wrong with the images, and what it may be. `in_folds`: None: of the run's own probe."""
         chosen = trained.chosen
         folds = chosen.choices.get(FOLDS) if in_folds is None else in_folds
         said = strange(self.rows.label.numpy(), self.rows.guess.numpy(), trained.names(), folds)
@@ -384,8 +386,7 @@ class OneLabel(Evaluation):
 
     def class_table(self, trained: Trained) -> list[str]:
         def cells(label: int) -> dict[str, str]:
-            mistaken = shown(self.mistaken_for(trained, label))
-            return {**self._scores(label), "most often mistaken for": mistaken or "-"}
+            return {**self._scores(label), "most often mistaken for": shown(self.mistaken_for(trained, label)) or "-"}
 
         return self._class_table(trained, ("recall", self.recall), cells)
 
@@ -526,6 +527,11 @@ class SeveralLabels(Evaluation):
             **{f"{name}_at_thresholds": value for name, value in self.at_thresholds.items()},
         }
         return plain(found)
+
+
+def evaluation_of(trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]]) -> OneLabel | SeveralLabels:
+    """`outputs`: logits and labels, batch by batch."""
+    return (OneLabel if trained.task.kind == ONE_LABEL else SeveralLabels).of(trained, outputs)
 
 
 def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:

@@ -28,17 +28,9 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log, log_lines
 from utils.program import started_as
 from utils.text import aligned, counted
-from vitamp.checkpoints import (
-    META,
-    Checkpoint,
-    checkpoint_of,
-    checkpoints_at,
-    inspect,
-    read_index,
-    run_folder_of,
-    verify,
-)
+from vitamp.checkpoints import Checkpoint, checkpoint_of, checkpoints_at, inspect, read_index, run_folder_of, verify
 from vitamp.files import replacing
+from vitamp.meta import META
 from vitamp.metrics import BETTER, KNN, LOSS, METRICS, PLAIN, SETS, WeightSet, task_of
 from vitamp.tensors import fp32_modules, open_tensors
 from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
@@ -46,32 +38,13 @@ from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 OF_VALIDATION = ("metrics", "thresholds")
 """Fields of meta.json that hold for the validated weights alone, not for a mean"""
 COPIED = (
-    "model",
-    "classes",
-    "num_classes",
-    "own_code",
-    "input",
-    "timm",
-    "epoch",
-    "update",
-    "metrics",
-    "thresholds",
-    "config_hash",
-    "samples",
+    *("model", "classes", "num_classes", "own_code", "input", "timm", "epoch", "update", "metrics", "thresholds"),
+    *("config_hash", "samples"),
 )
 """Fields of meta.json that the header gets."""
 SECTIONS = (
-    "MODEL.",
-    "DATA.",
-    "TRAIN.",
-    "AMP.",
-    "SEED",
-    "DEVICE",
-    "THREADS",
-    "SPEED",
-    "DETERMINISTIC",
-    "DIST.STRATEGY",
-    "SAVE_BEST_BY",
+    *("MODEL.", "DATA.", "TRAIN.", "AMP.", "SEED", "DEVICE", "THREADS", "SPEED", "DETERMINISTIC"),
+    *("DIST.STRATEGY", "SAVE_BEST_BY"),
 )
 PRIVATE = (
     *("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL"),
@@ -95,7 +68,6 @@ def list_checkpoints(path: Path) -> int:
     best = task_of({} if isinstance(meta, str) else meta.get("metrics") or {} for meta in metas).best
     shown = {LOSS.words: (LOSS.name, LOSS)}
     shown |= {which.marked(best.words): (which.prefix + best.name, best) for which in SETS}
-    columns = ["checkpoint", "epoch", "update", *shown, "size", "written", ""]
     rows = []
     for folder, meta, size in zip(folders, metas, sizes, strict=True):
         if isinstance(meta, str):
@@ -108,7 +80,7 @@ def list_checkpoints(path: Path) -> int:
             row.append(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-")
         row += [size_words(size), time.strftime("%Y-%m-%d %H:%M", saved)]
         rows.append((*row, ", ".join(name for name in ("last", "best") if index.get(name) == folder.name)))
-    log_lines(aligned([columns, *rows]))
+    log_lines(aligned([["checkpoint", "epoch", "update", *shown, "size", "written", ""], *rows]))
     log.info("%s, %s", counted(len(folders), "checkpoint"), size_words(sum(sizes)))
     return EXIT_DONE
 
@@ -152,37 +124,24 @@ def strip(path: Path, out: Path, weights: str) -> int:
 
 
 def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
-    if last:
-        folders = checkpoints_at(paths[0])[-last:]
-        if len(folders) < last:
-            raise UserError(
-                f"-last {last}: the number of checkpoints in {paths[0]} is {len(folders)}. KEEP_LAST and KEEP_EVERY "
-                "set how many a run keeps."
-            )
-    else:
-        folders = [path if path.is_file() else checkpoint_of(path)[0] for path in paths]
+    folders = _named(paths, last)
     sources = [chosen_at(folder, weights) for folder in folders]
     if alone := [folder for folder, source in zip(folders, sources, strict=True) if source.checkpoint is None]:
         raise UserError(f"{alone[0]}: this file holds only weights; name runs or checkpoints.")
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
     which, why = sources[0].which, f"-weights {weights}"
     if weights == BETTER:
-        which, why = _better_in_most(sources)
-        if any(path.is_file() and source.which != which for path, source in zip(paths, sources, strict=False)):
-            raise UserError(f"average: a file of other weights than {which.words} is named; choose by -weights.")
+        which, why = _better_in_most(paths, sources)
     log.info("%s weights%s", which.label, f" ({why})" if why else "")
     files = [open_tensors(checkpoint, which.file) for checkpoint in checkpoints]
-    shapes = [{key: file.shape(key) for key in file} for file in files]
-    for checkpoint, own in zip(checkpoints, shapes, strict=True):
-        _check_alike(checkpoint, own, checkpoints[0], shapes[0])
+    _check_alike(checkpoints, [{key: file.shape(key) for key in file} for file in files])
     _warn_of_starts(sources)
-    mean = {key: _mean([file[key] for file in files]) for key in progress_bar([*shapes[0]], "tensors")}
+    mean = {key: _mean([file[key] for file in files]) for key in progress_bar([*files[0]], "tensors")}
     names = [source.place.name for source in sources]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)
     log.info("%s: uniform average of %s of %d checkpoints:", out, which.words, len(sources))
-    for folder in folders:
-        log.info("  %s", folder)
+    log_lines(f"  {folder}" for folder in folders)
     settings = settings_of(sources[-1])
     data = f" -data_path {path}" if (path := settings.get("DATA.DATA_PATH")) else ""  # the header has no paths
     way = f"validate it with `{started_as('scripts/evaluate.py')} {out}{data}`"
@@ -192,13 +151,29 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     return EXIT_DONE
 
 
-def _better_in_most(sources: list[Chosen]) -> tuple[WeightSet, str]:
+def _named(paths: list[Path], last: int | None) -> list[Path]:
+    """The checkpoints, or files in them, that the command names."""
+    if not last:
+        return [path if path.is_file() else checkpoint_of(path)[0] for path in paths]
+    folders = checkpoints_at(paths[0])[-last:]
+    if len(folders) < last:
+        raise UserError(
+            f"-last {last}: the number of checkpoints in {paths[0]} is {len(folders)}. KEEP_LAST and KEEP_EVERY set "
+            "how many a run keeps."
+        )
+    return folders
+
+
+def _better_in_most(paths: list[Path], sources: list[Chosen]) -> tuple[WeightSet, str]:
     """The weights that validated better in most checkpoints, else the plain ones; and why."""
     available = [one for one in SETS if all(one in source.sets for source in sources)]
     votes = Counter(source.which for source in sources)
     better = "{} is better in {} of {} checkpoints".format
     why = "; ".join(better(one.words, votes[one], len(sources)) for one in available if one != PLAIN)
-    return next((one for one in available if 2 * votes[one] > len(sources)), PLAIN), why
+    which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
+    if any(path.is_file() and source.which != which for path, source in zip(paths, sources, strict=False)):
+        raise UserError(f"average: a file of other weights than {which.words} is named; choose by -weights.")
+    return which, why
 
 
 def _warn_of_starts(sources: list[Chosen]) -> None:
@@ -211,20 +186,22 @@ def _warn_of_starts(sources: list[Chosen]) -> None:
         )
 
 
-def _check_alike(one: Checkpoint, own: Shapes, other: Checkpoint, theirs: Shapes) -> None:
-    """Raise UserError for a checkpoint whose mean with another one would be no model."""
-    both = f"{one.folder} and {other.folder}"
-    if own != theirs:
-        key = next(key for key in sorted({*own, *theirs}) if own.get(key) != theirs.get(key))
-        shapes = f"the shape of {key} is {own.get(key, 'missing')} and {theirs.get(key, 'missing')}"
-        raise UserError(f"{both} have different architectures and cannot be averaged: {shapes}.")
-    trained_on = {(each.meta.get("samples") or {}).get("data") for each in (one, other)}
-    split = () if len(trained_on) == 1 and None not in trained_on else OF_SPLIT
-    about, known = (_besides_weights(each.meta, split) for each in (one, other))
-    for key, value in about.items():
-        if value != known.get(key, value):
-            words = f"{key} is {value} and {known[key]}"
-            raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
+def _check_alike(checkpoints: list[Checkpoint], shapes: list[Shapes]) -> None:
+    """Raise UserError for a checkpoint whose mean with the first one would be no model."""
+    other, theirs = checkpoints[0], shapes[0]
+    for one, own in zip(checkpoints, shapes, strict=True):
+        both = f"{one.folder} and {other.folder}"
+        if own != theirs:
+            key = next(key for key in sorted({*own, *theirs}) if own.get(key) != theirs.get(key))
+            words = f"the shape of {key} is {own.get(key, 'missing')} and {theirs.get(key, 'missing')}"
+            raise UserError(f"{both} have different architectures and cannot be averaged: {words}.")
+        trained_on = {(each.meta.get("samples") or {}).get("data") for each in (one, other)}
+        split = () if len(trained_on) == 1 and None not in trained_on else OF_SPLIT
+        about, known = (_besides_weights(each.meta, split) for each in (one, other))
+        for key, value in about.items():
+            if value != known.get(key, value):
+                words = f"{key} is {value} and {known[key]}"
+                raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
 
 
 def _besides_weights(meta: dict[str, Any], split: tuple[str, ...]) -> dict[str, Any]:
@@ -249,7 +226,6 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 
 
 def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
-    """Header of the file."""
     known = {key: source.meta[key] for key in COPIED if key in source.meta and not (averaged and key in OF_VALIDATION)}
     known |= needed_by_tools(source)
     return {"format": "pt", **encoded({**known, **origin, "made_by": MADE_BY})}

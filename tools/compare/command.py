@@ -168,7 +168,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         **({"varied": list(plan.varied)} if plan.varied else {}),
         "metric": plan.judged.metric.name,
         "weights": plan.judged.weights.name,
-        "seeds": list(plan.seeds),
+        "seeds": plan.seeds,
         **({} if plan.folds is None else {"folds": plan.folds}),
         "date": time.strftime("%Y-%m-%d"),
         "command": typed(script, sys.argv[1:]),

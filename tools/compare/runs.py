@@ -88,6 +88,10 @@ class Value:
     def keys(self) -> set[str]:
         return {*self.flags, *self.words}
 
+    @classmethod
+    def of_mode(cls, mode: Mode) -> Value:
+        return cls(mode.name, flags={f"AMP.{key}": (given, "-modes") for key, given in mode.settings.items()})
+
 
 Axes = dict[str, tuple[Value, ...]]
 """What varies (a setting, the name of a flag, or MODES) -> its values."""
@@ -116,11 +120,21 @@ class Contender:
         run = replace(line.run, cfg=cfg, words={**line.run.words, **words})
         return replace(line, run=run).load({**flags, **(more or {})})
 
+    def run(self, line: ToolLine, out: Path, seed: int, fold: Fold | None, auto: bool) -> Run:
+        """Its training, in a folder below `out`. `auto`: whether its epochs fill the time."""
+        own: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
+        if fold is not None:
+            own["DATA.FOLD"] = (str(fold), "-folds")
+        if not auto:  # a recipe's limit would leave the run unfinished
+            own["MAX_TIME"] = (None, "compare.py")
+        folder = out / f"{self.file_name}-{seed if fold is None else f'fold{fold.number}'}"
+        return Run(self.name, seed, self.load(line, own).config, folder, fold)
 
-def read_axes(texts: Sequence[str]) -> Axes:
+
+def read_axes(texts: Sequence[str] | None) -> Axes:
     """Parse the -vary flags, such as KEY=a,[b,c]."""
     named: dict[str, list[str]] = {}
-    for text in texts:
+    for text in texts or ():
         name, _, rest = text.partition("=")
         name, values = name.strip().removeprefix("-"), [value.strip() for value in _at_top_level(rest)]
         if len(values) < 2 or not all(values):
@@ -207,7 +221,6 @@ class Plan:
     contenders: tuple[str, ...]
     """The first is the baseline."""
     judged: Judged
-    seeds: tuple[int, ...]
     folds: int | None
     """Number of folds; None without cross-validation."""
     runs: tuple[Run, ...]
@@ -223,6 +236,10 @@ class Plan:
     """Minutes after which no run is started."""
     these_images: bool = False
     """Whether the verdict need not hold for other validation images."""
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(dict.fromkeys(run.seed for run in self.runs))
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
@@ -297,7 +314,7 @@ def load_all(contenders: Sequence[Contender], line: ToolLine) -> dict[str, Loade
 
 def make_plan(line: ToolLine, out: Path) -> Plan:
     """Plan the runs. Every error that can be found before training is found here."""
-    asked, axes = line.asked, read_axes(line.asked.vary or ())
+    asked, axes = line.asked, read_axes(line.asked.vary)
     rounds, varied = read_rounds(line), tuple(axes)
     if "cfg" in axes and line.run.cfg is not None:
         raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
@@ -319,30 +336,22 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
             modes, remarks, name = process.submit(_query, *query).result()
     else:
         modes, remarks, name = _query(*query)
-    validation = (*validation_keys(base.config), "DATA.PART", "cfg")
-    if any(key in validation for axis, values in axes.items() for key in (axis, *values[0].keys)):
+    changed = set(axes).union(*(values[0].keys for values in axes.values()))
+    if changed & {*validation_keys(base.config), "DATA.PART", "cfg"}:
         remarks.append("what varies may change what is validated on: then the metrics cannot be compared")
     if modes:
-        given = {mode.name: {f"AMP.{key}": (each, "-modes") for key, each in mode.settings.items()} for mode in modes}
-        axes = {"modes": tuple(Value(mode, flags=flags) for mode, flags in given.items()), **axes}
+        axes = {"modes": tuple(map(Value.of_mode, modes)), **axes}
     contenders = tuple(Contender(row) for row in itertools.product(*axes.values()))
     loaded = load_all(contenders, line)
     judged = judged_by(asked.metric, asked.weights, [one.config for one in loaded.values()])
 
     runs = []
     for (seed, fold), contender in alternating_order(contenders, rounds):
-        own: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
-        if fold is not None:
-            own["DATA.FOLD"] = (str(fold), "-folds")
-        # A recipe's limit would leave runs unfinished, unless their epochs fill it.
-        if loaded[contender.name].config.TRAIN.NUM_EPOCHS != AUTO:
-            own["MAX_TIME"] = (None, "compare.py")
-        folder = out / f"{contender.file_name}-{seed if fold is None else f'fold{fold.number}'}"
-        runs.append(Run(contender.name, seed, contender.load(line, own).config, folder, fold))
+        runs.append(contender.run(line, out, seed, fold, loaded[contender.name].config.TRAIN.NUM_EPOCHS == AUTO))
     check_runs(runs)
     remarks = (*dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings)), *remarks)
-    seeds, limits = tuple(dict.fromkeys(seed for seed, _ in rounds)), (asked.budget_min, asked.these_images)
-    return Plan(tuple(loaded), judged, seeds, asked.folds, tuple(runs), name, many, remarks, varied, *limits)
+    limits = asked.budget_min, asked.these_images
+    return Plan(tuple(loaded), judged, asked.folds, tuple(runs), name, many, remarks, varied, *limits)
 
 
 def _query(
@@ -440,12 +449,7 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
                 continue
             else:
                 began = time.monotonic()
-                why = train_run(run, many=plan.many)
-                if why is None and run.config.TRAIN.NUM_EPOCHS == AUTO and not is_finished(run.folder):
-                    log.warning("%s was slower than it had planned; beyond MAX_TIME, it trains what is left", run.name)
-                    why = train_run(run, many=plan.many)
-                if why is None and not is_finished(run.folder):
-                    why = "exit code 0, but it did not finish"
+                why = _train_to_end(run, plan.many)
                 if why is None:
                     times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
                     last, metric = plan.judged.of(metrics_of(run.folder)), plan.judged.metric
@@ -457,6 +461,15 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
             after_each(done)
     after_each(done)
     return done
+
+
+def _train_to_end(run: Run, many: bool) -> str | None:
+    """Train one run until it has finished. Returns the reason if it has not, else None."""
+    why = train_run(run, many=many)
+    if why is None and run.config.TRAIN.NUM_EPOCHS == AUTO and not is_finished(run.folder):
+        log.warning("%s was slower than it had planned; beyond MAX_TIME, it trains what is left", run.name)
+        why = train_run(run, many=many)
+    return why if why or is_finished(run.folder) else "exit code 0, but it did not finish"
 
 
 def train_run(run: Run, *words: str, many: bool = False) -> str | None:

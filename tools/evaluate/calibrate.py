@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from engine.inputs.batches import input_of
 from engine.trained.model import Trained, guesses
-from tools.common.evaluation import BINS, calibration, open_part, with_bar
+from tools.common import command_line
+from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, calibration, open_part, with_bar
 from tools.common.tables import in_columns
 from utils.cli import CommandLine
 from utils.errors import UserError
-from utils.log import log
+from utils.log import log, log_lines
 from utils.record.run_folder import write_json
 from vitamp.checkpoints import run_folder_of
 from vitamp.files import try_to_write
@@ -26,6 +28,8 @@ from vitamp.weights import CALIBRATION, Fitted, read_calibrations
 FEWEST = 50
 """Images. With fewer, the temperature is mostly noise."""
 SMALLEST, LARGEST = 0.01, 100.0
+LARGE_ECE = 10.0
+"""Percent, from which on the log names -calibrate"""
 
 
 def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
@@ -34,8 +38,7 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     part, notes = open_part(trained, given)
     log.setLevel("INFO")
     log.info("%s: %s", path, trained.chosen.words)
-    for note in notes:
-        log.info("%s.", note)
+    log_lines(f"{note}." for note in notes)
     rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels in with_bar(trained, part.dataset)]
     logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
     if not bool(logits.isfinite().all()):
@@ -89,6 +92,24 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         verdict,
     ]
     log.info("%s", "\n".join(text))
+
+
+def about_temperature(trained: Trained, part: Part, found: Evaluation) -> list[str]:
+    """Whether the metrics `found` are too good because of the temperature, or would be better with one."""
+    if trained.others:
+        return []
+    said, kept = [], trained.chosen.calibration
+    if trained.calibrated and isinstance(kept, Fitted) and (kept.data, kept.images) == (part.title, len(part.dataset)):
+        words, now = "", json.loads(json.dumps(input_of(trained.config.DATA)))  # JSON has no tuples
+        if not trained.flip and (kept.precision, kept.input) == (trained.precision.name, now):
+            words = ": cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}".format_map(kept.crossfitted)
+        said.append(f"The temperature was fitted on these images{words}.")
+    fits = (
+        found.images >= FEWEST and trained.config.DATA.PART not in command_line.MEMORISED
+    )  # what -calibrate does not refuse
+    if fits and isinstance(found, OneLabel) and found.ece >= LARGE_ECE and not kept:
+        said.append(f"A calibration error of {LARGE_ECE:g} % or more: -calibrate fits a temperature.")
+    return said
 
 
 def _file_for(trained: Trained) -> Path:

@@ -33,7 +33,6 @@ name images with labels, if the run's have none.
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -52,7 +51,6 @@ from utils.record.run_folder import is_run_folder, write_json
 from utils.text import Interval
 from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS
 from vitamp.pooling import POOLED, POOLS
-from vitamp.weights import Fitted
 
 if TYPE_CHECKING:
     from engine.trained.model import Trained
@@ -86,10 +84,6 @@ OWN = (
 TOOL = command_line.Tool(
     "evaluate.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPOINT", "the model, or several", "*"),)
 )
-MEMORISED = ("train", "all")
-"""Values of -part that include training images"""
-LARGE_ECE = 10.0
-"""Percent, from which on the log names -calibrate"""
 OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")
 """Own flags about the classifier and its probabilities"""
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
@@ -202,12 +196,11 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Log the metrics, and return what the JSON file says of the evaluation."""
     from engine.evaluation.data import copies_evaluated, validations_of
-    from engine.inputs.batches import input_of
     from engine.report.outcome import flatters
-    from tools.common.evaluation import OneLabel, SeveralLabels, open_part, table_of, with_bar
-    from tools.evaluate.calibrate import FEWEST
+    from tools.common.evaluation import evaluation_of, open_part, table_of, with_bar
+    from tools.evaluate.calibrate import about_temperature
 
-    one_label, chosen, config = trained.task.kind == ONE_LABEL, trained.chosen, trained.config
+    chosen, config = trained.chosen, trained.config
     data, notes = open_part(trained, given)
     models = (trained, *trained.others)
     log.setLevel("INFO")
@@ -218,45 +211,23 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
             "The models were not all trained on the same images. Where one was trained on images that are evaluated "
             "here, the metrics are too good; -part test or -data_path names others."
         )
-    for note in notes:
-        log.info("%s.", note)
+    log_lines(f"{note}." for note in notes)
     if asked.tta:
         log.info("-tta %s: mean of the probabilities of each image and its mirror image.", asked.tta)
     batches = ((logits, data.labels(labels)) for logits, labels in with_bar(trained, data.dataset))
-    found = (OneLabel if one_label else SeveralLabels).of(trained, batches)
-    thresholds = "" if one_label else f"; {trained.thresholds()[1]}"
-    crossfitted, kept = [], chosen.calibration if trained.calibrated and not trained.others else None
-    # The errors above are too low if the temperature was fitted on these images.
-    if isinstance(kept, Fitted) and (kept.data, kept.images) == (data.title, len(data.dataset)):
-        words, now = "", json.loads(json.dumps(input_of(config.DATA)))  # JSON has no tuples
-        if not asked.tta and (kept.precision, kept.input) == (trained.precision.name, now):
-            words = ": cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}".format_map(kept.crossfitted)
-        crossfitted = [f"The temperature was fitted on these images{words}."]
-    fits = found.images >= FEWEST and config.DATA.PART not in MEMORISED  # what -calibrate does not refuse
-    fits = fits and not (trained.others or chosen.calibration)
-    if fits and isinstance(found, OneLabel) and found.ece >= LARGE_ECE:
-        crossfitted.append(f"A calibration error of {LARGE_ECE:g} % or more: -calibrate fits a temperature.")
+    found = evaluation_of(trained, batches)
+    thresholds = "" if trained.task.kind == ONE_LABEL else f"; {trained.thresholds()[1]}"
     places, title = [f"{one.chosen.place}" for one in models], chosen.which.mark or chosen.which.name
     what = f"{config.MODEL.NAME} of {chosen.place}"
     if trained.others:
         what, title = f"Mean of the probabilities of these {len(models)} models", "mean"
-    text = [
-        f"{what}, in {trained.precision.name}{thresholds}",
-        f"{data.title}: {found.words()}",
-        "",
-        *table_of(found, title),
-        *crossfitted,
-        "",
-        *found.class_table(trained),
-    ]
-    log.info("%s", "\n".join(text))
+    words = f"{what}, in {trained.precision.name}{thresholds}\n{data.title}: {found.words()}\n"
+    metrics = [*table_of(found, title), *about_temperature(trained, data, found), ""]
+    log.info("%s", "\n".join([words, *metrics, *found.class_table(trained)]))
     best_of = [validations_of(config, one.chosen) for one in models]
-    said = (
-        flatters(max(best_of), Path(asked.models[0]), config.DATA),
-        *(found.strange(trained) if isinstance(found, OneLabel) else ()),
-    )
+    flattered = flatters(max(best_of), Path(asked.models[0]), config.DATA)
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
-    log_lines((*said, *dict.fromkeys(copies)))
+    log_lines((flattered, *found.strange(trained), *dict.fromkeys(copies)))
     return {
         "model": config.MODEL.NAME,
         "source": places if trained.others else places[0],
@@ -294,7 +265,7 @@ def _check(line: command_line.ToolLine) -> None:
     if asked.calibrate:
         why = "-{}: does not go with -calibrate, which only fits a temperature; leave it out."
         line.refuse(("tta", "json", "no_calibration"), why)
-        if part in MEMORISED:
+        if part in command_line.MEMORISED:
             raise UserError(
                 f"-part {part}: the model was trained on these images, and is surer of them than of others; "
                 "-calibrate needs val or test."
@@ -309,7 +280,7 @@ def _check_features(line: command_line.ToolLine, by: str, part: str | None) -> N
     line.refuse(OF_CLASSIFIER, f"-{{}}: does not go with {by}, which leaves out the classifier of the model.")
     if asked.path is None and "weights" in line.given:
         raise UserError(f"-weights {asked.weights}: chooses among those of a run, and no run is named; leave it out.")
-    if part in MEMORISED:
+    if part in command_line.MEMORISED:
         raise UserError(f"-part {part}: {by} learns from the training images, so it needs others: val or test.")
     if asked.probe and asked.knn is not None:
         raise UserError("-knn: leave it out; -probe shows it too.")

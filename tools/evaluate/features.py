@@ -21,7 +21,7 @@ from engine.evaluation.knn import classify, labelled_data, open_labelled
 from engine.evaluation.linear import STRENGTHS, UNWEIGHTED, fit, folds_of
 from engine.trained.model import Trained
 from models.parts import count_parameters
-from tools.common.evaluation import INTERVALS, OneLabel, SeveralLabels, measured
+from tools.common.evaluation import INTERVALS, evaluation_of, measured
 from tools.common.tables import in_columns
 from tools.common.turns import progress_bar
 from utils.cli import CommandLine
@@ -45,11 +45,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     which, config, model = trained.chosen.which, trained.config, trained.model
     check_pool(model, asked.pool or POOLED)
     named = {*given.flags, *given.words}
-    if config.measures_knn and not named & {"DATA.DATASET", "DATA.DATA_PATH"} and not has_labels(config.DATA):
-        data = labelled_data(config).model_copy(update={"PART": config.DATA.PART})
-        notes = [f"The run's images have no labels: those of TRAIN.KNN are taken, {source_of(data)}"]
-    else:
-        data, notes = data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, named, True)
+    data, notes = _labelled(trained, named)
     if asked.probe and named & {"TRAIN.CLASS_WEIGHTS", "DATA.SAMPLER"}:
         notes.append(UNWEIGHTED)
     count, flag = (COUNT, "-probe") if asked.probe else (asked.knn, "-knn")
@@ -57,8 +53,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     count = min(count, len(bank))
     log.setLevel("INFO" if world.first else "WARNING")
     log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
-    for note in notes:
-        log.info("%s.", note)
+    log_lines(f"{note}." for note in notes)
     of_bank, parts = data.model_copy(update={"PART": "train"}), []
     fold_of, words = folds_of(bank, bank.sample_labels(), data) if asked.probe else (np.empty(0), "")
     for dataset, about in ((bank, of_bank), (images, data)):
@@ -79,35 +74,34 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         "knn": count,
     }
     log.info("%s of %s, in %s", config.MODEL.NAME, trained.chosen.place, trained.precision.name)
-    said: dict[str, list[str]] = {}
+    said: list[str] = []
     rows = [["", "strength", "in folds", f"{which.mark or which.name}, {TITLES[part_of(data, False)]}"]]
     if asked.probe:
         log.info("%s", words)
-        # The classes are those of these images, not the model's.
-        number = len(images.classes or ()) or int(known.labels.max()) + 1
-        number = known.labels.shape[1] if data.MULTI_LABEL else number
         about = replace(trained.chosen, meta={**trained.chosen.meta, "classes": images.classes, "thresholds": {}})
-        other = config.MODEL.model_copy(update={"NUM_CLASSES": number, "MAE_PRETRAIN": False})
-        of_data = replace(trained, chosen=about, config=config.model_copy(update={"DATA": data, "MODEL": other}))
-        found["probes"], said = _probes(of_data, known, seen, pools, fold_of, rows)
-        found["chosen"] = max(pools, key=lambda pool: found["probes"][pool]["folds"])
+        of_data = replace(trained, chosen=about, config=config.model_copy(update={"DATA": data}))
+        found["probes"], found["chosen"], said = _probes(of_data, known, seen, pools, fold_of, rows)
     if not data.MULTI_LABEL:
-        largest = 100 * float(np.bincount(seen.labels).max()) / len(images)
-        log.info("%s", always_guessing(largest))
-        found["largest_class_percent"] = largest
+        found["largest_class_percent"] = 100 * float(np.bincount(seen.labels).max()) / len(images)
+        log.info("%s", always_guessing(found["largest_class_percent"]))
         neighbours = _neighbours(known, seen, pools, count, trained.precision.device, rows)
         if asked.knn is not None:
             found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
         found["neighbours"] = neighbours
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS]))
-    if asked.probe:
-        strength = found["probes"][found["chosen"]]["strength"]
-        edge = ", the weakest that is tried" if strength == STRENGTHS[-1] else ""
-        log.info("Chosen by the folds: linear, %s, strength %.2g%s.", found["chosen"], strength, edge)
-        log_lines(said[found["chosen"]])
-        if asked.out:
-            save_probe(trained, data, found["chosen"], asked.out)
+    log_lines(said)
+    if asked.out:
+        save_probe(trained, data, found["chosen"], asked.out)
     return found
+
+
+def _labelled(trained: Trained, named: set[str]) -> tuple[DataConfig, list[str]]:
+    """The images whose labels are learnt and predicted, and notes on them. `named`: settings on the command line."""
+    config = trained.config
+    if config.measures_knn and not named & {"DATA.DATASET", "DATA.DATA_PATH"} and not has_labels(config.DATA):
+        data = labelled_data(config).model_copy(update={"PART": config.DATA.PART})
+        return data, [f"The run's images have no labels: those of TRAIN.KNN are taken, {source_of(data)}"]
+    return data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, named, True)
 
 
 def _pools(model: Any, seen: Features, asked: Namespace) -> list[str]:
@@ -122,22 +116,29 @@ def _pools(model: Any, seen: Features, asked: Namespace) -> list[str]:
 
 def _probes(
     trained: Trained, known: Features, seen: Features, pools: list[str], fold_of: np.ndarray, rows: list[list[str]]
-) -> tuple[dict[str, Any], dict[str, list[str]]]:
+) -> tuple[dict[str, Any], str, list[str]]:
     """Fit linear classifiers to the features `known`, and evaluate them on those `seen`. `rows`: of the table.
 
-    By pooling, the results, and what looks wrong with the images by them.
+    The results by pooling, the pooling that the folds choose, and lines about it.
     """
-    config, best = trained.config, trained.task.kind.best
+    # The classes are those of these images, not the model's.
+    number = len(trained.chosen.classes or ()) or int(known.labels.max()) + 1
+    number = known.labels.shape[1] if trained.config.DATA.MULTI_LABEL else number
+    model = trained.config.MODEL.model_copy(update={"NUM_CLASSES": number, "MAE_PRETRAIN": False})
+    trained = replace(trained, config=trained.config.model_copy(update={"MODEL": model}))
+    best = trained.task.kind.best
     found, said = dict[str, Any](), dict[str, list[str]]()
-    kind = SeveralLabels if config.DATA.MULTI_LABEL else OneLabel
     for pool in progress_bar(pools, "poolings"):
-        one, _ = fit(known.of(pool), known.labels, fold_of, config.MODEL.NUM_CLASSES, trained.precision.device)
-        result = kind.of(trained, [(one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))])
+        one, _ = fit(known.of(pool), known.labels, fold_of, number, trained.precision.device)
+        result = evaluation_of(trained, [(one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))])
         value = measured(result.values[best], result.intervals[best.name])
         rows.append([f"linear {best.words}, {pool}", f"{one.strength:.2g}", f"{one.figure:.2f} %", value])
-        said[pool] = result.strange(trained, one.figure) if isinstance(result, OneLabel) else []
+        edge = ", the weakest that is tried" if one.strength == STRENGTHS[-1] else ""
+        words = f"Chosen by the folds: linear, {pool}, strength {one.strength:.2g}{edge}."
+        said[pool] = [words, *result.strange(trained, one.figure)]
         found[pool] = {"strength": one.strength, "folds": one.figure, **result.as_json()}
-    return found, said
+    chosen = max(pools, key=lambda pool: found[pool]["folds"])
+    return found, chosen, said[chosen]
 
 
 def _neighbours(
@@ -181,7 +182,6 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
         "TRAIN.WARMUP_EPOCHS": 0,
         "OUTPUT": out,
     }
-    source = Source("-probe", Kind.TOOL)
-    loaded = fill_in(load_config(None, {key: (value, source) for key, value in settings.items()}))
+    loaded = fill_in(load_config(None, {key: (value, Source("-probe", Kind.TOOL)) for key, value in settings.items()}))
     check(loaded.config)
     run(loaded, ALONE, dry=False)

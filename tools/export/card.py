@@ -16,17 +16,18 @@ from torch import Tensor
 from datasets.base import HUB_PREFIX
 from datasets.shards import hub as hub_data
 from engine.checkpoint.folder import raising_os_errors
+from engine.trained.model import Trained
 from models.build import is_timm_name, timm_weights
 from models.parts import count_parameters
 from tools.common.report_page.runs import LAYOUTS, Run, read_runs
 from tools.export import CARD, CONFIG, CURVES, WEIGHTS
-from tools.export.formats import Export, Format
+from tools.export.formats import Export, Safetensors
 from utils.config.resumed import settings_of
-from utils.errors import TrainingError, first_line
+from utils.errors import TrainingError, UserError, first_line
 from utils.record.run_folder import is_run_folder
 from vitamp.checkpoints import run_folder_of
 from vitamp.colours import OPAQUE
-from vitamp.metrics import LOSS, MACRO_F1, ONE_LABEL
+from vitamp.metrics import LOSS, MACRO_F1, ONE_LABEL, Metric
 from vitamp.sizes import in_pixels, sides
 
 TASK = "image-classification"
@@ -50,12 +51,7 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
     shown = [metric for metric in SHOWN if metric.trivial < about["num_classes"]]
     metrics = {metric: chosen.metrics[metric.name] for metric in shown if metric.name in chosen.metrics}
     samples = run.about.get("samples", {}) if run else {}
-    name, dataset = trained.config.DATA.DATASET, None  # of the data set, if the run knows one; never a path
-    if name.startswith(HUB_PREFIX):
-        place = name.removeprefix(HUB_PREFIX)
-        dataset = None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
-    elif name not in LAYOUTS:
-        dataset = name
+    dataset = _public_name(trained.config.DATA.DATASET)
     base = settings_of(chosen).get("MODEL.PRETRAINED")
     timms = timm_weights(base) if isinstance(base, str) and is_timm_name(base) else None
     base = timms.hf_hub_id if timms is not None else None  # on the Hub; None without weights, or with those of a file
@@ -83,37 +79,35 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
         model_name=title,
         eval_results=results or None,
     )
-    parameters, _ = count_parameters(export.model)
     summary = (
-        f"An image classifier: timm's {type(export.model).__name__} ({_code(about['model'])}) with {parameters:,} "
-        f"parameters and {about['num_classes']:,} classes, trained with vitamp"
+        f"An image classifier: timm's {type(export.model).__name__} ({_code(about['model'])}) with "
+        f"{count_parameters(export.model)[0]:,} parameters and {about['num_classes']:,} classes, trained with vitamp"
         f"{f' on {_code(dataset)}' if dataset else ''}{f', fine-tuned from {_code(base)}' if base else ''}."
     )
-    found = "These weights were not validated by their run: their accuracy is unknown."
-    if metrics:
-        epoch, update = chosen.meta.get("epoch"), int(chosen.meta.get("update") or 0)  # a file's header has text
-        when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update else ""
-        stored = "" if export.dtype == "fp32" else f" They are stored in {export.dtype} here."
-        found = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
-        found += f"\n\n{_table(('metric', 'value'), {one.words: one.number(value) for one, value in metrics.items()})}"
-        found += f"\n\n![Loss and accuracy by epoch]({CURVES})" if has_curves else ""
     parts = [
         f"---\n{head.to_yaml()}\n---",
         f"# {title}",
         summary,
         f"## Load it\n\n{_loading(export, about, title)}",
         f"## Data\n\n{_data(about, chosen.classes, dataset, samples)}",
-        f"## Results\n\n{found}",
+        f"## Results\n\n{_results(export, metrics, has_curves)}",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _public_name(dataset: str) -> str | None:
+    """Name of the data set, if the run knows one; never a path."""
+    if not dataset.startswith(HUB_PREFIX):
+        return None if dataset in LAYOUTS else dataset
+    place = dataset.removeprefix(HUB_PREFIX)
+    return None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
 
 
 def _loading(export: Export, about: dict[str, Any], title: str) -> str:
     """Code that classifies images, and opens them as vitamp does."""
     temperature = export.trained.temperature
     logits = f"(model(image[None]) / {temperature:.6g})" if temperature != 1 else "model(image[None])"
-    classes = export.trained.chosen.classes
-    names = 'model.pretrained_cfg["label_names"]' if classes else f"range({about['num_classes']})"
+    names = 'model.pretrained_cfg["label_names"]' if export.trained.chosen.classes else f"range({about['num_classes']})"
     rotated = ["    image = ImageOps.exif_transpose(image)"] if about["exif_rotate"] else []
     behind = [
         "    if image.has_transparency_data:",
@@ -181,6 +175,18 @@ def _data(about: dict[str, Any], names: list[str] | None, dataset: str | None, s
     return _table(("", ""), rows)
 
 
+def _results(export: Export, metrics: dict[Metric, float], has_curves: bool) -> str:
+    if not metrics:
+        return "These weights were not validated by their run: their accuracy is unknown."
+    chosen = export.trained.chosen
+    epoch, update = chosen.meta.get("epoch"), int(chosen.meta.get("update") or 0)  # a file's header has text
+    when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update else ""
+    stored = "" if export.dtype == "fp32" else f" They are stored in {export.dtype} here."
+    found = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
+    found += f"\n\n{_table(('metric', 'value'), {one.words: one.number(value) for one, value in metrics.items()})}"
+    return found + (f"\n\n![Loss and accuracy by epoch]({CURVES})" if has_curves else "")
+
+
 def _code(text: str) -> str:
     """As code, so that no character of a class name is read as Markdown or ends a table's cell."""
     return f"`{' '.join(text.split()).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
@@ -195,11 +201,21 @@ KEPT = ("architecture", "fixed_input_size", "first_conv", "classifier")
 """What timm notes about an architecture. The rest of its notes are about weights of its own."""
 
 
-class Hub(Format):
-    flag = "-output"
+class Hub(Safetensors):
+    name, flag = "hub", "-output"
 
     def __init__(self, license: str | None) -> None:
         self.license = license
+
+    def check(self, trained: Trained) -> None:
+        if trained.task.kind != ONE_LABEL:
+            raise UserError(
+                "-to hub: this model has several labels per image, but the Hub and timm's example code apply a "
+                "softmax, which fits only one label; use safetensors, whose header names the sigmoid."
+            )
+        super().check(trained)
+        if not trained.config.DATA.is_plain:
+            raise UserError("-to hub: for 8-bit grey and RGB images, and this model takes others; use -to safetensors.")
 
     def write(self, export: Export, file: Path) -> str:
         own: Any = export.model.pretrained_cfg

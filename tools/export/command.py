@@ -44,8 +44,6 @@ from tools.export import HUB_FILES, files_beside
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
-from vitamp.metrics import ONE_LABEL
-from vitamp.registry import own_named
 
 ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2", "safetensors": ".safetensors"}
 """Formats that are files"""
@@ -132,20 +130,10 @@ def main(argv: list[str]) -> int:
     from tools.export.formats import FORMATS, TOLERANCES, Export, images_for_check, reference_logits, write_checked
 
     kinds = FORMATS | {HUB: Hub(asked.license)}
-    calibrated = not asked.no_calibration
-    trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=calibrated)
+    trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=not asked.no_calibration)
     log.info("%s: %s", asked.path, trained.chosen.with_calibration(trained.calibrated))
-    if HUB in formats and trained.task.kind != ONE_LABEL:
-        raise UserError(
-            f"-to {HUB}: this model has several labels per image, but the Hub and timm's example code apply a softmax, "
-            "which fits only one label; use safetensors, whose header names the sigmoid."
-        )
-    pool, own = trained.config.MODEL.POOL, getattr(trained.model, "global_pool", None)
-    for weights in [name for name in formats if name in ONLY_WEIGHTS]:
-        if pool is not None and (pool, own) != ("class", "token"):  # these two are the same
-            raise UserError(f"-to {weights}: timm's model has no MODEL.POOL {pool}; use -to torch or onnx.")
-        if own_named("model", name := trained.config.MODEL.NAME):
-            raise UserError(f"-to {weights}: timm does not have {name}, a model of your own; use -to torch or onnx.")
+    for name in formats:
+        kinds[name].check(trained)
     if asked.int8:
         from tools.export.int8 import Int8, calibration_images
 
@@ -153,9 +141,6 @@ def main(argv: list[str]) -> int:
         asked.dtype = "int8"
         asked.check = asked.check if "check" in line.given else None  # all
     images = images_for_check(trained, asked.images, asked.check, asked.part)
-    if not trained.config.DATA.is_plain and (asked.with_resize or HUB in formats):
-        what, other = ("-with_resize", "-with_preprocess") if asked.with_resize else (f"-to {HUB}", "-to safetensors")
-        raise UserError(f"{what}: for 8-bit grey and RGB images, and this model takes others; use {other}.")
     if asked.with_resize:
         from tools.export.from_image import whole_images
 
@@ -213,21 +198,26 @@ def _formats(asked: Namespace) -> list[str]:
     return names
 
 
-def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
-    """File or folder of each format, checked."""
-    singles = [name for name in formats if name != HUB]
+def _check_places(asked: Namespace, singles: list[str], hub: bool) -> None:
+    """Raise UserError for all flags about places that are missing, or belong to another format."""
     problems = [] if not singles or asked.out else ["-out is missing: name the file to write, such as vit.onnx"]
     if asked.out and not singles:
         problems.append(f"-out {asked.out}: -to hub writes a folder; name it with -output {asked.out}")
-    if HUB in formats and not asked.output:
+    if hub and not asked.output:
         problems.append("-output is missing: name the folder that -to hub writes")
-    for name in ("output", "license") if HUB not in formats else ():
+    for name in ("output", "license") if not hub else ():
         if (given := getattr(asked, name)) is not None:
             problems.append(f"-{name} {given}: works only with -to hub; add hub, or omit -{name}")
     if asked.part and asked.images:
         problems.append(f"-part {asked.part}: the check is on -images {asked.images}; leave one of them out")
     if problems:
         raise UserError(f"{'; '.join(problems)}.")
+
+
+def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
+    """File or folder of each format, checked."""
+    singles = [name for name in formats if name != HUB]
+    _check_places(asked, singles, HUB in formats)
     files: dict[str, Path] = {}
     if len(singles) == 1:
         ending = ENDINGS[singles[0]]

@@ -338,8 +338,7 @@ class _Exported(nn.Module):
     def __init__(self, export: Export) -> None:
         super().__init__()
         trained, self.dtype = export.trained, DTYPES[export.dtype]
-        takes_pixels = export.with_preprocess or export.with_resize
-        self.inputs = Inputs(trained.config.DATA) if takes_pixels else nn.Identity()
+        self.inputs = Inputs(trained.config.DATA) if export.with_preprocess or export.with_resize else nn.Identity()
         self.probabilities = trained.task.probabilities if export.with_resize else None
         self.module, self.temperature = export.model.to(self.dtype), trained.temperature
 
@@ -352,6 +351,9 @@ class _Exported(nn.Module):
 class Format:
     flag = "-out"
     """The flag that names the file"""
+
+    def check(self, trained: Trained) -> None:
+        """Raise UserError for a model that the format cannot hold."""
 
     def write(self, export: Export, file: Path) -> str:
         """Write the file and return a summary of it."""
@@ -386,7 +388,6 @@ class Onnx(_Program):
     """Of the written file: the layer of the model that each node with weights is from"""
 
     def write(self, export: Export, file: Path) -> str:
-        whole = export.with_resize
         with _torch_exporter("onnx", export):
             program = torch.onnx.export(
                 export.module,
@@ -394,7 +395,7 @@ class Onnx(_Program):
                 input_names=[INPUT],
                 output_names=[export.images.output],
                 dynamo=True,
-                dynamic_shapes=None if whole else ({0: ANY_NUMBER},),
+                dynamic_shapes=None if export.with_resize else ({0: ANY_NUMBER},),
                 verbose=False,
             )
         assert program is not None
@@ -482,6 +483,16 @@ class Torch(_Program):
 
 
 class Safetensors(Format):
+    name = "safetensors"
+
+    def check(self, trained: Trained) -> None:
+        model, own = trained.config.MODEL, getattr(trained.model, "global_pool", None)
+        if model.POOL is not None and (model.POOL, own) != ("class", "token"):  # these two are the same
+            raise UserError(f"-to {self.name}: timm's model has no MODEL.POOL {model.POOL}; use -to torch or onnx.")
+        if own_named("model", model.NAME):
+            what = f"timm does not have {model.NAME}, a model of your own"
+            raise UserError(f"-to {self.name}: {what}; use -to torch or onnx.")
+
     def write(self, export: Export, file: Path) -> str:
         import safetensors.torch
 

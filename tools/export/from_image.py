@@ -83,11 +83,7 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     Raises TrainingError if the pixels of the file lead to other predictions than those of validation.
     """
     data = trained.config.DATA
-    mode, crop_pct = crop_of(data)
-    if mode not in SIZES or crop_pct > 1:
-        above = f"PCT {crop_pct:g} is not supported, only up to 1"
-        why = above if crop_pct > 1 else f"MODE {mode} is not supported, only center and squash"
-        raise UserError(f"-with_resize: DATA.CROP_{why}. {ADVICE}")
+    _check_input(data)
     stored = None if images.dataset is None else images.dataset.single_images()
     own, names = images.pixels, list(images.names)
     if stored is None:  # held in memory, or noise: only made images have another size
@@ -135,6 +131,17 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     }
     about = {"input": IMAGE, "output": PROBABILITIES, "differences": differences}
     return replace(found, any_size=sources, prepend=functools.partial(prepend, data), about=about)
+
+
+def _check_input(data: DataConfig) -> None:
+    mode, crop_pct = crop_of(data)
+    if not data.is_plain:
+        what = "for 8-bit grey and RGB images, and this model takes others"
+        raise UserError(f"-with_resize: {what}; use -with_preprocess.")
+    if crop_pct > 1:
+        raise UserError(f"-with_resize: DATA.CROP_PCT {crop_pct:g} is not supported, only up to 1. {ADVICE}")
+    if mode not in SIZES:
+        raise UserError(f"-with_resize: DATA.CROP_MODE {mode} is not supported, only center and squash. {ADVICE}")
 
 
 def clearly_other(thresholds: Tensor | None, expected: Tensor, found: Tensor) -> Tensor:

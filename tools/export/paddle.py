@@ -65,6 +65,33 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
     sizes = ", ".join(f"{key} {one_line(value)}" for key, value in target.sizes.items() if value is not None)
     named = f"timm's {target.name}" if target.name else f"a {converted.family} that has no name in timm"
     log.info("%s: %s (%s)", file, named, sizes)
+    if unmatched := _unmatched(arrays, converted, target):
+        log.error(
+            "%d of %d tensors do not match this model (%s): nothing was written. Choose another model with -name NAME.",
+            *(len(unmatched), len(arrays), some_of(unmatched)),
+        )
+        return EXIT_FAILED
+    if target.shapes.keys() - converted.tensors.keys():
+        log.warning("The file has no classifier: -pretrained will initialise one.")
+    tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
+    write_weights(out, tensors, _header(converted, target, file))
+    # Settings to give beside -pretrained. Only the name of a model says that it has a distillation token.
+    unnamed, given = DISTILLED if "dist_token" in converted.tensors else "mine", target.sizes
+    words = [
+        f"MODEL.TYPE={converted.family}",
+        f"MODEL.NAME={target.name or unnamed}",
+        *(f"DATA.{key}={given[key]}" for key in IMAGE_KEYS),
+        f"MODEL.NUM_CLASSES={given['NUM_CLASSES'] or 'N'}",
+    ]
+    if target.name is None:
+        others = {key: value for key, value in given.items() if key not in (*IMAGE_KEYS, "NUM_CLASSES")}
+        words += [f"MODEL.{key}={'N' if value is None else one_line(value)}" for key, value in others.items()]
+    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), shlex.join([str(out), *words]))
+    return EXIT_DONE
+
+
+def _unmatched(arrays: dict[str, np.ndarray], converted: Converted, target: Target) -> list[str]:
+    """Log what becomes of each tensor, and return those that do not match the model, but for a classifier's."""
     missing = [key for key in target.shapes if key not in converted.tensors]
     used = [
         f"{paddle} -> {key}  {_shape(converted.tensors[key].shape)}"
@@ -90,31 +117,7 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
             log.info("\n".join([f"{title} ({len(lines)}):", *(f"  {line}" for line in lines)]))
     left_out = OF_A_CLASSIFIER if converted.closed else ()
     lacking = [key for key in missing if not key.startswith(target.classifiers)]
-    # Those that do not match the model, but for a classifier's
-    unmatched = [*(paddle for paddle in unused if not paddle.startswith(left_out)), *lacking, *resized]
-    if unmatched:
-        log.error(
-            "%d of %d tensors do not match this model (%s): nothing was written. Choose another model with -name NAME.",
-            *(len(unmatched), len(arrays), some_of(unmatched)),
-        )
-        return EXIT_FAILED
-    if missing:
-        log.warning("The file has no classifier: -pretrained will initialise one.")
-    tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
-    write_weights(out, tensors, _header(converted, target, file))
-    # Settings to give beside -pretrained. Only the name of a model says that it has a distillation token.
-    unnamed, given = DISTILLED if "dist_token" in converted.tensors else "mine", target.sizes
-    words = [
-        f"MODEL.TYPE={converted.family}",
-        f"MODEL.NAME={target.name or unnamed}",
-        *(f"DATA.{key}={given[key]}" for key in IMAGE_KEYS),
-        f"MODEL.NUM_CLASSES={given['NUM_CLASSES'] or 'N'}",
-    ]
-    if target.name is None:
-        others = {key: value for key, value in given.items() if key not in (*IMAGE_KEYS, "NUM_CLASSES")}
-        words += [f"MODEL.{key}={'N' if value is None else one_line(value)}" for key, value in others.items()]
-    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), shlex.join([str(out), *words]))
-    return EXIT_DONE
+    return [*(paddle for paddle in unused if not paddle.startswith(left_out)), *lacking, *resized]
 
 
 def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
@@ -156,16 +159,8 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
         raise UserError(
             f"-name {name}: timm has no model of that name; main_single_gpu.py -list_models lists all models."
         )
-    stem = file.name.partition(".")[0]
-    if not converted.closed:  # the model of -name or of the file's name, else the first of the family with such tensors
-        family = families()[converted.family]
-        named = family.timm_name(stem)
-        guesses = [name] if name else dict.fromkeys(filter(None, [named, *family.models]))
-        targets = [_published(converted, guess) for guess in guesses]
-        best = min(targets, key=lambda target: target.differing(converted))
-        if not name and best.name != named and not best.differing(converted):
-            log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
-        return best
+    if not converted.closed:
+        return _of_family(file, converted, name)
     try:
         sizes = sizes_of_weights(converted)
     except (KeyError, ValueError, IndexError) as error:
@@ -175,19 +170,33 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
             f"{len(arrays)} tensors match no rule ({some_of(converted.unused or list(arrays))}), and {why}."
         ) from None
     # The model of -name, of the file's name, or of these sizes; else a model of these sizes without a name.
-    guesses = [name] if name else [stem, timm_name(converted, sizes)]
+    guesses = [name] if name else [file.name.partition(".")[0], timm_name(converted, sizes)]
     shapes = {key: tuple(value.shape) for key, value in converted.tensors.items()}
     for guess in guesses:
         if not guess or not is_timm_name(guess):
             continue
         expected = _shapes(converted, {"NAME": guess}, sizes)
-        matches = all(expected.get(key) == shape for key, shape in shapes.items())
-        if matches or guess == guesses[-1]:
+        if all(expected.get(key) == shape for key, shape in shapes.items()) or guess == guesses[-1]:
             return Target(guess, sizes, expected)
-    base = DISTILLED if "dist_token" in shapes else converted.family
+    return _unnamed(converted, sizes)
+
+
+def _unnamed(converted: Converted, sizes: dict[str, Any]) -> Target:
+    base = DISTILLED if "dist_token" in converted.tensors else converted.family
     model_sizes = {key: value for key, value in sizes.items() if key not in IMAGE_KEYS and value is not None}
     heads = {"NUM_HEADS": sizes["NUM_HEADS"] or 1}  # no tensor's shape of a ViT depends on it
     return Target(None, sizes, _shapes(converted, {"NAME": base, **model_sizes, **heads}, sizes))
+
+
+def _of_family(file: Path, converted: Converted, name: str | None) -> Target:
+    """The model of -name or of the file's name, else the first of the family with such tensors."""
+    family = families()[converted.family]
+    named = family.timm_name(file.name.partition(".")[0])
+    guesses = [name] if name else dict.fromkeys(filter(None, [named, *family.models]))
+    best = min([_published(converted, guess) for guess in guesses], key=lambda target: target.differing(converted))
+    if not name and best.name != named and not best.differing(converted):
+        log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
+    return best
 
 
 def _published(converted: Converted, name: str) -> Target:

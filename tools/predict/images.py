@@ -97,12 +97,10 @@ def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, pa
         print(f"{asked.path}: {trained.chosen.words}", file=sys.stderr)
 
     def results(batch: Batch) -> Iterable[tuple[np.ndarray, np.ndarray] | None]:
-        features = trained.features(batch.images, asked.pool).cpu().numpy()
-        found = zip(features, batch.labels.cpu().numpy(), strict=True)
+        found = zip(trained.features(batch.images, asked.pool).cpu().numpy(), batch.labels.cpu().numpy(), strict=True)
         return (one if np.isfinite(one[0]).all() else None for one in found)
 
-    progress = world.first and sys.stderr.isatty()
-    found = predict_images(trained, dataset, paths, results, asked, progress, [], world)
+    found = predict_images(trained, dataset, paths, results, asked, world.first and sys.stderr.isatty(), [], world)
     rows = [(path, *seen) for path, seen, reason in found if not reason]
     if not world.first:
         return EXIT_DONE

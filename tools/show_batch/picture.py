@@ -82,8 +82,7 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
     """Write a grid of images with their labels."""
     columns = math.ceil(math.sqrt(len(shown)))
     rows = math.ceil(len(shown) / columns)
-    size = (SIDE_INCHES * max(columns, 3), SIDE_INCHES * 1.25 * rows + 0.5)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(SIDE_INCHES * max(columns, 3), SIDE_INCHES * 1.25 * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     title = "{}, {} x {}".format(config.DATA.DATASET, *shown[0].pixels.shape)
     title += "" if config.DATA.is_plain else f", {shown_bands(config.DATA.IMAGE_CHANNELS)}"

@@ -245,8 +245,7 @@ def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
             curves.append(Curve(history.trained(key, by_epoch), label(run, "training"), style, faint=True))
             for which in SETS:
                 points = history.points("val", f"{which.prefix}{key}", by_epoch)
-                named = label(run, which.marked("validation"))
-                curves.append(Curve(points, named, style, dashed=bool(which.mark)))
+                curves.append(Curve(points, label(run, which.marked("validation")), style, dashed=bool(which.mark)))
             at = history.best_point(key, run.deciding, by_epoch)
             best.append(Mark("diamond", at, label(run, "best validation"), style))
         found.append(chart(metric.title, curves, best))

@@ -289,8 +289,7 @@ def pictured(dataset: ImageDataset, index: int, data: DataConfig) -> Shown:
         view = middle_view(data, *both)
         seen = view.left, view.top, view.columns * view.across, view.rows * view.down
         crop = tuple(f"{100 * part / whole:.1f}" for part, whole in zip(seen, both * 2, strict=True))
-    picture = data_uri(picture_of_bands(pixels), ENLARGED)
-    return {**named, "link": link, "picture": picture, "crop": crop, **bands}
+    return {**named, "link": link, "picture": data_uri(picture_of_bands(pixels), ENLARGED), "crop": crop, **bands}
 
 
 def data_uri(picture: Image.Image, side: int = THUMBNAIL) -> str:

@@ -23,7 +23,7 @@ from utils.program import started_as
 from utils.text import Interval, some_of, wilson
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 from vitamp.files import write_atomically
-from vitamp.metrics import TASKS, Metric
+from vitamp.metrics import Metric
 
 LEAST_RUNS = 3
 """Runs of each contender, from which on their spread gives the interval"""
@@ -39,12 +39,7 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     by_name, names, judged, contender_of = found
     hues = {name: styles[folder].hue for folder, name in contender_of.items()}
     every = [metrics for runs in by_name.values() for metrics in runs.values()]
-    by = unit(every)
-    values: dict[str, dict[str, float]] = {}  # of each contender by seed or fold, where they are known
-    for name in names:
-        of_runs = {f"{by} {number}": judged.of(run) for number, run in by_name.get(name, {}).items()}
-        if known := {which: value for which, value in of_runs.items() if value is not None}:
-            values[name] = known
+    by, values = unit(every), found.values()
     if len(values) < 2:
         return None
     means = {name: statistics.fmean(of_runs.values()) for name, of_runs in values.items()}
@@ -58,12 +53,12 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
 
     best = best_two(by_name, names, judged)[0]
     rows = []
-    for name, of_runs in values.items():
-        at, spread = intervals.get(name), list(of_runs.values())
+    for name, ours in values.items():
+        at, spread = intervals.get(name), list(ours.values())
         text = judged.metric.number_in_table(means[name])
         if len(spread) > 1:
             text += f" ± {judged.metric.number_in_table(statistics.stdev(spread))}"
-        dots = [{"x": place(one), "title": f"{which}: {judged.metric.number(one)}"} for which, one in of_runs.items()]
+        dots = [{"x": place(one), "title": f"{by} {which}: {judged.metric.number(one)}"} for which, one in ours.items()]
         rows.append(
             {
                 "name": name,
@@ -84,7 +79,7 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
 
 
 def _intervals_of(
-    values: dict[str, dict[str, float]], every: list[dict[str, Any]], judged: Judged
+    values: dict[str, dict[int, float]], every: list[dict[str, Any]], judged: Judged
 ) -> tuple[str, dict[str, Interval]]:
     """What the lines of the figure show, in words; and the interval of each contender, if runs or images give one."""
     images = next((row["validation_images"] for row in every if row.get("validation_images")), None)
@@ -103,7 +98,7 @@ def _intervals_of(
     return "Lines: mean.", {}
 
 
-MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
+ADVICE = "-data_path names moved images; -no_predictions writes a page without predictions."
 MOST_SKIPS = 20
 
 
@@ -129,33 +124,16 @@ def write_report(
     metric, of = None, None
     if contenders:
         names, metric, of = contenders.names, contenders.judged.metric, contenders.of
-    common = Path(os.path.commonpath([folder.resolve() for folder in folders]))
-    common = Path.cwd() if common.parent == common else common
-    out = check_output_file(out or common / "report.html", "-out")
-    evaluations = _evaluated(read, part, metric, data_path) if predictions else []
-    if predicted is not None:
-        pairs = zip(folders, evaluations, strict=False)
-        predicted |= {folder: found["predicted"] for folder, found in pairs if not isinstance(found, str)}
-    # A run that has not saved yet has nothing to evaluate.
-    failed = [
-        f"{run.name} could not be evaluated: {found}"
-        for run, found in zip(read, evaluations, strict=False)
-        if isinstance(found, str) and checkpoints_in(run.folder / CHECKPOINTS)
-    ]
-    stays = bool(failed) and out.exists()
-    advice = "-data_path names moved images; -no_predictions writes a page without predictions."
-    failure = "\n  ".join([*failed, f"{out} {'stays as it is' if stays else 'lacks its predictions'}. {advice}"])
-    if stays:
-        raise UserError(failure)
-    rows = summary(read, metric)
-    best = [f"best {one.words}" for one in ([metric] if metric else [kind.best for kind in TASKS])]
-    short_rows = [(name, dict(rows)[name]) for name in (*best, *MAIN_FIGURES) if name in dict(rows)]
+    out = check_output_file(out or _folder_of_all(folders) / "report.html", "-out")
+    evaluations, failures = _evaluated(read, part, metric, data_path, predicted) if predictions else ([], [])
+    if failures and out.exists():
+        raise UserError("\n  ".join([*failures, f"{out} stays as it is. {ADVICE}"]))
+    rows, short_rows = summary(read, metric)
     styles = styles_of(read, of)
-    title = f"{len(read)} runs: {some_of(names)}"
-    opening = None
+    title, opening = f"{len(read)} runs: {some_of(names)}", None
     if len(read) == 1:
-        first = evaluations[0] if evaluations else "left out"
-        title, opening = read[0].name, opening_of(read[0], None if isinstance(first, str) else first["headline"])
+        first = next((one for one in evaluations if not isinstance(one, str)), {"headline": None})
+        title, opening = read[0].name, opening_of(read[0], first["headline"])
     compared = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
     write_template(
         *("page.html", out, "-out"),
@@ -176,22 +154,31 @@ def write_report(
         evaluations=evaluations,
         **SIZES,
     )
-    if failed:
-        raise UserError(failure)
+    if failures:
+        raise UserError("\n  ".join([*failures, f"{out} lacks its predictions. {ADVICE}"]))
     return out
 
 
+def _folder_of_all(folders: Sequence[Path]) -> Path:
+    common = Path(os.path.commonpath([folder.resolve() for folder in folders]))
+    return Path.cwd() if common.parent == common else common
+
+
 def _evaluated(
-    runs: Sequence[Run], part: str, metric: Metric | None, data_path: str | None
-) -> list[dict[str, Any] | str]:
-    """What `evaluate` finds of each run; it imports torch and timm, which the rest does not need."""
+    runs: Sequence[Run], part: str, metric: Metric | None, data_path: str | None, predicted: dict[Path, Any] | None
+) -> tuple[list[dict[str, Any] | str], list[str]]:
+    """What `evaluate` finds of each run, and failures; it imports torch and timm, which the rest does not need."""
     from tools.common.report_page.evaluations import IMAGE_OF, evaluate
 
-    found = []
+    found, failures = list[dict[str, Any] | str](), list[str]()
     for run in runs:
         log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-        found.append(evaluate(run.folder, part, metric or run.deciding, data_path))
-    return found
+        found.append(one := evaluate(run.folder, part, metric or run.deciding, data_path))
+        if isinstance(one, str) and checkpoints_in(run.folder / CHECKPOINTS):  # else it has not saved yet
+            failures.append(f"{run.name} could not be evaluated: {one}")
+        elif predicted is not None and not isinstance(one, str):
+            predicted[run.folder] = one["predicted"]
+    return found, failures
 
 
 def write_template(template: str, out: Path, flag: str, **values: Any) -> None:

@@ -21,13 +21,16 @@ from utils.record.history import History, Line
 from utils.record.run_folder import is_run_folder, read_about, read_data
 from utils.text import Interval, counted, wilson
 from vitamp.checkpoints import run_folder_of
-from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
+from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TASKS, TOP1, Metric, metric_named
 from vitamp.weights import chosen_at
 
 T = TypeVar("T")
+Row = tuple[str, list[str]]
+"""Title, and one text per run"""
 NOTHING = "-"
 LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")
 """Values of DATA.DATASET that say how images are stored: the folder's name says more"""
+MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
 WIDE = 20.0
 """Width of an interval in percentage points, from which on the page warns of it"""
 
@@ -120,16 +123,17 @@ def metrics_of(runs: Sequence[Run]) -> list[Metric]:
     return list(dict.fromkeys([*METRICS.values(), *(metric for run in runs for metric in run.history.metrics)]))
 
 
-def summary(runs: Sequence[Run], judged: Metric | None) -> list[tuple[str, list[str]]]:
-    """Rows of the table of runs: a title and one text per run. Rows without any text are left out."""
-    metrics = metrics_of(runs)
-    shown = [one for one in metrics if one == judged or (one.title and one.decides and one is not LOSS)]
+def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list[Row]]:
+    """The table of runs, and those of its rows that the page opens with. Rows without any text are left out."""
+    shown = [one for one in metrics_of(runs) if one == judged or (one.title and one.decides and one is not LOSS)]
     columns = [_column(run, shown) for run in runs]
-    rows = [
-        (title, [NOTHING if column[title] in (None, "") else str(column[title]) for column in columns])
+    rows = {
+        title: [NOTHING if column[title] in (None, "") else str(column[title]) for column in columns]
         for title in columns[0]
-    ]
-    return [(title, texts) for title, texts in rows if any(text != NOTHING for text in texts)]
+    }
+    rows = {title: texts for title, texts in rows.items() if any(text != NOTHING for text in texts)}
+    best = [f"best {metric.words}" for metric in ([judged] if judged else [kind.best for kind in TASKS])]
+    return [*rows.items()], [(title, rows[title]) for title in (*best, *MAIN_FIGURES) if title in rows]
 
 
 def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
@@ -174,8 +178,7 @@ def data_notes(runs: Sequence[Run]) -> dict[tuple[str, ...], list[str]]:
     """What was said of the data before training, warnings first -> names of the runs of which it was said."""
     notes: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
-        found = read_data(run.folder)
-        lines = tuple(str(line) for kind in ("warnings", "notes") for line in found.get(kind, []))
+        lines = tuple(str(line) for kind in ("warnings", "notes") for line in read_data(run.folder).get(kind, []))
         if lines:
             notes.setdefault(lines, []).append(run.name)
     return notes

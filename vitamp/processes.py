@@ -101,7 +101,7 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
             Prediction(
                 Path(row["image"]).stem if row["image"].startswith(folder) else row["image"],
                 [Guess(one["class"], one["label"], one["probability"]) for one in row.get("guesses", ())],
-                broken.get(row["image"], row.get("error", "")),
+                broken.get(row["image"], row.get("error") or ""),
             )
             for row in rows
         ]

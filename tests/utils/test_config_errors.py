@@ -47,7 +47,7 @@ def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> No
     assert sorted(line.strip() for line in lines[1:]) == [
         "run.yaml:2: DATA.BATCH_SIZE: expected whole number >= 1 or auto, got 0.",
         "run.yaml:3: unknown key DATA.IMAGESIZE. Did you mean DATA.IMAGE_SIZE?",
-        "run.yaml:5: TRAIN.BASE_LR: expected number >= 0, got fast.",
+        "run.yaml:5: TRAIN.BASE_LR: expected number >= 0 or auto, got fast.",
         "run.yaml:6: unknown key TRAIN.OPTIMISER. Did you mean TRAIN.OPTIMIZER?",
         "run.yaml:7: unknown key BATCH_SIZE. Did you mean DATA.BATCH_SIZE?",
     ]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Requests, bytes, shuffling and memory of feeding a run from tar files, without reading an image."""
+"""Requests, bytes, shuffling and memory of training from tar files, without reading them."""
 
 from start import tool
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Requests, bytes, shuffling and memory of training from tar files, without reading them."""
+"""Requests, bytes, shuffling and memory of training from tar files, simulated."""
 
 from start import tool
 

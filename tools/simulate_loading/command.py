@@ -1,4 +1,4 @@
-"""Requests, bytes, shuffling and memory of training from tar files, without reading them.
+"""Requests, bytes, shuffling and memory of training from tar files, simulated.
 
     python scripts/simulate_loading.py -images 1281167 -ranks 8 -batch_size 128
     python scripts/simulate_loading.py -dataset shards -data_path s3://bucket/packed -ranks 8 -machines 2

@@ -184,7 +184,8 @@ def with_rate(loaded: Loaded) -> Loaded:
     model = build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
     features = getattr(model, "num_features", None)
     if features is None or any(isinstance(module, BATCH_NORM) for module in model.modules()):
-        rate, why = RATE_WITH_BATCH_NORM, "for models with batch norm"
+        why = "the model does not say its number of features" if features is None else "for models with batch norm"
+        rate = RATE_WITH_BATCH_NORM
     else:
         rate = min(LARGEST_RATE, float(f"{RATE_BY_FEATURES / features:.2g}"))
         why = f"{RATE_BY_FEATURES} / {features} features, at most {LARGEST_RATE}"

@@ -243,7 +243,7 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
     balanced = train.CLASS_WEIGHTS is not None or data.SAMPLER == "balanced" or train.NUM_EPOCHS == 0
     if found.largest_class_percent is not None and not balanced and counts and max(counts) >= UNEQUAL * min(counts):
         # Neither the loss of a distillation nor one of the user's own has class weights.
-        weights = " or TRAIN.CLASS_WEIGHTS=balanced" * (train.DISTILLATION_TYPE is None and train.LOSS in LOSSES)
+        weights = " or TRAIN.CLASS_WEIGHTS=balanced" if train.DISTILLATION_TYPE is None and train.LOSS in LOSSES else ""
         notes.append(
             f"The largest class has {max(counts) / min(counts):.0f} times as many images as the smallest: top-1 mostly "
             f"counts the large ones. DATA.SAMPLER=balanced{weights} would weigh classes alike"
@@ -257,7 +257,7 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
     if found.turned and not data.EXIF_ROTATE:
         notes.append(
             f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "
-            f"DATA.EXIF_ROTATE=true turns them{', in pack_images.py too' * (data.DATASET == 'shards')}"
+            f"DATA.EXIF_ROTATE=true turns them{', in pack_images.py too' if data.DATASET == 'shards' else ''}"
         )
     if found.copies is None:
         notes.append(

@@ -146,7 +146,8 @@ class Trainer:
                 self.reporter.live.stepped(position)
             self._profiled()
             self._health.report(position, together=False)
-            number = position.step - (self.config.LOG_STYLE == "fleet")  # which counts from 0, and reports its batch 0
+            # Fleet counts from 0, and reports its batch 0.
+            number = position.step - 1 if self.config.LOG_STYLE == "fleet" else position.step
             if number % freq == 0 or position.step == self.per_epoch or position.update == 1:
                 reading = self._read()
                 perf = self.throughput.read(self.train_loader.take_wait())

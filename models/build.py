@@ -94,7 +94,7 @@ def build_model(model: ModelConfig, image_size: ImageSize, channels: int, shortc
     module = timm.create_model(plan.timm_name, **plan.arguments)
     vars(module).update({LABEL: model.NAME.strip(), OWN_SCALE: model.INIT_VALUES})
     whose = "timm's" if type(module).__module__.startswith("timm.") else "your own"
-    masked = ", as the encoder of a masked autoencoder" * model.MAE_PRETRAIN
+    masked = ", as the encoder of a masked autoencoder" if model.MAE_PRETRAIN else ""
     log.info("Model %s: %s %s%s", model.NAME, whose, type(module).__name__, masked, extra=DETAIL)
     return _finished(module, model, shortcuts)
 

@@ -94,7 +94,9 @@ def _head_problems(width: Any, heads: Any, depths: Any) -> Iterator[str]:
         for stage, count in enumerate(heads if isinstance(heads, tuple) else (heads,)):
             if (width << stage) % count:  # each stage of a Swin doubles the width
                 key = f"MODEL.NUM_HEADS[{stage}]" if isinstance(heads, tuple) else "MODEL.NUM_HEADS"
-                own = f"MODEL.EMBED_DIM {width}" + f": in stage {stage + 1}, the width {width << stage}" * bool(stage)
+                own = f"MODEL.EMBED_DIM {width}"
+                if stage:
+                    own += f": in stage {stage + 1}, the width {width << stage}"
                 yield f"{own} is not divisible by {key} {count}; give a number of heads that divides it"
 
 

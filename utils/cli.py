@@ -66,8 +66,12 @@ class Parser(argparse.ArgumentParser):
         settings: bool = True,
         end: str | None = None,
     ) -> None:
-        usage = ["python", program, *(f"{one.metavar}{' ...' * (one.nargs in ('+', '*'))}" for one in positionals)]
-        usage += ["[-flag value ...]", *["[KEY=VALUE ...]"] * settings]
+        usage = [
+            "python",
+            program,
+            *(f"{one.metavar}{' ...' if one.nargs in ('+', '*') else ''}" for one in positionals),
+        ]
+        usage += ["[-flag value ...]", *(["[KEY=VALUE ...]"] if settings else [])]
         super().__init__(
             program,
             help_here(" ".join(usage)).replace("%", "%%"),
@@ -145,7 +149,7 @@ class Parser(argparse.ArgumentParser):
 
             raise unknown_flags(unknown, strays, self.known, self.settings)
         positionals += files
-        return vars(self.parse_args([*flags, *["--"] * bool(positionals), *positionals])), words
+        return vars(self.parse_args([*flags, *(["--"] if positionals else []), *positionals])), words
 
     def _take_value(self, flag: Flag, rest: list[str]) -> str | None:
         """Remove the next word, if it is the flag's value; None for a flag without one, '' if the value is missing."""

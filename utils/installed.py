@@ -10,7 +10,7 @@ from pathlib import Path
 NEEDED = ("torch", "torchvision", "timm", "numpy", "PIL", "pydantic", "yaml", "tqdm", "safetensors")
 ROOT = Path(__file__).resolve().parents[1]
 
-missing = ["Python 3.11"] * (sys.version_info < (3, 11))
+missing = ["Python 3.11"] if sys.version_info < (3, 11) else []
 missing += [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if missing:
     own = ROOT / ".venv"

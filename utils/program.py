@@ -35,7 +35,7 @@ def started_as(script: str) -> str:
 
 def typed(script: str, words: Sequence[str]) -> str:
     """The command that starts a script of a clone with these words."""
-    return shlex.join([*["python"] * (not INSTALLED), *started_as(script).split(), *words])
+    return shlex.join([*([] if INSTALLED else ["python"]), *started_as(script).split(), *words])
 
 
 def help_here(text: str, installed: bool = INSTALLED) -> str:

@@ -98,7 +98,9 @@ class Health:
         since = position.update - update  # in the same epoch: the device is read at the end of each
         rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - since - 1)
         last = read_index(folder / CHECKPOINTS)["last"]
-        amp = "; or use -amp off to see whether the precision is the cause" * (self.parts.precision.level != "O0")
+        amp = ""
+        if self.parts.precision.level != "O0":
+            amp = "; or use -amp off to see whether the precision is the cause"
         raise AllRanksError(
             f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
             f"{position.step - since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "

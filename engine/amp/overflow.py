@@ -435,7 +435,8 @@ class OverflowWatch(Callback):
                         break
                 else:
                     reasons = ["the weights have changed since"] if self._update > skipped.update else []
-                    reasons += ["only the sum of the micro-batches overflowed"] * (len(skipped.micro_batches) > 1)
+                    if len(skipped.micro_batches) > 1:
+                        reasons.append("only the sum of the micro-batches overflowed")
                     reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
                     listed = f"{', '.join(reasons)}, or the overflow was on another rank (with several processes)"
                     reason = f"the replay did not overflow; possible reasons: {listed}"
@@ -498,4 +499,4 @@ def send_to_host(stepped: Tensor) -> Answer:
 
 def _some(indices: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, indices[:SHOWN_SAMPLES]))
-    return shown + ", ..." * (len(indices) > SHOWN_SAMPLES)
+    return shown + (", ..." if len(indices) > SHOWN_SAMPLES else "")

@@ -207,8 +207,8 @@ class Precision:
         if self.level == "O0":
             if self.device.type == "cuda":
                 return f"{self.name}, TF32 {'on' if self.tf32 else 'off'}"
-            why = f" ({self.choice.reason})" * (self.choice.reason != OFF)
-            return self.name + why + " (AMP.TF32 has no effect: only CUDA GPUs have TF32)" * self.tf32
+            why = f" ({self.choice.reason})" if self.choice.reason != OFF else ""
+            return self.name + why + (" (AMP.TF32 has no effect: only CUDA GPUs have TF32)" if self.tf32 else "")
         how = {
             "O1": "by autocast",
             "O2": "copy of fp32 master weights, norms in fp32",
@@ -216,7 +216,7 @@ class Precision:
             "O3": "weights, without fp32 masters",
         }[self.level]
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
-        listed = f" with {', '.join(self.black_list)} in fp32" * bool(self.black_list)
+        listed = f" with {', '.join(self.black_list)} in fp32" if self.black_list else ""
         return f"{self.name} {how}{listed}, {scaling} ({self.choice.reason})"
 
 

@@ -355,7 +355,7 @@ def check_samples(
     unsplit = comes_unsplit(data)
     of_split = ["DATA.FOLD", "DATA.GROUP"]
     if data.FOLD is not None or data.DATASET != "digits":  # whose own split is always the same
-        of_split += ["DATA.SPLIT_SEED", *["DATA.VAL_FRACTION"] * (data.FOLD is None)]
+        of_split += ["DATA.SPLIT_SEED", *(["DATA.VAL_FRACTION"] if data.FOLD is None else [])]
     for key in of_split if unsplit else ():
         before, own = settings.get(key, default_of(key)), value_of(config, key)
         if before != own:

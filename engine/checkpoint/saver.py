@@ -55,7 +55,7 @@ class HostCopy:
             self._layout, self._places = layout, []  # the old memory first: there may be no room for both
             size = sum(shape.numel() * dtype.itemsize for shape, dtype in layout)
             # In pageable memory if there is no page-locked memory; no places if there is none either.
-            for pinned in (True, False)[not self._pinned :]:
+            for pinned in (True, False) if self._pinned else (False,):
                 self._pinned = pinned
                 try:
                     self._places = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for shape, dtype in layout]

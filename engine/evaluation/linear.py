@@ -58,7 +58,7 @@ def folds_of(
     words = f"{folds} folds of the training images choose the strength"
     if len(few := np.flatnonzero((counts > 0) & (counts < folds))):
         names = [str((dataset.classes or range(len(counts)))[label]) for label in few]
-        names = names[:MOST_NAMED] + ["..."] * (len(few) > MOST_NAMED)
+        names = names[:MOST_NAMED] + (["..."] if len(few) > MOST_NAMED else [])
         words += f"; fewer images than folds have {counted(len(few), 'class')}: {', '.join(names)}"
     return fold_of, f"{words}."
 

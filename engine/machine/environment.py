@@ -85,7 +85,7 @@ def environment_table(config: Config, world: World, device: torch.device, member
     rows = [("rank", "machine", "local rank", "process", "threads", "device")]
     keys = ("rank", "host", "local_rank", "pid", "threads", "device")
     rows += [tuple(str(member[key]) for key in keys) for member in members[:MAX_ROWS]]
-    lines = aligned(rows) + [f"... and {len(members) - MAX_ROWS} more"] * (len(members) > MAX_ROWS)
+    lines = aligned(rows) + ([f"... and {len(members) - MAX_ROWS} more"] if len(members) > MAX_ROWS else [])
     launcher = f"{started_as('main_multi_gpu.py')} itself" if LAUNCHER_PID in os.environ else world.launcher
     machines = counted(len({member["host"] for member in members}), "machine")
     lines += [

@@ -294,7 +294,7 @@ def advise_faster_loading(setting: Setting) -> str:
     elif setting.stored == "tar files":
         ways.append(f"packed pixels instead of encoded images ({started_as('scripts/pack_images.py')} -raw)")
     if not ways:
-        packed = ", and the images are packed as pixels already" * (setting.stored == "pixels")
+        packed = ", and the images are packed as pixels already" if setting.stored == "pixels" else ""
         return (
             f"There are {setting.workers} loading processes for {counted(setting.cores, 'core')}{packed}: only more "
             "cores, a faster disk or less augmentation would help; see docs/performance.md"

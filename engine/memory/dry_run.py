@@ -336,7 +336,7 @@ def _costs(
     if config.trains_on_features and updates:
         yield "           features are kept: the estimate is one pass over the images; then an epoch takes seconds"
         updates, computed, epochs = per_epoch, per_epoch, 1.0
-    validations = max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0)
+    validations = max(1, round(epochs / config.VALIDATE_FREQ)) if updates else 0
     validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)
     for name, (update, validation) in costs.items():
         left = computed * update + validations * validation

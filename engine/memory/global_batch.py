@@ -54,11 +54,13 @@ def _with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> 
     if not same or total == at_once * before:
         return config
     if total % at_once:
-        other = f", or set TRAIN.GLOBAL_BATCH={total} and a -batch_size that divides {total // processes}"
+        other = ""
+        if total % processes == 0:
+            other = f", or set TRAIN.GLOBAL_BATCH={total} and a -batch_size that divides {total // processes}"
         raise UserError(
             f"{checkpoint.folder}: trained with a global batch of {total} on {counted(saved['processes'], 'process')}; "
             f"on {counted(processes, 'process')} with DATA.BATCH_SIZE {batch}, no TRAIN.ACCUM_ITER gives "
-            f"that global batch. Choose another number of processes{other * (total % processes == 0)}."
+            f"that global batch. Choose another number of processes{other}."
         )
     if processes != saved["processes"]:
         log.info("Number of processes: %d instead of %d.", processes, saved["processes"])

@@ -27,7 +27,7 @@ def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
     last = read_index(trainer.folder / CHECKPOINTS)["last"]
     resume = f"The last checkpoint is {last}: resume from it with -resume {trainer.folder} and one of these."
     taken = config.OUTPUT is not None and config.MODEL.RESUME != AUTO  # the folder contains a run now
-    again = f"There is no checkpoint yet: start again with {'another -output and ' * taken}one of these."
+    again = f"There is no checkpoint yet: start again with {'another -output and ' if taken else ''}one of these."
     return TrainingError(f"{words}\n{resume if last else again}")
 
 

@@ -125,7 +125,7 @@ class Sharding:
             classes, forced = NORMS if level == "O2" else BATCH_NORM, forced_modules(model)  # as in `HalfCopy`
             in_fp32 = [one for name, one in model.named_modules() if name in forced or isinstance(one, classes)]
             kept = {id(weight) for module in in_fp32 for weight in module.parameters()}
-        self._gathered = f", gathered in {half}" + " where autocast casts them" * (level == "O1")
+        self._gathered = f", gathered in {half}" + (" where autocast casts them" if level == "O1" else "")
         # To a type checker with an older torch, the last argument is unknown.
         return cast(Any, MixedPrecisionPolicy)(
             param_dtype=precision.choice.dtype,

@@ -33,8 +33,8 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (data.IMAGENET_MEAN, data.IMAGENET_STD))
     inputs, source = [f"mean {mean}; std {std}"], source_named(data.DATASET)
     if source is None or source.arrays != "whole":  # else no image is cropped or resized
-        crop = [f"crop {data.CROP}"] * isinstance(ready, ReadyToTrain) + [f"CROP_PCT {data.CROP_PCT:g}"]
-        crop += [f"CROP_MODE {data.CROP_MODE}"] * (data.CROP_MODE != "center") + [data.INTERPOLATION]
+        crop = ([f"crop {data.CROP}"] if isinstance(ready, ReadyToTrain) else []) + [f"CROP_PCT {data.CROP_PCT:g}"]
+        crop += ([f"CROP_MODE {data.CROP_MODE}"] if data.CROP_MODE != "center" else []) + [data.INTERPOLATION]
         inputs.append(", ".join(crop))
     rows = [
         ("device", describe_devices(run.device, world, run.threads)),

@@ -121,14 +121,14 @@ class EpochTable:
         shown = [(PLAIN, main)]
         if config.TRAIN.MODEL_EMA:
             shown.append((AVERAGE, main if by == LOSS else by))
-        named = (by, *(KNN,) * config.measures_knn, *map(metric_named, config.VALIDATE_METRICS))
+        named = (by, *((KNN,) if config.measures_knn else ()), *map(metric_named, config.VALIDATE_METRICS))
         shown += [(PLAIN, metric) for metric in named if metric not in (main, LOSS)]
         if TOP5 in config.task.metrics and (config.MODEL.NUM_CLASSES or 0) > 10:
             shown.append((PLAIN, TOP5))
         if MACRO_F1 in config.task.metrics:
             shown.append((PLAIN, MACRO_F1))
         self._metrics = {
-            which.marked(metric.words) + " %" * metric.percent: (which, metric)
+            which.marked(metric.words) + (" %" if metric.percent else ""): (which, metric)
             for which, metric in dict.fromkeys(shown)
         }
         widths = {"epoch": len(f"{self._epochs}") * 2 + 1 + 3 * within, "train loss": 7, "val loss": 7}

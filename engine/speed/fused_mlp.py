@@ -110,7 +110,8 @@ def _plain_mlps(model: nn.Module) -> list[Mlp]:
         act, fc1 = mlp.act, mlp.fc1
         exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
         linear = all(type(fc) is nn.Linear for fc in (fc1, mlp.fc2))
-        found += [mlp] * (exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity)
+        if exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity:
+            found.append(mlp)
     return found
 
 

@@ -170,7 +170,8 @@ def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list
         values = given.get(name, {})
         if name not in chosen:
             setting = KINDS[own.kind].setting
-            notes += [f"{name}: its settings have no effect, because {setting} does not name {name}"] * bool(values)
+            if values:
+                notes.append(f"{name}: its settings have no effect, because {setting} does not name {name}")
             continue
         try:
             own.values = {key: value for key, value in own.settings(**values) if key in values}

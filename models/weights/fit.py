@@ -92,7 +92,7 @@ def _load_tensors(module: nn.Module, found: WeightFiles, name: str, new: dict[st
     weights, target, masking = _read(found.files), module.state_dict(), isinstance(module, MaskedAutoencoder)
     unused = "head" if masking else DECODER  # a masked autoencoder has no classifier, others seldom a decoder
     given = {key: value for key, value in weights.items() if not key.startswith(f"{unused}.") or key in target}
-    changes = [f"{len(weights) - len(given)} tensors of its {unused} left out"] * (len(given) < len(weights))
+    changes = [f"{len(weights) - len(given)} tensors of its {unused} left out"] if len(given) < len(weights) else []
     before = {key: tuple(value.shape) for key, value in given.items()}
     weights = _adapt_channels(module, _filter(module, given, found.file, name))
     changes += [

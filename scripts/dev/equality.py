@@ -87,7 +87,7 @@ class Commit:
         where = ("-cfg", "configs/vit_digits.yaml", "-device", "cpu", "-output", str(run))
         settings = ("KEEP_LAST=0", "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={updates}")
         return subprocess.Popen(
-            [sys.executable, script, *where, *words, *("-ngpus", str(processes)) * (processes > 1), *settings],
+            [sys.executable, script, *where, *words, *(("-ngpus", str(processes)) if processes > 1 else ()), *settings],
             cwd=self.code,
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
@@ -120,7 +120,7 @@ def compare(name: str, old: Commit, new: Commit, only_numbers: bool) -> Iterator
         started = []
         for side in (old, new):
             way, again = side.ways[name], label.startswith("resumed")
-            words = tuple(word.format(made=side.made) for word in way.words) + ("-resume", "auto") * again
+            words = tuple(word.format(made=side.made) for word in way.words) + (("-resume", "auto") if again else ())
             processes = (way.later or way.processes) if again else way.processes
             started.append((side, side.train(words, processes, side.runs / run, updates)))
         finish(started)

@@ -63,7 +63,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        return ", ".join(filter(None, (self.kind, "compiled" * self.compiled, self.precision)))
+        return ", ".join(filter(None, (self.kind, "compiled" if self.compiled else "", self.precision)))
 
 
 def set_up(

@@ -567,7 +567,7 @@ def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near
     before = text_of(data).rstrip("\n")
     today = datetime.date.today().isoformat()
     head = f"# Images to exclude (DATA.EXCLUDE), found by {started_as('scripts/check_data.py')} on {today}"
-    lines = ["# " * (one.kind == "storage") + line_of(one.name, one.about, data) for _, one in chosen.values()]
+    lines = [("# " if one.kind == "storage" else "") + line_of(one.name, one.about, data) for _, one in chosen.values()]
     counts = Counter((found.split, kind) for kind, found in chosen.values() if found.kind != "storage")
     if lost := len(chosen) - counts.total():
         log.warning("Images not excluded, because of storage errors: %d. Check again when the storage is back.", lost)

@@ -307,7 +307,7 @@ class Found:
         if self.not_judged:
             names = ", ".join(self.not_judged)
             lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
-        count = f"{counted(self.verdict.number, 'label')} look{'s' * (self.verdict.number == 1)} wrong"
+        count = f"{counted(self.verdict.number, 'label')} look{'s' if self.verdict.number == 1 else ''} wrong"
         chance = f"up to {self.verdict.if_right} would"
         if self.verdict.surer:  # of the nearest images
             chance = f"{self.verdict.agreed} of them by their nearest images, too, where {chance}"

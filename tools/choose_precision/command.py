@@ -183,7 +183,7 @@ def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[st
     elif small := [one for one in sound if (one.memory or 1) <= SMALLER and (one.speed or 0) * noisy >= 1]:
         chosen, gains = min(small, key=lambda one: one.memory or 1), "no faster, but"
     else:
-        why = f" (the speed of equal runs varied by {100 * base.speed_noise:.0f} %)" * (base.speed_noise > 0.02)
+        why = f" (the speed of equal runs varied by {100 * base.speed_noise:.0f} %)" if base.speed_noise > 0.02 else ""
         gains = (
             f"of the precisions that trained as well as fp32, none was faster by more than both "
             f"{100 * (FASTER - 1):.0f} % and the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without "
@@ -263,7 +263,7 @@ def main(argv: list[str]) -> int:
                 one.notes.append(f"its layers could not be examined: {reason(error)}")
         judge(one, base, asked.updates, emulated(mode, device))
 
-    advice = recommend(found, base, "-amp off" + " AMP.TF32=false" * config.AMP.TF32)
+    advice = recommend(found, base, "-amp off" + (" AMP.TF32=false" if config.AMP.TF32 else ""))
     log.info("\n%s\n", "\n".join(in_columns(_rows(found, base))))
     log_lines(details(found, base, on_gpu=device.type == "cuda"))
     about = {
@@ -359,7 +359,7 @@ def details(found: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
     if not on_gpu:
         lines.append("memory: peak of the whole process, Python and libraries (about 0.5 GB) included")
     noise = f"speed: three runs of fp32 varied by {100 * base.speed_noise:.0f} %; smaller differences are noise"
-    lines.append(noise + "; repeat the measurement when the machine is idle" * (base.speed_noise > MUCH_NOISE))
+    lines.append(noise + ("; repeat the measurement when the machine is idle" if base.speed_noise > MUCH_NOISE else ""))
     if (waited := base.runs[0].data_wait_percent) > MUCH_WAITING:
         lines.append(
             f"data: fp32 waited for samples {waited:.0f} % of the time; while loading is the bottleneck, no precision "

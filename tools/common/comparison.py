@@ -253,7 +253,12 @@ def best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
 
 def in_words(verdicts: Sequence[dict[str, Any]]) -> list[str]:
     """The sentences, each with its details."""
-    return [line for each in verdicts for line in (each["text"], f"  ({each['details']})")[: 1 + bool(each["details"])]]
+    lines = list[str]()
+    for each in verdicts:
+        lines.append(each["text"])
+        if each["details"]:
+            lines.append(f"  ({each['details']})")
+    return lines
 
 
 def _verdict(
@@ -296,7 +301,7 @@ def troubles(runs: ByName, failed: dict[str, list[str]], names: Sequence[str]) -
             problems.append(f"{name}: {len(failed[name])} of {count} runs failed: {failed[name][0]}")
         by = unit(rows.values())
         if diverged := [number for number, row in rows.items() if row["diverged"]]:
-            which = f"{by}{'s' * (len(diverged) > 1)} {', '.join(map(str, diverged))}"
+            which = f"{by}{'s' if len(diverged) > 1 else ''} {', '.join(map(str, diverged))}"
             problems.append(f"{name}: diverged with {which}: the loss ended as NaN or well above its start")
         for number, row in rows.items():
             fraction = row["skipped"] / max(row["updates"], 1)
@@ -404,7 +409,7 @@ MOST_NAMED = 3
 
 def validation_keys(config: Config) -> tuple[str, ...]:
     """Settings that may choose what a run is validated on."""
-    return VALIDATION + HIDDEN * (config.task == NO_LABELS)
+    return VALIDATION + HIDDEN if config.task == NO_LABELS else VALIDATION
 
 
 def is_finished(folder: Path) -> bool:
@@ -597,8 +602,8 @@ def _one_run_each(
         return f"{said}. That is too few to tell: repeat both with more seeds."
     within = "within chance" if low <= 0 <= high else "more than the choice of images explains"
     return (
-        f"{said}. On {images:,} images{', paired,' * (paired is not None)} this is {within}: 95 % interval"
-        f"{f' for all {comparisons} pairs' * (comparisons > 1)} {low:+.1f} to {high:+.1f} points. "
+        f"{said}. On {images:,} images{'' if paired is None else ', paired,'} this is {within}: 95 % interval"
+        f"{f' for all {comparisons} pairs' if comparisons > 1 else ''} {low:+.1f} to {high:+.1f} points. "
         "Whether another seed would give the same, only more seeds can tell."
     )
 

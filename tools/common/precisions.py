@@ -45,10 +45,15 @@ class Mode:
     def flags(self, user: AmpConfig) -> str:
         """Flags that select this precision, given the user's other settings; they replace -amp."""
         if not self.dtype:
-            words = ["-amp off"] + [f"AMP.TF32={str(self.tf32).lower()}"] * (self.tf32 or user.TF32)
+            words = ["-amp off"]
+            if self.tf32 or user.TF32:
+                words.append(f"AMP.TF32={str(self.tf32).lower()}")
         else:  # -amp bf16 leaves the level to the other settings
-            words = [f"-amp {self.name}"] + ["AMP.LEVEL=O1"] * (self.level == "O1" != user.LEVEL)
-            words += [f"AMP.DTYPE={user.DTYPE}"] * (self.dtype == "auto" != user.DTYPE)  # as `amp` keeps it
+            words = [f"-amp {self.name}"]
+            if self.level == "O1" and user.LEVEL != "O1":
+                words.append("AMP.LEVEL=O1")
+            if self.dtype == "auto" and user.DTYPE != "auto":  # as `amp` keeps it
+                words.append(f"AMP.DTYPE={user.DTYPE}")
         return " ".join(words)
 
 

@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
     plan = make_plan(line, out)
     log_lines(plan.remarks)
     names = ("; " if plan.varied else ", ").join(plan.contenders)
-    rounds = f"each with seed{'s' * (len(plan.seeds) > 1)} {', '.join(map(str, plan.seeds))}"
+    rounds = f"each with seed{'s' if len(plan.seeds) > 1 else ''} {', '.join(map(str, plan.seeds))}"
     if plan.folds is not None:
         rounds = f"each on {plan.folds} folds, with seed {plan.seeds[0]}"
     log.info("%s: %s, %s; in %s", counted(len(plan.runs), "run"), names, rounds, out)

@@ -185,7 +185,7 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
         by = (SEVERAL_LABELS if probe[ONE_LABEL.best.name] is None else ONE_LABEL).best
         interval = probe["intervals"].get(by.name)
         value = f"{by.words} {measured(probe[by.name], interval and Interval(*interval))}"
-        name = f"{model['model']}{' (best)' * (model['model'] == best)}"
+        name = f"{model['model']}{' (best)' if model['model'] == best else ''}"
         rows.append([name, f"{model['parameters']:,}", f"{probe['folds']:.2f} %", value, f"{model['seconds']:.0f}"])
     rows += [[name, "failed", "", "", ""] for name in failed]
     by_folds = "Best is the highest accuracy in folds of the training images. Kept features take no time."

@@ -184,7 +184,7 @@ def resize_model(data: DataConfig) -> onnx.ModelProto:
     mode, crop_pct = crop_of(data)
     size = sides(data.IMAGE_SIZE)
     high, wide = (math.floor(side / crop_pct) for side in size)
-    mode += ", not square" * (mode == "center" and high != wide)
+    mode += ", not square" if mode == "center" and high != wide else ""
     channels = GREY if data.IMAGE_CHANNELS == 1 else "\n  channels = Identity (batch)"
     # As PIL: first the columns, then the rows, each rounded to whole numbers.
     return onnx.parser.parse_model(f"""

@@ -60,7 +60,7 @@ def predict_images(
     workers = auto_workers(world, asked.num_workers)
     size = asked.batch_size or trained.config.DATA.val_batch
     workers = 0 if len(paths) <= size else workers  # nothing to prefetch
-    not_finite = f"the model computes NaN or infinity{'; try -amp off' * (trained.precision.level != 'O0')}"
+    not_finite = f"the model computes NaN or infinity{'' if trained.precision.level == 'O0' else '; try -amp off'}"
     plan = whole_batches(len(paths), size, world.rank, world.size)
     loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device, shard=lambda *_: plan)
     unread = loader.broken.images if loader.broken else {}
@@ -225,7 +225,7 @@ def write_jsonl(stream: TextIO, rows: Rows, *_: object) -> None:
 def write_json(stream: TextIO, rows: Rows, *_: object) -> None:
     """JSON list of the same objects."""
     stream.write("[")
-    stream.writelines(f"{',' * (number > 0)}\n{_json(*row)}" for number, row in enumerate(rows))
+    stream.writelines(f"{',' if number else ''}\n{_json(*row)}" for number, row in enumerate(rows))
     stream.write("\n]\n")
 
 

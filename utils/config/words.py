@@ -163,7 +163,7 @@ def _conditions(texts: Sequence[str]) -> list[str]:
 def _met(rule: Rule, read: Read) -> str:
     """The conditions that hold, with their values, but for TRAINING, which goes without saying."""
     met = []
-    for text in (*rule.others, *[rule.when] * bool(rule.when)):
+    for text in (*rule.others, *([rule.when] if rule.when else [])):
         key = text.partition("=")[0].rstrip("!")
         if holds(text, read) and (value := read(key)):
             met.append(key if value is True else f"{key} {one_line(value)}")

@@ -155,8 +155,8 @@ def _gather(
                 missing = [rank for rank in range(world.size) if not store.check([f"member/{rank}"])]
                 problem = (
                     f"{world.size - len(missing)} of {world.size} processes joined within {_minutes(timeout)} "
-                    f"(DIST.TIMEOUT); missing: rank{'s' * (len(missing) > 1)} {some_of(missing, 10)}. See the output "
-                    "of these ranks for the reason."
+                    f"(DIST.TIMEOUT); missing: rank{'s' if len(missing) > 1 else ''} {some_of(missing, 10)}. See the "
+                    "output of these ranks for the reason."
                 )
             else:
                 time.sleep(max(POLL, POLL_PER_RANK * world.size))

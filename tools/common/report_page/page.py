@@ -70,8 +70,9 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
                 "hue": Style(hues[name]).css,
             }
         )
+    percent = " (%)" if judged.metric.percent else ""
     return {
-        "heading": f"{judged.words[0].upper()}{judged.words[1:]} of each setting{' (%)' * judged.metric.percent}",
+        "heading": f"{judged.words[0].upper()}{judged.words[1:]} of each setting{percent}",
         "caption": f"Dots: {by}s, after the last epoch{judged.whose}. {kind}",
         "rows": rows,
         "ticks": [(place(tick), text) for tick, text in labelled(round_numbers(low, high, 5))],

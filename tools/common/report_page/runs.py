@@ -231,7 +231,7 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
             after += f", which is no better than {found.guessing} ({guess})"
         else:
             doubt = found.interval is not None and found.interval.low <= found.guess
-            after += f"; {found.guessing} gives {guess}{', so it may be no better than that' * doubt}"
+            after += f"; {found.guessing} gives {guess}{', so it may be no better than that' if doubt else ''}"
     before = f"Its {found.metric.plain_words or found.metric.words} is "
     figure = found.metric.number(found.value)
     return {"learnt": learnt, "before": before, "figure": figure, "after": f"{after}.", "remarks": remarks}

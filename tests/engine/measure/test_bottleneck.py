@@ -38,11 +38,11 @@ NAP = 0.12
 
 def tally(waited: float = 0.0, *, updates: int = 100, **stages: Any) -> Tally:
     """A run of 100 seconds, at 820 images per second. Stages are percent; the rest is the backward pass."""
-    times = None
-    if stages:
-        rest = 100 - sum(stages.values())
-        names = (DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER)
-        times = StageTimes(updates, dict.fromkeys(names, 0.0) | {BACKWARD: rest} | stages)
+    if not stages:
+        return Tally(updates, 82_000, 100.0, waited)
+    rest = 100 - sum(stages.values())
+    names = (DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER)
+    times = StageTimes(updates, dict.fromkeys(names, 0.0) | {BACKWARD: rest} | stages)
     return Tally(updates, 82_000, 100.0, waited, times)
 
 
@@ -184,7 +184,6 @@ def test_tally_leaves_out_set_up_and_validation(monkeypatch: pytest.MonkeyPatch)
     updates(20, 1.0)
     made.read(waited=1.0)
     assert (made.tally.updates, made.tally.images, made.tally.seconds, made.tally.waited) == (40, 2560, 40.0, 3.0)
-    assert made.tally.stages is not None
     assert made.tally.stages.seconds[FORWARD] == 40.0
     assert made.tally.stages.total == 40.0
 

@@ -88,9 +88,6 @@ PADDLE: dict[str, tuple[str, ...]] = {
     "kldiv_loss": ("kl_div",),
 }
 
-# batch_norm updates its running statistics in place: the update would be lost in a cast copy.
-_FIRST_INPUT_ONLY = ("batch_norm",)
-
 
 def check_names(white: Sequence[str], black: Sequence[str]) -> None:
     """Reject unknown operators, and operators that are on both lists."""
@@ -121,12 +118,12 @@ class OpLists:
         self._names = (*white, *black)
         self.white, self.black = operators_named(white), operators_named(black)
         self._called: set[str] = set()
-        self._undo: ExitStack | None = None
+        self._undo = ExitStack()
 
     def __enter__(self) -> Self:
         if not (self.white or self.black):
             return self
-        self._undo = ExitStack()
+        self._undo.callback(_reset_compiler)
         library = torch.library.Library("aten", "IMPL")
         self._undo.callback(library._destroy)
         key = f"Autocast{self.device_type.upper()}"
@@ -146,15 +143,12 @@ class OpLists:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._undo is not None:
-            self._undo.close()
-            self._undo = None
-            _reset_compiler()
+        self._undo.close()
 
     def warn_uncalled(self) -> None:
         """Warn about listed operators that the model has not called under autocast; call it after the first update."""
         uncalled = [name for name in self._names if not operators_named([name]).keys() & self._called]
-        if self._undo is not None and uncalled:
+        if uncalled:
             log.warning(
                 "AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: the model never calls %s; listing %s has no effect.",
                 ", ".join(uncalled),
@@ -180,7 +174,8 @@ def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[s
     """
     base, _, variant = overload.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), variant or "default")
-    castable = 1 if name in _FIRST_INPUT_ONLY else None
+    # Of batch_norm only the images: it updates its running statistics in place, which would be lost in a cast copy.
+    castable = 1 if name == "batch_norm" else None
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         called.add(name)

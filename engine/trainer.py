@@ -344,7 +344,4 @@ class Trainer:
 
     def _draw(self, force: bool = False) -> None:
         if self.world.first:
-            self._curves.draw(self._title + self.best_words(", best "), force)
-
-    def best_words(self, before: str = "") -> str:
-        return before + self.best.words() if self.best.figure is not None else ""
+            self._curves.draw(self._title + self.best.words_after(", best "), force)

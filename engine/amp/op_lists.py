@@ -133,8 +133,7 @@ class OpLists:
             for operators, low in ((self.white, True), (self.black, False)):
                 for name, overloads in operators.items():
                     for overload in overloads:
-                        kernel = _kernel(name, overload, self.device_type, low, self._called)
-                        library.impl(overload, kernel, key)
+                        library.impl(overload, _kernel(name, overload, self.device_type, low, self._called), key)
         # torch caches compiled graphs on disk: graphs compiled with other lists must not be reused.
         tag = f"{compiler_config.cache_key_tag} {key} white={sorted(self.white)} black={sorted(self.black)}"
         self._undo.enter_context(compiler_config.patch(cache_key_tag=tag))  # pyright: ignore[reportAttributeAccessIssue]

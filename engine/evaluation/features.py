@@ -166,8 +166,7 @@ def features_of(
             "%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", what, folder, size_words(needed)
         )
         with Progress(None, len(missing), "images", "features", shown=world.first) as bar:
-            mine = missing // BLOCK % world.size == world.rank
-            compute(missing[mine], bar)  # others may have begun already
+            compute(missing[missing // BLOCK % world.size == world.rank], bar)  # others may have begun already
             # Those of a process that is slower, or that could not read them
             while world.first and len(missing := np.setdiff1d(np.flatnonzero(~complete), [*broken.images])):
                 compute(missing[missing // BLOCK == missing[-1] // BLOCK], bar)

@@ -111,8 +111,7 @@ class Perf:
     stages: StageTimes = NOT_MEASURED
 
     def as_dict(self) -> dict[str, float]:
-        values = {**vars(self), **self.extra()}
-        return {key: round(value, 4) for key, value in values.items() if key != "stages"}
+        return {key: round(value, 4) for key, value in {**vars(self), **self.extra()}.items() if key != "stages"}
 
     def extra(self) -> dict[str, float]:
         """Milliseconds per update by stage, if stages are measured."""
@@ -154,8 +153,7 @@ class Throughput:
             self._later += now
         else:
             self._first, self._started = now, True
-        rate = now.images / passed
-        perf = Perf(rate, now.waited_percent, peak_memory_gb(self._device), self.total, now.stages)
+        perf = Perf(now.images / passed, now.waited_percent, peak_memory_gb(self._device), self.total, now.stages)
         self._reset()
         return perf
 
@@ -229,15 +227,14 @@ class Bottleneck:
         return {**asdict(self), **rounded, "could_take": round(self.could_take, 2), "shares": shares}
 
 
-def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None = None) -> Bottleneck | None:
+def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bottleneck | None:
     """The bottleneck, or None after too few updates.
 
     `waited`: of each rank, the percent spent waiting for data; a slow loader on one makes the others wait for it.
     """
     if tally.updates < MIN_UPDATES:
         return None
-    ranks = waited or [tally.waited_percent]
-    longest = max(ranks)
+    longest = max(waited)
     stages = tally.stages.percent()
     percents = {bound: stages.get(stage, 0.0) for bound, stage in STAGE_OF.items()} | {INPUT: longest}
     over = [bound for bound, percent in percents.items() if percent >= THRESHOLDS[bound]]
@@ -246,7 +243,7 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None =
     could_take = rate / max(1 - longest / 100, 0.01)
     device = "GPU" if setting.device in ("cuda", "mps") else "CPU"
     if bound == INPUT:
-        slowest = f" of rank {ranks.index(longest)}" if len(ranks) > 1 else ""
+        slowest = f" of rank {waited.index(longest)}" if len(waited) > 1 else ""
         text = (
             f"input-bound: the {device}{slowest} waited for data {longest:.0f} % of the time. The loader delivers "
             f"{shown_rate(rate)} images/s; the model could train on {shown_rate(could_take)}. "

@@ -47,7 +47,7 @@ def tally(waited: float = 0.0, *, updates: int = 100, **stages: Any) -> Tally:
 
 
 def bottleneck(found: Tally, setting: Setting = ON_A_GPU, waited: list[float] | None = None) -> Bottleneck:
-    made = find_bottleneck(found, setting, waited)
+    made = find_bottleneck(found, setting, waited or [found.waited_percent])
     assert made is not None
     return made
 
@@ -151,9 +151,9 @@ def test_bottleneck_is_that_of_the_slowest_rank() -> None:
 
 
 def test_no_bottleneck_after_too_few_updates() -> None:
-    assert find_bottleneck(tally(waited=41.0, updates=9), ON_A_GPU) is None
-    assert find_bottleneck(tally(waited=41.0, updates=10), ON_A_GPU) is not None
-    assert find_bottleneck(Tally(), ON_A_GPU) is None
+    assert find_bottleneck(tally(waited=41.0, updates=9), ON_A_GPU, [41.0]) is None
+    assert find_bottleneck(tally(waited=41.0, updates=10), ON_A_GPU, [41.0]) is not None
+    assert find_bottleneck(Tally(), ON_A_GPU, [0.0]) is None
 
 
 def test_tally_leaves_out_set_up_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:

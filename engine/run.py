@@ -248,8 +248,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
 def _strange(ready: ReadyToTrain, folder: Path) -> list[str]:
     """What looks wrong with the validation images, by the last validation's predictions."""
     table = read_predictions(folder, ready.position.update) or {}
-    guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
-    if guesses is None:
+    if (guesses := table.get("guess", table.get(f"{AVERAGE.prefix}guess"))) is None:
         return []
     columns = table["labels"].astype(int), guesses.astype(int)
     return strange(*columns, ready.val_set.classes or [], ready.choices.get(FOLDS))

@@ -274,8 +274,7 @@ class Trainer:
         better = best_set(values, metric_named(by)) or PLAIN
         best_now = Best(figure=values[better], kind=f"{better.prefix}{by}", update=here.update, epoch=here.epoch)
         improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
-        top1 = getattr(metrics[better], TOP1.name, None) if by == TOP1.name else None
-        mark = mark_of_best(self._guess, top1) if improved else ""
+        mark = mark_of_best(self._guess, best_now.figure if by == TOP1.name else None) if improved else ""
         if self.world.first:
             keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, here.update)
         self.reporter.validation(here, metrics, seconds, mark)

@@ -67,8 +67,7 @@ class LossScaler(torch.amp.GradScaler):
         scale.copy_(torch.where(enough, (scale * backoff).clamp(min=self._floor), scale))
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if state:
+        if state := super().state_dict():
             count = self._overflows_in_a_row
             state["bad_in_a_row"] = self._restored_overflows if count is None else int(count)
         return state

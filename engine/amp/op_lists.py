@@ -146,8 +146,7 @@ class OpLists:
 
     def warn_uncalled(self) -> None:
         """Warn about listed operators that the model has not called under autocast; call it after the first update."""
-        uncalled = [name for name in self._names if not operators_named([name]).keys() & self._called]
-        if uncalled:
+        if uncalled := [name for name in self._names if not operators_named([name]).keys() & self._called]:
             log.warning(
                 "AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: the model never calls %s; listing %s has no effect.",
                 ", ".join(uncalled),

@@ -271,8 +271,7 @@ class Blame(Overflow):
         if self.operation:
             parts.append(self._samples())
         parts.append(f"loss scale {self.scale:g}")
-        late = self.noticed_at - self.update
-        if late:
+        if late := self.noticed_at - self.update:
             parts.append(f"noticed {counted(late, 'update')} later, and replayed with the weights of that later update")
         if self.passed_over:
             parts.append(f"{self.passed_over} skipped updates before it were not replayed")

@@ -132,7 +132,8 @@ def whose_data(config: Config, saved: Chosen | None) -> Origin:
         except UserError as error:
             raise UserError(f"{error} For other images than the run's, give DATA.{key}=null.") from None
     as_trained = _with(config, {key: own.get(key) for key in ("DATA.EXCLUDE", "DATA.RELABEL")})
-    for one in (config, as_trained)[: 1 + (as_trained.DATA != config.DATA)]:  # an evaluation may leave out others
+    # An evaluation may leave out others.
+    for one in (config,) if as_trained.DATA == config.DATA else (config, as_trained):
         with suppress(UserError):
             if _has_samples(one, samples):
                 return "moved"

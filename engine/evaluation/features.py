@@ -243,8 +243,7 @@ def contents_of(dataset: ImageDataset) -> str:
             except OSError:  # no file, such as an image that own code makes; loading reports one that is missing
                 with contextlib.suppress(OSError, Unreadable):
                     digest.update(bytes(np.asarray(samples.read(index)).data))
-    pixels = getattr(getattr(dataset, "samples", None), "pixels", None)
-    if pixels is not None:
+    if (pixels := getattr(getattr(dataset, "samples", None), "pixels", None)) is not None:
         digest.update(pixels.data)
     return digest.hexdigest()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NoReturn
@@ -130,13 +130,11 @@ def first_call(model: nn.Module, images: Tensor, precision: Precision, left_out:
         calls.append(Call(layer, tuple(leaves), named, precision, left_out))
         raise _LayerReached
 
-    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in attention_layers(model)]
-    try:  # in eval mode: layers before attention must not update running statistics
-        with torch.no_grad(), precision.autocast(), in_eval_mode(model), suppress(_LayerReached):
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    # In eval mode: layers before attention must not update running statistics.
+    with ExitStack() as hooks, torch.no_grad(), precision.autocast(), in_eval_mode(model), suppress(_LayerReached):
+        for layer in attention_layers(model):
+            hooks.enter_context(layer.register_forward_pre_hook(record, with_kwargs=True))
+        model(images)
     return calls[0]
 
 

@@ -105,12 +105,10 @@ def _first_weights(config: Config) -> str | None:
 
 def with_data_set(loaded: Loaded) -> Loaded:
     """The settings with the data set that is recognised in DATA_PATH, unless the user has named one."""
-    place = loaded.config.DATA.DATA_PATH
-    if place is not None and loaded.is_default(DATASET):
+    if (place := loaded.config.DATA.DATA_PATH) is not None and loaded.is_default(DATASET):
         from datasets.recognise import recognise
 
-        found = recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)
-        if found is not None:
+        if (found := recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)) is not None:
             return loaded.with_values({DATASET: found[0]}, f"recognised in {place}", [f"{DATASET} {': '.join(found)}"])
     return loaded
 

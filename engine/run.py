@@ -187,9 +187,8 @@ def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder:
         place = resumed_run(config) or folder
         if world.first:
             log.info(next_commands(run, position, ready.best, place))
-        validated = f", best {ready.best.words()}" if ready.best.figure is not None else ""
-        updates = counted(position.update, "update")
-        log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
+        done = counted(position.update, "update") + ready.best.words_after(", best ")
+        log.info("This run had already finished: %s; its folder is %s", done, place)
     return finished
 
 
@@ -240,7 +239,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         log_lines((context, *_strange(ready, folder), copies_in_words(folder), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
-    best, total = trainer.best_words(": best "), clock(time.monotonic() - stopping.BEGAN)
+    best, total = trainer.best.words_after(": best "), clock(time.monotonic() - stopping.BEGAN)
     log.info("%s%s; total time %s%s", words, best, total, place)
     if run.world.first and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_bytes(os.fsencode(f"{folder}\n"))
@@ -249,8 +248,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
 def _strange(ready: ReadyToTrain, folder: Path) -> list[str]:
     """What looks wrong with the validation images, by the last validation's predictions."""
     table = read_predictions(folder, ready.position.update) or {}
-    guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
-    if guesses is None:
+    if (guesses := table.get("guess", table.get(f"{AVERAGE.prefix}guess"))) is None:
         return []
     columns = table["labels"].astype(int), guesses.astype(int)
     return strange(*columns, ready.val_set.classes or [], ready.choices.get(FOLDS))

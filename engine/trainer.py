@@ -275,8 +275,7 @@ class Trainer:
         better = best_set(values, metric_named(by)) or PLAIN
         best_now = Best(figure=values[better], kind=f"{better.prefix}{by}", update=here.update, epoch=here.epoch)
         improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
-        top1 = getattr(metrics[better], TOP1.name, None) if by == TOP1.name else None
-        mark = mark_of_best(self._guess, top1) if improved else ""
+        mark = mark_of_best(self._guess, best_now.figure if by == TOP1.name else None) if improved else ""
         if self.world.first:
             keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, here.update)
         self.reporter.validation(here, metrics, seconds, mark)
@@ -345,7 +344,4 @@ class Trainer:
 
     def _draw(self, force: bool = False) -> None:
         if self.world.first:
-            self._curves.draw(self._title + self.best_words(", best "), force)
-
-    def best_words(self, before: str = "") -> str:
-        return before + self.best.words() if self.best.figure is not None else ""
+            self._curves.draw(self._title + self.best.words_after(", best "), force)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,16 @@ BASE = "base_names"
 def count_parameters(module: nn.Module) -> tuple[int, int]:
     """Numbers of all and of trainable parameters."""
     return (sum(p.numel() for p in module.parameters()), sum(p.numel() for p in module.parameters() if p.requires_grad))
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def frozen_weights(model: nn.Module) -> list[str]:

@@ -42,23 +42,22 @@ class LossScaler(torch.amp.GradScaler):
 
     def update(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no scale is given from outside
         scale, _ = self._check_scale_growth_tracker("update")
-        if self._dynamic and self._backoff_after == 1:
+        if not self._dynamic:
+            super().update(scale)
+            return
+        if self._backoff_after == 1:
             super().update()
             scale.clamp_(min=self._floor)
             return
         (state,) = self._per_optimizer_states.values()
         (flag,) = state["found_inf_per_device"].values()
         overflowed = flag > 0
-        growth, backoff = self._growth_factor, self._backoff_factor
         # torch's kernel counts the good updates. Lowering the scale is done here, so torch's own backoff is disabled.
-        self._backoff_factor = 1.0
-        self._growth_factor = growth if self._dynamic else 1.0
+        backoff, self._backoff_factor = self._backoff_factor, 1.0
         try:
             super().update()
         finally:
-            self._growth_factor, self._backoff_factor = growth, backoff
-        if not self._dynamic:
-            return
+            self._backoff_factor = backoff
         if self._overflows_in_a_row is None:
             count = self._restored_overflows
             self._overflows_in_a_row = torch.full((), count, dtype=torch.int32, device=scale.device)
@@ -68,8 +67,7 @@ class LossScaler(torch.amp.GradScaler):
         scale.copy_(torch.where(enough, (scale * backoff).clamp(min=self._floor), scale))
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if state:
+        if state := super().state_dict():
             count = self._overflows_in_a_row
             state["bad_in_a_row"] = self._restored_overflows if count is None else int(count)
         return state

@@ -88,9 +88,6 @@ PADDLE: dict[str, tuple[str, ...]] = {
     "kldiv_loss": ("kl_div",),
 }
 
-# batch_norm updates its running statistics in place: the update would be lost in a cast copy.
-_FIRST_INPUT_ONLY = ("batch_norm",)
-
 
 def check_names(white: Sequence[str], black: Sequence[str]) -> None:
     """Reject unknown operators, and operators that are on both lists."""
@@ -121,12 +118,12 @@ class OpLists:
         self._names = (*white, *black)
         self.white, self.black = operators_named(white), operators_named(black)
         self._called: set[str] = set()
-        self._undo: ExitStack | None = None
+        self._undo = ExitStack()
 
     def __enter__(self) -> Self:
         if not (self.white or self.black):
             return self
-        self._undo = ExitStack()
+        self._undo.callback(_reset_compiler)
         library = torch.library.Library("aten", "IMPL")
         self._undo.callback(library._destroy)
         key = f"Autocast{self.device_type.upper()}"
@@ -136,8 +133,7 @@ class OpLists:
             for operators, low in ((self.white, True), (self.black, False)):
                 for name, overloads in operators.items():
                     for overload in overloads:
-                        kernel = _kernel(name, overload, self.device_type, low, self._called)
-                        library.impl(overload, kernel, key)
+                        library.impl(overload, _kernel(name, overload, self.device_type, low, self._called), key)
         # torch caches compiled graphs on disk: graphs compiled with other lists must not be reused.
         tag = f"{compiler_config.cache_key_tag} {key} white={sorted(self.white)} black={sorted(self.black)}"
         self._undo.enter_context(compiler_config.patch(cache_key_tag=tag))  # pyright: ignore[reportAttributeAccessIssue]
@@ -146,15 +142,11 @@ class OpLists:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._undo is not None:
-            self._undo.close()
-            self._undo = None
-            _reset_compiler()
+        self._undo.close()
 
     def warn_uncalled(self) -> None:
         """Warn about listed operators that the model has not called under autocast; call it after the first update."""
-        uncalled = [name for name in self._names if not operators_named([name]).keys() & self._called]
-        if self._undo is not None and uncalled:
+        if uncalled := [name for name in self._names if not operators_named([name]).keys() & self._called]:
             log.warning(
                 "AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: the model never calls %s; listing %s has no effect.",
                 ", ".join(uncalled),
@@ -180,7 +172,8 @@ def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[s
     """
     base, _, variant = overload.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), variant or "default")
-    castable = 1 if name in _FIRST_INPUT_ONLY else None
+    # Of batch_norm only the images: it updates its running statistics in place, which would be lost in a cast copy.
+    castable = 1 if name == "batch_norm" else None
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         called.add(name)

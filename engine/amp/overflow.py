@@ -191,8 +191,7 @@ class _ExtremesRecorder(TorchDispatchMode):
         if _is_checkable(images):
             self._paused = True
             self.records.append(_Record(BATCH, Place(BATCH, "images"), FORWARD, images.dtype, "", _extremes(images)))
-            self._outputs.append((1, _row_norms(images)))
-            self._paused = False
+            self.module_output(images)
 
     def first_overflow(self, loss: Tensor, records_before_loss: int) -> Found | None:
         """Only this method waits for the device. Rows are those of the first module output after the operation."""
@@ -272,8 +271,7 @@ class Blame(Overflow):
         if self.operation:
             parts.append(self._samples())
         parts.append(f"loss scale {self.scale:g}")
-        late = self.noticed_at - self.update
-        if late:
+        if late := self.noticed_at - self.update:
             parts.append(f"noticed {counted(late, 'update')} later, and replayed with the weights of that later update")
         if self.passed_over:
             parts.append(f"{self.passed_over} skipped updates before it were not replayed")

@@ -248,8 +248,7 @@ def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
             raise UserError("AMP.DTYPE fp8 needs torchao, which is not installed: pip install torchao") from None
     if amp.LEVEL in ("NAIVE", "O3"):
         autocast_only = ("CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES", "AUTO_FP32")
-        given = [f"AMP.{key}" for key in autocast_only if getattr(amp, key)]
-        if given:
+        if given := [f"AMP.{key}" for key in autocast_only if getattr(amp, key)]:
             raise UserError(
                 f"{', '.join(given)} cannot be used with AMP.LEVEL {amp.LEVEL}, which works without autocast "
                 "and cannot choose the precision of single operators or modules; use O1 or O2."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -81,8 +82,7 @@ def show_precisions(config: Config) -> str:
 
 def amp_table(model: nn.Module, run_forward: Callable[[], object]) -> str:
     """The table for `model`. `run_forward` runs the model once, as training does: under autocast, but not compiled."""
-    recorder = _DtypeRecorder(model)
-    with recorder:
+    with _DtypeRecorder(model) as recorder:
         run_forward()
     whole = _row("(model)", model, recorder.dtypes)
     lines = aligned([HEADINGS, (whole.label, *whole.cells), *_lines(whole.inside)])
@@ -98,19 +98,18 @@ class _DtypeRecorder(TorchDispatchMode):
         super().__init__()
         self.dtypes = {module: ModuleDtypes() for module in model.modules()}
         self._inside: list[nn.Module] = []
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
 
     def __enter__(self) -> _DtypeRecorder:
         for module in self.dtypes:
-            self._handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave_module, always_call=True))
+            self._hooks.enter_context(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
+            self._hooks.enter_context(module.register_forward_hook(self._leave_module, always_call=True))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside.append(module)

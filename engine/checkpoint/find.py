@@ -70,8 +70,7 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
 
 
 def _choose(config: Config, world: World) -> Checkpoint | None:
-    run = resumed_run(config)
-    if run is not None:
+    if (run := resumed_run(config)) is not None:
         bring_back(run / CHECKPOINTS)
     return _to_evaluate(config, run) if config.EVAL else _to_resume(config, run, world)
 
@@ -136,8 +135,7 @@ def _newest_to_resume(run: Path) -> Checkpoint | None:
 def _newest_of(run: Path, check: Check, advice: str = "") -> Checkpoint | None:
     """The newest checkpoint of a run that passes `check`; None of a run that has none at all."""
     root = run / CHECKPOINTS
-    checkpoint = newest_good(root, check=check)
-    if checkpoint is None and checkpoints_in(root):
+    if (checkpoint := newest_good(root, check=check)) is None and checkpoints_in(root):
         raise UserError(f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above){advice}.")
     return checkpoint
 
@@ -157,8 +155,7 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
     folder, root = _places(path)
     if folder is not None:
         return check(_of_epoch(inspect(folder), epoch))
-    found = newest_good(root, epoch, check)
-    if found is None:
+    if (found := newest_good(root, epoch, check)) is None:
         which = f" of epoch {epoch}" if epoch else ""
         saved = f" {_ends_in_words(root)}" if epoch else ""
         raise UserError(f"-resume {path}: no usable checkpoint{which} found (looked for {root}/{PREFIX}*).{saved}")
@@ -232,8 +229,7 @@ def ended_epochs(root: Path) -> dict[int, int]:
 
 
 def _ends_in_words(root: Path) -> str:
-    epochs = sorted(ended_epochs(root))
-    if not epochs:
+    if not (epochs := sorted(ended_epochs(root))):
         return "No checkpoint was saved at the end of an epoch."
     saved = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {', '.join(map(str, epochs))}"
     return f"There is a checkpoint of the end of {saved}: use -last_epoch {epochs[-1]}."

@@ -46,8 +46,7 @@ def raising_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except safetensors.SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     except RuntimeError as error:

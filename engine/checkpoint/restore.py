@@ -285,9 +285,7 @@ def check_classes(place: Path, known: list[str] | None, now: list[str] | None, c
 def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     """Raise UserError for another global batch within an epoch: the rest of the epoch would have other samples."""
     state = read_state(checkpoint, mapped=True)
-    saved, done = state["global_batch"], state["position"]
-    position = Position(done["epoch"], done["step"], done["update"])
-    now = global_batch(config, world)
+    saved, now, position = state["global_batch"], global_batch(config, world), Position(**state["position"])
     if not 0 < position.step < checkpoint.meta["samples"]["updates"] or saved == now:
         return
     each = checkpoint.meta["batch"]["per_process"]

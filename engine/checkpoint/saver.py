@@ -54,22 +54,19 @@ class HostCopy:
         if self._layout != layout:
             self._layout, self._places = layout, []  # the old memory first: there may be no room for both
             size = sum(shape.numel() * dtype.itemsize for shape, dtype in layout)
-            # In pageable memory if there is no page-locked memory; no places if there is none either.
-            for pinned in (True, False) if self._pinned else (False,):
-                self._pinned = pinned
-                try:
-                    self._places = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for shape, dtype in layout]
-                    break
-                except (RuntimeError, MemoryError) as error:
-                    self.problem = f"{size_words(size)}: {error}".partition("\n")[0]
-                if pinned:
-                    log.warning(
-                        "There is no page-locked host memory for copies of checkpoints (%s). They are made in pageable "
-                        "memory, so each save pauses training for longer.",
-                        self.problem,
-                    )
-        if len(self._places) < len(tensors):
-            return None
+            try:
+                self._places = [torch.empty(shape, dtype=dtype, pin_memory=self._pinned) for shape, dtype in layout]
+            except (RuntimeError, MemoryError) as error:
+                self._layout, self.problem = [], f"{size_words(size)}: {error}".partition("\n")[0]
+                if not self._pinned:
+                    return None
+                log.warning(
+                    "There is no page-locked host memory for copies of checkpoints (%s). They are made in pageable "
+                    "memory, so each save pauses training for longer.",
+                    self.problem,
+                )
+                self._pinned = False
+                return self.take(tree)
         for place, tensor in zip(self._places, tensors, strict=True):
             if tensor.is_cpu and tensor.is_contiguous():
                 # In one thread: memory is the limit, and on a busy machine torch's threads wait long for each other.

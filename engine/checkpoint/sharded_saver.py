@@ -113,8 +113,7 @@ class ShardWriter(RankSaver):
         if self._thread is not None:
             self._thread.join()
         self._update = snapshot.update
-        rows = self._copy.take(snapshot.tensors)
-        if rows is None:
+        if (rows := self._copy.take(snapshot.tensors)) is None:
             raise TrainingError(
                 f"no host memory for a copy of this rank's rows ({self._copy.problem}), so the checkpoint of update "
                 f"{snapshot.update} cannot be written. Use fewer processes per machine, or a machine with more memory."

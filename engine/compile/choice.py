@@ -87,8 +87,7 @@ def choose_compiling(
 
 def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple[str, str] | None:
     """The choice of the run that is resumed; None if it has none, or one for another kind of machine."""
-    how = previous.get("compile")
-    if how is None:
+    if (how := previous.get("compile")) is None:
         return None
     device_before = str(previous.get("computed_in", device.type)).partition(" ")[0]
     works_here = device_before == device.type and (how == NONE or _missing_tool(device) is None)

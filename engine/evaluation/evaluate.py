@@ -18,6 +18,7 @@ from engine.machine.late_compiler import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.setup import Ready
 from engine.task.base import Metrics
+from models.parts import in_eval_mode
 from utils.config.schema import DataConfig
 from utils.distributed.world import World
 from utils.log import log
@@ -37,20 +38,17 @@ def validate(ready: Ready, model: nn.Module, world: World, between: Callable[[],
         from engine.task.own_code import WithOwnMetrics
 
         tally = WithOwnMetrics(tally, task, len(ready.val_set), precision.device)
-    training = model.training
-    model.eval()
     try:
-        for batch in loader:
-            between()
-            with uncompiled(), precision.autocast(training=False):
-                logits = model(ready.inputs(batch.images))
-            tally.add(logits.float(), batch)
+        with in_eval_mode(model):
+            for batch in loader:
+                between()
+                with uncompiled(), precision.autocast(training=False):
+                    logits = model(ready.inputs(batch.images))
+                tally.add(logits.float(), batch)
     except Exception as error:
         if is_out_of_memory(error):
             error.add_note(IN_VALIDATION)
         raise
-    finally:
-        model.train(training)
     if loader.broken is not None:
         loader.broken.raise_together(world)
     metrics = tally.metrics(world)

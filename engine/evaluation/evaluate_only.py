@@ -42,8 +42,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
         from engine.machine.environment import check_images
 
         check_images(ready, world)
-    saved = evaluated_weights(config)
-    if saved is not None:
+    if (saved := evaluated_weights(config)) is not None:
         on_every_rank(world, lambda: check_classes(saved.place, saved.classes, ready.val_set.classes, config))
     folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
@@ -63,10 +62,8 @@ def evaluate_only(given: Run, dry: bool) -> None:
     write_run_files(run, ready, folder)
     began = time.perf_counter()
     metrics: dict[WeightSet, Metrics] = {}
-    for which in SETS if checkpoint else (PLAIN,):
+    for which in [which for which in SETS if checkpoint.has(which.file)] if checkpoint else [PLAIN]:
         if checkpoint:
-            if not checkpoint.has(which.file):
-                continue
             load_weights(ready.model, dict(open_tensors(checkpoint, which.file)), str(checkpoint.folder / which.file))
         metrics[which] = validate(ready, ready.model, world)
     # The epoch that the weights come from; the saved position may already be the start of the next one.

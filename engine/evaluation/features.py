@@ -32,7 +32,7 @@ from engine.inputs.batches import input_of
 from engine.machine.device import Run
 from engine.machine.late_compiler import uncompiled
 from engine.update import TrainState
-from models.parts import classifiers, is_inside
+from models.parts import classifiers, in_eval_mode, is_inside
 from models.sizes import sizes_of
 from utils.cache import cache_folder, process_lock
 from utils.config import Config
@@ -113,9 +113,7 @@ def features_of(
     model, images, labels = seeing.model, len(dataset), dataset.sample_labels()
     workers = auto_workers(world, config.DATA.NUM_WORKERS)
     batch = min(config.DATA.val_batch, BLOCK)
-    training = model.training
-    model.eval()
-    try:
+    with in_eval_mode(model):
         empty = torch.zeros(1, *data.shape, dtype=torch.uint8)
         shape = images, _columns(seeing, empty).shape[1]
         about = _about(seeing, config, data)
@@ -168,8 +166,7 @@ def features_of(
             "%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", what, folder, size_words(needed)
         )
         with Progress(None, len(missing), "images", "features", shown=world.first) as bar:
-            mine = missing // BLOCK % world.size == world.rank
-            compute(missing[mine], bar)  # others may have begun already
+            compute(missing[missing // BLOCK % world.size == world.rank], bar)  # others may have begun already
             # Those of a process that is slower, or that could not read them
             while world.first and len(missing := np.setdiff1d(np.flatnonzero(~complete), [*broken.images])):
                 compute(missing[missing // BLOCK == missing[-1] // BLOCK], bar)
@@ -179,8 +176,6 @@ def features_of(
             except AllRanksError as error:  # nothing is trained yet; a TrainingError ends others at once
                 raise (UserError if world.size == 1 else TrainingError)(str(error)) from None
         return Features(table, labels.astype(np.int64 if labels.ndim == 1 else np.float32), _pools(model, shape[1]))
-    finally:
-        model.train(training)
 
 
 def _about(seeing: Seeing, config: Config, data: DataConfig) -> dict[str, Any]:
@@ -248,8 +243,7 @@ def contents_of(dataset: ImageDataset) -> str:
             except OSError:  # no file, such as an image that own code makes; loading reports one that is missing
                 with contextlib.suppress(OSError, Unreadable):
                     digest.update(bytes(np.asarray(samples.read(index)).data))
-    pixels = getattr(getattr(dataset, "samples", None), "pixels", None)
-    if pixels is not None:
+    if (pixels := getattr(getattr(dataset, "samples", None), "pixels", None)) is not None:
         digest.update(pixels.data)
     return digest.hexdigest()
 
@@ -272,9 +266,8 @@ def sees_features_alone(seeing: Seeing, data: DataConfig) -> bool:
     """Whether the model's output is that of its classifier for the features, as of `_of_features`."""
     model = seeing.model
     pixels = seeing.inputs(torch.zeros(1, *data.shape, device=seeing.precision.device))
-    training, agrees = model.training, False
-    model.eval()
-    with torch.no_grad(), seeing.precision.autocast(training=False), contextlib.suppress(Exception):
+    agrees, autocast = False, seeing.precision.autocast(training=False)
+    with torch.no_grad(), autocast, in_eval_mode(model), contextlib.suppress(Exception):
         calls, classifier = list[Any](), model.get_submodule(classifiers(model)[0])
         with classifier.register_forward_hook(lambda _, *call: calls.append(call)):
             outputs = model(pixels)
@@ -282,7 +275,6 @@ def sees_features_alone(seeing: Seeing, data: DataConfig) -> bool:
         # What the classifier sees, not only its output: a new one may be all zeros.
         pairs = ([one.float().flatten(1) for one in pair] for pair in ((outputs, found), (seen, pooled)))
         agrees = all(torch.allclose(one, other, rtol=1e-2, atol=1e-2) for one, other in pairs)
-    model.train(training)
     return agrees
 
 

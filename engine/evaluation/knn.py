@@ -23,6 +23,7 @@ from engine.amp.precision import Precision
 from engine.machine.late_compiler import uncompiled
 from engine.parallel.shards import is_sharded
 from engine.task.base import sum_type_of
+from models.parts import in_eval_mode
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.keys import default_of
@@ -117,12 +118,8 @@ def classify(images: Iterable[Rows], bank: Iterable[Rows], count: int, world: Wo
     """
     features, labels, indices = (torch.cat(column) for column in zip(*images, strict=True))
     total = int(sum_over_ranks(torch.tensor(len(indices), device=indices.device), world))
-    every = []
-    for own in (features, labels):  # of all ranks, by the index of the image
-        table = own.new_zeros(total, *own.shape[1:])
-        table[indices] = own
-        every.append(sum_over_ranks(table, world))
-    rows, truth = _directions(every[0]), every[1]
+    features, truth = (_of_all_ranks(own, total, indices, world) for own in (features, labels))
+    rows = _directions(features)
     similar = rows.new_full((total, count), -torch.inf)
     classes = torch.zeros(total, count, dtype=torch.int64, device=rows.device)
     for others, labels, _ in bank:
@@ -130,16 +127,19 @@ def classify(images: Iterable[Rows], bank: Iterable[Rows], count: int, world: Wo
         for some, near, of in zip(*(one.split(AT_ONCE) for one in (rows, similar, classes)), strict=True):
             _keep_nearest(near, of, some @ more.T, labels.expand(len(some), -1))
     for near, of in zip(similar.split(AT_ONCE), classes.split(AT_ONCE), strict=True):
-        found = []  # of all ranks: ranks x images x count
-        for own in (near, of):
-            table = own.new_zeros(world.size, *own.shape)
-            table[world.rank] = own
-            found.append(sum_over_ranks(table, world))
+        found = [_of_all_ranks(own[None], world.size, [world.rank], world) for own in (near, of)]
         for rank in range(world.size):
             if rank != world.rank:
                 _keep_nearest(near, of, *(one[rank] for one in found))
     votes, weights = rows.new_zeros(total, int(classes.max()) + 1), (similar / TEMPERATURE).exp()
     return votes.scatter_add_(1, classes, weights).argmax(1), truth
+
+
+def _of_all_ranks(own: Tensor, count: int, places: Tensor | list[int], world: World) -> Tensor:
+    """A table of `count` rows, of which each rank has its own, for these places."""
+    table = own.new_zeros(count, *own.shape[1:])
+    table[places] = own
+    return sum_over_ranks(table, world)
 
 
 def _directions(features: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class Neighbours:
         self, model: nn.Module, inputs: nn.Module, precision: Precision, between: Callable[[], None] = lambda: None
     ) -> float:
         """In percent; NaN if features are not finite. A collective call. `between`: as in `validate`."""
-        training, finite = model.training, torch.ones((), dtype=torch.bool, device=precision.device)
+        finite = torch.ones((), dtype=torch.bool, device=precision.device)
 
         def rows(dataset: ImageDataset) -> Iterator[Rows]:
             world, device = self._world, precision.device
@@ -211,15 +211,14 @@ class Neighbours:
                 loader.close()
 
         sharded: Any = model if any(is_sharded(weight) for weight in model.parameters()) else None
-        model.eval()
         try:
             if sharded is not None:  # blocks gather their own weights; the others only where forward is called
                 sharded.unshard()
-            guesses, labels = classify(rows(self.images), rows(self.bank), COUNT, self._world)
+            with in_eval_mode(model):
+                guesses, labels = classify(rows(self.images), rows(self.bank), COUNT, self._world)
         finally:
             if sharded is not None:
                 sharded.reshard()
-            model.train(training)
         if sum_over_ranks((~finite).float(), self._world).item():
             return math.nan
         # Of equally near images, which rank looks first decides.

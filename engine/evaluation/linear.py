@@ -160,8 +160,7 @@ def fit(
     assert best is not None
     figure, strength, found, guesses = best
     found = of_features(found).cpu().double()
-    one = Classifier(found[:-1].T.contiguous(), found[-1].contiguous(), strength, 100 * figure)
-    return one, guesses.numpy()
+    return Classifier(found[:-1].T.contiguous(), found[-1].contiguous(), strength, 100 * figure), guesses.numpy()
 
 
 def start_at_probe(run: Run, ready: Seeing) -> float:

@@ -34,8 +34,6 @@ def build_batch_transform(train: TrainConfig, task: Task, device: torch.device) 
             device=device,  # pyright: ignore[reportArgumentType]  # timm passes it to torch unchanged
         )
     mix = Mixing(train, task) if train.mixes else None
-    if erase is None and mix is None:
-        return no_transform
 
     def transform(images: Tensor, labels: Tensor) -> TransformedBatch:
         if erase is not None:

@@ -234,6 +234,10 @@ class Best(BestState):
         metric = metric_named(by)
         return f"{which.marked(metric.words)} {metric.number(self.figure)} (epoch {self.epoch})"
 
+    def words_after(self, before: str) -> str:
+        """The words after others; '' without a validation."""
+        return "" if self.figure is None else before + self.words()
+
     def record(self) -> dict[str, Any] | None:
         """Entry for meta.json."""
         if self.figure is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.measure.throughput import OTHER, STAGES, Stages, StageTimes
+from engine.measure.throughput import NOT_MEASURED, OTHER, STAGES, Stages, StageTimes
 from utils.log import log
 
 
@@ -49,7 +49,7 @@ class EventStages(Stages):
     def pause(self) -> None:
         self._paused = True
 
-    def take(self) -> StageTimes | None:
+    def take(self) -> StageTimes:
         """Add up the events that have happened. Asking whether one has happened does not wait."""
         while len(self._open) > 1 and self._open[1][1].query():
             _, before, begins = self._open.popleft()
@@ -59,7 +59,7 @@ class EventStages(Stages):
                 self._seconds[stage] += before.elapsed_time(event) / 1000
         taken = StageTimes(self._updates, self._seconds)
         self._seconds, self._updates = _no_times(), 0
-        return taken if taken.updates else None
+        return taken if taken.updates else NOT_MEASURED
 
     def _mark(self, stage: str, begins: bool) -> None:
         event = self._new_event()

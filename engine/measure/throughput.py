@@ -50,6 +50,9 @@ class StageTimes:
         return StageTimes(self.updates + other.updates, {**other.seconds, **sums})
 
 
+NOT_MEASURED = StageTimes(0, {})
+
+
 class Stages:
     """Measures nothing; used unless REPORT_STAGES is set."""
 
@@ -62,9 +65,9 @@ class Stages:
     def pause(self) -> None:
         """Leave out the time until the next update, which is not training."""
 
-    def take(self) -> StageTimes | None:
+    def take(self) -> StageTimes:
         """Times measured since the last call."""
-        return None
+        return NOT_MEASURED
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,15 @@ class Tally:
     images: int = 0
     seconds: float = 0.0
     waited: float = 0.0
-    stages: StageTimes | None = None
+    stages: StageTimes = NOT_MEASURED
 
     def __add__(self, other: Tally) -> Tally:
-        both = [stages for stages in (self.stages, other.stages) if stages is not None]
         return Tally(
             self.updates + other.updates,
             self.images + other.images,
             self.seconds + other.seconds,
             self.waited + other.waited,
-            both[0] + both[1] if len(both) > 1 else both[0] if both else None,
+            self.stages + other.stages,
         )
 
     @property
@@ -94,7 +96,7 @@ class Tally:
         The device's is right. The host runs ahead of a GPU: it also waits while the GPU still computes, and its wait
         leaves out the time in which the GPU is idle until the host has started the next work.
         """
-        if self.stages is not None:
+        if self.stages.updates:
             return self.stages.percent()[DATA]
         return 100 * min(self.waited / max(self.seconds, 1e-9), 1.0)
 
@@ -106,20 +108,18 @@ class Perf:
     """See `Tally.waited_percent`."""
     peak_memory_gb: float
     seconds: float
-    stages: StageTimes | None = None
+    stages: StageTimes = NOT_MEASURED
 
     def as_dict(self) -> dict[str, float]:
-        values = {**vars(self), **self.extra()}
-        return {key: round(value, 4) for key, value in values.items() if key != "stages"}
+        return {key: round(value, 4) for key, value in {**vars(self), **self.extra()}.items() if key != "stages"}
 
     def extra(self) -> dict[str, float]:
         """Milliseconds per update by stage, if stages are measured."""
-        stages = {} if self.stages is None else self.stages.milliseconds()
-        return {f"{stage}_ms": value for stage, value in stages.items()}
+        return {f"{stage}_ms": value for stage, value in self.stages.milliseconds().items()}
 
     def words(self) -> str:
         """These values for a log line."""
-        if self.stages is None:
+        if not self.stages.updates:
             return ""
         stages = " ".join(f"{stage} {percent:.0f}%" for stage, percent in self.stages.percent().items())
         return f", Stages: {stages} of {1000 * self.stages.total / self.stages.updates:.3g} ms"
@@ -153,8 +153,7 @@ class Throughput:
             self._later += now
         else:
             self._first, self._started = now, True
-        rate = now.images / passed
-        perf = Perf(rate, now.waited_percent, peak_memory_gb(self._device), self.total, now.stages)
+        perf = Perf(now.images / passed, now.waited_percent, peak_memory_gb(self._device), self.total, now.stages)
         self._reset()
         return perf
 
@@ -228,16 +227,15 @@ class Bottleneck:
         return {**asdict(self), **rounded, "could_take": round(self.could_take, 2), "shares": shares}
 
 
-def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None = None) -> Bottleneck | None:
+def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bottleneck | None:
     """The bottleneck, or None after too few updates.
 
     `waited`: of each rank, the percent spent waiting for data; a slow loader on one makes the others wait for it.
     """
     if tally.updates < MIN_UPDATES:
         return None
-    ranks = waited or [tally.waited_percent]
-    longest = max(ranks)
-    stages = {} if tally.stages is None else tally.stages.percent()
+    longest = max(waited)
+    stages = tally.stages.percent()
     percents = {bound: stages.get(stage, 0.0) for bound, stage in STAGE_OF.items()} | {INPUT: longest}
     over = [bound for bound, percent in percents.items() if percent >= THRESHOLDS[bound]]
     bound = max(over, key=lambda name: percents[name]) if over else COMPUTE
@@ -245,7 +243,7 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None =
     could_take = rate / max(1 - longest / 100, 0.01)
     device = "GPU" if setting.device in ("cuda", "mps") else "CPU"
     if bound == INPUT:
-        slowest = f" of rank {ranks.index(longest)}" if len(ranks) > 1 else ""
+        slowest = f" of rank {waited.index(longest)}" if len(waited) > 1 else ""
         text = (
             f"input-bound: the {device}{slowest} waited for data {longest:.0f} % of the time. The loader delivers "
             f"{shown_rate(rate)} images/s; the model could train on {shown_rate(could_take)}. "

@@ -82,8 +82,7 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
 
     `each`: images per update and process, if the global batch is given.
     """
-    limit = _limit(config, world, device)
-    if limit is None:
+    if (limit := _limit(config, world, device)) is None:
         raise UserError(
             "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT (GiB per "
             "process), or set -batch_size to a number."

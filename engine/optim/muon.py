@@ -118,12 +118,9 @@ class Muon(Optimizer):
             if not group[MATRICES]:
                 self._step_adamw(group, weights, gradients)
                 continue
-            buffers = []
-            for weight in weights:
-                state = self.state[weight]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(weight)
-                buffers.append(state["momentum_buffer"])
+            for weight in (weight for weight in weights if not self.state[weight]):
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+            buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # as Nesterov looks
             for weight, update in zip(weights, ahead, strict=True):

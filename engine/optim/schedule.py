@@ -66,12 +66,11 @@ class Schedule:
 
     def __init__(self, scheduler: Scheduler, optimizer: Optimizer, total: int) -> None:
         self._scheduler, self._optimizer, self._total = scheduler, optimizer, total
-        self._moved = 0
         self._last: float | Tensor = 0.0
         scales = [float(group.get(SCALE, 1.0)) for group in optimizer.param_groups]
         self._reported = scales.index(1.0) if 1.0 in scales else 0
         self._reported_scale = scales[self._reported]
-        self._apply()
+        self.restore(0)
 
     def _rates(self, update: int) -> list[float]:
         self._scheduler.step_update(min(update, self._total))
@@ -118,8 +117,6 @@ class DeviceSchedule(Schedule):
 
     def __init__(self, scheduler: Scheduler, optimizer: Optimizer, total: int, device: torch.device) -> None:
         self._device, self._count = device, torch.zeros((), dtype=torch.int64, device=device)
-        self._first = self._left = 0
-        self._table: Tensor | None = None
         super().__init__(scheduler, optimizer, total)
 
     def _fill_table(self, first: int) -> None:
@@ -140,9 +137,6 @@ class DeviceSchedule(Schedule):
         self._apply()
 
     def _apply(self) -> None:
-        if self._table is None:
-            self._fill_table(0)
-        assert self._table is not None
         self._last = self._optimizer.param_groups[self._reported]["lr"].clone()
         row = self._table.index_select(0, (self._count - self._first).reshape(1))[0]
         # One call for all groups: with layer decay there are many.

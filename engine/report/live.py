@@ -49,12 +49,11 @@ class Live:
         self._resumed = start.update > 0
         brief = brief_terminal()
         self._table = brief and EpochTable(config, brief)
-        stream = sys.stderr if brief is None else sys.stdout
         self._bar = _Bar(
             desc=self._place(start),
             total=per_epoch,
             initial=start.step,
-            file=stream,
+            file=sys.stderr if brief is None else sys.stdout,
             bar_format=BAR,
             dynamic_ncols=True,
             leave=False,
@@ -137,7 +136,7 @@ class EpochTable:
         room = terminal_width() - len(GAP + "best")  # a terminal that is too narrow for all columns has the first ones
         while len(self._widths) > 2 and sum(self._widths.values()) + len(GAP) * (len(self._widths) - 1) > room:
             self._widths.popitem()
-        self._row: dict[str, str] | None = None
+        self._row: dict[str, str] = {}
         """Cells of an epoch that may still be validated"""
         self._seconds, self._mark = 0.0, ""
         self.lr: float | None = None
@@ -162,9 +161,8 @@ class EpochTable:
         }
 
     def validated(self, place: str, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str) -> None:
-        if self._row is None:
+        if not self._row:
             self.begin_row(place)
-        assert self._row is not None
         self._row["time"] = clock(self._seconds + seconds)
         self._row["val loss"] = _cell(LOSS, metrics[PLAIN].loss)
         for heading, (which, metric) in self._metrics.items():
@@ -175,9 +173,9 @@ class EpochTable:
 
     def print_row(self) -> None:
         """Print the row that was begun, if one was."""
-        if self._row is None:
+        if not self._row:
             return
-        row, self._row = self._row, None
+        row, self._row = self._row, {}
         if self._brief.lines - self._header_line >= LINES_PER_HEADER:
             self._print_header()
         text = GAP.join(row.get(name, NOTHING).rjust(width) for name, width in self._widths.items())

@@ -111,8 +111,7 @@ class Reporter:
             "skipped": reading.skipped,
             **{name: figure.value for name, figure in figures.items()},
         }
-        fields = {"step": position.step, "update": position.update, **metrics}
-        self.event("train", position, perf.as_dict(), **fields)
+        self.event("train", position, perf.as_dict(), step=position.step, update=position.update, **metrics)
         self._plot("train", {**metrics, "images_per_second": perf.images_per_second, **perf.extra()}, position.update)
 
     def epoch(self, position: Position, means: Metrics, seconds: float, verdict: Bottleneck | None = None) -> None:

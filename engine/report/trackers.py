@@ -52,9 +52,7 @@ def check_project(key: str, name: str) -> None:
         raise UserError(
             f"{key} {name}: the package {package} is not installed. Run: pip install {package}   or leave {key} out."
         )
-    if key == "MLFLOW":
-        return
-    if len(name) > 128 or set(name) & set("/\\#?%:"):
+    if key == "WANDB" and (len(name) > 128 or set(name) & set("/\\#?%:")):
         raise UserError(
             f"WANDB {name}: name a project, with at most 128 characters and none of / \\ # ? % : in its name; the "
             "environment variable WANDB_ENTITY names the team."

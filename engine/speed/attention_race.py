@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ from engine.speed.speedup import (
     backends_of,
     packed_is_possible,
 )
+from models.parts import in_eval_mode
 from utils.errors import UserError
 
 ROUNDS, WARM_UPS = 5, 2
@@ -49,7 +50,7 @@ class Call:
     inputs: tuple[Any, ...]
     named: dict[str, Any]
     precision: Precision
-    left_out: Sequence[str] = ()
+    left_out: Sequence[str]
     """See `backends_of`"""
 
     @property
@@ -94,8 +95,7 @@ def race_attention(built: BuiltModel) -> Choice:
     # attention layer's backward pass begins, checks for that before it starts a kernel, and would warn.
     torch.ones((), device=device, requires_grad=True).square().backward()
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
-        call = first_call(built.model, images, precision)
-        call.left_out = built.left_out
+        call = first_call(built.model, images, precision, built.left_out)
         known = [kind for kind in KINDS["cuda"] if built.config.wants(kind) is not False]
         if PACKED in known and not packed_is_possible(built.listed):
             known.remove(PACKED)
@@ -116,7 +116,7 @@ def race_attention(built: BuiltModel) -> Choice:
         return winner(race(call.run, kinds, _time_by_events))
 
 
-def first_call(model: nn.Module, images: Tensor, precision: Precision) -> Call:
+def first_call(model: nn.Module, images: Tensor, precision: Precision, left_out: Sequence[str] = ()) -> Call:
     """The call of the first attention layer, which is the largest: later layers have as many tokens or fewer."""
     calls: list[Call] = []
 
@@ -127,21 +127,14 @@ def first_call(model: nn.Module, images: Tensor, precision: Precision) -> Call:
             else value
             for value in inputs
         )
-        calls.append(Call(layer, tuple(leaves), named, precision))
+        calls.append(Call(layer, tuple(leaves), named, precision, left_out))
         raise _LayerReached
 
-    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in attention_layers(model)]
-    training = model.training
-    model.eval()  # layers before attention must not update running statistics
-    try:
-        with torch.no_grad(), precision.autocast():
-            model(images)
-    except _LayerReached:
-        pass
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
+    # In eval mode: layers before attention must not update running statistics.
+    with ExitStack() as hooks, torch.no_grad(), precision.autocast(), in_eval_mode(model), suppress(_LayerReached):
+        for layer in attention_layers(model):
+            hooks.enter_context(layer.register_forward_pre_hook(record, with_kwargs=True))
+        model(images)
     return calls[0]
 
 

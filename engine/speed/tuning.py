@@ -68,8 +68,7 @@ class AttentionKernel(Speedup):
             elif getattr(layer, "packed", False):
                 layer.packed = False
         _sdpa_kernel.close()
-        backends = backends_of(value, left_out=built.left_out)
-        if backends:
+        if backends := backends_of(value, left_out=built.left_out):
             from torch.nn.attention import sdpa_kernel
 
             _sdpa_kernel.enter_context(sdpa_kernel(backends, set_priority=True))

@@ -163,13 +163,12 @@ def scores_of(probabilities: np.ndarray, truth: np.ndarray) -> Scores:
     chosen = probabilities >= HALF
     _, micro, macro = f1(chosen, truth)
     _, best_micro, best_macro = f1(probabilities >= thresholds, truth)
-    exact = float((chosen == truth).all(1).mean())
     return Scores(
         map=_mean(precision, truth),
         auroc=_mean(aurocs, truth & ~truth.all(0)),
         f1_micro=micro,
         f1_macro=macro,
-        exact_match=exact,
+        exact_match=float((chosen == truth).all(1).mean()),
         f1_micro_tuned=best_micro,
         f1_macro_tuned=best_macro,
         thresholds=thresholds,

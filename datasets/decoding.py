@@ -121,7 +121,6 @@ def decoder_of_jpeg() -> str:
 
 
 def warn_of_decoder() -> None:
-    """Warn of a missing decoder."""
     if error := _import_error():
         log.warning("PIL decodes JPEG files, at half the speed of simplejpeg (%s). Run: pip install simplejpeg", error)
 

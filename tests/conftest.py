@@ -92,3 +92,9 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs on the digits, in bf16 and with a moving average. Not to be changed: tests share it."""
     words = ("TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16")
     return train_tiny(tmp_path_factory.mktemp("digits_run"), *words)
+
+
+@pytest.fixture(scope="session")
+def teacher_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the tiny recipe with another seed than the students. Not to be changed."""
+    return train_tiny(tmp_path_factory.mktemp("teacher"), "SEED=7")

@@ -155,6 +155,10 @@ def last_weights(run: Path) -> dict[str, bytes]:
     return {f"{newest.name}/{file.name}": file.read_bytes() for file in newest.glob("*.safetensors")}
 
 
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 TINY_DIGITS = """\
 DATA: {DATASET: digits, IMAGE_SIZE: 8, IMAGE_CHANNELS: 1, BATCH_SIZE: 32, IMAGENET_MEAN: 0.5, IMAGENET_STD: 0.5}
 MODEL: {NAME: tiny, NUM_CLASSES: 10, PATCH_SIZE: 4, EMBED_DIM: 16, DEPTH: 1, NUM_HEADS: 2}

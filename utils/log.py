@@ -172,7 +172,6 @@ def write_to_files(text: str, rank_0_is_lost: bool) -> None:
 
 
 def logs_to_terminal() -> bool:
-    """Whether this process logs to the terminal."""
     return _terminal() is not None
 
 

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from utils.distributed.launchers import BY_HAND
 from utils.distributed.world import World
+from vitamp.errors import INSTALLED
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTALLED = ROOT.name == "program" and (ROOT.parent / "__main__.py").is_file()
-"""Whether pip has installed the program: then it is a folder of the package `vitamp`."""
 ENTRIES = {"main_single_gpu": "train", "main_multi_gpu": "multi"}
 """Entry script -> subcommand of `vitamp`. The other subcommands have the names of their files in scripts/."""
 _SCRIPT = re.compile(r"(?<![\w/.-])(?:python )?(?:scripts/)?(\w+)\.py\b(?!, line)")
@@ -56,24 +55,23 @@ def as_typed(argv: Sequence[str]) -> str:
     return shlex.join([*start, *argv[1:]])
 
 
-def entry_script() -> Path:
-    """The script that was started, relative to the current folder if it is below."""
-    path, here = Path(sys.argv[0]).absolute(), Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+def as_seen(path: Path) -> Path:
+    """Relative to the current folder, if it is below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def tool(name: str) -> str:
     """Command that starts a tool, from the current folder, also in another tool."""
     if INSTALLED:
         return f"vitamp {name}"
-    folder = entry_script().parent
+    folder = as_seen(Path(sys.argv[0]).absolute()).parent
     folder = folder if folder.name == "scripts" else folder / "scripts"
     return f"python {shlex.quote(str(folder / f'{name}.py'))}"
 
 
 def start_again(world: World, flags: str) -> str:
     """Command that starts this script again with `flags` and as many processes."""
-    script = entry_script()
+    script = as_seen(Path(sys.argv[0]).absolute())
     by_hand = f"vitamp {ENTRIES[script.stem]}" if INSTALLED else shlex.quote(str(script))
     start = by_hand if INSTALLED else f"python {by_hand}"
     if world.size == 1:

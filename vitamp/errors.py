@@ -11,6 +11,8 @@ class UserError(Exception):
 
 
 INSTALLED = (Path(__file__).parent / "program").is_dir()
+"""Whether pip has installed the program, which then is a folder of this package"""
+TRAIN = "vitamp train" if INSTALLED else "python main_single_gpu.py"
 
 
 def started(script: str) -> str:

@@ -44,7 +44,6 @@ def only_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a regular file."""
     with open(path, "rb", buffering=0, opener=only_regular) as file:
         return file.readall()
 

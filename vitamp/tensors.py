@@ -58,7 +58,6 @@ def adapter_name(layer: str, part: str, matrix: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of this name belongs to an adapter."""
     return name.rpartition(".")[2].startswith(ADAPTER)
 
 

@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 
 from vitamp.bands import planes_of
 from vitamp.colours import as_rgb_or_grey
-from vitamp.errors import INSTALLED, UserError, started
+from vitamp.errors import TRAIN, UserError, started
 from vitamp.metrics import CHOICES
 from vitamp.pooling import pool_by
 from vitamp.processes import Loaded
@@ -29,7 +29,6 @@ from vitamp.tensors import read_weights
 from vitamp.weights import chosen_at
 
 EXPORT = started("export")
-TRAIN = "vitamp train" if INSTALLED else "python main_single_gpu.py"
 
 
 @dataclass(frozen=True)

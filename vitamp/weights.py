@@ -19,7 +19,7 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of, seal_of
-from vitamp.errors import INSTALLED, UserError, started
+from vitamp.errors import TRAIN, UserError, started
 from vitamp.files import kind_of_path, parse_json, read_json
 from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields
 from vitamp.metrics import (
@@ -276,7 +276,7 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
         raise UserError(
             f"{file}: its header was not written by {WRITERS}, so the model and its preprocessing are unknown. "
             f"Evaluate it with the settings of its model, or with -model NAME for one of timm: "
-            f"{'vitamp train' if INSTALLED else 'python main_single_gpu.py'} -cfg CONFIG.yaml -eval -pretrained {file}"
+            f"{TRAIN} -cfg CONFIG.yaml -eval -pretrained {file}"
         )
     check_fields(WeightsMeta, header, file)
     if header.get("calibration"):

@@ -78,6 +78,20 @@ ABILITIES = {
             "(layer decay 0.6)",
         ),
     ),
+    "adapters": Ability(
+        (
+            *("-pretrained", "{digits_run}", "MODEL.DEPTH=1", "MODEL.LORA.RANK=2", "MODEL.LORA.ALPHA=6"),
+            *("MODEL.LORA.TARGETS=q,v,fc1", "MODEL.DROPPATH=0.1", "-amp", "bf16"),
+        ),
+        ("LoRA of rank 2, alpha 6, on q, v, fc1 in 2 layers",),
+    ),
+    "without labels": Ability(
+        (
+            *("-mae_pretrain", "MODEL.PATCH_SIZE=2", "MODEL.DECODER.EMBED_DIM=16", "MODEL.DECODER.DEPTH=1"),
+            *("MODEL.DECODER.NUM_HEADS=2", "MODEL.DROPOUT=0", "-amp", "bf16"),
+        ),
+        ("no labels",),
+    ),
     "several labels": Ability(
         ("TRAIN.MIXUP_ALPHA=0.2", "TRAIN.SMOOTHING=0.02", "DATA.SHIFT=0"),
         ("160 training and 61 validation images of 16 x 16 x 1, 4 classes, several labels per image",),
@@ -143,7 +157,9 @@ def test_train_lines_say_the_size_and_what_is_left_out_in_each_epoch(whole: Call
     assert shown == {(1, 8, 0.5), (2, 16, 0.5), (3, 16, 0.0)}
 
 
-@pytest.mark.parametrize("name", cases(fast=("balanced classes", "bce", "fewer patches and growing images")))
+@pytest.mark.parametrize(
+    "name", cases(fast=("balanced classes", "bce", "fewer patches and growing images", "adapters", "without labels"))
+)
 @pytest.mark.parametrize("epochs", [1.2, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_stopped_and_resumed_run_equals_a_whole_one(
     vitamp: Vitamp,
@@ -163,7 +179,7 @@ def test_stopped_and_resumed_run_equals_a_whole_one(
     assert validated(tmp_path / "run") == validated(whole(name))
 
 
-@pytest.mark.parametrize("name", cases(fast=("bce", "several labels")))
+@pytest.mark.parametrize("name", cases(fast=("bce", "several labels", "adapters")))
 def test_two_processes_equal_one_that_accumulates(
     vitamp: Vitamp, tmp_path: Path, command: Callable[[str], list[object]], whole: Callable[[str], Path], name: str
 ) -> None:

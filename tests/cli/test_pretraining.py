@@ -66,21 +66,6 @@ def test_weights_of_an_earlier_run_without_normalised_pixels_are_fine_tuned_but_
     vitamp("-cfg", tiny, PATCHES, "-pretrained", tmp_path / "run", "-output", tmp_path / "fine", "-dry_run", code=0)
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(vitamp: Vitamp, tiny: Path, run: Path, tmp_path: Path) -> None:
-    words = ("-cfg", tiny, "-output", tmp_path / "run", *WHOLE)
-    vitamp(*words, "TRAIN.MAX_UPDATES=30", code=0)
-    vitamp(*words, "-resume", "auto", code=0)
-    assert last_weights(run) == last_weights(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    vitamp("-cfg", tiny, "-output", one, *MASKED, "-accum_iter", "2", code=0)
-    vitamp("-cfg", tiny, "-output", two, *MASKED, "-ngpus", "2", "-device", "cpu", script="main_multi_gpu.py", code=0)
-    assert last_weights(one) == last_weights(two)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",

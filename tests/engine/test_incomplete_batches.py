@@ -17,7 +17,7 @@ from engine.setup import ReadyToTrain
 from engine.task.several import SeveralLabels
 from tests.engine.amp.modes import MODES, PLAIN_STEPS, WITH_MASTERS, change
 from tests.engine.small import CPU, build, windows
-from tests.program import Vitamp, metrics, train_tiny
+from tests.program import Vitamp, metrics
 from utils.distributed.world import ALONE
 from utils.seeding import seed_all
 from vitamp.checkpoints import inspect
@@ -60,11 +60,6 @@ PATHS: dict[str, tuple[dict[str, Any], Loss]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_tiny(tmp_path_factory.mktemp("teacher"), "SEED=7", "TRAIN.MAX_UPDATES=2")
-
-
 def only_window(ready: ReadyToTrain, several: bool = False) -> Window:
     """The one window of an epoch of 100 images, whose last micro-batch has 4."""
     window = next(windows(ready))
@@ -86,11 +81,11 @@ def plain_gradient(ready: ReadyToTrain, batches: list[Batch], loss: Loss) -> Ten
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_gradient_is_the_mean_over_the_images(tiny: Path, teacher: Path, path: str) -> None:
+def test_gradient_is_the_mean_over_the_images(tiny: Path, teacher_run: Path, path: str) -> None:
     words, loss = PATHS[path]
     fp32 = {**ONE_UPDATE, **(words if path not in MODES else {})}
     if path == "distilled":
-        fp32["TRAIN__TEACHER_MODEL"] = teacher
+        fp32["TRAIN__TEACHER_MODEL"] = teacher_run
     ours, plain = build(tiny, **{**fp32, **words}), build(tiny, **fp32)
     several = path == "several labels"
     if several:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import Vitamp, train_tiny
+from tests.program import Vitamp
 
 SECONDS = 60
 """Many times what each test takes: a program that waits for a pipe never ends."""
@@ -16,15 +16,10 @@ MORE = "TRAIN.NUM_EPOCHS=3"
 TWO = ("-ngpus", 2, "-device", "cpu", "-batch_size", 16)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_tiny(tmp_path_factory.mktemp("trained"))
-
-
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of a run, to be changed."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+def run(digits_run: Path, tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    return Path(shutil.copytree(digits_run, tmp_path / "run"))
 
 
 def resume(vitamp: Vitamp, run: Path, ranks: int, code: int) -> str:

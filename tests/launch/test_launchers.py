@@ -153,19 +153,17 @@ def test_what_is_wrong_is_said_once(vitamp: Vitamp, place: Path, words: list[obj
     assert not run.exists()
 
 
-def test_torchrun(alone: object, place: Path) -> None:
-    run = place / "torchrun"
-    start = torchrun("--nproc_per_node", 2, "--master_port", free_port())
-    well(launch(*start, *program(run)), "torchrun, 2 processes on 1 machine")
-    assert outcome(run) == alone
+PREDECESSOR = (sys.executable, "-W", "ignore", "-m", "torch.distributed.launch")
+"""Of torchrun, which may add a flag of its own"""
 
 
-@pytest.mark.slow
-def test_torch_distributed_launch(alone: object, place: Path) -> None:
-    """torchrun's predecessor, which may add a flag of its own."""
-    run = place / "launch"
-    start = (sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", 2)
-    well(launch(*start, "--master_port", free_port(), *program(run)))
+@pytest.mark.parametrize(
+    "start", [torchrun(), pytest.param(PREDECESSOR, marks=pytest.mark.slow)], ids=["run", "launch"]
+)
+def test_torchrun(alone: object, place: Path, start: tuple[object, ...]) -> None:
+    run = place / f"torchrun{len(start)}"
+    done = launch(*start, "--nproc_per_node", 2, "--master_port", free_port(), *program(run))
+    well(done, "torchrun, 2 processes on 1 machine")
     assert outcome(run) == alone
 
 

@@ -26,6 +26,7 @@ from models.parts import base_weights
 from tests.engine.small import BF16, CPU, build, built_of, train
 from tests.engine.test_freeze import AMP, EMA, FP8, copies, moved
 from tests.engine.test_freeze import HOW as FREEZE_HOW
+from tests.refused import refusal
 from utils.config.model import LORA_TARGETS, LoraConfig, ModelConfig
 from utils.errors import UserError
 from vitamp.tensors import Merged, is_adapter
@@ -152,9 +153,7 @@ def test_fused_mlp_is_refused_where_it_would_leave_adapters_out() -> None:
     bf16 = Precision(BF16, CPU)
     for targets, expected in ((("fc2",), "MODEL.LORA has adapters in fc1 or fc2"), (("q",), "need an NVIDIA GPU")):
         built = built_of(adapted(targets), bf16, SPEED=["+fused_mlp"], MODEL={"NUM_CLASSES": 5})
-        with pytest.raises(UserError) as error:
-            FusedMlps().choose(built)
-        assert expected in str(error.value)
+        assert expected in refusal(FusedMlps().choose, built)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from PIL import Image
 from datasets import check_dataset, open_dataset
 from datasets.sources.files import FileSamples
 from engine.preflight import fill_in
+from tests.program import all_bytes
 from tests.waiting import until
 from tools.pack_images.command import main
 from utils.config import load_config
@@ -56,10 +57,6 @@ def members(folder: Path, part: str) -> dict[str, bytes]:
                 assert file is not None
                 found[member.name] = file.read()
     return found
-
-
-def all_bytes(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.launch.clusters import MPI_AS_ROOT, RANK_VARIABLES, Command, Slurm, launch, needs
-from tests.program import ROOT, Result, run_program
+from tests.program import ROOT, Result, all_bytes, run_program
 from tests.waiting import free_port
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -29,10 +29,6 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "train" / "b" / "3.png").write_bytes(b"broken")
     (root / "val" / "a" / "0.png").write_bytes((root / "train" / "a" / "0.png").read_bytes())
     return root
-
-
-def written(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +64,7 @@ def test_ranks_write_the_bytes_of_one_process(
         if slurm is not None:
             slurm.stop()
     assert (shared.code != 0) == (code != 0), shared.err
-    assert written(one) == written(two)
+    assert all_bytes(one) == all_bytes(two)
     assert shared.out == alone.out.replace(str(one), str(two)), "one report"
 
 

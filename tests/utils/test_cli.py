@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.program import ROOT
+from tests.refused import refusal
 from utils.cli import CommandLine, Parser, entry_parser, parse
 from utils.config import Config, load_config
 from utils.config.keys import settings
@@ -26,9 +27,7 @@ def values(line: str) -> dict[str, Any]:
 
 
 def error_of(line: str) -> str:
-    with pytest.raises(UserError) as caught:
-        read(line)
-    return str(caught.value)
+    return refusal(read, line)
 
 
 @pytest.mark.parametrize("line", ["--batch_size_eval 3", "-batch-size-eval=3", "--batch-size_eval 3"])

@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.refused import refusal
 from utils.config import Loaded, load_config
 from utils.config.fields import rules_of
 from utils.config.keys import settings
 from utils.config.words import allowed
-from utils.errors import UserError
 
 SIZES = "DATA.IMAGE_SIZE=64 MODEL.PATCH_SIZE=16 TRAIN.SIZE_SCHEDULE"
 
 
 def error_of(cfg: Path | None = None, *words: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load(cfg, *words)
-    return str(caught.value)
+    return refusal(load, cfg, *words)
 
 
 def load(cfg: Path | None, *words: str) -> Loaded:
@@ -149,9 +147,8 @@ def test_error_in_key_value_words_is_described() -> None:
 
 def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
     flags = {"DATA.BATCH_SIZE": ("0", "-batch_size"), "DATA.BATCH_SIZE_EVAL": ("0", "-batch_size")}
-    with pytest.raises(UserError) as caught:
-        load_config(None, flags)
-    assert str(caught.value) == "-batch_size: DATA.BATCH_SIZE: expected whole number >= 1 or auto, got 0."
+    said = "-batch_size: DATA.BATCH_SIZE: expected whole number >= 1 or auto, got 0."
+    assert refusal(load_config, None, flags) == said
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT
+from tests.refused import refusal
 from utils.config import Config, config_hash, differences, format_config, load_config, to_yaml
 from utils.config.keys import settings, value_of
 from utils.errors import UserError
@@ -342,9 +343,7 @@ def test_name_finds_the_recipe_and_its_base_from_any_folder(tmp_path: Path, monk
 )
 def test_unknown_recipe_is_refused(cfg: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        load_config(cfg)
-    assert message in str(caught.value)
+    assert message in refusal(load_config, cfg)
 
 
 def test_reference_follows_the_settings() -> None:

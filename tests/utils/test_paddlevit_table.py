@@ -15,6 +15,7 @@ import yaml
 from models.build import build_without_weights, check_model, timm_call
 from models.parts import count_parameters
 from tests.program import ROOT, Vitamp
+from tests.refused import refusal
 from utils.config import Loaded, ModelConfig, load_config
 from utils.config.keys import settings
 from utils.config.paddlevit import families
@@ -45,9 +46,7 @@ def load(folder: Path, text: str, **words: str) -> Loaded:
 
 
 def error(folder: Path, text: str, **words: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load(folder, text, **words)
-    return str(caught.value).replace(f"{folder}/", "")
+    return refusal(load, folder, text, **words).replace(f"{folder}/", "")
 
 
 def timm_arguments(name: str) -> dict[str, Any]:

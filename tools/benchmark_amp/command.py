@@ -37,14 +37,13 @@ from tools.benchmark_amp.plan import (
     Way,
     changed,
     set_up,
-    shown,
     synthetic,
     users_data,
     with_columns,
 )
 from tools.common.command_line import MODES, OVERWRITE, Tool, ToolLine, above_zero, first_word, tool
 from tools.common.output_file import if_interrupted, writing
-from tools.common.tables import non_defaults
+from tools.common.tables import non_defaults, rounded
 from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.cli import command_line, entry_parser
 from utils.config import AmpConfig, Config
@@ -103,9 +102,9 @@ def amp_report(results: Results) -> list[str]:
     averages = {name: statistics.fmean(seconds[:both]) for name, seconds in windows.items()} if both else {}
     rows = [["", *map(str, range(1, results["rounds"] + 1)), "average", "speed-up"]]
     for name, seconds in windows.items():
-        cells = [shown(second, 4) for second in seconds[:both]] + ["-"] * (results["rounds"] - both)
+        cells = [rounded(second, 4) for second in seconds[:both]] + ["-"] * (results["rounds"] - both)
         speedup = averages[OFF] / averages[ON] if name == ON and both else None
-        rows.append([name, *cells, shown(averages.get(name), 4), shown(speedup, 4)])
+        rows.append([name, *cells, rounded(averages.get(name), 4), rounded(speedup, 4)])
     iterations, means = results["settings"]["iterations"], results.first(ON, "precision", "-")
     title = f"Seconds per {iterations} iterations, {results.subject()}; {ON} means {means}"
     choices = results.choices_lines({OFF: OFF, ON: ON})

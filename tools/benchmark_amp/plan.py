@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
-from tools.common.tables import in_columns
+from tools.common.tables import in_columns, rounded
 from tools.common.turns import ratio
 from utils.config import Config, Loaded
 from utils.errors import UserError
@@ -177,7 +177,7 @@ class Results(dict[str, Any]):
     def cell(self, name: str, key: str, digits: int = 3, factor: float = 1.0) -> str:
         """The median of metric `key`, times `factor`."""
         median = self.median(name, key)
-        return shown(None if median is None else factor * median, digits)
+        return rounded(None if median is None else factor * median, digits)
 
     def control_line(self, name: str, key: str, label: str = "") -> str:
         """Note on the noise, measured by the contender that runs twice. `label`: its name in the table, if another."""
@@ -235,10 +235,3 @@ def with_columns(
 def quoted(names: Iterable[str]) -> str:
     """Names of contenders, which may contain commas, as a list."""
     return ", ".join(f"`{name}`" for name in names)
-
-
-def shown(value: float | None, digits: int = 3) -> str:
-    """A cell of a table, with as many digits as are meaningful; '-' for None."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"

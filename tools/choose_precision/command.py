@@ -29,7 +29,7 @@ import numpy as np
 
 from tools.common.command_line import MODES, OVERWRITE, Tool, about_one_device, above_zero, check_one_training, tool
 from tools.common.output_file import if_interrupted, writing
-from tools.common.tables import in_columns
+from tools.common.tables import in_columns, rounded
 from utils.config.kinds import one_line
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.flags import Flag, whole
@@ -366,10 +366,6 @@ def details(found: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
             "makes training faster (see DATA.NUM_WORKERS)"
         )
     return lines
-
-
-def rounded(images: float) -> str:
-    return f"{images:,.0f}" if images >= 100 else f"{images:.3g}"
 
 
 def _small(value: float | None) -> str:

@@ -26,6 +26,13 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
+def rounded(value: float | None, digits: int = 3) -> str:
+    """A cell with as many digits as are meaningful; '-' for None."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
 def non_defaults(config: Config) -> dict[str, Any]:
     """Settings that differ from their defaults, as the results of a measurement record them."""
     keys = [key for key in settings() if key not in PATHS]

@@ -50,9 +50,8 @@ class Loaded:
     sources: dict[str, Source]
     """Dotted key -> 'configs/x.yaml:12', '-batch_size', 'command line', 'default' or 'default (swin)'."""
     notes: tuple[str, ...] = ()
-    """Lines for the log."""
     warnings: tuple[str, ...] = ()
-    """Warnings for the log."""
+    """Both are for the log."""
 
     def is_default(self, key: str) -> bool:
         """Whether neither a file nor the command line set this key."""
@@ -172,7 +171,6 @@ def _with_warmup_in_proportion(loaded: Loaded, below: Mapping[str, Entry]) -> Lo
 
 
 def config_of_run(folder: Path) -> Config:
-    """The settings in the config.yaml of a run."""
     return load_config(str(folder / CONFIG)).config
 
 

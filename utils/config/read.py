@@ -18,7 +18,7 @@ import yaml
 from utils.config.keys import absolute, canonical, sections, settings
 from utils.config.kinds import as_names, is_no_value
 from utils.errors import UserError, closest, either
-from utils.program import ROOT
+from utils.program import ROOT, as_seen
 from utils.record.run_folder import is_config_of_run, start_of
 from vitamp.files import only_regular
 
@@ -121,7 +121,7 @@ def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
         # Files that begin with an underscore are parts of others.
         shipped = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
         if cfg in shipped:
-            file = _as_seen(shipped[cfg])
+            file = as_seen(shipped[cfg])
             return read_files(str(file)), [f"-cfg {cfg}: {file}, a recipe that comes with vitamp"]
         if not path.exists() and path.suffix in (".yaml", ".yml") and path.stem in shipped:
             raise UserError(f"{cfg}: no such file. Did you mean -cfg {path.stem}, a recipe that comes with vitamp?")
@@ -129,15 +129,10 @@ def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
             similar = difflib.get_close_matches(cfg, shipped)
             suggestion = f" Did you mean {either(similar)}?" if similar else ""
             where = (
-                f"The recipes are in {_as_seen(ROOT / 'configs')}; {_as_seen(ROOT / 'docs/recipes.md')} describes them."
+                f"The recipes are in {as_seen(ROOT / 'configs')}; {as_seen(ROOT / 'docs/recipes.md')} describes them."
             )
             raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {where}")
     return read_files(cfg), []
-
-
-def _as_seen(path: Path) -> Path:
-    """Relative to the current folder, if it is below."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _similar_file(path: Path) -> str:

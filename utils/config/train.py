@@ -259,5 +259,4 @@ class TrainConfig(Section):
 
     @property
     def mixes(self) -> bool:
-        """Whether mixup or CutMix is on."""
         return self.MIXUP_ALPHA > 0 or self.CUTMIX_ALPHA > 0 or self.CUTMIX_MINMAX is not None

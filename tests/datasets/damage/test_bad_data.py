@@ -10,15 +10,14 @@ import pytest
 from datasets import check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from tests.datasets.opened import CPU, settings
+from tests.refused import refusal
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
 
 def complaint(data: DataConfig, num_classes: int = 3) -> str:
     """Message of the check before a run."""
-    with pytest.raises(UserError) as caught:
-        check_dataset(data, num_classes)
-    return str(caught.value)
+    return refusal(check_dataset, data, num_classes)
 
 
 @pytest.mark.parametrize("name", ["imagenet2012", "imagefolder"])

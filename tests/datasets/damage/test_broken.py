@@ -20,6 +20,7 @@ from datasets.images import Images
 from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import CPU, part, settings
 from tests.datasets.processes import in_order
+from tests.refused import refusal
 from tools.check_data.findings import scan_split
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
@@ -110,9 +111,7 @@ def test_more_broken_images_than_max_bad_end_the_run(
     image(listed, 10).write_bytes(b"x")
     loader = training(workers=workers, MAX_BAD=limit)
     broken_of(loader).folder = tmp_path
-    with pytest.raises(TrainingError) as caught:
-        epoch(loader)
-    text = str(caught.value)
+    text = refusal(epoch, loader, by=TrainingError)
     assert f"{number} training image" in text
     assert f"DATA.MAX_BAD allows {number - 1}" in text
     assert "-resume" in text
@@ -225,10 +224,8 @@ def test_validation_raises_instead_of_replacing_broken_images(listed: Path, spoi
     seen = torch.cat([batch.indices for batch in loader])
     assert sorted(index for index in seen.tolist() if index != PADDING) == [0, 1, 2, 3, 4, 6]
     assert loader.broken is not None
-    with pytest.raises(TrainingError) as caught:
-        loader.broken.raise_together(ALONE)
+    text = refusal(loader.broken.raise_together, ALONE, by=TrainingError)
     loader.close()
-    text = str(caught.value)
     assert f"{listed / 'val' / '5.png'} (" in text
     assert "After storage errors, when the storage is back, repeat the command" in text
     assert "DATA.EXCLUDE" in text
@@ -258,9 +255,7 @@ def test_storage_failures_end_training_whatever_max_bad_is(
     loader = failing([*lost], max_bad)
     if not lost:  # the file system is unmounted
         shutil.rmtree(listed)
-    with pytest.raises(TrainingError) as caught:
-        epoch(loader)
-    text = str(caught.value)
+    text = refusal(epoch, loader, by=TrainingError)
     assert text.startswith("Storage failure: 8 training images in a row") == (max_bad >= 8)
     assert text.startswith("8 training images cannot be read, and DATA.MAX_BAD allows") == (max_bad < 8)
     assert why in text

@@ -22,6 +22,7 @@ from datasets.loading import workers
 from datasets.variants import Variant
 from tests.datasets.opened import CPU
 from tests.datasets.processes import children, gone, in_order
+from tests.refused import refusal
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 
@@ -74,11 +75,10 @@ class Deadly(Variant):
 def test_dead_loading_process_ends_the_run_with_its_reason(training, signal_number: int, hint: str) -> None:
     before, handler = set(children(os.getpid())), signal.getsignal(signal.SIGCHLD)
     loader = training(batch=2, workers=2, around=lambda images: Deadly(images, signal_number))
-    with pytest.raises(TrainingError) as caught:
-        in_order(loader, 1)
-    assert "A batch could not be loaded: the loading process" in str(caught.value)
-    assert hint in str(caught.value)
-    assert "use fewer processes (DATA.NUM_WORKERS, -num_workers;" in str(caught.value)
+    said = refusal(in_order, loader, 1, by=TrainingError)
+    assert "A batch could not be loaded: the loading process" in said
+    assert hint in said
+    assert "use fewer processes (DATA.NUM_WORKERS, -num_workers;" in said
     assert signal.getsignal(signal.SIGCHLD) is handler, "no handler may raise wherever the program happens to be"
     loader.close()
     assert gone(set(children(os.getpid())) - before)

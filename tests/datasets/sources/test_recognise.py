@@ -12,6 +12,7 @@ from tests.datasets.layouts import lay_out
 from tests.datasets.opened import settings
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import save_image
+from tests.refused import refusal
 from utils.errors import UserError
 
 ROWS = [(f"{label}.png", label) for label in (0, 1, 4)]
@@ -73,9 +74,7 @@ def test_a_csv_file_and_a_url_are_recognised_by_their_names(tmp_path: Path) -> N
 
 def test_unknown_layout_is_an_error_with_the_known_ones(tmp_path: Path) -> None:
     save_image(tmp_path / "1.jpg", 1, (8, 8))
-    with pytest.raises(UserError) as caught:
-        recognise(str(tmp_path))
-    said = str(caught.value)
+    said = refusal(recognise, str(tmp_path))
     assert f"the layout of {tmp_path} is not recognised. Name the data set with -dataset" in said
     assert all(word in said for word in ("train_list.txt", "train.csv", "0000.tar", "<class>"))
     assert recognise(str(tmp_path / "nowhere")) is None, "the data set's own check reports it"
@@ -108,9 +107,7 @@ def test_stray_label_is_refused_with_its_row_and_gaps_are_counted(
         if label != STRAY:
             assert count_classes(data, True) == label + 1
             continue
-        with pytest.raises(UserError) as error:
-            count_classes(data, True)
-        said = str(error.value)
+        said = refusal(count_classes, data, True)
         assert where in said
         assert "label 30000000 would make 30,000,001 classes, but only 6 labels occur." in said
         assert "set -num_classes 30000001 instead of auto" in said

@@ -17,6 +17,7 @@ from datasets.images import Images
 from tests.datasets.opened import CPU, settings
 from tests.datasets.sources.published import FOLDERS, MAKERS, cifar10, cifar100, python_two, torchvisions
 from tests.program import Calls, Vitamp
+from tests.refused import refusal
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -95,9 +96,7 @@ def test_data_path_may_be_the_data_sets_own_folder(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_missing_published_data_set_error_shows_the_layout(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError) as error:
-        check_dataset(settings(DATASET=name, DATA_PATH=str(tmp_path)), 257)
-    said = str(error.value)
+    said = refusal(check_dataset, settings(DATASET=name, DATA_PATH=str(tmp_path)), 257)
     assert f"there is no {name} in {tmp_path}" in said
     assert f"Expected layout:\n  {tmp_path}/{FOLDERS[name]}/" in said
     assert "DATA.DOWNLOAD=true fetches it (" in said
@@ -116,10 +115,9 @@ def test_incomplete_published_data_set_is_refused(tmp_path: Path, name: str, los
     MAKERS[name](tmp_path)
     path = tmp_path / FOLDERS[name] / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(UserError) as error:
-        check_dataset(settings(DATASET=name, DATA_PATH=str(tmp_path), DOWNLOAD=True), 257)
-    assert f"{tmp_path / FOLDERS[name]} is incomplete or damaged: {said}" in str(error.value)
-    assert "Remove the folder, and DATA.DOWNLOAD=true fetches it again" in str(error.value)
+    refused = refusal(check_dataset, settings(DATASET=name, DATA_PATH=str(tmp_path), DOWNLOAD=True), 257)
+    assert f"{tmp_path / FOLDERS[name]} is incomplete or damaged: {said}" in refused
+    assert "Remove the folder, and DATA.DOWNLOAD=true fetches it again" in refused
 
 
 def test_more_published_classes_than_num_classes_are_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from datasets.base import Unreadable
 from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import settings
 from tests.datasets.pictures import apart, decoded_by, deep, encoded, picture, square
+from tests.refused import refusal
 
 Kind = Callable[[Image.Image], bytes | np.ndarray]
 
@@ -138,9 +139,7 @@ def test_exif_rotates_only_if_set(kind: str, orientation: int, decoder: str) -> 
 
 
 def reason(image: bytes, decoder: str = "simplejpeg", **values: Any) -> str:
-    with pytest.raises(Unreadable) as caught:
-        square(settings(**values), True, image, 0, decoder)
-    return str(caught.value)
+    return refusal(square, settings(**values), True, image, 0, decoder, by=Unreadable)
 
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])

@@ -195,11 +195,7 @@ def test_infinity_of_either_sign_is_found_where_it_arises(sign: int) -> None:
     assert blame_of(model).module == "blocks.1.norm1"
 
 
-def test_mask_of_minus_infinity_is_not_reported() -> None:
-    mask = torch.ones(5, 5, dtype=torch.bool).tril()
-    model = with_huge_bias()
-    model.blocks[0].norm1 = Forward(lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=mask)[:, 0])
-    assert blame_of(model).module == "blocks.2.mlp.fc1"
+MASK = torch.ones(5, 5, dtype=torch.bool).tril()
 
 
 @torch.library.custom_op("vitamp_tests::attention", mutates_args=())
@@ -207,9 +203,17 @@ def attention(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.clone(), torch.full_like(x, torch.inf)
 
 
-def test_padding_of_attentions_logsumexp_is_not_reported() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=MASK)[:, 0],
+        lambda x: attention(x.detach())[0],
+    ],
+    ids=["a mask of minus infinity", "padding of attention's logsumexp"],
+)
+def test_infinity_that_belongs_there_is_not_reported(call: Callable[..., Tensor]) -> None:
     model = with_huge_bias()
-    model.blocks[0].norm1 = Forward(lambda x: attention(x.detach())[0])
+    model.blocks[0].norm1 = Forward(call)
     assert blame_of(model).module == "blocks.2.mlp.fc1"
 
 

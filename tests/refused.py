@@ -1,0 +1,16 @@
+"""What a call is refused with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from utils.errors import UserError
+
+
+def refusal(call: Callable[..., object], *given: object, by: type[Exception] = UserError, **named: object) -> str:
+    """The words of the error that a call raises."""
+    with pytest.raises(by) as caught:
+        call(*given, **named)
+    return str(caught.value)

@@ -98,6 +98,18 @@ def test_two_modes_are_trained_once_and_compared(
     assert trainings.started == []
     assert metrics_file(out)["runs"] == results["runs"]
 
+    clock = [0.0]
+
+    def slow(*_: object) -> Any:
+        clock[0] += 100.0
+        return SimpleNamespace(wait=lambda: 1)
+
+    with monkeypatch.context() as patched:  # runs of 100 s each, beside the finished ones
+        patched.setattr(runs, "start", slow)
+        patched.setattr("utils.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+        said = compare("-modes", "fp32,bf16", "-seeds", "1,0", code=1)
+        assert "3 of 4 runs, about 0:01:40 left" in said.out
+
     def refuse(path: Path, _content: object) -> None:
         raise OSError(28, "No space left on device", str(path))
 

@@ -433,8 +433,8 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
     for run in finished:
         times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
     with terminating(), progress_bar(total, "runs") as bar:
-        bar.initial = len(finished)  # which took none of the time that the bar divides by
-        for nth, run in enumerate(plan.runs, start=1):
+        bar.initial = len(finished)  # they come first, and take none of the time that the bar divides by
+        for nth, run in enumerate(sorted(plan.runs, key=lambda run: run not in finished), start=1):
             bar.set_description_str(run.name)
             bar.update(nth - 1 - bar.n)
             # How long it may take: the mean of this contender's runs, or of all if it has none yet, less what is done

@@ -176,7 +176,7 @@ def _evaluated(
         found.append(one := evaluate(run.folder, part, metric or run.deciding, data_path))
         if isinstance(one, str) and checkpoints_in(run.folder / CHECKPOINTS):  # else it has not saved yet
             failures.append(f"{run.name} could not be evaluated: {one}")
-        elif predicted is not None and not isinstance(one, str):
+        elif predicted is not None and not isinstance(one, str) and "predicted" in one:  # not without labels
             predicted[run.folder] = one["predicted"]
     return found, failures
 

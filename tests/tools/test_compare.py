@@ -242,6 +242,10 @@ def test_folder_with_other_settings_is_refused(compare: Call, tmp_path: Path) ->
     said = compare("-modes", "fp32,bf16", "-seeds", "2", "TRAIN.BASE_LR=0.5", "TAG=mine", code=2).err
     assert "fp32-0: was trained with other settings: TRAIN.BASE_LR: 0.002 -> 0.5; TAG: null -> mine" in said
     assert "choose another -output" in said
+    said = compare("-modes", "fp32,bf16", "-seeds", "1", "-metric", "balanced_acc", code=1).out
+    assert "SAVE_BEST_BY acc1: chooses the best checkpoint of each run" in said, "runs that were begun keep it"
+    said = compare("-modes", "fp32,bf16", "-seeds", "1", "SAVE_BEST_BY=loss", code=2).err
+    assert "was trained with other settings: SAVE_BEST_BY: acc1 -> loss" in said
     compare("-modes", "fp32,O2", "-seeds", "2", code=1)  # more modes and seeds are accepted
     assert sorted(path.stem for path in (tmp_path / "out").glob("*.yaml")) == [
         *("O2-bf16-0", "O2-bf16-1", "bf16-0", "fp32-0", "fp32-1"),
@@ -283,6 +287,9 @@ def test_grid_of_settings(compare: Call, trainings: Trainings, tmp_path: Path) -
     assert trainings.started[:2] == ["SAMPLER-shuffle-MODEL-EMA-false-3", "SAMPLER-shuffle-MODEL-EMA-true-3"]
     assert results["varied"] == ["DATA.SAMPLER", "TRAIN.MODEL_EMA"]
     assert (results["metric"], results["weights"]) == ("balanced_acc", "ema")
+    best_by = "SAVE_BEST_BY balanced_acc: chooses the best checkpoint of each run; the verdict is of balanced accuracy"
+    assert best_by in said
+    assert results["settings"]["SAVE_BEST_BY"] == "balanced_acc"
     row = results["runs"][1]
     (val,) = metrics(tmp_path / "out" / row["folder"], "val")
     assert (row["last_ema_balanced_acc"], row["precision"]) == (val["ema_balanced_acc"], "bf16")

@@ -126,8 +126,8 @@ def metrics_of(runs: Sequence[Run]) -> list[Metric]:
 def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list[Row]]:
     """The table of runs, and those of its rows that the page opens with. Rows without any text are left out.
 
-    The page opens with the metric that chose the best checkpoints; in a comparison, with the last values of `judged`, of
-    which its verdict is, and with the task's best metric beside it.
+    The page opens with the metric that chose the best checkpoints; in a comparison, with the last values of `judged`,
+    of which its verdict is, and with the task's best metric beside it.
     """
     deciding = [judged] if judged else [run.deciding for run in runs]
     shown = [one for one in metrics_of(runs) if one in deciding or (one.title and one.decides and one is not LOSS)]
@@ -150,7 +150,8 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     for metric in metrics:
         best = history.best(metric)
         mark = f", {best.which.mark}" if best and best.which.mark else ""
-        text = f"{metric.number(best.value)} (epoch {best.line['epoch']}{mark})" if best else ""
+        epoch = best and (f"epoch {best.line['epoch']}" if best.line["epoch"] else "before training")
+        text = f"{metric.number(best.value)} ({epoch}{mark})" if best else ""
         found[f"best {metric.words}"] = text
         last = history.last(metric).items()
         found[f"last {metric.words}"] = ", ".join(which.marked(metric.number(value)) for which, value in last)
@@ -181,13 +182,13 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     }
 
 
-def data_notes(runs: Sequence[Run]) -> dict[tuple[str, ...], list[str]]:
+def data_notes(runs: Sequence[Run]) -> dict[str, list[str]]:
     """What was said of the data before training, warnings first -> names of the runs of which it was said."""
-    notes: dict[tuple[str, ...], list[str]] = {}
-    for run in runs:
-        lines = tuple(str(line) for kind in ("warnings", "notes") for line in read_data(run.folder).get(kind, []))
-        if lines:
-            notes.setdefault(lines, []).append(run.name)
+    notes: dict[str, list[str]] = {}
+    for kind in ("warnings", "notes"):
+        for run in runs:
+            for line in read_data(run.folder).get(kind, []):
+                notes.setdefault(str(line), []).append(run.name)
     return notes
 
 

@@ -246,7 +246,8 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
         weights = " or TRAIN.CLASS_WEIGHTS=balanced" if train.DISTILLATION_TYPE is None and train.LOSS in LOSSES else ""
         notes.append(
             f"The largest class has {max(counts) / min(counts):.0f} times as many images as the smallest: top-1 mostly "
-            f"counts the large ones. DATA.SAMPLER=balanced{weights} would weigh classes alike"
+            f"counts the large ones. DATA.SAMPLER=balanced{weights} would weigh classes alike, and "
+            "SAVE_BEST_BY=balanced_acc would choose the best checkpoint so"
         )
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"

@@ -22,6 +22,7 @@ class Progress(tqdm):
         hidden = None if shown else True  # None: if standard error is no terminal
         super().__init__(things, what, total, unit=f" {unit}", disable=hidden, leave=False, dynamic_ncols=True)
         self._shown, self._begun, self._unit = shown, time.monotonic(), unit
+        self.initial = 0
         self._what, self._last_line = f"{what}: " if what else "", self._begun
 
     def update(self, n: float | None = 1) -> bool | None:
@@ -30,7 +31,8 @@ class Progress(tqdm):
         self.n += n or 0
         if (now := time.monotonic()) - self._last_line >= PACE:
             self._last_line = now
-            left = timedelta(seconds=round((now - self._begun) * (self.total - self.n) / max(self.n, 1)))
+            of_one = (now - self._begun) / max(self.n - self.initial, 1)
+            left = timedelta(seconds=round(of_one * (self.total - self.n)))
             log.info("%s%s of %s %s, about %s left", self._what, f"{self.n:,}", f"{self.total:,}", self._unit, left)
         return None
 

@@ -24,6 +24,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.log import IN_LINE
 from utils.text import counted
+from vitamp.metrics import TOP1, metric_named
 from vitamp.sizes import in_pixels
 
 
@@ -113,6 +114,10 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
         where = "on positives only, " if loss_named(config.TRAIN.LOSS).weighs == "positives" else ""
         weighed = f"class weights {config.TRAIN.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"
         words.append(f"{weighed}, {where}in the training loss only")
+    if words:
+        by = metric_named(config.SAVE_BEST_BY)
+        instead = " (SAVE_BEST_BY=balanced_acc weighs classes alike there, too)" * (by is TOP1)
+        words.append(f"best checkpoint by {by.words}{instead}")
     return "; ".join(words)
 
 

@@ -16,7 +16,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
 from utils.text import counted, wilson
-from vitamp.metrics import NO_LABELS, TOP1, Metric, always_guessing
+from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, always_guessing
 
 SAME = 1e-6
 """Percent within which two accuracies are equal"""
@@ -42,17 +42,46 @@ def mark_of_best(guess: float | None, top1: float | None) -> str:
     return f"best ({against} guessing)" if against else "best"
 
 
-def in_context(metric: Metric, value: float | None, images: int, guess: float | None) -> str:
-    """How far noise may have moved a metric, and what guessing would reach; '' if there is nothing to say."""
+def in_context(
+    metric: Metric,
+    value: float | None,
+    images: int,
+    guess: float | None,
+    labels: np.ndarray | None = None,
+    guesses: np.ndarray | None = None,
+) -> str:
+    """How far noise may have moved a metric, and what guessing would reach; '' if there is nothing to say.
+
+    `labels`, `guesses`: of the images, for metrics in which classes weigh alike. A resumed run has no `guesses` of an
+    earlier validation.
+    """
     parts = []
     if metric.counts_images and value is not None:
         interval = wilson(value, images).words()
         parts.append(f"{metric.words} {metric.number(value)} on {counted(images, 'image')}: 95 % interval {interval}")
-    if guess is not None:
+    if metric in (BALANCED, MACRO_F1) and value is not None and labels is not None:
+        parts.append(f"{metric.words} {metric.number(value)} {_by_class(metric, labels, guesses)}")
+    elif guess is not None:
         against = against_guessing(guess, value) if metric == TOP1 else ""
         parts.append(always_guessing(guess) + (f": this model is {against} guessing" if against else ""))
     words = "; ".join(parts)
     return f"{words[0].upper()}{words[1:]}." if words else ""
+
+
+def _by_class(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None) -> str:
+    """On which images balanced accuracy or macro F1 was measured, its interval, and what guessing would reach."""
+    from engine.report.intervals import balanced_accuracy_interval, macro_f1_interval
+
+    sizes = np.bincount(labels)
+    least, classes = int(sizes[sizes > 0].min()), np.count_nonzero(sizes)
+    words = f"on {counted(len(labels), 'image')}, of which the smallest of {classes} classes has {least}: "
+    if guesses is None:
+        words += f"`{tool('evaluate')}` computes its interval"
+    else:
+        compute = balanced_accuracy_interval if metric is BALANCED else macro_f1_interval
+        found = compute(labels, guesses, int(max(labels.max(), guesses.max())) + 1)
+        words += f"95 % interval {found.words()}" if found else "too few images per class for an interval"
+    return words + f"; always guessing one class: {100 / classes:.1f} %" * (metric is BALANCED)
 
 
 def flatters(validations: int, run: Path, data: DataConfig) -> str:

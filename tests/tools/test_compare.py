@@ -98,6 +98,18 @@ def test_two_modes_are_trained_once_and_compared(
     assert trainings.started == []
     assert metrics_file(out)["runs"] == results["runs"]
 
+    clock = [0.0]
+
+    def slow(*_: object) -> Any:
+        clock[0] += 100.0
+        return SimpleNamespace(wait=lambda: 1)
+
+    with monkeypatch.context() as patched:  # runs of 100 s each, beside the finished ones
+        patched.setattr(runs, "start", slow)
+        patched.setattr("utils.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+        said = compare("-modes", "fp32,bf16", "-seeds", "1,0", code=1)
+        assert "3 of 4 runs, about 0:01:40 left" in said.out
+
     def refuse(path: Path, _content: object) -> None:
         raise OSError(28, "No space left on device", str(path))
 
@@ -230,6 +242,10 @@ def test_folder_with_other_settings_is_refused(compare: Call, tmp_path: Path) ->
     said = compare("-modes", "fp32,bf16", "-seeds", "2", "TRAIN.BASE_LR=0.5", "TAG=mine", code=2).err
     assert "fp32-0: was trained with other settings: TRAIN.BASE_LR: 0.002 -> 0.5; TAG: null -> mine" in said
     assert "choose another -output" in said
+    said = compare("-modes", "fp32,bf16", "-seeds", "1", "-metric", "balanced_acc", code=1).out
+    assert "SAVE_BEST_BY acc1: chooses the best checkpoint of each run" in said, "runs that were begun keep it"
+    said = compare("-modes", "fp32,bf16", "-seeds", "1", "SAVE_BEST_BY=loss", code=2).err
+    assert "was trained with other settings: SAVE_BEST_BY: acc1 -> loss" in said
     compare("-modes", "fp32,O2", "-seeds", "2", code=1)  # more modes and seeds are accepted
     assert sorted(path.stem for path in (tmp_path / "out").glob("*.yaml")) == [
         *("O2-bf16-0", "O2-bf16-1", "bf16-0", "fp32-0", "fp32-1"),
@@ -271,6 +287,9 @@ def test_grid_of_settings(compare: Call, trainings: Trainings, tmp_path: Path) -
     assert trainings.started[:2] == ["SAMPLER-shuffle-MODEL-EMA-false-3", "SAMPLER-shuffle-MODEL-EMA-true-3"]
     assert results["varied"] == ["DATA.SAMPLER", "TRAIN.MODEL_EMA"]
     assert (results["metric"], results["weights"]) == ("balanced_acc", "ema")
+    best_by = "SAVE_BEST_BY balanced_acc: chooses the best checkpoint of each run; the verdict is of balanced accuracy"
+    assert best_by in said
+    assert results["settings"]["SAVE_BEST_BY"] == "balanced_acc"
     row = results["runs"][1]
     (val,) = metrics(tmp_path / "out" / row["folder"], "val")
     assert (row["last_ema_balanced_acc"], row["precision"]) == (val["ema_balanced_acc"], "bf16")

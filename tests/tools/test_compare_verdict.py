@@ -445,14 +445,20 @@ def test_speed_excludes_the_first_report_after_each_start_if_there_are_others(fo
 
 
 @pytest.mark.parametrize(
-    ("losses", "diverged"),
+    ("losses", "top1", "diverged"),
     [
-        *(((2.3, 2.31, 2.29), False), ((0.5, 1.5, 0.5, 1.5, 1.4), False)),
-        *(((2.3, 4.0, 6.0, 9.0), True), ((2.3, 2.2, 2.1, 2.0, 1.9, 1.8, 1.7, 6.9), True), ((2.3, None), True)),
+        *(((2.3, 2.31, 2.29), (), False), ((0.5, 1.5, 0.5, 1.5, 1.4), (), False)),
+        ((2.3, 4.0, 6.0, 9.0), (), True),
+        *(((2.3, 2.2, 2.1, 2.0, 1.9, 1.8, 1.7, 6.9), (), True), ((2.3, None), (90.0, 95.0), True)),
+        ((0.764, 0.83, 0.896, 0.92, 1.139, 0.834, 0.625), (60.0, 58.0), False),  # noise of single batches
+        *(((0.75, 1.0, 1.1, 1.5, 1.4, 1.5), (60.0, 62.0), False), ((0.75, 1.0, 1.1, 2, 3, 4), (60.0, 30.0), True)),
+        ((2.3, 4.0, 6.0, 9.0), (40.0, 40.0), True),  # as good as guessing
     ],
 )
-def test_divergence(folder: Path, losses: tuple[float | None, ...], diverged: bool) -> None:
-    write(folder, *(train(nth, 10.0, loss) for nth, loss in enumerate(losses)))
+def test_divergence(folder: Path, losses: tuple[float | None, ...], top1: tuple[float, ...], diverged: bool) -> None:
+    about = json.loads((folder / "run.json").read_text()) | {"largest_class_percent": 40.0}
+    (folder / "run.json").write_text(json.dumps(about))
+    write(folder, *(train(nth, 10.0, loss) for nth, loss in enumerate(losses)), *(line("val", 0, acc1=x) for x in top1))
     assert metrics_of(folder)["diverged"] is diverged
 
 

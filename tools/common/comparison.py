@@ -22,7 +22,18 @@ from utils.record.run_folder import read_about
 from utils.text import wilson
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.meta import unchecked_meta
-from vitamp.metrics import AVERAGE, KNN, NO_LABELS, ONE_LABEL, PLAIN, Metric, WeightSet, metric_named, set_named
+from vitamp.metrics import (
+    AVERAGE,
+    BALANCED,
+    KNN,
+    NO_LABELS,
+    ONE_LABEL,
+    PLAIN,
+    Metric,
+    WeightSet,
+    metric_named,
+    set_named,
+)
 
 Metrics = dict[str, Any]
 """Metrics of a finished run, as compare.json holds them."""
@@ -392,8 +403,9 @@ def values_of(rows: Sequence[Metrics], key: str) -> list[float]:
     return [row[key] for row in rows if row.get(key) is not None]
 
 
-DIVERGED = 1.1
-"""A run diverged if its last losses exceed this multiple of the first, and the noise of single batches."""
+DIVERGED, FEWEST_BATCHES = 1.2, 3
+"""A run diverged if the mean of its last losses exceeds this multiple of that of the first, and their noise; of so many
+batches at least, and of a quarter of those that were reported."""
 PAIRED_BY = ("SEED", "DATA.FOLD")
 PLACES = ("SAVE", "TAG", "DATA.CACHE")
 """Settings that do not make another contender of a run, beside those of one start."""
@@ -436,7 +448,7 @@ def metrics_of(folder: Path) -> Metrics:
         "peak_memory_gb": history.peak_memory_gb,
         "updates": max((line["update"] for line in history.lines), default=0),
         "skipped": history.skipped,
-        "diverged": _diverged([line["loss"] for line in history.of("train")]),
+        "diverged": _diverged(history, config, about.get("largest_class_percent")),
         **{
             f"last_{which.prefix}{metric.name}": value
             for metric in history.metrics
@@ -453,16 +465,29 @@ def metrics_of(folder: Path) -> Metrics:
     }
 
 
-def _diverged(losses: Sequence[float | None]) -> bool:
-    """Whether the loss ended as NaN, or above its start by more than losses of single updates vary."""
+def _diverged(history: History, config: Config, largest_class: float | None) -> bool:
+    """Whether the loss ended as NaN, or its mean over several batches rose by more than their noise.
+
+    From a linear probe, augmentation raises the loss: if the metric is no lower than at first, and above guessing, the
+    run has not diverged. `largest_class`: percent of the validation images.
+    """
+    losses = [line["loss"] for line in history.of("train")]
     if losses and losses[-1] is None:
         return True
+    by = metric_named(config.SAVE_BEST_BY)
+    guess = 100 / max(config.MODEL.NUM_CLASSES or 1, 1) if by is BALANCED else largest_class or 0.0
+    values = [value for line in history.of("val") if (value := line.get(by.name)) is not None]
+    if len(values) > 1 and by.percent and values[-1] >= values[0] and values[-1] > guess:
+        return False
     logs = [math.log(loss) for loss in losses if loss is not None and loss > 0] or [0.0]
+    few = max(FEWEST_BATCHES, len(logs) // 4)
     # How far each is from the middle of its neighbours: a trend is no noise, nor is a jump at the end.
-    steady = logs[:-3] if len(logs) > 5 else logs
+    steady = logs[:-few] if len(logs) > 2 * few - 1 else logs
     apart = [abs(one - (left + right) / 2) for left, one, right in zip(steady, steady[1:], steady[2:], strict=False)]
-    noise = min(3 * statistics.fmean(apart or [0.0]), math.log(3))
-    return statistics.fmean(logs[-3:]) - logs[0] > max(math.log(DIVERGED), noise)
+    noise = min(
+        3 * statistics.fmean(apart or [0.0]) * math.sqrt(2 / few), math.log(3)
+    )  # of the difference of two means
+    return statistics.fmean(logs[-few:]) - statistics.fmean(logs[:few]) > max(math.log(DIVERGED), noise)
 
 
 class Finished(NamedTuple):

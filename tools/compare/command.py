@@ -54,6 +54,7 @@ from tools.common.comparison import (
 )
 from tools.common.differences import DISAGREE, POWER, assumed_noise, level_of, noise_of
 from tools.common.output_file import if_interrupted, results_folder
+from tools.common.per_image import recognised
 from tools.common.tables import in_columns, non_defaults
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag, whole
@@ -61,7 +62,9 @@ from utils.log import log, log_lines
 from utils.program import typed
 from utils.record.run_folder import git_state, read_data, write_json
 from utils.text import counted, redacted_values
-from vitamp.metrics import AVERAGE, ONE_LABEL, PLAIN
+from vitamp.checkpoints import CHECKPOINTS, read_index
+from vitamp.meta import unchecked_meta
+from vitamp.metrics import AVERAGE, BALANCED, MACRO_F1, ONE_LABEL, PLAIN, TASKS
 
 if TYPE_CHECKING:
     from tools.compare.runs import Plan, Trained
@@ -87,6 +90,8 @@ OWN = (
     Flag("output", "folder of all runs", "DIR", default=Path("output/compare"), kind=Path),
 )
 TOOL = Tool("compare.py", __doc__, OWN)
+MOST_CLASSES = 20
+"""Classes in the table of their recall; compare.json has all"""
 
 
 @tool
@@ -184,6 +189,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         "failed": failed,
         **({"left_out": trained.left_out, "advice": trained.advice} if trained.left_out else {}),
         "verdicts": judge(runs, names, plan.judged, images=images),
+        "recall": recall(runs, plan.judged, out),
         "troubles": troubles(runs, reasons, names),
         "data": next((read_data(out / row["folder"]).get("warnings", []) for row in rows), []),
     }
@@ -196,11 +202,44 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
     return about
 
 
+def recall(runs: ByName, judged: Judged, out: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """Contender -> class -> images of it over all validations together, and how many of them are recognised."""
+    found = dict[str, dict[str, dict[str, int]]]()
+    for name, of_one in runs.items():
+        folders = [out / row["folder"] for row in of_one.values()]
+        if (counts := recognised(folders, judged.weights)) is not None:
+            root = folders[0] / CHECKPOINTS
+            classes = unchecked_meta(root / (read_index(root)["last"] or "none")).get("classes") or range(
+                len(counts[0])
+            )
+            rows = zip(classes, *(each.tolist() for each in counts), strict=False)
+            found[name] = {
+                str(label): {"images": images, "recognised": right} for label, images, right in rows if images
+            }
+    return found
+
+
+def recall_table(about: dict[str, Any]) -> list[list[str]]:
+    """Of a cross-validation, and where classes weigh alike: `recall` as a table; empty where classes are many."""
+    found, by_class = about.get("recall", {}), judged_of(about).metric in (BALANCED, MACRO_F1)
+    classes = [*dict.fromkeys(label for of_one in found.values() for label in of_one)]
+    if not (by_class or about.get("folds")) or not 0 < len(classes) <= MOST_CLASSES:
+        return []
+    rows = [[f"recall of a class, all {unit(about['runs'])}s", *found]]
+    for label in classes:
+        cells = [of_one.get(label, {"images": 0, "recognised": 0}).values() for of_one in found.values()]
+        shown = [f"{100 * right / max(images, 1):.1f} % ({right} of {images})" for images, right in cells]
+        rows.append([label, *shown])
+    return rows
+
+
 def report(about: dict[str, Any], out: Path) -> dict[Path, Any]:
     """Print the table and the verdict, and write report.html. Return what best checkpoints predicted, by their runs."""
     predicted: dict[Path, Any] = {}
     what = "settings" if "varied" in about else "mode"
     print("\n".join(["", *in_columns(table(by_name(about["runs"]), about["compared"], judged_of(about), what)), ""]))
+    if rows := recall_table(about):
+        print("\n".join([*in_columns(rows), ""]))
     for note in notes(about):
         print(f"  {note}")
     print("\n".join(["", *sentences(about), ""]))
@@ -217,7 +256,8 @@ def report(about: dict[str, Any], out: Path) -> dict[Path, Any]:
         of, verdict = {out / row["folder"]: row["mode"] for row in rows}, "\n".join(sentences(about))
         try:
             contenders = Contenders(by_name(rows), about["compared"], judged_of(about), of)
-            page = write_report([*of], out / "report.html", verdict, contenders=contenders, predicted=predicted)
+            more: Any = {"contenders": contenders, "predicted": predicted, "recall": recall_table(about)}
+            page = write_report([*of], out / "report.html", verdict, **more)
             log.info("report: %s", page)
         except UserError as error:  # not fatal
             log.warning("%s", error)
@@ -229,6 +269,10 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
     from engine.measure.throughput import shown_rate
 
     last_best = [f"{which} {judged.metric.heading}" for which in ("last", "best")]
+    every = {key for of_one in runs.values() for row in of_one.values() for key in row}
+    # What the winner costs in the metric that a task is usually judged by
+    usual = [kind.best for kind in TASKS if f"last_{kind.best.name}" in every and kind.best is not judged.metric]
+    last_best += [f"last {metric.heading}" for metric in usual]
     rows = [[what, "runs", "images/s", "s/epoch", "speed", "peak memory", *last_best, "skipped"]]
     base, digits = runs.get(names[0], {}), judged.digits + 1
     for name in names:
@@ -244,6 +288,7 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
         speed = times_as_fast(ours, base, len(names) - 1)
         last = judged.values(list(ours.values()))
         best = values_of(list(ours.values()), f"best_{judged.metric.name}")
+        beside = [Judged(metric, judged.weights).values([*ours.values()]) for metric in usual]
         rows.append(
             [
                 name,
@@ -254,6 +299,7 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
                 shown("peak_memory_gb", lambda value: f"{value:.2f} GB"),
                 spread(last, digits) if last else "-",
                 spread(best, digits) if best else "-",
+                *(spread(values, 2) if values else "-" for values in beside),
                 str(sum(row["skipped"] for row in ours.values())),
             ]
         )

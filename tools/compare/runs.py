@@ -34,6 +34,7 @@ from utils.program import ROOT, as_child, started_as
 from utils.record.history import History
 from utils.text import counted, redacted
 from vitamp.files import write_atomically
+from vitamp.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,7 @@ NOT_VARIED = SET_PER_RUN | {
     "MODEL.RESUME": "every run starts anew",
 }
 """Settings that -vary refuses -> why, or what to give instead."""
+BEST_BY = "SAVE_BEST_BY"
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 """Settings that may change when a run is resumed."""
 
@@ -120,15 +122,20 @@ class Contender:
         run = replace(line.run, cfg=cfg, words={**line.run.words, **words})
         return replace(line, run=run).load({**flags, **(more or {})})
 
-    def run(self, line: ToolLine, out: Path, seed: int, fold: Fold | None, auto: bool) -> Run:
-        """Its training, in a folder below `out`. `auto`: whether its epochs fill the time."""
+    def run(self, line: ToolLine, out: Path, seed: int, fold: Fold | None, loaded: Loaded, metric: Metric) -> Run:
+        """Its training, in a folder below `out`. `loaded`: its settings. `metric`: the one that decides."""
         own: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
         if fold is not None:
             own["DATA.FOLD"] = (str(fold), "-folds")
-        if not auto:  # a recipe's limit would leave the run unfinished
+        if loaded.config.TRAIN.NUM_EPOCHS != AUTO:  # a recipe's limit would leave the run unfinished
             own["MAX_TIME"] = (None, "compare.py")
         folder = out / f"{self.file_name}-{seed if fold is None else f'fold{fold.number}'}"
-        return Run(self.name, seed, self.load(line, own).config, folder, fold)
+        run = Run(self.name, seed, loaded.config, folder, fold)
+        if metric.decides and loaded.is_default(BEST_BY):
+            begun = run.settings_file.exists()  # then it keeps what chooses its best checkpoint
+            best_by = load_config(str(run.settings_file)).config.SAVE_BEST_BY if begun else metric.name
+            own[BEST_BY] = (best_by, "-metric")
+        return replace(run, config=self.load(line, own).config)
 
 
 def read_axes(texts: Sequence[str] | None) -> Axes:
@@ -347,8 +354,12 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
 
     runs = []
     for (seed, fold), contender in alternating_order(contenders, rounds):
-        runs.append(contender.run(line, out, seed, fold, loaded[contender.name].config.TRAIN.NUM_EPOCHS == AUTO))
+        runs.append(contender.run(line, out, seed, fold, loaded[contender.name], judged.metric))
     check_runs(runs)
+    best_by = [*dict.fromkeys(run.config.SAVE_BEST_BY for run in runs)]
+    if asked.metric or best_by != [judged.metric.name]:
+        chosen = f"{BEST_BY} {', '.join(best_by)}: chooses the best checkpoint of each run"
+        remarks.append(f"{chosen}; the verdict is of {judged.words} after the last epoch")
     remarks = (*dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings)), *remarks)
     limits = asked.budget_min, asked.these_images
     return Plan(tuple(loaded), judged, asked.folds, tuple(runs), name, many, remarks, varied, *limits)
@@ -433,8 +444,8 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
     for run in finished:
         times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
     with terminating(), progress_bar(total, "runs") as bar:
-        bar.initial = len(finished)  # which took none of the time that the bar divides by
-        for nth, run in enumerate(plan.runs, start=1):
+        bar.initial = len(finished)  # they come first, and take none of the time that the bar divides by
+        for nth, run in enumerate(sorted(plan.runs, key=lambda run: run not in finished), start=1):
             bar.set_description_str(run.name)
             bar.update(nth - 1 - bar.n)
             # How long it may take: the mean of this contender's runs, or of all if it has none yet, less what is done

@@ -112,6 +112,7 @@ def write_report(
     contenders: Contenders | None = None,
     data_path: str | None = None,
     predicted: dict[Path, Any] | None = None,
+    recall: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Write the page and return its path. `out` None: report.html in the folder of the runs, which is always replaced.
 
@@ -119,6 +120,7 @@ def write_report(
     UserError if one cannot be: a page without predictions is written, but replaces none.
     `contenders`: as the verdict compares them; None for those of the runs' settings, judged by the task's metric.
     `predicted`: takes what the best checkpoints predicted, by the runs' folders.
+    `recall`: a table of the classes, by contender.
     """
     read = read_runs(runs)
     folders, names = [run.folder for run in read], [run.name for run in read]
@@ -142,6 +144,7 @@ def write_report(
         verdict=verdict,
         opening=opening,
         figure=figure_of(compared, dict(zip(folders, styles, strict=True))),
+        recall=recall,
         runs=read,
         styles=styles,
         nothing=NOTHING,
@@ -177,7 +180,7 @@ def _evaluated(
         found.append(one := evaluate(run.folder, part, metric or run.deciding, data_path))
         if isinstance(one, str) and checkpoints_in(run.folder / CHECKPOINTS):  # else it has not saved yet
             failures.append(f"{run.name} could not be evaluated: {one}")
-        elif predicted is not None and not isinstance(one, str):
+        elif predicted is not None and not isinstance(one, str) and "predicted" in one:  # not without labels
             predicted[run.folder] = one["predicted"]
     return found, failures
 

@@ -21,7 +21,7 @@ from utils.record.history import History, Line
 from utils.record.run_folder import is_run_folder, read_about, read_data
 from utils.text import Interval, counted, wilson
 from vitamp.checkpoints import run_folder_of
-from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TASKS, TOP1, Metric, metric_named
+from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
 from vitamp.weights import chosen_at
 
 T = TypeVar("T")
@@ -124,16 +124,23 @@ def metrics_of(runs: Sequence[Run]) -> list[Metric]:
 
 
 def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list[Row]]:
-    """The table of runs, and those of its rows that the page opens with. Rows without any text are left out."""
-    shown = [one for one in metrics_of(runs) if one == judged or (one.title and one.decides and one is not LOSS)]
+    """The table of runs, and those of its rows that the page opens with. Rows without any text are left out.
+
+    The page opens with the metric that chose the best checkpoints; in a comparison, with the last values of `judged`,
+    of which its verdict is, and with the task's best metric beside it.
+    """
+    deciding = [judged] if judged else [run.deciding for run in runs]
+    shown = [one for one in metrics_of(runs) if one in deciding or (one.title and one.decides and one is not LOSS)]
     columns = [_column(run, shown) for run in runs]
     rows = {
         title: [NOTHING if column[title] in (None, "") else str(column[title]) for column in columns]
         for title in columns[0]
     }
     rows = {title: texts for title, texts in rows.items() if any(text != NOTHING for text in texts)}
-    best = [f"best {metric.words}" for metric in ([judged] if judged else [kind.best for kind in TASKS])]
-    return [*rows.items()], [(title, rows[title]) for title in (*best, *MAIN_FIGURES) if title in rows]
+    first = [f"best {metric.words}" for metric in deciding]
+    if judged:
+        first = [f"last {judged.words}", *first, f"last {runs[0].history.task.best.words}"]
+    return [*rows.items()], [(title, rows[title]) for title in dict.fromkeys((*first, *MAIN_FIGURES)) if title in rows]
 
 
 def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
@@ -143,7 +150,8 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     for metric in metrics:
         best = history.best(metric)
         mark = f", {best.which.mark}" if best and best.which.mark else ""
-        text = f"{metric.number(best.value)} (epoch {best.line['epoch']}{mark})" if best else ""
+        epoch = best and (f"epoch {best.line['epoch']}" if best.line["epoch"] else "before training")
+        text = f"{metric.number(best.value)} ({epoch}{mark})" if best else ""
         found[f"best {metric.words}"] = text
         last = history.last(metric).items()
         found[f"last {metric.words}"] = ", ".join(which.marked(metric.number(value)) for which, value in last)
@@ -174,13 +182,13 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     }
 
 
-def data_notes(runs: Sequence[Run]) -> dict[tuple[str, ...], list[str]]:
+def data_notes(runs: Sequence[Run]) -> dict[str, list[str]]:
     """What was said of the data before training, warnings first -> names of the runs of which it was said."""
-    notes: dict[tuple[str, ...], list[str]] = {}
-    for run in runs:
-        lines = tuple(str(line) for kind in ("warnings", "notes") for line in read_data(run.folder).get(kind, []))
-        if lines:
-            notes.setdefault(lines, []).append(run.name)
+    notes: dict[str, list[str]] = {}
+    for kind in ("warnings", "notes"):
+        for run in runs:
+            for line in read_data(run.folder).get(kind, []):
+                notes.setdefault(str(line), []).append(run.name)
     return notes
 
 

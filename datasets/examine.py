@@ -239,15 +239,19 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
     notes = [text]
 
     counts = [count for count in training.values() if count]
-    # Without epochs, such as for a probe, nothing is weighed.
-    balanced = train.CLASS_WEIGHTS is not None or data.SAMPLER == "balanced" or train.NUM_EPOCHS == 0
-    if found.largest_class_percent is not None and not balanced and counts and max(counts) >= UNEQUAL * min(counts):
+    unequal = found.largest_class_percent is not None and counts and max(counts) >= UNEQUAL * min(counts)
+    if unequal and train.NUM_EPOCHS:  # without epochs, such as for a probe, nothing is weighed
         # Neither the loss of a distillation nor one of the user's own has class weights.
         weights = " or TRAIN.CLASS_WEIGHTS=balanced" if train.DISTILLATION_TYPE is None and train.LOSS in LOSSES else ""
+        alike = (
+            f"DATA.SAMPLER=balanced{weights} would weigh classes alike, and SAVE_BEST_BY=balanced_acc would choose the "
+            "best checkpoint so"
+        )
+        if train.CLASS_WEIGHTS is not None or data.SAMPLER == "balanced":
+            alike = "Balanced accuracy counts classes alike; SAVE_BEST_BY=balanced_acc chooses by it"
         notes.append(
             f"The largest class has {max(counts) / min(counts):.0f} times as many images as the smallest: top-1 mostly "
-            f"counts the large ones. DATA.SAMPLER=balanced{weights} would weigh classes alike, and "
-            "SAVE_BEST_BY=balanced_acc would choose the best checkpoint so"
+            f"counts the large ones. {alike}"
         )
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"

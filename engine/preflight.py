@@ -113,10 +113,10 @@ def with_data_set(loaded: Loaded) -> Loaded:
     return loaded
 
 
-def fill_in(loaded: Loaded) -> Loaded:
+def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
     """The settings with numbers for `auto`, the layout of DATA_PATH, and the preprocessing of the weights.
 
-    For an evaluation also with the split to evaluate.
+    For an evaluation also with the split to evaluate. `of_run`: of a run, not of a tool.
     """
     loaded = with_data_set(loaded)
     given = {key for key, source in loaded.sources.items() if source.is_typed}
@@ -129,7 +129,7 @@ def fill_in(loaded: Loaded) -> Loaded:
     if "MODEL.NAME" in given or weights is not None or loaded.is_default(IMAGE_SIZE):
         from engine.inputs.auto import with_model
 
-        loaded = with_model(loaded, given, weights)
+        loaded = with_model(loaded, given, weights, of_run)
     if loaded.config.DATA.DATASET == "shards" and not loaded.config.EVAL:
         from engine.inputs.auto import with_packing
 

@@ -165,6 +165,8 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
         from engine.checkpoint.restore import log_resumption
 
         log_resumption(checkpoint, run.config, ready.parts, ready.position)
+    for warning in ready.warnings:
+        log.warning(warning)
     if run.world.first and run.config.DATA.CHECK != "off" and ready.train_set.single_images() is not None:
         from datasets.examine import check_data
 

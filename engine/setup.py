@@ -90,6 +90,8 @@ class ReadyToTrain(Ready):
     best: Best
     adapters: dict[str, Any] | None = None
     """Of a run with MODEL.LORA: the entry of meta.json that names its frozen weights; on rank 0 alone."""
+    warnings: list[str] = field(default_factory=list)
+    """Of what differs from the resumed checkpoint, to be logged below the settings that changed"""
 
 
 def choices_of(resumed: Checkpoint | None) -> Choices:
@@ -196,11 +198,12 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         restore_fp32(ready.model, checkpoint, ready.precision)
     parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
     position = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates)
-    best = Best(kind=config.SAVE_BEST_BY)
+    best, warnings = Best(kind=config.SAVE_BEST_BY), list[str]()
     if checkpoint:
         from engine.checkpoint.restore import check_and_restore, check_classes
 
-        position, best = check_and_restore(parts, checkpoint, identity_of(train_set, loader.order), config, world)
+        samples = identity_of(train_set, loader.order)
+        position, best, warnings = check_and_restore(parts, checkpoint, samples, config, world)
         check_classes(checkpoint.folder, checkpoint.meta.get("classes"), train_set.classes, config)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
@@ -225,9 +228,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     ready.choices |= {"compile": how, "compile_why": why}
     for callback in parts.callbacks:
         ready.choices |= callback.noted()
-    return ReadyToTrain(
-        **vars(ready), train_set=train_set, train_loader=loader, parts=parts, position=position, best=best
-    )
+    built: Any = {**vars(ready), "train_set": train_set, "train_loader": loader}
+    return ReadyToTrain(**built, parts=parts, position=position, best=best, warnings=warnings)
 
 
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:

@@ -51,17 +51,20 @@ if TYPE_CHECKING:
 
 def check_and_restore(
     parts: TrainState, checkpoint: Checkpoint, samples: dict[str, Any], config: Config, world: World
-) -> tuple[Position, Best]:
-    """Restore the training state if the checkpoint fits the run. `samples`: `identity_of` those of the run."""
+) -> tuple[Position, Best, list[str]]:
+    """Restore the training state if the checkpoint fits the run, and give warnings of what differs.
+
+    `samples`: `identity_of` those of the run.
+    """
     check_task(checkpoint, config, world)
     check_adapters(checkpoint, config.MODEL.LORA)
     check_unchanged(checkpoint, config)
     check_batch(checkpoint, config, world)
     position, best = restore(parts, checkpoint, samples["updates"])
-    check_samples(checkpoint, position, samples, config, world)
+    warnings = check_samples(checkpoint, position, samples, config, world)
     if position.step >= checkpoint.meta["samples"]["updates"]:  # at the end of an epoch, which is not trained further
         position.step = samples["updates"]
-    return position, best
+    return position, best, warnings
 
 
 def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[Position, Best]:
@@ -86,16 +89,7 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
     for callback in parts.callbacks:
         callback.restore(state)
     moved, before = state["moved"], checkpoint.meta["samples"]["updates"]
-    if before != per_epoch:
-        log.warning(
-            "An epoch has %s now, but had %d in the checkpoint. The learning-rate schedule resumes at the same "
-            "epoch, and the update number continues from the checkpoint's. The result will differ from that of an "
-            "uninterrupted run.",
-            counted(per_epoch, "update"),
-            before,
-        )
-        moved = round(moved * per_epoch / before)
-    parts.schedule.restore(moved)
+    parts.schedule.restore(moved if before == per_epoch else round(moved * per_epoch / before))
     parts.meters.restore(**state["meters"])
     return Position(**state["position"]), Best(**state["best"])
 
@@ -344,10 +338,10 @@ def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
 
 def check_samples(
     checkpoint: Checkpoint, position: Position, now: dict[str, Any], config: Config, world: World
-) -> None:
+) -> list[str]:
     """Raise UserError for another split, or if the rest of an epoch would have other samples or another order.
 
-    `now`: the `identity_of` them.
+    Warnings of other updates or samples of the coming epochs. `now`: the `identity_of` the samples.
     """
     settings, data = checkpoint.meta["settings"], config.DATA
     unsplit = comes_unsplit(data)
@@ -361,7 +355,13 @@ def check_samples(
                 f"{checkpoint.folder}: trained with {key} {one_line(before)}; with {one_line(own)} it would be "
                 "validated on images that it was trained on. Set it back, or start a new run."
             )
-    saved = checkpoint.meta["samples"]
+    saved, warnings = checkpoint.meta["samples"], []
+    if saved["updates"] != now["updates"]:
+        warnings.append(
+            f"An epoch has {counted(now['updates'], 'update')} now, but had {saved['updates']} in the checkpoint. The "
+            "learning-rate schedule resumes at the same epoch, and the update number continues from the checkpoint's. "
+            "The result will differ from that of an uninterrupted run."
+        )
     if saved["number"] != now["number"]:
         change = f"{saved['number']} then, {now['number']} now"
     elif saved.get("data", now["data"]) != now["data"]:  # older checkpoints may have only the order and the labels
@@ -369,12 +369,11 @@ def check_samples(
     elif saved["order"] != now["order"]:
         change = f"{now['number']} as before, in another order"
     else:
-        return
+        return warnings
     if not 0 < position.step < saved["updates"]:
         leaks = unsplit and saved.get("data") != now["data"]
         more = " Validation may now have images that the run was trained on." if leaks else ""
-        log.warning("The training samples have changed since the checkpoint: %s.%s", change, more)
-        return
+        return [*warnings, f"The training samples have changed since the checkpoint: {change}.{more}"]
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
         f"{change}. They depend on SEED, DATA.SAMPLER, DATA.REPEATED_AUGMENT, DATA.EXCLUDE, DATA.RELABEL, "

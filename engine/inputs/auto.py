@@ -76,8 +76,11 @@ def with_classes(loaded: Loaded) -> Loaded:
     return loaded.with_values({CLASSES: number}, f"classes of {name}", [note])
 
 
-def with_model(loaded: Loaded, given: set[str], source: str | None) -> Loaded:
-    """What MODEL.NAME says, and the weights that the run begins with, if any. `given`: settings that were typed."""
+def with_model(loaded: Loaded, given: set[str], source: str | None, of_run: bool) -> Loaded:
+    """What MODEL.NAME says, and the weights that the run begins with, if any.
+
+    `given`: settings that were typed. `of_run`: say what the weights may be otherwise.
+    """
     if "MODEL.NAME" in given:
         loaded = _with_doubtful_name(loaded, given)
     if source is not None:
@@ -85,7 +88,7 @@ def with_model(loaded: Loaded, given: set[str], source: str | None) -> Loaded:
         if named and (own := weights_of_name(loaded.config.MODEL.NAME, source)):
             note = f"MODEL.PRETRAINED {own}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
             source, loaded = own, loaded.with_values({"MODEL.PRETRAINED": own}, "timm's of MODEL.NAME", [note])
-        loaded = _with_preprocessing(_with_sizes(loaded, source), source)
+        loaded = _with_preprocessing(_with_sizes(loaded, source), source, of_run)
     return _with_own_shape(loaded) if loaded.is_default(IMAGE_SIZE) else loaded
 
 
@@ -329,7 +332,7 @@ def _with_sizes(loaded: Loaded, source: str) -> Loaded:
     return loaded.with_values(taken, f"{file}", [words]) if taken else loaded
 
 
-def _with_preprocessing(loaded: Loaded, source: str) -> Loaded:
+def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
     """Take the preprocessing of the weights where the settings leave it open, and note where theirs differs."""
     known, model = preprocessing_of(source), loaded.config.MODEL
     if known is None:  # the best guess: that of timm's own weights for the model, unless its sizes are the user's
@@ -357,7 +360,7 @@ def _with_preprocessing(loaded: Loaded, source: str) -> Loaded:
         else:
             taken[key] = value
     notes = [f"Preprocessing of {where}: {_in_words(taken)}"] if taken else []
-    notes += _of_siblings(model.NAME, source) if where.startswith("timm's ") else []
+    notes += _of_siblings(model.NAME, source, of_run) if where.startswith("timm's ") else []
     return loaded.with_values(taken, where, [*notes, *unsupported, *differing])
 
 
@@ -376,25 +379,26 @@ def _without_other_bands(loaded: Loaded, theirs: dict[str, Any], where: str) -> 
     return loaded
 
 
-def _of_siblings(name: str, source: str) -> list[str]:
-    """A note on weights that are, or may be, another model's of timm's, with another mean and std.
+def _of_siblings(name: str, source: str, unnamed: bool) -> list[str]:
+    """A note on weights that are, or if `unnamed` counts may be, another model's of timm's, with another mean and std.
 
     timm's tf_efficientnet_b0 and efficientnet_b0, for example, have weights of the same names and shapes.
     """
-    own, model, found = of_timms_name(name, ""), name.partition(".")[0], local_weights(source)
+    own, (model, _, tag), found = of_timms_name(name, ""), name.partition("."), local_weights(source)
     named = _timm_name_of(found.file) if found else source
-    if own is None or (named and named.partition(".")[0] == model):
+    if own is None or (named.partition(".")[0] == model if named else tag or not unnamed):
         return []
     twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
     others = [named] if named else [*timm.list_pretrained(f"{model}.*"), *timm.list_pretrained(f"{twin}.*")]
     of_others = {one: of_timms_name(one, "") or own for one in others}
     different = [one for one, of in of_others.items() if any(of[0].get(key) != own[0].get(key) for key in COLOURS)]
-    said = f"MODEL.PRETRAINED {source}: weights of {some_of(different, 2)}"
+    if not different:
+        return []
     if named:
-        said += f" need another mean and std than {name}'s, and may compute otherwise: -model {named.partition('.')[0]}"
-    else:
-        said += " would fit, too, and need another mean and std. If it has these, give the file that name"
-    return [said] if different else []
+        need = f"need another mean and std than {name}'s, and may compute otherwise: -model {named.partition('.')[0]}"
+        return [f"MODEL.PRETRAINED {source}: weights of {named} {need}"]
+    words = f"{some_of(different, 2)}, which were trained with another mean and std; if so, add -model {different[0]}"
+    return [f"MODEL.PRETRAINED {source} may also be weights of {words}"]
 
 
 def preprocessing_of(source: str) -> Preprocessing | None:

@@ -142,7 +142,9 @@ class Reporter:
         elif self._fleet:
             epoch = f"Epoch {position.epoch - 1}, "
         more = "".join(f", {metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
-        words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{more}{whose}"
+        resumed = what == "Train" and position.update - position.step < self._first_update  # within this epoch
+        time = f"time: {seconds:.2f}{' since the resume' if resumed else ''}"
+        words = f"----- {epoch}{means.summary(what)}, {time}{means.after_time()}{more}{whose}"
         log.info(words, extra=DETAIL)
 
     def flush(self) -> None:

@@ -90,6 +90,8 @@ def test_resume_with_a_change_is_logged_and_loses_nothing(vitamp: Vitamp, run: P
     before, reached = saved(run), metrics(run, "val")[-1]["acc1"]
     done = vitamp("-resume", "auto", "-output", run, MORE, *words, code=0)
     assert logged in done.text
+    lines = (run / "log.txt").read_text()
+    assert lines.index("Resuming from") < lines.index(logged), "below the settings that explain it"
     if "learning rate is" not in logged:
         assert AFTER_TWO_OF_FOUR in done.out
     check_whole(run, before, last_epoch=4)

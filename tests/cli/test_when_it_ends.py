@@ -45,7 +45,9 @@ def test_max_time_pauses_and_is_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Pa
     assert 0 < paused["update"] < 44000
     assert not (run / "curves.png").exists(), "there is no time left for drawing"
     more = f"TRAIN.MAX_UPDATES={paused['update'] + 3}"
-    vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto", more, code=0)
+    said = vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto", more, code=0).out
+    assert re.search(r"Train Loss: .*, time: \d\.\d\d since the resume", said), "only a part of the epoch"
+    assert said.count("since the resume") == 1
     assert [line["what"] for line in metrics(run, "run")] == ["start", "paused", "resume", "end"]
     assert metrics(run, "run")[-1]["update"] == paused["update"] + 3
 

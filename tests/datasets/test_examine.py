@@ -204,6 +204,15 @@ def test_class_weights_are_advised_where_a_loss_takes_them(icons: Path) -> None:
     assert "14 times" not in "".join(notes_of(found, DataConfig(), TrainConfig(NUM_EPOCHS=0), "check")), "of a probe"
 
 
+@pytest.mark.parametrize("words", ["DATA.SAMPLER=balanced", "TRAIN.CLASS_WEIGHTS=balanced"])
+def test_unequal_classes_are_named_where_training_balances_them(
+    icons: Path, vitamp: Vitamp, tmp_path: Path, words: str
+) -> None:
+    said = lines(icons, tmp_path / "run", vitamp, words).out
+    assert "14 times as many images as the smallest: top-1 mostly counts the large ones. Balanced accuracy " in said
+    assert "DATA.SAMPLER=balanced or" not in said
+
+
 def test_images_in_tar_files_are_compared(icons: Path) -> None:
     for split in ("train", "val"):
         images = enumerate(sorted((icons / split).rglob("*.*g")))

@@ -107,7 +107,12 @@ def test_weights_of_a_sibling_with_another_mean_get_one_line(tmp_path: Path) -> 
         save_file({"a": torch.zeros(1)}, file)
     at = {"EVAL": "true", "MODEL__TYPE": "efficientnet"}
     unsure = resolved(MODEL__PRETRAINED=str(mine), MODEL__NAME="efficientnet_lite0", **at)
-    assert f"{mine}: weights of tf_efficientnet_lite0.in1k would fit, too, and need another" in "\n".join(unsure.notes)
+    weights = "tf_efficientnet_lite0.in1k"
+    line = f"{mine} may also be weights of {weights}, which were trained with another mean and std; if so, add -model "
+    assert f"{line}{weights}" in "\n".join(unsure.notes)
+    sure = resolved(MODEL__PRETRAINED=str(mine), MODEL__NAME=weights, **at)
+    assert sure.config.DATA.IMAGENET_MEAN == (0.5, 0.5, 0.5)
+    assert "may also be" not in "\n".join(sure.notes)
     said = resolved(MODEL__PRETRAINED=str(tf), MODEL__NAME="efficientnet_lite0", **at).notes
     assert "weights of tf_efficientnet_lite0 need another mean and std than efficientnet_lite0's" in "\n".join(said)
     same = resolved(MODEL__PRETRAINED=str(tf), MODEL__NAME="tf_efficientnet_lite0", **at)

@@ -113,6 +113,30 @@ def test_temperature_is_crossfitted_kept_and_applied(
     assert probabilities == pytest.approx((logits / temperature).softmax(1).max(1).values.tolist(), abs=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("sharpness", "wanted"),
+    [(1.3, "which may be chance"), (1.0, "the NLL does not fall."), (3.0, "Kept in ")],
+)
+def test_a_gain_that_may_be_chance_keeps_no_temperature(
+    sharpness: float,
+    wanted: str,
+    say: Callable[..., Result],
+    digits_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """60 images, whose labels are drawn by the softmax of logits that the model makes sharper."""
+    copy = shutil.copytree(digits_run, tmp_path / "run")
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(60, 10, generator=generator)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    monkeypatch.setattr("tools.evaluate.calibrate.with_bar", lambda *_: [(sharpness * logits, labels)])
+    said = say(copy, "-calibrate", "-weights", "model", code=0).out
+    assert wanted in said
+    kept = json.loads((copy / FILE).read_text())["temperatures"]
+    assert ("Not kept: temperature" in said, len(kept)) == ((False, 1) if sharpness == 3 else (True, 0))
+
+
 def test_a_large_calibration_error_names_the_remedy(
     say: Callable[..., Result], digits_run: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,7 +228,7 @@ class ToolLine:
         if resolved:
             from engine.preflight import fill_in  # imports torch, which takes seconds, so only for valid settings
 
-            return fill_in(loaded)
+            return fill_in(loaded, of_run=False)
         measured = [key for key in MEASURED if value_of(loaded.config, key) == AUTO and loaded.is_default(key)]
         loaded = loaded.with_values(dict.fromkeys(measured, 0.5), "not measured: no speed depends on it")
         if unknown := [key for key in AUTO_BY_DATA if value_of(loaded.config, key) == AUTO]:

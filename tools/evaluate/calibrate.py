@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.inputs.batches import input_of
 from engine.trained.model import Trained, guesses
 from tools.common import command_line
+from tools.common.differences import interval
 from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, calibration, open_part, with_bar
 from tools.common.tables import in_columns
 from utils.cli import CommandLine
@@ -33,7 +34,7 @@ LARGE_ECE = 10.0
 
 
 def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
-    """Fit a temperature to the weights, keep it in the run if it helps on other images, and log both."""
+    """Fit a temperature to the weights, keep it in the run if it surely helps on other images, and log both."""
     file = _file_for(trained)
     part, notes = open_part(trained, given)
     log.setLevel("INFO")
@@ -52,9 +53,11 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     of_others = torch.empty(len(labels), dtype=torch.float64)
     for half, temperature in zip(halves, reversed(fitted), strict=True):
         of_others[half] = temperature
-    before, after = (measure(logits, labels, each) for each in (torch.ones_like(of_others), of_others))
+    ones = torch.ones_like(of_others)
+    before, after = (measure(logits, labels, each) for each in (ones, of_others))
+    gain = interval((_losses(logits, labels, ones) - _losses(logits, labels, of_others)).tolist(), 1)
     temperature, chosen = fit_temperature(logits, labels), trained.chosen
-    helps = after["nll"] < before["nll"]
+    helps = gain.seen and gain.value > 0
     kept = Fitted(
         temperature=temperature,
         images=len(labels),
@@ -75,12 +78,19 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         ["NLL", f"{before['nll']:.4f}", f"{after['nll']:.4f}"],
     ]
     first, second = (f"{one:.4g}" for one in fitted)
-    verdict = "No temperature is kept: on images that it was not fitted on, the NLL does not fall."
+    none = f"Not kept: {kept.words}. On images that it was not fitted on, the NLL"
     if helps:
         verdict = (
             f"Kept in {file}: {kept.words}, all of these. predict.py, export.py and evaluate.py "
             "divide the logits of these weights by it; -no_calibration leaves it out."
         )
+    elif gain.value > 0:
+        verdict = (
+            f"{none} falls by {gain.value:.4f} (95 % interval {gain.low:.4f} to {gain.high:.4f}), which may be "
+            "chance. More images would tell."
+        )
+    else:
+        verdict = f"{none} does not fall."
     text = [
         trained.words(),
         f"{part.title}: {len(labels):,} images; calibration in {BINS} bins",
@@ -135,7 +145,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     from scipy.optimize import minimize_scalar  # takes a while to import
 
     def nll(log_temperature: float) -> float:
-        return _nll(logits, labels, torch.full((len(labels),), math.exp(log_temperature), dtype=torch.float64))
+        temperatures = torch.full((len(labels),), math.exp(log_temperature), dtype=torch.float64)
+        return float(_losses(logits, labels, temperatures).mean())
 
     bounds = math.log(SMALLEST), math.log(LARGEST)
     found: Any = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
@@ -153,8 +164,10 @@ def measure(logits: Tensor, labels: Tensor, temperatures: Tensor) -> dict[str, f
     """NLL, and ECE in percent, if the logits of each image are divided by its temperature."""
     guess, probabilities = guesses(logits)[:, 0], (logits.double() / temperatures[:, None]).softmax(1)
     confidence = probabilities.gather(1, guess[:, None])[:, 0]
-    return {"nll": _nll(logits, labels, temperatures), "ece": calibration(confidence, guess == labels)[0]}
+    nll = float(_losses(logits, labels, temperatures).mean())
+    return {"nll": nll, "ece": calibration(confidence, guess == labels)[0]}
 
 
-def _nll(logits: Tensor, labels: Tensor, temperatures: Tensor) -> float:
-    return float(F.cross_entropy(logits.double() / temperatures[:, None], labels, reduction="sum")) / len(labels)
+def _losses(logits: Tensor, labels: Tensor, temperatures: Tensor) -> Tensor:
+    """Negative log likelihood of each image."""
+    return F.cross_entropy(logits.double() / temperatures[:, None], labels, reduction="none")

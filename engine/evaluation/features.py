@@ -86,7 +86,7 @@ class Features(NamedTuple):
 
 
 @torch.no_grad()
-def _columns(seeing: Seeing, images: Tensor) -> Tensor:
+def columns_of(seeing: Seeing, images: Tensor) -> Tensor:
     """Of uint8 images: what timm's classifier sees, and with tokens the widest pooling, which has all others."""
     with uncompiled(), seeing.precision.autocast(training=False):
         pools = dict.fromkeys((POOLED, pools_of(seeing.model)[-1]))
@@ -94,7 +94,7 @@ def _columns(seeing: Seeing, images: Tensor) -> Tensor:
 
 
 def _pools(model: Any, end: int) -> dict[str, slice]:
-    """Where each pooling is in `_columns`, which are `end` in number."""
+    """Where each pooling is in `columns_of`, which are `end` in number."""
     known, width = pools_of(model), getattr(model, "embed_dim", 0)
     parts = {POOLED: 0, "mean": 1, "both": 2, "blocks": 1 + min(BLOCKS, len(getattr(model, "blocks", ())))}[known[-1]]
     first, both = end - parts * width, end - 2 * width
@@ -115,7 +115,7 @@ def features_of(
     batch = min(config.DATA.val_batch, BLOCK)
     with in_eval_mode(model):
         empty = torch.zeros(1, *data.shape, dtype=torch.uint8)
-        shape = images, _columns(seeing, empty).shape[1]
+        shape = images, columns_of(seeing, empty).shape[1]
         about = _about(seeing, config, data)
         kind = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         folder = cache_folder(data, f"features/{kind}-{contents_of(dataset)[:16]}")
@@ -144,7 +144,7 @@ def features_of(
                 for wanted, one in zip(plan, loader, strict=True):
                     read = one.indices.cpu().numpy() >= 0  # -1 of a broken image
                     computed.append(wanted[read])
-                    table[computed[-1]] = found = _columns(seeing, one.images).cpu().numpy()[read]
+                    table[computed[-1]] = found = columns_of(seeing, one.images).cpu().numpy()[read]
                     if not np.isfinite(found).all():
                         raise UserError("The model has NaN or infinite features; nothing can be compared.")
                     if int(wanted[-1]) in ends:

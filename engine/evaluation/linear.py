@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import LBFGS
 
-from datasets import ImageDataset, open_dataset, source_of
+from datasets import ImageDataset, ValLoader, open_dataset, source_of
 from datasets.sources.split import split_rows
-from engine.evaluation.features import AT_ONCE, Seeing, features_of, sees_features_alone
+from engine.evaluation.features import AT_ONCE, BLOCK, Features, Seeing, columns_of, features_of, sees_features_alone
 from engine.machine.device import Run
 from engine.task import task_of
 from engine.task.several import MOST_NAMED, scores_of
@@ -163,6 +165,40 @@ def fit(
     return Classifier(found[:-1].T.contiguous(), found[-1].contiguous(), strength, 100 * figure), guesses.numpy()
 
 
+def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data: DataConfig) -> Classifier:
+    """Divide the weights by the number of least loss, where augmented images have more loss than zeros would give.
+
+    The most probable classes stay the same. The gradients of a probe that is sure of wrong classes, since augmentation
+    misleads it, would damage what the model has learned.
+    """
+    model, training, batch = ready.model, ready.model.training, min(run.config.DATA.val_batch, BLOCK)
+    images = open_dataset(data, True, len(found.bias), run.config.SEED, run.device)
+    rows = np.unique(np.linspace(0, len(images) - 1, BLOCK).astype(int))
+    plan = np.array_split(rows, len(rows) // batch + 1)
+    model.eval()
+    with contextlib.closing(ValLoader(images, batch, 0, 1, 0, run.device, shard=lambda *_: plan)) as loader:
+        seen = [(columns_of(ready, one.images).cpu(), one.indices.cpu()) for one in loader]
+    model.train(training)
+    columns, indices = (torch.cat(part) for part in zip(*seen, strict=True))
+    read = indices >= 0  # -1 of a broken image
+    logits = found.logits(columns[read, known.pools[pool_of(model)]].numpy())
+    labels = torch.from_numpy(known.labels[indices[read].numpy()])
+    several = labels.ndim == 2
+
+    def loss(divisor: float) -> float:
+        outputs = logits / divisor
+        if several:
+            return float(F.binary_cross_entropy_with_logits(outputs, labels.double()))
+        return float(F.cross_entropy(outputs, labels))
+
+    if loss(1) <= loss(math.inf):
+        return found
+    divisor = min((10 ** (step / 20) for step in range(61)), key=loss)
+    words = "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %.1f, for loss %.2f."
+    log.info(words, loss(1), loss(math.inf), divisor, loss(divisor))
+    return found._replace(weight=found.weight / divisor, bias=found.bias / divisor)
+
+
 def start_at_probe(run: Run, ready: Seeing) -> float:
     """Fit the new classifier to features of the training images; returns its figure in folds. A collective call."""
     config, model, classes = run.config, ready.model, int(run.config.MODEL.NUM_CLASSES)
@@ -192,7 +228,8 @@ def start_at_probe(run: Run, ready: Seeing) -> float:
         log.info("The new classifier is a linear probe of strength %.2g, %s in folds. %s", found.strength, by, words)
         if config.TRAIN.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
             log.info("%s.", UNWEIGHTED)
-        return found
+        alone = not config.TRAIN.NUM_EPOCHS or config.trains_on_features  # no augmented image is seen
+        return found if alone else _tempered(found, run, ready, known, data)
 
     found = broadcast(on_rank_0(run.world, fitted), run.world)
     with torch.no_grad():

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Fine-tune on small sets of images with a recipe and nothing set, beside timm's train.py.
+"""Train on small sets of images with a recipe and nothing set, beside timm's train.py.
 
     python scripts/dev/finetune_bench.py SETS -weights lite0.safetensors -timm pytorch-image-models -json bench.json
     python scripts/dev/finetune_bench.py SETS -backbone vit -weights vit.safetensors -timm ... -size 32 -json vit.json
+    python scripts/dev/finetune_bench.py SETS -backbone scratch -timm ... -size 32 -epochs 40 -json scratch.json
 
 SETS has one folder per set of images, with `pool/CLASS` and `aside/CLASS`. Draw 0 trains on some images of the pool and
 is validated on others of it; there, timm's learning rate is chosen among three. The other draws train on other images
@@ -34,35 +35,45 @@ class Backbone(NamedTuple):
     ours: str
     """Flags of vitamp"""
     timms: str
-    rates: tuple[float, ...]
-    """Of timm"""
+    rates: tuple[float | str, ...]
+    """Learning rates of timm; RATE --opt NAME is one of another optimiser"""
 
 
 BACKBONES = {
     "lite0": Backbone(
-        "-model tf_efficientnet_lite0",
-        "--model tf_efficientnet_lite0 -b 32 --warmup-epochs 0 --head-init-scale 1e-6",
+        "configs/finetune.yaml -pretrained {weights} -model tf_efficientnet_lite0",
+        "--pretrained --pretrained-path {weights} --model tf_efficientnet_lite0"
+        " -b 32 --warmup-epochs 0 --head-init-scale 1e-6",
         (2e-4, 5e-4, 1e-3),
     ),
     # That of configs/vit_cifar10_small.yaml: -weights is the model.safetensors of a run.
     "vit": Backbone(
-        "MODEL.PATCH_SIZE=4",
-        "--model deit_tiny_patch16_224 --model-kwargs img_size=32 patch_size=4 embed_dim=96 depth=6 num_heads=3"
+        "configs/finetune.yaml -pretrained {weights} MODEL.PATCH_SIZE=4",
+        "--pretrained --pretrained-path {weights} --model deit_tiny_patch16_224"
+        " --model-kwargs img_size=32 patch_size=4 embed_dim=96 depth=6 num_heads=3"
         " --mean 0.4914 0.4822 0.4465 --std 0.2470 0.2435 0.2616 --crop-pct 1.0 -b 16 --warmup-epochs 1",
         (5e-4, 1e-3, 2e-3),
     ),
+    # Without weights; timm's crops are those of the recipe, for its own are worse on few images.
+    "scratch": Backbone(
+        "configs/small_images.yaml",
+        "--model deit_tiny_patch16_224 --model-kwargs img_size=32 patch_size=4 embed_dim=128 depth=6 num_heads=4"
+        " --crop-pct 1.0 -b 32 --warmup-epochs 5 --drop-path 0.1 --model-ema --model-ema-decay 0.998"
+        " --model-ema-warmup --scale 0.6 1.0 --hflip 0 --mean 0.5 0.5 0.5 --std 0.5 0.5 0.5 --amp --amp-dtype bfloat16",
+        (5e-4, 1e-3, 2e-3, "1e-2 --opt muon"),
+    ),
 }
 OURS = (
-    "main_single_gpu.py -cfg configs/finetune.yaml {backbone} -amp -pretrained {weights} -data_path {data}"
+    "main_single_gpu.py -cfg {backbone} -amp -data_path {data}"
     " -epochs {epochs} -image_size {size} -device cpu THREADS=1 DATA.NUM_WORKERS=0 VALIDATE_FREQ={epochs} SEED={seed}"
     " -output {out}"
 )
 TIMMS = (
-    "train.py {backbone} --pretrained --pretrained-path {weights} --data-dir {data} --train-split train"
+    "train.py --data-dir {data} --train-split train"
     " --val-split val --num-classes {classes} --epochs {epochs} --input-size 3 {size} {size} --device cpu -j 1"
     " --no-prefetcher --channels-last --val-interval {epochs} --seed {seed} --output {out} --experiment run"
     " -vb 100 --opt adamw --weight-decay 0.05 --sched cosine --sched-on-updates --min-lr 1e-6"
-    " --clip-grad 1.0 --scale 0.3 1.0 --smoothing 0.1 --color-jitter 0 --lr {lr}"
+    " --clip-grad 1.0 --scale 0.3 1.0 --smoothing 0.1 --color-jitter 0 {backbone} --lr {lr}"
 )
 
 
@@ -84,14 +95,15 @@ def lay_out(of: Path, draw: int, images: int, folder: Path) -> int:
     return len(validation)
 
 
-def run(asked: argparse.Namespace, of: Path, draw: int, rate: float | None) -> dict[str, Any]:
+def run(asked: argparse.Namespace, of: Path, draw: int, rate: float | str | None) -> dict[str, Any]:
     """Train once; `rate` is timm's learning rate, None means vitamp."""
     with tempfile.TemporaryDirectory() as scratch:
         data, out, backbone = Path(scratch, "data"), Path(scratch, "out"), BACKBONES[asked.backbone]
         validated = lay_out(of, draw, asked.images, data)
-        command = (OURS if rate is None else TIMMS).format(
-            backbone=backbone.ours if rate is None else backbone.timms,
-            weights=(asked.weights if rate is None else asked.timm_weights or asked.weights).resolve(),
+        weights = asked.weights if rate is None else asked.timm_weights or asked.weights
+        template, flags = (OURS, backbone.ours) if rate is None else (TIMMS, backbone.timms)
+        command = template.replace("{backbone}", flags).format(
+            weights=weights and weights.resolve(),
             data=data,
             epochs=asked.epochs,
             size=asked.size,
@@ -108,8 +120,8 @@ def run(asked: argparse.Namespace, of: Path, draw: int, rate: float | None) -> d
         after = os.times()
         row = {"set": of.name, "draw": draw, "program": "vitamp" if rate is None else "timm", "images": validated}
         if rate is None:
-            probe, *_, last = re.findall(r"Validation Loss: .*?Acc@1: ([\d.]+)", done.stdout)
-            row |= {"probe": float(probe), "acc1": float(last)}
+            first, *_, last = re.findall(r"Validation Loss: .*?Acc@1: ([\d.]+)", done.stdout)
+            row |= {"acc1": float(last)} | ({"probe": float(first)} if weights else {})
         else:
             *_, last = csv.DictReader((out / "run/summary.csv").open())
             row |= {"lr": rate, "acc1": float(last["eval_top1"])}
@@ -117,7 +129,7 @@ def run(asked: argparse.Namespace, of: Path, draw: int, rate: float | None) -> d
         return row | {"cpu_minutes": round(used / 60, 2)}
 
 
-def best_rate(rows: list[dict[str, Any]], name: str) -> float:
+def best_rate(rows: list[dict[str, Any]], name: str) -> float | str:
     """timm's rate with the best top-1 in draw 0."""
     tried = [row for row in rows if (row["set"], row["draw"], row["program"]) == (name, 0, "timm")]
     return max(tried, key=lambda row: row["acc1"])["lr"]
@@ -138,7 +150,7 @@ def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return {
         "set": name,
         "images": images,
-        "probe": round(mean(row["probe"] for row in of["vitamp"]), 1),
+        **({"probe": round(mean(row["probe"] for row in of["vitamp"]), 1)} if "probe" in of["vitamp"][0] else {}),
         "timm_lr": best_rate(rows, name),
         **{program: round(value, 1) for program, value in acc1.items()},
         "difference": round(acc1["vitamp"] - acc1["timm"], 1),
@@ -179,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", type=Path)
     parser.add_argument("-backbone", choices=BACKBONES, default="lite0")
-    parser.add_argument("-weights", type=Path, required=True, help="of the backbone")
+    parser.add_argument("-weights", type=Path, help="of the backbone")
     parser.add_argument("-timm_weights", type=Path, help="without a decoder, where -weights are of masked pre-training")
     parser.add_argument("-timm", type=Path, required=True, help="a checkout of timm, for its train.py")
     parser.add_argument("-json", type=Path, required=True)
@@ -196,7 +208,7 @@ def main() -> None:
     backbone = BACKBONES[asked.backbone]
     names = sorted(folder.name for folder in asked.sets.iterdir() if (folder / "pool").is_dir())
 
-    def add(name: str, draw: int, rate: float | None) -> None:
+    def add(name: str, draw: int, rate: float | str | None) -> None:
         program = "vitamp" if rate is None else "timm"
         if not any((r["set"], r["draw"], r["program"], r.get("lr")) == (name, draw, program, rate) for r in rows):
             rows.append(run(asked, asked.sets / name, draw, rate))

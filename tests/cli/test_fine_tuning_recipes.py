@@ -190,6 +190,22 @@ def test_training_from_a_probe_is_never_worse_and_zeros_guess_nothing(
     assert torch.equal(logits, torch.zeros(4, 10))
 
 
+def test_a_probe_that_augmentation_misleads_is_divided(
+    vitamp: Vitamp, tiny: Path, digits_run: Path, tmp_path: Path
+) -> None:
+    """It begins less sure of the same classes."""
+    words = ("-cfg", tiny, "-pretrained", digits_run, f"DATA.CACHE={tmp_path}", "MODEL.NEW_CLASSIFIER=probe")
+    first: dict[str, dict[str, Any]] = {}
+    for degrees, epochs, divided in ((180, 0, False), (180, 1, True), (0, 1, False)):
+        run = tmp_path / f"{degrees}-{epochs}"
+        last = (f"DATA.ROTATE={degrees}", f"TRAIN.NUM_EPOCHS={epochs}", "TRAIN.WARMUP_EPOCHS=0", "-output", run)
+        done = vitamp(*words, *last, code=0)
+        assert ("Augmented training images have loss" in done.text) is divided
+        first[run.name] = metrics(run, "val")[0]
+    assert len({one["acc1"] for one in first.values()}) == 1
+    assert first["180-1"]["loss"] > first["180-0"]["loss"] == first["0-1"]["loss"]
+
+
 def test_a_probe_before_trained_batch_norms_is_warned_of(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
     torch.save(timm.create_model("lcnet_035").state_dict(), tmp_path / "weights.pth")
     words = ["-cfg", ROOT / "configs" / "finetune.yaml", "-model", "lcnet_035", "-pretrained", tmp_path / "weights.pth"]

@@ -40,7 +40,7 @@ import os, runpy, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "scripts")!r}]
 from engine.evaluation import features, linear
 linear.STRENGTHS = (1e-2,)
-columns, calls = features._columns, []
+columns, calls = features.columns_of, []
 def shown(seeing, images):
     calls.append(len(images))
     if len(calls) == int(os.environ.get("KILLED_IN", 0)):
@@ -48,7 +48,7 @@ def shown(seeing, images):
     time.sleep(float(os.environ.get("PACE", 0)))
     print("batch of", len(images), file=sys.stderr)
     return columns(seeing, images)
-features._columns = shown
+features.columns_of = shown
 runpy.run_path({str(ROOT / "scripts/evaluate.py")!r}, run_name="__main__")
 """
 NEW_FEATURES, KEPT = "no features of these very weights and images are kept yet", "images; features are kept in"

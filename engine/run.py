@@ -233,9 +233,9 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
     place = ""
     if run.world.first:
         by, figure = metric_named(trainer.best.by), trainer.best.figure
-        update, guesses = trainer.best_guesses
-        seen = ready.val_set.sample_labels(), guesses if update == trainer.best.update else None
-        context = in_context(by, figure, len(ready.val_set), largest_class(ready), *seen)
+        known = trainer.best_metrics
+        guesses = known.predictions.get("guess") if known and known.value(by.name) == figure else None
+        context = in_context(by, figure, largest_class(ready), ready.val_set.sample_labels(), guesses)
         validations = History.of_run(folder).of("val")
         if context and figure is not None:
             context = f"{context} {flatters(len(validations), folder, config.DATA)}".rstrip()

@@ -35,8 +35,6 @@ from vitamp.checkpoints import CHECKPOINTS, folder_name
 from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from engine.amp.op_lists import OpLists
 
 
@@ -58,8 +56,8 @@ class Trainer:
         self.parts, self.position, self.train_loader = ready.parts, ready.position, ready.train_loader
         self.best = ready.best
         self._best_before = self.best
-        self.best_guesses: tuple[int, np.ndarray | None] = -1, None
-        """Update of the best validation of this start, and what it predicted for each image"""
+        self.best_metrics: Metrics | None = None
+        """Of the last validation that was the best so far, unless it was before this start"""
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._setting, self._judged = setting_of(ready), False
@@ -286,7 +284,7 @@ class Trainer:
         self._restart_clocks()
         if improved:
             self._best_before, self.best = self.best, best_now
-            self.best_guesses = here.update, metrics[better].predictions.get("guess")
+            self.best_metrics = metrics[better]
         else:
             if self.config.MODEL.starts_at_probe and self.best.update == 0 and not self.best.stale:
                 log.info("Not better than the linear probe that training began with: often so in the first epochs.")

@@ -75,8 +75,8 @@ def evaluate_only(given: Run, dry: bool) -> None:
     values = {which: means.value(by.name) for which, means in metrics.items()}
     better = best_set(values, by) or PLAIN
     images = len(ready.val_set)
-    seen = ready.val_set.sample_labels(), metrics[better].predictions.get("guess")
-    context = in_context(by, values[better], images, largest_class(ready), *seen)
+    guesses = metrics[better].predictions.get("guess")
+    context = in_context(by, values[better], largest_class(ready), ready.val_set.sample_labels(), guesses)
     log_lines((context, copies_evaluated(config, saved, images)))
     # All metrics of the better weights; of the others, the one that they are compared by.
     fields = metrics[better].fields().items()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 import yaml
 
 from tests.label_sets import write_recipe, write_set
-from tests.program import ROOT, Result, metrics
+from tests.program import ROOT, TINY_DIGITS, Result, metrics, save_image
 from tests.tools.conftest import Trainings, interrupted
 from tests.waiting import until
 from tools.common import sessions
@@ -295,7 +296,13 @@ def test_grid_of_settings(compare: Call, trainings: Trainings, tmp_path: Path) -
     assert (row["last_ema_balanced_acc"], row["precision"]) == (val["ema_balanced_acc"], "bf16")
     assert row["largest_class_percent"] == pytest.approx(100 * 37 / 360, abs=2)
     assert "balanced accuracy: after the last epoch, of the EMA in runs that have one" in said
+    counts = results["recall"]["SAMPLER=balanced, MODEL_EMA=false"]
+    recall = [100 * right / images for right, images in counts.values()]
+    assert statistics.fmean(recall) == pytest.approx(results["runs"][2]["last_balanced_acc"])
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    shown = "{:.1f} % ({} of {})".format(recall[0], *counts["0"])
+    assert f'<td class="n">{shown}</td>' in page
+    assert shown in said
     assert "<h3>Balanced accuracy of each setting (%)</h3>" in page
     assert '<th scope="col" class="n">best balanced accuracy</th>' in page
     assert '<th scope="col" class="n">best top-1</th>' not in page
@@ -362,6 +369,17 @@ def test_several_labels_are_compared_by_map(tmp_path: Path, capsys: pytest.Captu
     (val,) = metrics(tmp_path / "out/lr-1e-4-0", "val")
     assert (results["metric"], results["runs"][1]["last_map"]) == ("map", val["map"])
     assert "last mAP (%)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("trainings")
+def test_runs_without_labels_have_a_page(tmp_path: Path, in_process: Callable[..., Call]) -> None:
+    for number in range(8):
+        save_image(tmp_path / "images" / f"{number}.png", seed=number)
+    small = ("-mae_pretrain", "MODEL.DECODER.EMBED_DIM=16", "MODEL.DECODER.DEPTH=1", "MODEL.DECODER.NUM_HEADS=2")
+    (tmp_path / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    where = ("-dataset", "images", "-data_path", tmp_path / "images", "-output", tmp_path / "out", "-batch_size", 4)
+    in_process(main)("-cfg", tmp_path / "tiny.yaml", *small, *where, "-vary", "lr=1e-3,1e-4", "-seeds", "0,", code=0)
+    assert "hidden, predicted, original" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from tools.common.comparison import (
 )
 from tools.compare.command import notes, sentences, table
 from utils.config import Config, to_yaml
-from vitamp.metrics import AVERAGE, LOSS, PLAIN, TOP1
+from vitamp.metrics import AVERAGE, BALANCED, LOSS, PLAIN, TOP1
 
 MODES = ("fp32", "bf16")
 ACCURACY = Judged(TOP1, PLAIN)
@@ -253,6 +253,12 @@ def test_table_and_notes() -> None:
     assert any(note.startswith("memory: peak of the whole process") for note in lines)
     assert not any("slow first updates" in note for note in lines)
     assert sentences({**about, "verdicts": judge(results, MODES, ACCURACY)})[-1] == "a trouble"
+
+
+def test_another_metric_has_top1_beside_it() -> None:
+    results = runs(fp32={"last_balanced_acc": [50.0], "last_acc1": [75.0]}, bf16={"last_balanced_acc": [60.0]})
+    head, *rows = table(results, MODES, Judged(BALANCED, PLAIN))
+    assert [row[head.index("last top-1 (%)")] for row in rows] == ["75.00", "97.50"]
 
 
 def test_says_how_many_more_seeds_would_tell() -> None:

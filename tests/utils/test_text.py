@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from scipy.stats import binomtest
 
 from engine.report.outcome import in_context
 from utils.text import counted, wilson
-from vitamp.metrics import BALANCED, MAP, TOP1
+from vitamp.metrics import BALANCED, LOSS, MACRO_F1, MAP, TOP1
 
 
 @pytest.mark.parametrize(
@@ -29,10 +30,18 @@ def test_wilsons_interval_equals_scipys(right: int, images: int) -> None:
 
 
 def test_words_for_the_end_of_a_run() -> None:
-    guess = 34.9
-    assert in_context(TOP1, 90.0, 100, guess) == (
+    guess, images = 34.9, np.repeat([0, 2, 3], [60, 38, 2])
+    assert in_context(TOP1, 90.0, guess, images) == (
         "Top-1 90.00 % on 100 images: 95 % interval 82.56 to 94.48 %; always guessing the largest class: 34.9 % top-1."
     )
-    assert in_context(TOP1, 34.9, 100, guess).endswith("34.9 % top-1: this model is as good as guessing.")
-    assert in_context(BALANCED, 20.0, 100, guess) == "Always guessing the largest class: 34.9 % top-1."
-    assert in_context(TOP1, None, 100, None) == in_context(MAP, 80.0, 100, None) == ""
+    assert in_context(TOP1, 34.9, guess, images).endswith("34.9 % top-1: this model is as good as guessing.")
+    assert in_context(LOSS, 0.5, guess, images) == "Always guessing the largest class: 34.9 % top-1."
+    assert in_context(TOP1, None, None, images) == in_context(MAP, 80.0, None, images) == ""
+    said = in_context(BALANCED, 100.0, guess, images, images)
+    assert said.startswith(
+        "Balanced accuracy 100.00 % on 100 images, of which the smallest of 3 classes has 2: 95 % int"
+    )
+    assert said.endswith(" to 100.00 %; always guessing one class: 33.3 %.")
+    assert "evaluate.py` computes its interval." in in_context(MACRO_F1, 9.0, guess, images), "of an earlier start"
+    two = np.repeat([0, 1], [60, 3])
+    assert "too few images per class for an interval" in in_context(MACRO_F1, 100.0, guess, two, two)

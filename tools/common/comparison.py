@@ -468,8 +468,7 @@ def metrics_of(folder: Path) -> Metrics:
 def _diverged(history: History, config: Config, largest_class: float | None) -> bool:
     """Whether the loss ended as NaN, or its mean over several batches rose by more than their noise.
 
-    From a linear probe, augmentation raises the loss: if the metric is no lower than at first, and above guessing, the
-    run has not diverged. `largest_class`: percent of the validation images.
+    Not of a run whose metric did not fall and is above guessing: from a probe, augmentation alone raises the loss.
     """
     losses = [line["loss"] for line in history.of("train")]
     if losses and losses[-1] is None:

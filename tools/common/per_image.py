@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,20 +19,11 @@ class PerImage(NamedTuple):
     """In percent; their mean is the metric"""
     rows: np.ndarray
     """Index of each in the run's validation split"""
+    labels: np.ndarray
 
 
 def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | None:
     """Of a run's last validation. None without its predictions, or for a metric that is not computed by image here."""
-    if (table := _last_predictions(folder, weights)) is None:
-        return None
-    names, labels, columns = table
-    values = values_of_images(metric, labels, columns)
-    order = np.argsort(names, kind="stable")
-    return None if values is None else PerImage(names[order], values[order], order)
-
-
-def _last_predictions(folder: Path, weights: WeightSet) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]] | None:
-    """Names, labels and what was predicted in a run's last validation."""
     last = (History.of_run(folder).of("val") or [{}])[-1]
     table = read_predictions(folder, last.get("update", -1))
     if table is None:
@@ -41,28 +31,17 @@ def _last_predictions(folder: Path, weights: WeightSet) -> tuple[np.ndarray, np.
     names, labels = table.pop("names"), table.pop("labels").astype(np.int64)
     of_one = {name: column for name, column in table.items() if set_of(name)[0] is weights}
     # A run without these weights is judged by its plain ones.
-    return names, labels, {set_of(name)[1]: column for name, column in (of_one or table).items()}
-
-
-def recognised(folders: Sequence[Path], weights: WeightSet) -> tuple[np.ndarray, np.ndarray] | None:
-    """Images of each class in the last validations of all these runs together, and how many of them are recognised.
-
-    None without predictions of a class for each image.
-    """
-    tables = [_last_predictions(folder, weights) for folder in folders]
-    pairs = [(table[1], table[2]["guess"]) for table in tables if table is not None and "guess" in table[2]]
-    if not pairs or len(pairs) < len(tables):
-        return None
-    labels, guesses = (np.concatenate(each) for each in zip(*pairs, strict=True))
-    images = np.bincount(labels)
-    return images, np.bincount(labels[labels == guesses], minlength=len(images))
+    columns = {set_of(name)[1]: column for name, column in (of_one or table).items()}
+    values = values_of_images(metric, labels, columns)
+    order = np.argsort(names, kind="stable")
+    return None if values is None else PerImage(names[order], values[order], order, labels[order])
 
 
 def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.ndarray]) -> np.ndarray | None:
     """`columns`: predictions of each image, as predictions.safetensors has them."""
     if metric is TOP5:
         return 100.0 * columns["in_top5"]
-    if metric in (TOP1, BALANCED, MACRO_F1):
+    if metric in (TOP1, BALANCED, MACRO_F1) and "guess" in columns:
         guesses = columns["guess"].astype(np.int64)
         return 100.0 * (labels == guesses) if metric is TOP1 else _of_classes(metric, labels, guesses)
     if metric.name == "exact_match":

@@ -27,8 +27,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tools.common.command_line import Tool, above_zero, tool
 from tools.common.comparison import (
@@ -54,7 +58,6 @@ from tools.common.comparison import (
 )
 from tools.common.differences import DISAGREE, POWER, assumed_noise, level_of, noise_of
 from tools.common.output_file import if_interrupted, results_folder
-from tools.common.per_image import recognised
 from tools.common.tables import in_columns, non_defaults
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag, whole
@@ -202,34 +205,30 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
     return about
 
 
-def recall(runs: ByName, judged: Judged, out: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """Contender -> class -> images of it over all validations together, and how many of them are recognised."""
-    found = dict[str, dict[str, dict[str, int]]]()
+def recall(runs: ByName, judged: Judged, out: Path) -> dict[str, dict[str, list[int]]]:
+    """Contender -> class -> its recognised images in all last validations together, and all of its images."""
+    found, hits = dict[str, dict[str, list[int]]](), images_of(runs, replace(judged, metric=ONE_LABEL.best), out)
     for name, of_one in runs.items():
-        folders = [out / row["folder"] for row in of_one.values()]
-        if (counts := recognised(folders, judged.weights)) is not None:
-            root = folders[0] / CHECKPOINTS
-            classes = unchecked_meta(root / (read_index(root)["last"] or "none")).get("classes") or range(
-                len(counts[0])
-            )
-            rows = zip(classes, *(each.tolist() for each in counts), strict=False)
-            found[name] = {
-                str(label): {"images": images, "recognised": right} for label, images, right in rows if images
-            }
+        pairs = [(one.labels, one.labels[one.values > 0]) for seed in of_one if (one := hits[name, seed]) is not None]
+        if pairs and len(pairs) == len(of_one):
+            images, right = (np.bincount(np.concatenate(each)).tolist() for each in zip(*pairs, strict=True))
+            root = out / next(iter(of_one.values()))["folder"] / CHECKPOINTS
+            classes = unchecked_meta(root / (read_index(root)["last"] or "none")).get("classes") or range(len(images))
+            counts = zip(classes, zip_longest(right, images, fillvalue=0), strict=False)
+            found[name] = {str(label): [*count] for label, count in counts if count[1]}
     return found
 
 
 def recall_table(about: dict[str, Any]) -> list[list[str]]:
-    """Of a cross-validation, and where classes weigh alike: `recall` as a table; empty where classes are many."""
-    found, by_class = about.get("recall", {}), judged_of(about).metric in (BALANCED, MACRO_F1)
-    classes = [*dict.fromkeys(label for of_one in found.values() for label in of_one)]
+    """Recall of each class, of a cross-validation, and where classes weigh alike; empty where classes are many."""
+    found, by_class = about["recall"], judged_of(about).metric in (BALANCED, MACRO_F1)
+    classes = dict.fromkeys(label for counts in found.values() for label in counts)
     if not (by_class or about.get("folds")) or not 0 < len(classes) <= MOST_CLASSES:
         return []
-    rows = [[f"recall of a class, all {unit(about['runs'])}s", *found]]
+    rows = [[f"recall, all {unit(about['runs'])}s", *found]]
     for label in classes:
-        cells = [of_one.get(label, {"images": 0, "recognised": 0}).values() for of_one in found.values()]
-        shown = [f"{100 * right / max(images, 1):.1f} % ({right} of {images})" for images, right in cells]
-        rows.append([label, *shown])
+        counts = [of_one.get(label, [0, 0]) for of_one in found.values()]
+        rows.append([label, *(f"{100 * hits / max(images, 1):.1f} % ({hits} of {images})" for hits, images in counts)])
     return rows
 
 

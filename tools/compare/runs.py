@@ -356,10 +356,10 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     for (seed, fold), contender in alternating_order(contenders, rounds):
         runs.append(contender.run(line, out, seed, fold, loaded[contender.name], judged.metric))
     check_runs(runs)
-    best_by = [*dict.fromkeys(run.config.SAVE_BEST_BY for run in runs)]
-    if asked.metric or best_by != [judged.metric.name]:
-        chosen = f"{BEST_BY} {', '.join(best_by)}: chooses the best checkpoint of each run"
-        remarks.append(f"{chosen}; the verdict is of {judged.words} after the last epoch")
+    best_by = ", ".join(dict.fromkeys(run.config.SAVE_BEST_BY for run in runs))
+    if asked.metric or best_by != judged.metric.name:
+        verdict = f"the verdict is of {judged.words} after the last epoch"
+        remarks.append(f"{BEST_BY} {best_by}: chooses the best checkpoint of each run; {verdict}")
     remarks = (*dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings)), *remarks)
     limits = asked.budget_min, asked.these_images
     return Plan(tuple(loaded), judged, asked.folds, tuple(runs), name, many, remarks, varied, *limits)

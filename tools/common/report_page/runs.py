@@ -126,8 +126,7 @@ def metrics_of(runs: Sequence[Run]) -> list[Metric]:
 def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list[Row]]:
     """The table of runs, and those of its rows that the page opens with. Rows without any text are left out.
 
-    The page opens with the metric that chose the best checkpoints; in a comparison, with the last values of `judged`,
-    of which its verdict is, and with the task's best metric beside it.
+    These are the metric that chose the best checkpoints, or that a comparison is `judged` by, with its last values.
     """
     deciding = [judged] if judged else [run.deciding for run in runs]
     shown = [one for one in metrics_of(runs) if one in deciding or (one.title and one.decides and one is not LOSS)]

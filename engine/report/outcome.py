@@ -63,7 +63,7 @@ def flatters(validations: int, run: Path, data: DataConfig) -> str:
     with suppress(UserError):
         if has_test(data):
             return f"{words}: `{tool('evaluate')} {shlex.quote(str(run))} -part test` does not."
-    return f"{words}."
+    return f"{words}: a test split, of images that choose nothing, does not (docs/splits.md)."
 
 
 def strange(labels: np.ndarray, guesses: np.ndarray, names: Sequence[str], in_folds: float | None) -> list[str]:

@@ -216,9 +216,7 @@ def test_classes_that_no_model_recognises_are_named(check: Call, digits_run: Pat
     for number in range(6):
         (tmp_path / "data" / CLASSES[number % 3] / f"{number}.png").rename(tmp_path / "data" / "fox" / f"{number}.png")
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
-    words = (
-        "The models hardly recognise fox (0 of 6 images): suspects of these classes mean nothing, as"
-    )
+    words = "The models hardly recognise fox (0 of 6 images): suspects of these classes mean nothing, as"
     assert words in done.out
     assert words in (tmp_path / "labels" / "report.html").read_text()
 

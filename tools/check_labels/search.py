@@ -261,7 +261,8 @@ class ByTraining:
             fold = dataset.single_images()
             assert fold is not None
             for logits, _, indices in batches_of(trained, dataset):
-                rows = [place[path_in_list(fold.name(index), images.data)] for index in indices.tolist()]
+                # A run saves the path of its data without links, so the images are named below that one.
+                rows = [place[path_in_list(fold.name(index), trained.config.DATA)] for index in indices.tolist()]
                 found[rows] = logits.double().cpu().numpy()[:, : len(images.classes)]
         assert np.isfinite(found).all()
         return found

@@ -59,7 +59,6 @@ class TrainState:
     """Modules that AMP.AUTO_FP32 has moved to fp32, besides AMP.FP32_MODULES."""
     after_pause: Callable[[], None] = lambda: None
     compute: Callable[[Batch], ForwardResult] = field(init=False)
-    _assembled: bool = False
 
     def __post_init__(self) -> None:
         self.parameters = list(self.model.parameters())
@@ -91,7 +90,6 @@ class TrainState:
         self.forward, self.compute = self.model, self.eager
         for callback in self.callbacks:
             callback.attach(self)
-        self._assembled = True
 
     def enter(self, epoch: int) -> None:
         """Prepare for an epoch."""
@@ -110,15 +108,13 @@ class TrainState:
             return ForwardResult(self.criterion(logits.float(), targets), logits.detach(), labels)
 
     def force_fp32(self, modules: list[str]) -> None:
-        """Make these modules compute in fp32 from the next update on."""
+        """Make these modules compute in fp32, once all is assembled (anew)."""
         from engine.amp.low_precision import force_fp32
 
         device = self.precision.device.type
         self.moved_to_fp32 += force_fp32(self.model, modules, device)
         for other in self.others.values():
             force_fp32(other, modules, device)
-        if self._assembled:
-            self.assemble()
 
 
 def train_update(parts: TrainState, window: Window, update: int) -> None:

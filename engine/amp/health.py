@@ -64,6 +64,7 @@ class Health:
             blamed[name] = blamed.get(name, 0) + 1
             if blamed[name] == TIMES_TO_BLAME:
                 self.parts.force_fp32([name])
+                self.parts.assemble()
                 watch.begin_anew()
                 self.parts.meters.forget_skips()
                 log.info("AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", name, TIMES_TO_BLAME)

@@ -43,7 +43,7 @@ class LossScaler(torch.amp.GradScaler):
     def update(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no scale is given from outside
         scale, _ = self._check_scale_growth_tracker("update")
         if not self._dynamic:
-            super().update(scale)
+            super().update(scale)  # which keeps it, and forgets this update's overflows
             return
         if self._backoff_after == 1:
             super().update()

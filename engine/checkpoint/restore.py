@@ -198,8 +198,7 @@ def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[st
         number, _, key = name.partition(".")
         saved["state"].setdefault(int(number), {})[key] = moment
     before, names = state["trained"], trained_weights(parts.model, optimizer)
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved[GROUPS], now[GROUPS])]
-    if before != names or sizes[0] != sizes[1]:
+    if before != names or [one["params"] for one in saved[GROUPS]] != [one["params"] for one in now[GROUPS]]:
         # Saved state, renumbered for the weights and groups of now. Newly trained weights start with a new state.
         states = {names[number]: values for number, values in now["state"].items()}
         states |= {before[number]: values for number, values in saved["state"].items()}

@@ -53,7 +53,7 @@ class Stopped(Exception):
 
     def __init__(self, request: int) -> None:
         super().__init__(request)
-        self.request, self.words, self.exit_code = request, WORDS[request], EXIT_CODES[request]
+        self.words, self.exit_code = WORDS[request], EXIT_CODES[request]
 
 
 class Signals:

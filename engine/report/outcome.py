@@ -87,7 +87,7 @@ def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None) 
         compute = balanced_accuracy_interval if metric is BALANCED else macro_f1_interval
         found = compute(labels, guesses, int(max(labels.max(), guesses.max())) + 1)
         how = f"95 % interval {found.words()}" if found else "too few images per class for an interval"
-    guessing = f"; always guessing one class: {100 / len(present):.1f} %" * (metric is BALANCED)
+    guessing = f"; always guessing one class: {100 / len(present):.1f} %" if metric is BALANCED else ""
     return f", of which the smallest of {len(present)} classes has {present.min()}: {how}{guessing}"
 
 
@@ -99,7 +99,7 @@ def flatters(validations: int, run: Path, data: DataConfig) -> str:
     with suppress(UserError):
         if has_test(data):
             return f"{words}: `{tool('evaluate')} {shlex.quote(str(run))} -part test` does not."
-    return f"{words}."
+    return f"{words}: a test split, of images that choose nothing, does not (docs/splits.md)."
 
 
 def strange(labels: np.ndarray, guesses: np.ndarray, names: Sequence[str], in_folds: float | None) -> list[str]:

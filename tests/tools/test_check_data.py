@@ -171,6 +171,14 @@ def test_clean_data_has_no_defects_and_classes_without_images_are_found(check: C
     assert "classes without training images: 1" in done.out
 
 
+def test_images_that_are_mostly_small_are_one_line(check: Check, tree: Path) -> None:
+    done, found = check(tree, "DATA.IMAGE_SIZE=224")
+    line = "note: 30 of 30 images are smaller than IMAGE_SIZE; enlarged when read, which adds no detail"
+    assert [each for each in done.out.splitlines() if "IMAGE_SIZE" in each] == [line]
+    assert "jpg" not in done.out
+    assert len(found["notes"]["smaller_than_image_size"]) == 30
+
+
 def as_lists(tree: Path, labels: list[int]) -> Path:
     (tree / "train_list.txt").write_text("".join(f"train/{CLASSES[i % 3]}/{i}.jpg {k}\n" for i, k in enumerate(labels)))
     (tree / "val_list.txt").write_text("".join(f"val/{CLASSES[i % 3]}/{i}.jpg {i % 3}\n" for i in range(6)))

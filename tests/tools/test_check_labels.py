@@ -210,6 +210,17 @@ def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Pa
     assert excluded(tmp_path / "labels") == set()
 
 
+def test_classes_that_no_model_recognises_are_named(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    write_folders(tmp_path / "data", wrong=0)
+    (tmp_path / "data" / "fox").mkdir()
+    for number in range(6):
+        (tmp_path / "data" / CLASSES[number % 3] / f"{number}.png").rename(tmp_path / "data" / "fox" / f"{number}.png")
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    words = "The models hardly recognise fox (0 of 6 images): suspects of these classes mean nothing, as"
+    assert words in done.out
+    assert words in (tmp_path / "labels" / "report.html").read_text()
+
+
 def test_names_that_are_not_utf8_are_listed(check: Call, digits_run: Path, tmp_path: Path) -> None:
     planted = write_folders(tmp_path / "data")
     odd = os.fsencode(tmp_path / "data" / next(iter(planted)))

@@ -430,6 +430,8 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
     remarks("aaaabbccbbbbc")
     rows = evaluations._one_label(trained, images, "validation image", BALANCED)["classes"]
     assert {row["name"]: row["mistaken_for"] for row in rows} == {"a": "b, c (2 each)", "b": "", "c": ""}
+    both = "Frequent mistakes: a is taken for b (3 of 8 images); a is taken for c (3 of 8 images)."
+    assert remarks("aabbbcccbbbbc") == [both]
 
 
 # Several runs.

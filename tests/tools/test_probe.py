@@ -30,6 +30,7 @@ from tools.export import command as export
 from tools.predict import command as predict
 from tools.report import command as report
 from utils.distributed.world import ALONE, World
+from utils.text import wilson
 from vitamp.pooling import POOLS
 
 Say = Callable[..., Result]
@@ -232,8 +233,13 @@ def test_probe_compares_several_models(say: Say, greys: tuple[object, ...], tmp_
     table = done.out[done.out.rindex("parameters") :]
     for model in found["models"]:
         best = r" \(best\)" * (model["model"] == found["best"])
-        top1 = model["probes"][model["chosen"]]["acc1"]
-        assert re.search(rf"{model['model']}{best} +{model['parameters']:,} .* top-1 {top1:.2f} % \(", table), table
+        probe = model["probes"][model["chosen"]]
+        for metric, words in (("acc1", "top-1"), ("balanced_acc", "balanced accuracy")):
+            row = rf"{model['model']}{best}, {words} +{model['parameters']:,} +"
+            values = r".* \(.* ".join(f"{each[metric]:.2f} %" for each in (probe["in_folds"], probe))
+            assert re.search(row + values, table), table
+        assert probe["in_folds"]["acc1"] == pytest.approx(probe["folds"])
+        assert probe["in_folds"]["intervals"]["acc1"] == [*wilson(probe["folds"], probe["in_folds"]["images"])]
     refused = (
         (("-out", tmp_path / "run"), "-model: several"),
         (("-pretrained", "one.pth"), "-pretrained: 1 for 3 models"),

@@ -481,6 +481,10 @@ def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
         if split in findings.unlabelled:
             without = f"{findings.unlabelled[split]:,} images without a label"
             summary[-1] += f", with {sum(counts.values()):,} labels; {without}"
+    small, images = len(findings.notes.get(SMALL, ())), sum(findings.images.values())
+    if 2 * small > images:  # a size of the data set, not of some images
+        del kinds[f"note: {HEADINGS[SMALL]}"]
+        summary.append(f"note: {small:,} of {images:,} images are {HEADINGS[SMALL]}, which adds no detail")
     for heading, found in kinds.items():
         if found:
             other = sum(isinstance(one, Found) and one.contradicts for one in found)

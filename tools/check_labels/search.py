@@ -23,7 +23,7 @@ from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
 from tools.check_data.findings import SIDE, Thumbnails, near_pairs, scan_split
-from tools.check_labels.noise import Calibration, Wrong, find_wrong, nearest
+from tools.check_labels.noise import LEARNT, Calibration, Wrong, find_wrong, nearest
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
 from tools.common.turns import Budget
@@ -261,7 +261,8 @@ class ByTraining:
             fold = dataset.single_images()
             assert fold is not None
             for logits, _, indices in batches_of(trained, dataset):
-                rows = [place[path_in_list(fold.name(index), images.data)] for index in indices.tolist()]
+                # A run saves the path of its data without links, so the images are named below that one.
+                rows = [place[path_in_list(fold.name(index), trained.config.DATA)] for index in indices.tolist()]
                 found[rows] = logits.double().cpu().numpy()[:, : len(images.classes)]
         assert np.isfinite(found).all()
         return found
@@ -299,6 +300,8 @@ class Found:
     """Of the models on images that they did not see, in words"""
     not_judged: list[str]
     """Classes with too few images, or with all of them in one group"""
+    not_learnt: list[str]
+    """Classes that the models do not recognise, and how many of their images they do"""
     near: np.ndarray = field(repr=False)
     """Features of all images, in which those are near that look alike"""
 
@@ -307,6 +310,11 @@ class Found:
         if self.not_judged:
             names = ", ".join(self.not_judged)
             lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
+        if self.not_learnt:
+            lines.append(
+                f"The models hardly recognise {', '.join(self.not_learnt)}: suspects of these classes mean nothing, as "
+                "right labels look wrong there, too."
+            )
         count = f"{counted(self.verdict.number, 'label')} look{'s' if self.verdict.number == 1 else ''} wrong"
         chance = f"up to {self.verdict.if_right} would"
         if self.verdict.surer:  # of the nearest images
@@ -332,14 +340,20 @@ def find(images: Images, method: Method, seed: int) -> Found:
     few = np.flatnonzero(few)
     near = logits if method.features is None else np.asarray(method.features)
     suspects, verdict = suspects_of(images, logits, seed, few, features=method.features)
-    return Found(suspects, verdict, accuracy, [images.classes[label] for label in few], near)
+    not_learnt = []
+    if labels.ndim == 1:
+        hits = np.bincount(labels[distinct.argmax(1) == labels], minlength=len(counts))
+        for label in np.flatnonzero((hits < LEARNT * counts) & ~np.isin(np.arange(len(counts)), few)):
+            not_learnt.append(f"{images.classes[label]} ({hits[label]} of {counted(int(counts[label]), 'image')})")
+    return Found(suspects, verdict, accuracy, [images.classes[label] for label in few], not_learnt, near)
 
 
 def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:
     """Judge labels of the validation split, by the models of a search of the training split, and their calibration."""
     logits = method.logits_of_others(images)
     suspects, verdict = suspects_of(images, logits, seed, np.empty(0, np.int64), searched.verdict.calibrations)
-    return Found(suspects, verdict, "Labels of the validation split, by models of the training split.", [], logits)
+    about = "Labels of the validation split, by models of the training split."
+    return Found(suspects, verdict, about, [], searched.not_learnt, logits)
 
 
 def suspects_of(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.record.run_folder import check_writable, is_run_folder
+from utils.record.run_folder import DATA, FILES_OF_A_RUN, check_writable, is_run_folder
 from vitamp.checkpoints import CHECKPOINTS
 from vitamp.files import kind_of_path, try_to_write
 from vitamp.meta import META
@@ -32,6 +32,8 @@ def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "f
         raise UserError(f"{where}: is {kind}; name a file.")
     if kind is not None and (place.name == CHECKPOINTS or (place / META).is_file()):
         raise UserError(f"{where}: belongs to a checkpoint, which could not be used without it; name another file.")
+    if kind is not None and path.name in (*FILES_OF_A_RUN, DATA) and is_run_folder(place):
+        raise UserError(f"{where}: belongs to the run in this folder, which needs it; name another file.")
     if fresh and kind is not None:
         raise UserError(f"{where}: already exists; name another file, or give -overwrite to replace it.")
     if folder != "a folder":

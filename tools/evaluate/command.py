@@ -49,7 +49,7 @@ from utils.flags import Flag, Positional, whole
 from utils.log import log, log_lines
 from utils.record.run_folder import is_run_folder, write_json
 from utils.text import Interval
-from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS
+from vitamp.metrics import BALANCED, ONE_LABEL, SEVERAL_LABELS
 from vitamp.pooling import POOLED, POOLS
 
 if TYPE_CHECKING:
@@ -182,11 +182,14 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
     rows = [["", "parameters", "in folds", "", "seconds"]]
     for model in models:
         probe = model["probes"][model["chosen"]]
-        by = (SEVERAL_LABELS if probe[ONE_LABEL.best.name] is None else ONE_LABEL).best
-        interval = probe["intervals"].get(by.name)
-        value = f"{by.words} {measured(probe[by.name], interval and Interval(*interval))}"
+        metrics = (SEVERAL_LABELS.best,) if probe[ONE_LABEL.best.name] is None else (ONE_LABEL.best, BALANCED)
         name = f"{model['model']}{' (best)' if model['model'] == best else ''}"
-        rows.append([name, f"{model['parameters']:,}", f"{probe['folds']:.2f} %", value, f"{model['seconds']:.0f}"])
+        for metric in metrics:
+            row = [f"{name}, {metric.words}", f"{model['parameters']:,}"]
+            for of in (probe["in_folds"], probe):
+                interval = of["intervals"].get(metric.name)
+                row.append(measured(of[metric.name], interval and Interval(*interval)))
+            rows.append([*row, f"{model['seconds']:.0f}"])
     rows += [[name, "failed", "", "", ""] for name in failed]
     by_folds = "Best is the highest accuracy in folds of the training images. Kept features take no time."
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, by_folds]))

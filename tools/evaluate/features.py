@@ -16,7 +16,7 @@ import torch
 from datasets import has_labels, source_of
 from datasets.base import TITLES, part_of
 from engine.evaluation.data import data_for_evaluation, title_of
-from engine.evaluation.features import Features, features_of
+from engine.evaluation.features import AT_ONCE, Features, features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
 from engine.evaluation.linear import STRENGTHS, UNWEIGHTED, fit, folds_of
 from engine.trained.model import Trained
@@ -32,7 +32,7 @@ from utils.config.read import Kind, Source
 from utils.distributed.world import ALONE, World
 from utils.log import log, log_lines
 from utils.text import wilson
-from vitamp.metrics import KNN, TOP1, always_guessing
+from vitamp.metrics import BALANCED, KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
 
 COUNT = 20
@@ -127,16 +127,22 @@ def _probes(
     model = trained.config.MODEL.model_copy(update={"NUM_CLASSES": number, "MAE_PRETRAIN": False})
     trained = replace(trained, config=trained.config.model_copy(update={"MODEL": model}))
     best = trained.task.kind.best
+    metrics = (best, BALANCED)[: 1 if trained.config.DATA.MULTI_LABEL else 2]
     found, said = dict[str, Any](), dict[str, list[str]]()
     for pool in progress_bar(pools, "poolings"):
-        one, _ = fit(known.of(pool), known.labels, fold_of, number, trained.precision.device)
+        one, of_others = fit(known.of(pool), known.labels, fold_of, number, trained.precision.device)
         result = evaluation_of(trained, [(one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))])
-        value = measured(result.values[best], result.intervals[best.name])
-        rows.append([f"linear {best.words}, {pool}", f"{one.strength:.2g}", f"{one.figure:.2f} %", value])
+        parts = (torch.from_numpy(array).split(AT_ONCE) for array in (of_others, known.labels))
+        of_folds = evaluation_of(trained, zip(*parts, strict=True))
+        for metric in metrics:
+            values = (measured(each.values[metric], each.intervals[metric.name]) for each in (of_folds, result))
+            rows.append([f"linear {metric.words}, {pool}", f"{one.strength:.2g}", *values])
         edge = ", the weakest that is tried" if one.strength == STRENGTHS[-1] else ""
         words = f"Chosen by the folds: linear, {pool}, strength {one.strength:.2g}{edge}."
         said[pool] = [words, *result.strange(trained, one.figure)]
-        found[pool] = {"strength": one.strength, "folds": one.figure, **result.as_json()}
+        kept = of_folds.as_json()
+        in_folds = {key: kept[key] for key in ("images", *(metric.name for metric in metrics), "intervals")}
+        found[pool] = {"strength": one.strength, "folds": one.figure, "in_folds": in_folds, **result.as_json()}
     chosen = max(pools, key=lambda pool: found[pool]["folds"])
     return found, chosen, said[chosen]
 

@@ -28,7 +28,7 @@ from tools.common.report_page.runs import Headline
 from utils.cli import CommandLine
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
-from utils.text import counted, wilson
+from utils.text import counted, some_of, wilson
 from vitamp.bands import picture_of_bands, shown_bands
 from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing
 
@@ -117,10 +117,13 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     metric = deciding if deciding in found.values else TOP1
     guess_of = {TOP1: found.largest_class_percent, BALANCED: 100 / len(found.present)}.get(metric)
     always, remarks = "always guessing the largest class", []
-    if pairs and pairs[0]["images"] >= NOTABLE_IMAGES and pairs[0]["percent"] >= NOTABLE_PERCENT:
-        first = pairs[0]
-        times = f"{first['images']:,} of {first['of_class']:,} images"
-        remarks.append(f"A frequent mistake: {first['true']} is taken for {first['guess']} ({times}).")
+    often = [pair for pair in pairs if pair["images"] == pairs[0]["images"] >= NOTABLE_IMAGES]
+    if often := [pair for pair in often if pair["percent"] >= NOTABLE_PERCENT]:
+        each = [
+            f"{one['true']} is taken for {one['guess']} ({one['images']:,} of {one['of_class']:,} images)"
+            for one in often
+        ]
+        remarks.append(f"{'Frequent mistakes' if each[1:] else 'A frequent mistake'}: {some_of(each, 3, '; ')}.")
     remarks += found.strange(trained)
     if never := [row["name"] for row in classes if not row["recall"]]:  # these come first
         which = f": {', '.join(never)}" if len(never) <= MOST_NAMED else ""

@@ -195,8 +195,12 @@ def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data:
     if loss(1) <= loss(math.inf):
         return found
     divisor = min((10 ** (step / 20) for step in range(61)), key=loss)
-    words = "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %.1f, for loss %.2f."
-    log.info(words, loss(1), loss(math.inf), divisor, loss(divisor))
+    log.info(
+        "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %.1f, for loss %.2f. If a "
+        "mirrored image shows something else, as a letter does, set DATA.FLIP=0; for larger crops, "
+        "DATA.CROP_SCALE=[0.6,1].",
+        *(loss(1), loss(math.inf), divisor, loss(divisor)),
+    )
     return found._replace(weight=found.weight / divisor, bias=found.bias / divisor)
 
 

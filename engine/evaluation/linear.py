@@ -166,36 +166,35 @@ def fit(
 
 
 def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data: DataConfig) -> Classifier:
-    """Divide the weights by the number of least loss, where augmented images have more loss than zeros would give.
+    """Divide a classifier that augmentation misleads, whose gradients would damage what the model has learned.
 
-    The most probable classes stay the same. The gradients of a probe that is sure of wrong classes, since augmentation
-    misleads it, would damage what the model has learned.
+    Augmented images then have the least loss, and the same classes: a power of two changes no rounding.
     """
-    model, training, batch = ready.model, ready.model.training, min(run.config.DATA.val_batch, BLOCK)
+    training, batch = ready.model.training, min(run.config.DATA.val_batch, BLOCK)
     images = open_dataset(data, True, len(found.bias), run.config.SEED, run.device)
     rows = np.unique(np.linspace(0, len(images) - 1, BLOCK).astype(int))
     plan = np.array_split(rows, len(rows) // batch + 1)
-    model.eval()
+    ready.model.eval()
     with contextlib.closing(ValLoader(images, batch, 0, 1, 0, run.device, shard=lambda *_: plan)) as loader:
         seen = [(columns_of(ready, one.images).cpu(), one.indices.cpu()) for one in loader]
-    model.train(training)
+    ready.model.train(training)
     columns, indices = (torch.cat(part) for part in zip(*seen, strict=True))
     read = indices >= 0  # -1 of a broken image
-    logits = found.logits(columns[read, known.pools[pool_of(model)]].numpy())
+    logits = found.logits(columns[read, known.pools[pool_of(ready.model)]].numpy())
     labels = torch.from_numpy(known.labels[indices[read].numpy()])
-    several = labels.ndim == 2
+    of = F.binary_cross_entropy_with_logits if labels.ndim == 2 else F.cross_entropy
 
     def loss(divisor: float) -> float:
-        outputs = logits / divisor
-        if several:
-            return float(F.binary_cross_entropy_with_logits(outputs, labels.double()))
-        return float(F.cross_entropy(outputs, labels))
+        return float(of(logits / divisor, labels))
 
     if loss(1) <= loss(math.inf):
         return found
-    divisor = min((10 ** (step / 20) for step in range(61)), key=loss)
-    words = "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %.1f, for loss %.2f."
-    log.info(words, loss(1), loss(math.inf), divisor, loss(divisor))
+    divisor = min((2**step for step in range(1, 11)), key=loss)
+    log.info(
+        "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %d, for loss %.2f. If "
+        "flips or small crops show something else, set DATA.FLIP=0 DATA.CROP_SCALE=[0.6,1].",
+        *(loss(1), loss(math.inf), divisor, loss(divisor)),
+    )
     return found._replace(weight=found.weight / divisor, bias=found.bias / divisor)
 
 

@@ -106,15 +106,6 @@ def test_invalid_field_falls_back_to_the_checkpoint_before(
     assert warning.endswith("Trying the checkpoint before it.")
 
 
-@pytest.mark.parametrize("text", ["", "null", "[]", "{", "\x00"])
-def test_malformed_meta_falls_back_to_the_checkpoint_before(
-    run: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    (run / "checkpoints" / NEWEST / META).write_text(text)
-    assert chosen(run) == FIRST
-    assert f"{NEWEST}/{META}: " in caplog.text
-
-
 def test_edited_update_is_found_and_moves_nothing(vitamp: Vitamp, run: Path) -> None:
     path = run / "checkpoints" / NEWEST / META
     meta = json.loads(path.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,7 +47,7 @@ def load(folder: Path, text: str, **words: str) -> Loaded:
 
 
 def error(folder: Path, text: str, **words: str) -> str:
-    return refusal(load, folder, text, **words).replace(f"{folder}/", "")
+    return refusal(partial(load, **words), folder, text).replace(f"{folder}/", "")
 
 
 def timm_arguments(name: str) -> dict[str, Any]:

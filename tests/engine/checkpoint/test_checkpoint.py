@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +84,23 @@ def test_kill_while_pruning_leaves_no_partial_checkpoint(tmp_path: Path, monkeyp
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("name", [MODEL, STATE, META])
-@pytest.mark.parametrize("harm", ["missing", "cut", "empty"])
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [*product((MODEL, STATE, META), ("missing", "cut", "")), *product([META], ("null", "[]", "{", "\x00"))],
+)
 def test_damaged_newest_checkpoint_falls_back(
     tmp_path: Path, said: pytest.LogCaptureFixture, name: str, harm: str
 ) -> None:
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     data = (bad / name).read_bytes()
-    (bad / name).write_bytes(data[:-20] if harm == "cut" else b"")
+    (bad / name).write_bytes(data[:-20] if harm == "cut" else harm.encode())
     if harm == "missing":
         (bad / name).unlink()
     found = newest_good(tmp_path)
     assert found is not None
     assert found.folder == good
     (warning,) = said.messages
+    assert bad.name in warning
     assert name in warning
     with pytest.raises(UserError, match=name):
         inspect(bad)  # without reading what may be gigabytes

@@ -84,7 +84,7 @@ def _open(
         samples = listed_once(lambda: opened(data, part, num_classes), world)
     else:
         samples = opened(data, part, num_classes)
-    samples.machines = -(-world.size // world.local_size)
+    samples.machines, samples.by_machine = world.machines, train and data.SAMPLER == "by_machine"
     return Images(samples, data, train, seed)
 
 

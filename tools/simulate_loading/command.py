@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked, file = line.asked, line.file("json")
     check_one_process("simulate_loading.py")
-    config = line.load(resolved=False).config
+    config = line.load({"DATA.DATASET": ("shards", "simulate_loading.py")}, resolved=False).config
     data = config.DATA
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     first, second = traffic(config, samples, asked.ranks, asked.machines, 2)
     alone = {"requests": near["images"], "bytes": near["image_bytes"]}
     ways = {"each image": alone, "near images together": near, "first epoch": first, "second epoch": second}
-    found = mixing_and_memory(config, samples, asked.ranks * asked.machines)
+    found = mixing_and_memory(config, samples, asked.ranks, asked.machines)
     rows = [["One machine requests in an epoch", "requests", "GB", "tar files"]]
     for name, counts in ways.items():
         cached = f" with DATA.CACHE_GB={data.CACHE_GB:g}" if name.endswith("epoch") else ""

@@ -296,8 +296,8 @@ class Source:
     """Whether the data set is in DATA.DATA_PATH"""
     groups: bool = False
     """Whether its paths or columns can name groups (DATA.GROUP)"""
-    lists_files: bool = False
-    """Whether its images are files, whose list the ranks of a machine share"""
+    shares_list: bool = False
+    """Whether the ranks of a machine share the list of its images"""
     labelled: bool = True
     """Whether its labels mean something; those of images alone are placeholders"""
 

@@ -78,7 +78,7 @@ def _open(
 
     if part == "all" and "all" not in (parts := source.parts(data)):
         samples = Joined([opened(data, one, num_classes) for one in distinct(parts)])
-    elif source.lists_files and world.size > 1:
+    elif source.shares_list and world.size > 1:
         from datasets.sources.shared import listed_once
 
         samples = listed_once(lambda: opened(data, part, num_classes), world)

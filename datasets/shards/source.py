@@ -401,7 +401,10 @@ def shard_source(
             if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
                 warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
 
-    return Source(samples, check, parts=lambda data: opened(data).parts(), fetches=fetches, reads_path=reads_path)
+    def parts(data: DataConfig) -> Parts:
+        return opened(data).parts()
+
+    return Source(samples, check, parts=parts, fetches=fetches, reads_path=reads_path, shares_list=True)
 
 
 SOURCE = shard_source(lambda data: ShardSet(open_store(data.DATA_PATH), data))

@@ -146,7 +146,7 @@ def traffic(config: Config, samples: ShardSamples, ranks: int, machines: int, ep
 
 
 def mixing_and_memory(config: Config, tars: ShardSamples, ranks: int, machines: int) -> dict[str, float]:
-    """How well an epoch is mixed, and the bytes that a rank holds for the list of its images.
+    """How well an epoch is mixed, and the bytes of a machine's list of images and of a rank's order of them.
 
     `files_per_update`: tar files that the images of an update come from. `apart`: images between two in an epoch that
     are stored side by side. Both also as if all images were shuffled. `rank_correlation`: Spearman's, of the places in
@@ -160,7 +160,7 @@ def mixing_and_memory(config: Config, tars: ShardSamples, ranks: int, machines: 
     parts = [shard[permutation[update * batch :][: order.samples_of(update)]] for update in range(order.updates)]
     place = np.zeros(len(samples), np.int64)
     place[permutation] = np.arange(len(permutation))
-    arrays = [*vars(tars).values(), *vars(tars.index).values(), permutation]
+    arrays = [*vars(tars).values(), *vars(tars.index).values()]
     return {
         "images": len(samples),
         "files": files,
@@ -173,4 +173,5 @@ def mixing_and_memory(config: Config, tars: ShardSamples, ranks: int, machines: 
         "apart_shuffled": (len(samples) + 1) / 3,
         "rank_correlation": float(np.corrcoef(np.arange(len(samples)), place)[0, 1]),
         "list_bytes": sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)),
+        "order_bytes": permutation.nbytes,
     }

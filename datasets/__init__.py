@@ -4,7 +4,15 @@
 
 from datasets.base import PADDING, Batch, ImageDataset
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
-from datasets.loading.order import BalancedOrder, EpochOrder, MicroBatch, data_identity, identity_of, validation_batches
+from datasets.loading.order import (
+    BalancedOrder,
+    EpochOrder,
+    MicroBatch,
+    OrderByMachine,
+    data_identity,
+    identity_of,
+    validation_batches,
+)
 from datasets.registry import (
     check_dataset,
     comes_unsplit,

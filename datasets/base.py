@@ -111,6 +111,12 @@ class Samples(ABC):
     """Read over a network. Loading processes then mostly wait and use little CPU."""
     machines: int = 1
     """Of the run that reads it"""
+    by_machine = False
+    """Whether each of them reads files of its own"""
+    window: int = 1
+    """Files whose samples are shuffled together, if a file has several"""
+    file_begins: np.ndarray = np.arange(0)
+    """The first sample of each file, and the end of the last; empty if each sample is a file of its own"""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -144,6 +150,17 @@ class Samples(ABC):
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """A random order for one epoch, with every sample once."""
         return generator.permutation(len(self))
+
+
+def shuffled_by_file(files: Sequence[Sequence[int]], window: int, generator: np.random.Generator) -> np.ndarray:
+    """Shuffle the files, then the samples within each `window` of files, so that few are read at once.
+
+    `files`: the first sample of each, and the end.
+    """
+    order = generator.permutation(len(files))
+    windows = [order[first : first + window] for first in range(0, len(files), window)]
+    samples = [np.concatenate([np.arange(*files[number]) for number in of_window]) for of_window in windows]
+    return np.concatenate([np.arange(0), *map(generator.permutation, samples)])
 
 
 class Broken(NamedTuple):
@@ -279,8 +296,8 @@ class Source:
     """Whether the data set is in DATA.DATA_PATH"""
     groups: bool = False
     """Whether its paths or columns can name groups (DATA.GROUP)"""
-    lists_files: bool = False
-    """Whether its images are files, whose list the ranks of a machine share"""
+    shares_list: bool = False
+    """Whether the ranks of a machine share the list of its images"""
     labelled: bool = True
     """Whether its labels mean something; those of images alone are placeholders"""
 

@@ -45,7 +45,8 @@ class Remaining(Samples):
         self._new_index = np.full(len(samples), -1, dtype=np.int64)
         self._new_index[remaining] = np.arange(len(remaining))
         self.labels, self.classes = samples.labels[remaining], samples.classes
-        self.stored, self.remote = samples.stored, samples.remote
+        self.stored, self.remote, self.window = samples.stored, samples.remote, samples.window
+        self.file_begins = np.searchsorted(remaining, samples.file_begins)
         self.groups = samples.groups and [samples.groups[index] for index in remaining]
 
     def read(self, index: int) -> Encoded:

@@ -78,13 +78,13 @@ def _open(
 
     if part == "all" and "all" not in (parts := source.parts(data)):
         samples = Joined([opened(data, one, num_classes) for one in distinct(parts)])
-    elif source.lists_files and world.size > 1:
+    elif source.shares_list and world.size > 1:
         from datasets.sources.shared import listed_once
 
         samples = listed_once(lambda: opened(data, part, num_classes), world)
     else:
         samples = opened(data, part, num_classes)
-    samples.machines = -(-world.size // world.local_size)
+    samples.machines, samples.by_machine = world.machines, train and data.SAMPLER == "by_machine"
     return Images(samples, data, train, seed)
 
 

@@ -16,6 +16,7 @@ from datasets import (
     BalancedOrder,
     EpochOrder,
     ImageDataset,
+    OrderByMachine,
     TrainLoader,
     ValLoader,
     auto_workers,
@@ -40,7 +41,7 @@ from engine.update import TrainState
 from models.build import build_model
 from models.parts import classifiers, is_convolutional
 from utils.config import Config
-from utils.distributed.world import ALONE, World, broadcast, on_every_rank
+from utils.distributed.world import ALONE, World, broadcast, check_machines, on_every_rank
 from utils.log import DETAIL, log
 from utils.program import started_as
 from utils.seeding import seed_all
@@ -236,6 +237,8 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     """Training split with its augmentation, and the loader of its batches."""
     data = config.DATA
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device, world).augment(config.TRAIN)
+    if data.SAMPLER == "by_machine":
+        check_machines(world, "DATA.SAMPLER by_machine needs")
     order, copies = training_order(config, world, train_set)
     if copies > 1:
         from datasets.variants import Repeated
@@ -255,7 +258,11 @@ def training_order(config: Config, world: World, train_set: ImageDataset) -> tup
         balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT)
     weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
     weights = weights_of_classes(config, train_set) if weighs_images else None
-    order = EpochOrder(
+    order_of = EpochOrder
+    samples = train_set.single_images()
+    if data.SAMPLER == "by_machine" and samples and world.machines > 1:
+        order_of = partial(OrderByMachine, samples, world.machines)
+    order = order_of(
         len(train_set),
         data.BATCH_SIZE,
         config.TRAIN.ACCUM_ITER,

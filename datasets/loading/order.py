@@ -8,12 +8,13 @@ processes with the same global batch gets the same micro-batches with the same n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from datasets.base import PADDING, ImageDataset
+from datasets.base import PADDING, ImageDataset, Samples, shuffled_by_file
 from datasets.labels import members_of_classes
 from utils.config.data import DropLast
 from utils.errors import UserError
@@ -119,12 +120,19 @@ class EpochOrder:
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Samples in the order of an epoch."""
-        permutation = self._shuffled(np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch))))
+        return self._with_copies(self._shuffled(self._generator(epoch)), self.samples)
+
+    def _generator(self, epoch: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch)))
+
+    def _with_copies(self, permutation: np.ndarray, total: int) -> np.ndarray:
+        """The first samples, each `copies` times in a row, so many in all; copy c of sample i is i + c * samples.
+
+        Samples that are copies already, as in a balanced order, get `copies` copies each.
+        """
         if self.copies == 1:
             return permutation
-        # Each sample `copies` times in a row, at the same total; copy c of sample i is i + c * samples. Samples that
-        # are copies already, as in a balanced order, get `copies` copies each.
-        places = np.arange(self.samples)
+        places = np.arange(total)
         copy, sample = np.divmod(permutation[places // self.copies], self.samples)
         return sample + (copy * self.copies + places % self.copies) * self.samples
 
@@ -134,17 +142,80 @@ class EpochOrder:
             return permutation[begin : begin + self.batch_size]
 
         real = min(self._per_window, self._micro_batches - first)
-        each, more = divmod(real, self.world)
-        begin = self.rank * each + min(self.rank, more)
-        end = begin + each + (self.rank < more)
+        own, blank = self._share(real)
         # What each micro-batch counts for in the loss: equal on all ranks, as all know all labels.
         whole, weights = map(indices, range(real)), self._sample_weights
         counts = [float(len(of) if weights is None else weights[of % self.samples].sum()) for of in whole]
-        shares = [MicroBatch(v, indices(v), counts[v] / sum(counts), counts[v]) for v in range(begin, end)]
-        if more and self.rank >= more:
+        shares = [MicroBatch(v, indices(v), counts[v] / sum(counts), counts[v]) for v in own]
+        if len(own) * self.world < real:
             # All ranks need equally many micro-batches, or the all-reduce waits for ever: one of weight 0.
-            shares.append(MicroBatch(real + self.rank - more, indices(0), 0.0))
+            shares.append(MicroBatch(real + (self.rank - real) % self.world, indices(blank), 0.0))
         return tuple(shares)
+
+    def _share(self, real: int) -> tuple[Sequence[int], int]:
+        """This rank's of so many micro-batches, and the one that it computes with weight 0 if it has fewer."""
+        each, more = divmod(real, self.world)
+        begin = self.rank * each + min(self.rank, more)
+        return range(begin, begin + each + (self.rank < more)), 0
+
+
+class OrderByMachine(EpochOrder):
+    """DATA.SAMPLER by_machine: each machine reads files of its own, the same ones in each epoch, in another order.
+
+    A file can be cut, so that machines have equally many samples, or one micro-batch more. The order depends on the
+    number of machines, and not on that of their ranks.
+    """
+
+    def __init__(self, split: Samples, machines: int, *args: Any) -> None:
+        """`args`: those of `EpochOrder`."""
+        super().__init__(*args)
+        self.machines, self._window_of_files = machines, split.window
+        self._full, left = divmod(self.used, self.global_batch)
+        self._each = self._full * self.global_batch // machines
+        last = np.cumsum(self._shared_out(self._micro_batches - self._full * self._per_window)) * self.batch_size
+        self._used = self._each + np.diff(np.minimum(last, left), prepend=0)
+        sizes = self._used + self._shared_out(self.samples - self.used)
+        files = [*itertools.pairwise(split.file_begins.tolist())]
+        order = np.random.Generator(np.random.Philox(key=key(self.seed, "machines"))).permutation(len(files))
+        rest = [files[number] for number in order]
+        self._files: list[list[tuple[int, int]]] = []
+        """First sample and end of each file of each machine"""
+        for size in sizes.tolist():
+            own, missing = [], size
+            while missing:
+                begin, end = rest.pop()
+                cut = min(begin + missing, end)
+                own.append((begin, cut))
+                missing -= cut - begin
+                if cut < end:
+                    rest.append((cut, end))
+            self._files.append(own)
+
+    def words(self) -> str:
+        return f"{super().words()}; each of {self.machines} machines reads tar files of its own"
+
+    def permutation(self, epoch: int) -> np.ndarray:
+        generator = self._generator(epoch)
+        full, last, left_out = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        for files, used in zip(self._files, self._used, strict=True):
+            own = shuffled_by_file(files, self._window_of_files, generator)
+            own = self._with_copies(own, len(own))
+            full.append(own[: self._each].reshape(self._full, -1 if self._full else 0))
+            last.append(own[self._each : used])
+            left_out.append(own[used:])
+        return np.concatenate([np.stack(full, axis=1).ravel(), *last, *left_out])
+
+    def _shared_out(self, number: int) -> np.ndarray:
+        """What each machine gets of so many."""
+        return number // self.machines + (np.arange(self.machines) < number % self.machines)
+
+    def _share(self, real: int) -> tuple[Sequence[int], int]:
+        machine, local = divmod(self.rank, self.world // self.machines)
+        end = int(self._shared_out(real)[: machine + 1].sum())
+        of_machine = range(end - int(self._shared_out(real)[machine]), end)
+        own = np.array_split(of_machine, self.world // self.machines)[local].tolist()
+        # With weight 0, the machine's first one in the window before, so that it reads no other machine's files.
+        return own, (machine - self.machines) * self._per_window // self.machines if self._full else 0
 
 
 class BalancedOrder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -16,7 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from datasets.base import TITLES, Encoded, Part, Parts, Samples, Source, Unreadable, part_of, parts_read
+from datasets.base import (
+    TITLES,
+    Encoded,
+    Part,
+    Parts,
+    Samples,
+    Source,
+    Unreadable,
+    part_of,
+    parts_read,
+    shuffled_by_file,
+)
 from datasets.labels import check_class_count, check_label, log_unused_outputs, warn_empty_classes
 from datasets.shards.cache import HASH, ShardCache
 from datasets.shards.index import Folder, Remote, ShardFile, ShardIndex, Store, from_bytes, make_index, open_store
@@ -231,6 +243,7 @@ class ShardSamples(Samples):
         self.store, self.classes, self.window = shards.store, shards.classes, window
         self.index, self.rows = index, rows
         self.labels = index.label[rows]
+        self.file_begins = np.searchsorted(index.shard[rows], np.arange(len(index.files) + 1))
         # Only .npy ends in y among the extensions of images, and one letter is faster to look up than the name.
         self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
         self._is_array &= shards.data.is_plain  # bands are read by vitamp/bands.py, whatever their file
@@ -291,7 +304,12 @@ class ShardSamples(Samples):
             warn_once(f"{self.store.root}: images are requested by ranges of tar files: {why}.", logging.INFO)
             return None
         warn_once(f"{self.store.root}: whole tar files are downloaded ahead into {self.cache}.", logging.INFO)
-        return min(1.0, self.window / len(self.index.files))
+        return min(1.0, self.window / self._files_of_machine())
+
+    def _files_of_machine(self) -> int:
+        """Tar files that a machine reads in an epoch; of its own, one may be cut at either end."""
+        files = len(self.index.files)
+        return min(files, files // self.machines + 2) if self.by_machine else files
 
     def _why_in_parts(self) -> str:
         """Why whole tar files are not downloaded; '' if they are."""
@@ -299,10 +317,11 @@ class ShardSamples(Samples):
             return "DATA.CACHE_GB is 0"
         sizes = sorted((file.size for file in self.index.files), reverse=True)
         # A window in use, the next one, and one for processes that are behind: else they remove each other's files.
-        needed, room = sum(sizes[: 3 * self.window]), self.cache.room()
-        part = len(self.rows) / len(self.index) / self.machines
+        number = min(3 * self.window, self._files_of_machine())
+        needed, room = sum(sizes[:number]), self.cache.room()
+        part = len(self.rows) / len(self.index) / (1 if self.by_machine else self.machines)
         if needed > room:
-            return f"{3 * self.window} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
+            return f"{number} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
         if sum(sizes) > room and part < 1 / 2:
             return f"a machine reads {100 * part:.0f} % of them in an epoch, and there is no room to keep them all"
         return ""
@@ -312,14 +331,7 @@ class ShardSamples(Samples):
             self.cache.announce(list(dict.fromkeys(self.index.shard[self.rows[indices]].tolist())), 2 * self.window)
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        """Shuffle the shards, then the samples within each `window` of shards, so that few files are read at once."""
-        shard = self.index.shard[self.rows]
-        shards = len(self.index.files)
-        begins = np.searchsorted(shard, np.arange(shards + 1)).tolist()
-        order = generator.permutation(shards)
-        windows = [order[first : first + self.window] for first in range(0, shards, self.window)]
-        samples = [np.concatenate([np.arange(begins[s], begins[s + 1]) for s in window]) for window in windows]
-        return np.concatenate([generator.permutation(of_window) for of_window in samples])
+        return shuffled_by_file([*itertools.pairwise(self.file_begins.tolist())], self.window, generator)
 
     def _range(self, row: int) -> tuple[str, int, int]:
         index = self.index
@@ -389,7 +401,10 @@ def shard_source(
             if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
                 warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
 
-    return Source(samples, check, parts=lambda data: opened(data).parts(), fetches=fetches, reads_path=reads_path)
+    def parts(data: DataConfig) -> Parts:
+        return opened(data).parts()
+
+    return Source(samples, check, parts=parts, fetches=fetches, reads_path=reads_path, shares_list=True)
 
 
 SOURCE = shard_source(lambda data: ShardSet(open_store(data.DATA_PATH), data))

@@ -434,4 +434,4 @@ def _count(data: DataConfig, train: bool) -> int:  # noqa: ARG001 - the training
     return len(first.classes())
 
 
-SOURCE = Source(_samples, _check, count=_count, multi_label=True, parts=_files, groups=True, lists_files=True)
+SOURCE = Source(_samples, _check, count=_count, multi_label=True, parts=_files, groups=True, shares_list=True)

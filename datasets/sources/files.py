@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -140,6 +141,12 @@ class PathTable:
             ends.append(len(block))
         self.block: bytes | memoryview = bytes(block)
         self.ends = np.array(ends, dtype=np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"block": np.frombuffer(self.block, np.uint8), "ends": self.ends}  # arrays, which shared.py maps
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.block, self.ends = state["block"].data, state["ends"]
 
     def __len__(self) -> int:
         return len(self.ends) - 1

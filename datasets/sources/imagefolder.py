@@ -198,4 +198,4 @@ def _no_images(folder: Path | str, root: Path) -> UserError:
     return UserError(f"DATA.DATA_PATH (-data_path): {what}. {LAYOUT.format(root=root)}{advice}")
 
 
-SOURCE = Source(samples, check, count=count, parts=parts, groups=True, lists_files=True)
+SOURCE = Source(samples, check, count=count, parts=parts, groups=True, shares_list=True)

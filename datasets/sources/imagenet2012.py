@@ -80,4 +80,4 @@ def _parts(data: DataConfig) -> Parts:
     return _lists(data) or imagefolder.parts(data)
 
 
-SOURCE = Source(_samples, _check, count=_count, parts=_parts, lists_files=True)
+SOURCE = Source(_samples, _check, count=_count, parts=_parts, shares_list=True)

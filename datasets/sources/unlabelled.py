@@ -44,4 +44,4 @@ def _parts(data: DataConfig) -> Parts:
     return UNSPLIT if _validation_folder(data_folder(data)) is None else SPLIT
 
 
-SOURCE = Source(_samples, count=lambda *_: 1, parts=_parts, groups=True, lists_files=True, labelled=False)
+SOURCE = Source(_samples, count=lambda *_: 1, parts=_parts, groups=True, shares_list=True, labelled=False)

@@ -373,9 +373,10 @@ def check_samples(
         leaks = unsplit and saved.get("data") != now["data"]
         more = " Validation may now have images that the run was trained on." if leaks else ""
         return [*warnings, f"The training samples have changed since the checkpoint: {change}.{more}"]
+    machines = " (by_machine: the number of machines)" if data.SAMPLER == "by_machine" else ""
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
-        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.REPEATED_AUGMENT, DATA.EXCLUDE, DATA.RELABEL, "
+        f"{change}. They depend on SEED, DATA.SAMPLER{machines}, DATA.REPEATED_AUGMENT, DATA.EXCLUDE, DATA.RELABEL, "
         "DATA.VAL_FRACTION, DATA.GROUP and the files. Restore the former samples and order, or go back:\n"
         f"{_go_back(checkpoint, position, config, world)}"
     )

@@ -18,7 +18,7 @@ from engine.amp.precision import Precision, dtype_name
 from models.parts import BATCH_NORM, blocks_of
 from utils.config import Config
 from utils.config.schema import DistConfig
-from utils.distributed.world import World, raise_on_every_rank
+from utils.distributed.world import World, check_machines
 from utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,14 +45,12 @@ def build_sharding(config: Config, world: World, device: torch.device) -> Shardi
     """The sharding that DIST asks for; None with one process. A collective call."""
     if world.size == 1:
         return None
-    uneven = world.size % world.local_size or world.rank % world.local_size != world.local_rank
-    problem = (
-        "DIST.HSDP shards the weights within each machine and replicates them across machines. It needs two or more "
-        "machines, two or more processes on each, equally many on all, and ranks numbered machine by machine. There "
-        f"are {world.size} processes, {world.local_size} of them on this machine. Leave DIST.HSDP out."
-    )
-    possible = not uneven and 1 < world.local_size < world.size
-    raise_on_every_rank(problem if config.DIST.HSDP and not possible else None, world)
+    if config.DIST.HSDP:
+        needs = (
+            "DIST.HSDP shards the weights within each machine and replicates them across machines. It needs two or "
+            "more machines, two or more processes on each,"
+        )
+        check_machines(world, needs, least=2)
     return Sharding(world, device, config.DIST)
 
 

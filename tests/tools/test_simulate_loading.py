@@ -81,6 +81,23 @@ def test_imagined_set_on_many_machines(tmp_path: Path, vitamp: Vitamp) -> None:
     assert "-images: the set in -data_path has its own; leave it out." in refused.err
 
 
+def test_each_machine_downloads_its_own_tar_files_once(tmp_path: Path, vitamp: Vitamp) -> None:
+    words = ("-images", 4000, "-shard_images", 40, "-image_kb", 1, "-ranks", 2, "-machines", 4, "-batch_size", 8)
+    more = ("DATA.SAMPLER=by_machine", "DATA.CACHE_GB=0.004", "-json", "a.json")
+    vitamp(*words, *more, script="scripts/simulate_loading.py", cwd=tmp_path, code=0)
+    machine = json.loads((tmp_path / "a.json").read_text())["machine"]
+    assert 25 <= machine["first epoch"]["files"] <= 27
+    assert "files" not in machine["second epoch"]
+
+
+def test_images_that_are_left_out_are_not_requested(tmp_path: Path, vitamp: Vitamp) -> None:
+    root, listed = write_set(tmp_path / "set", [20] * 4, val=1), tmp_path / "exclude.txt"
+    listed.write_text("".join(f"train/0000.tar/{number:04d}.png\n" for number in range(8)))
+    words = ("-data_path", root, "-batch_size", 8, f"DATA.EXCLUDE={listed}", "DATA.CACHE_GB=0", "-json", "a.json")
+    vitamp(*words, script="scripts/simulate_loading.py", cwd=tmp_path, code=0)
+    assert json.loads((tmp_path / "a.json").read_text())["images"] == 72
+
+
 MANY = "-images 14000000 -shard_images 10000 -ranks 8 -machines 512 -num_workers 1"
 
 
@@ -94,8 +111,9 @@ def compare(results: Path) -> None:
                 found["runs"].append(beside(Path(place), ranks, size, 36 if 0 < size < 1 else 24))
                 results.write_text(json.dumps(found, indent=1) + "\n")
         run = partial(run_program, script="scripts/simulate_loading.py", slow_start=True, streams=Path(place))
-        run(*MANY.split(), "-json", f"{place}/many.json", timeout=3600, code=0)
-        found["many"] = {"command": MANY, **json.loads(Path(place, "many.json").read_text())}
+        for name, command in (("many", MANY), ("many_by_machine", f"{MANY} DATA.SAMPLER=by_machine")):
+            run(*command.split(), "-json", f"{place}/{name}.json", timeout=3600, code=0)
+            found[name] = {"command": command, **json.loads(Path(place, f"{name}.json").read_text())}
     results.write_text(json.dumps(found, indent=1) + "\n")
 
 

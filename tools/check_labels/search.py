@@ -261,7 +261,7 @@ class ByTraining:
             fold = dataset.single_images()
             assert fold is not None
             for logits, _, indices in batches_of(trained, dataset):
-                # A run saves the path of its data without links, so the images are named below that one.
+                # Named below the folder that the run's own settings have, which may be a link's target.
                 rows = [place[path_in_list(fold.name(index), trained.config.DATA)] for index in indices.tolist()]
                 found[rows] = logits.double().cpu().numpy()[:, : len(images.classes)]
         assert np.isfinite(found).all()

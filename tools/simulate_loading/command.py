@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked, file = line.asked, line.file("json")
     check_one_process("simulate_loading.py")
-    config = line.load(resolved=False).config
+    config = line.load({"DATA.DATASET": ("shards", "simulate_loading.py")}, resolved=False).config
     data = config.DATA
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
@@ -61,13 +61,13 @@ def main(argv: list[str]) -> int:
     first, second = traffic(config, samples, asked.ranks, asked.machines, 2)
     alone = {"requests": near["images"], "bytes": near["image_bytes"]}
     ways = {"each image": alone, "near images together": near, "first epoch": first, "second epoch": second}
-    found = mixing_and_memory(config, samples, asked.ranks * asked.machines)
+    found = mixing_and_memory(config, samples, asked.ranks, asked.machines)
     rows = [["One machine requests in an epoch", "requests", "GB", "tar files"]]
     for name, counts in ways.items():
         cached = f" with DATA.CACHE_GB={data.CACHE_GB:g}" if name.endswith("epoch") else ""
         row = f"{counts['requests']:,}", f"{counts['bytes'] / 1e9:,.3g}", f"{counts.get('files', 0):,}"
         rows.append([name + cached, *row])
-    memory = found["list_bytes"] / 1e9
+    listed, ordered = found["list_bytes"] / 1e9, found["order_bytes"] / 1e9
     print(
         f"{found['images']:,} images in {found['files']:,} tar files, {found['bytes'] / 1e9:,.3g} GB; "
         f"{asked.machines:,} x {asked.ranks:,} ranks; {found['updates']:,} updates of {found['global_batch']:,} images",
@@ -76,7 +76,8 @@ def main(argv: list[str]) -> int:
         f"{found['files_per_update_shuffled']:,.0f})",
         f"Images between neighbours in storage: {found['apart']:,.0f} (fully shuffled: "
         f"{found['apart_shuffled']:,.0f}); rank correlation {found['rank_correlation']:.3f}",
-        f"List of images: {memory:,.3g} GB per rank, {memory * asked.ranks:,.3g} GB per machine",
+        f"List of images: {listed:,.3g} GB per machine, and {ordered:,.3g} per rank: "
+        f"{listed + ordered * asked.ranks:,.3g} GB",
         sep="\n",
     )
     if file is not None:

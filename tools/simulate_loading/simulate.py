@@ -88,15 +88,17 @@ class Cache(ShardCache):
 class Requests(Images):
     """The training images of a rank, whose loading processes take turns: requested, and not read."""
 
-    def __init__(self, processes: list[ShardSamples], data: DataConfig, counts: Counter[str]) -> None:
-        super().__init__(processes[0], data, True, 0)
-        self._next, self._counts = itertools.cycle([*processes[1:], processes[0]]), counts
+    def __init__(self, tars: ShardSamples, data: DataConfig, store: Store, caches: Sequence[Cache | None]) -> None:
+        """`caches`: of each loading process."""
+        super().__init__(tars, data, True, 0)
+        self._tars, self._counts, self._caches = tars, store.counts, itertools.cycle(caches)
+        tars.store, tars.cache = store, next(self._caches)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         indices = [index for _, index in keys]
         self.samples.prefetch(indices)
         self._counts.update(images=len(keys), image_bytes=sum(map(self.samples.size, indices)))
-        self.samples = next(self._next)
+        self._tars.cache = next(self._caches)
         return Batch(torch.empty(0), torch.empty(0), torch.empty(0))
 
 
@@ -120,13 +122,14 @@ def traffic(config: Config, samples: ShardSamples, ranks: int, machines: int, ep
     """What the first machine, of so many ranks, requests in each epoch."""
     data, store, there, caches, loaders = config.DATA, Store(), dict[Path, int](), list[Cache](), list[TrainLoader]()
     for rank in range(ranks):
-        processes = [copy.copy(samples) for _ in range(data.NUM_WORKERS or 1)]
-        for process in processes:
-            process.store, process.machines, process.cache = store, machines, None
-            if data.CACHE_GB:
-                process.cache = Cache(store, samples.index.files, data.CACHE_GB * 1e9, there)
-                caches.append(process.cache)
-        dataset = Requests(processes, data, store.counts)
+        tars = copy.copy(samples)
+        tars.machines, tars.by_machine = machines, data.SAMPLER == "by_machine"
+        own: list[Cache | None] = [None]
+        if data.CACHE_GB:
+            limit = data.CACHE_GB * 1e9
+            own = [Cache(store, samples.index.files, limit, there) for _ in range(data.NUM_WORKERS or 1)]
+        caches += filter(None, own)
+        dataset = Requests(tars, data, store, own)
         order, copies = training_order(config, World(rank, ranks * machines, rank, ranks), dataset)
         repeated = Repeated(dataset, copies) if copies > 1 else dataset
         loaders.append(TrainLoader(repeated, order, config.SEED, 0, torch.device("cpu")))
@@ -142,24 +145,26 @@ def traffic(config: Config, samples: ShardSamples, ranks: int, machines: int, ep
     return found
 
 
-def mixing_and_memory(config: Config, samples: ShardSamples, world: int) -> dict[str, float]:
-    """How well an epoch is mixed, and the bytes that a rank holds for the list of its images.
+def mixing_and_memory(config: Config, tars: ShardSamples, ranks: int, machines: int) -> dict[str, float]:
+    """How well an epoch is mixed, and the bytes of a machine's list of images and of a rank's order of them.
 
     `files_per_update`: tar files that the images of an update come from. `apart`: images between two in an epoch that
     are stored side by side. Both also as if all images were shuffled. `rank_correlation`: Spearman's, of the places in
     storage and in the epoch.
     """
-    order, _ = training_order(config, World(0, world), Requests([samples], config.DATA, Counter()))
+    dataset = Images(tars, config.DATA, True, 0)
+    order, _ = training_order(config, World(0, ranks * machines, 0, ranks), dataset)
+    samples, files, batch = dataset.samples, len(tars.index.files), order.global_batch
     permutation = order.permutation(1) % len(samples)
-    shard, files, batch = samples.index.shard[samples.rows], len(samples.index.files), order.global_batch
+    shard = np.repeat(np.arange(files), np.diff(samples.file_begins))
     parts = [shard[permutation[update * batch :][: order.samples_of(update)]] for update in range(order.updates)]
     place = np.zeros(len(samples), np.int64)
     place[permutation] = np.arange(len(permutation))
-    arrays = [*vars(samples).values(), *vars(samples.index).values(), permutation]
+    arrays = [*vars(tars).values(), *vars(tars.index).values()]
     return {
         "images": len(samples),
         "files": files,
-        "bytes": sum(one.size for one in samples.index.files),
+        "bytes": sum(one.size for one in tars.index.files),
         "updates": order.updates,
         "global_batch": batch,
         "files_per_update": float(np.mean([len(np.unique(part)) for part in parts])),
@@ -168,4 +173,5 @@ def mixing_and_memory(config: Config, samples: ShardSamples, world: int) -> dict
         "apart_shuffled": (len(samples) + 1) / 3,
         "rank_correlation": float(np.corrcoef(np.arange(len(samples)), place)[0, 1]),
         "list_bytes": sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)),
+        "order_bytes": permutation.nbytes,
     }

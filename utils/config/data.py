@@ -80,11 +80,18 @@ class DataConfig(Section):
         (0.5, 0.5, 0.5), "Mean for normalisation, subtracted from images scaled to 0..1; auto: docs/bands.md."
     )
     IMAGENET_STD: NumbersAboveZeroOrAuto = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation, or auto.")
-    SAMPLER: Literal["shuffle", "balanced"] = setting(
+    SAMPLER: Literal["shuffle", "balanced", "by_machine"] = setting(
         "shuffle",
         "Training: shuffle: no image twice in an epoch. balanced: each class equally often, in an epoch of the "
-        "same length; images of rare classes repeat, each time with a new augmentation.",
-        excludes("DATA.MULTI_LABEL", why="an image of one label has others", do="use TRAIN.CLASS_WEIGHTS=balanced"),
+        "same length; images of rare classes repeat, each time with a new augmentation. by_machine: as shuffle, but "
+        "each machine reads tar files of its own (docs/scale.md).",
+        needs("DATA.DATASET=shards|hf:*", at="by_machine", when=TRAINING, why="only tar files are shared out so"),
+        excludes(
+            "DATA.MULTI_LABEL",
+            at="balanced",
+            why="an image of one label has others",
+            do="use TRAIN.CLASS_WEIGHTS=balanced",
+        ),
     )
     DROP_LAST: DropLast = setting(
         "batch", "An incomplete end of an epoch to drop: batch (or true): micro-batch; update: update; false: nothing."

@@ -41,6 +41,10 @@ class World:
         return self.rank == 0
 
     @property
+    def machines(self) -> int:
+        return -(-self.size // self.local_size)
+
+    @property
     def own_cores(self) -> int:
         """CPU cores for this process: those that the launcher reserved, else its share of the machine's."""
         return self.cores or max(1, cores() // self.local_size)
@@ -99,6 +103,21 @@ def raise_on_every_rank(problem: str | None, world: World) -> None:
     for rank, text in enumerate(all_gather([problem], world)):
         if text is not None:
             raise AllRanksUserError(text if rank == 0 else f"on rank {rank}: {text}")
+
+
+def check_machines(world: World, needs: str, least: int = 1) -> None:
+    """Refuse machines with unequal numbers of ranks, or ranks that are not numbered machine by machine.
+
+    `needs`: what needs that, in words; `least`: so many machines, and ranks on each.
+    """
+    equal = len({*all_gather([world.local_size], world)}) == 1 and world.size % world.local_size == 0
+    in_order = world.rank % world.local_size == world.local_rank
+    problem = (
+        f"{needs} equally many processes on each machine, and ranks numbered machine by machine. There are "
+        f"{world.size} processes, {world.local_size} of them on this machine. Leave {needs.partition(' ')[0]} out."
+    )
+    possible = equal and in_order and min(world.machines, world.local_size) >= least
+    raise_on_every_rank(None if possible else problem, world)
 
 
 def on_every_rank(world: World, work: Callable[[], T]) -> T:

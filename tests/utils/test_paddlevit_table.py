@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,7 +46,7 @@ def load(folder: Path, text: str, **words: str) -> Loaded:
 
 
 def error(folder: Path, text: str, **words: str) -> str:
-    return refusal(partial(load, **words), folder, text).replace(f"{folder}/", "")
+    return refusal(lambda: load(folder, text, **words)).replace(f"{folder}/", "")
 
 
 def timm_arguments(name: str) -> dict[str, Any]:

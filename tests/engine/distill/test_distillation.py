@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +187,7 @@ def test_overflow_is_replayed_with_the_teacher_and_named_where_it_is_its_own(stu
 
 
 def refused(student: Student, **words: object) -> str:
-    said = refusal(partial(student, **words))
+    said = refusal(lambda: student(**words))
     assert said.startswith("TRAIN.TEACHER_MODEL")
     return said
 

@@ -142,6 +142,8 @@ def test_unusable_output_is_refused_before_the_work(
         str(tmp_path / ("x" * 300)): "cannot be written (File name too long)",
         str(tmp_path / "old"): "already exists; name another file, or give -overwrite to replace it",
     }
+    if ending == ".json":
+        places[str(digits_run / "run")] = "belongs to the run in this folder, which needs it; name another file"
     if tool in ("evaluate", "report"):
         places[str(tmp_path / "new")] = "is one of 8 (OpenMPI). Start one; if this is the only one, put env -u OMPI_"
     of_many = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}

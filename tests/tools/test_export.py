@@ -181,7 +181,6 @@ def test_full_disk_leaves_no_file(export_tool: Tool, run: Path, tmp_path: Path, 
         (("-to", "hub", "-output", "file"), "is a file; name a folder"),
         (("-to", "hub", "-output", "run"), "is the folder of a run"),
         (("-to", "safetensors", "-out", "checkpoints/a.safetensors", "-overwrite"), "belongs to a checkpoint"),
-        (("-to", "torch", "-out", "run/run.json", "-overwrite"), "belongs to the run in this folder"),
     ],
 )
 def test_bad_command_lines_are_refused(

@@ -1,11 +1,4 @@
-"""The end of a run: how far to trust its best metric, and what comes next.
-
-Intervals of metrics that are no share of the images (balanced accuracy, macro F1, AUROC, mAP) are Wilson intervals with
-an effective number of images: as many as would give a share of the images the variance that the metric has, the sum of
-the squared influences of the images. Which classes they are of is chance too: it changes macro F1 and mAP, which depend
-on how frequent a class is. Both are also biased where a class has few images; their interval is around the value
-without the bias. A bootstrap covers too rarely there: if all images of a class are right, it knows no other outcome.
-"""
+"""The end of a run: how far to trust its best metric, and what comes next."""
 
 from __future__ import annotations
 
@@ -19,10 +12,11 @@ import numpy as np
 from datasets import has_test
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
+from engine.report.intervals import balanced_accuracy_interval, macro_f1_interval
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
-from utils.text import Interval, counted, wilson
+from utils.text import counted, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, always_guessing
 
 SAME = 1e-6
@@ -31,14 +25,6 @@ FEWEST_IMAGES, NEARLY_ALL, FAR = 10, 0.9, 15.0
 """Strange: so many images of a class, of which this fraction is taken for one other; points below the folds"""
 FOLDS = "probe_in_folds"
 """Key under which a run's choices keep the top-1 that its probe had in folds"""
-ADDED = 1
-"""Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
-MOST_SINGLE = 0.1
-"""Fraction of classes with a single image, above which too many others may have none for an interval"""
-FEWEST_OF_TWO = 4
-"""Of two classes, one with fewer images has too much weight for an interval of their mean"""
-WIDEST = 60
-"""Percentage points; an interval of macro F1 that is wider says nothing"""
 
 
 def against_guessing(guess: float | None, top1: float | None) -> str:
@@ -154,59 +140,3 @@ def next_commands(run: Run, position: Position, best: Best, folder: Path, paused
     if train.NUM_EPOCHS:
         commands["resume"] = start_again(run.world, f"-resume {quoted}{'' if paused else longer}")
     return "\n".join(["Next:", *(f"  {name:<8}  {command}" for name, command in commands.items())])
-
-
-def too_few(images: np.ndarray) -> bool:
-    """Whether one of two classes has too few images for an interval of their mean. `images`: of each class."""
-    return len(images) == 2 and int(images.min()) < FEWEST_OF_TWO
-
-
-def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
-    images = np.bincount(labels, minlength=classes)
-    if too_few(images):
-        return None
-    present = images > 0
-    images, right = images[present], np.bincount(labels[labels == guesses], minlength=classes)[present]
-    sure = (right + ADDED) / (images + 2 * ADDED)
-    variance = float((sure * (1 - sure) / images).sum()) / len(images) ** 2
-    return of_variance(float((right / images).mean()), variance, int(images.sum()))
-
-
-def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
-    """The influence of an image depends on its class and on whether, or for which class, it is mistaken."""
-    hit = labels == guesses
-    images, right = np.bincount(labels, minlength=classes), np.bincount(labels[hit], minlength=classes)
-    if too_few(images):
-        return None
-    of_either = images + np.bincount(guesses, minlength=classes)
-    counted = int((of_either > 0).sum())
-    sizes = np.maximum(of_either, 1)
-    f1 = 2 * right / sizes
-    pull = f1 / sizes / counted  # that another image or prediction of the class has on the mean
-    if_right = 2 / sizes / counted - 2 * pull
-    influence = np.where(hit, 0.0, -pull[labels] - pull[guesses])
-    wrong = images - right
-    squares = np.bincount(labels, influence**2, minlength=classes) / np.maximum(wrong, 1)
-    # What is added is as often right as the mean class. With half of it, as above, errors of many classes would add up.
-    usual = float((right / np.maximum(images, 1)).sum() + ADDED) / (np.count_nonzero(images) + 2 * ADDED)
-    sure = (right + 2 * ADDED * usual) / (images + 2 * ADDED)
-    variance = images * (sure * if_right**2 + (1 - sure) * np.where(wrong > 0, squares, pull**2))
-    either = of_either - right  # F1 is a concave function of right / either, so by its second order it is too low by:
-    bias = f1 * (1 - f1) / sizes * either / np.maximum(either - 1, 1)
-    value, unbiased = (float(each.sum()) / counted for each in (f1, f1 + bias))
-    freedom = max(len(labels) - counted, 1)  # as an unbiased variance is larger
-    found = around(value, unbiased, float(variance.sum()) * len(labels) / freedom, len(labels), images[images > 0])
-    return None if found is None or found.high - found.low > WIDEST else found
-
-
-def around(value: float, unbiased: float, variance: float, most: float, images: np.ndarray) -> Interval | None:
-    """None where classes have too few `images`: the bias is uncertain, or puts the value outside the interval."""
-    found = of_variance(unbiased, variance, most)
-    few = (images == 1).mean() > MOST_SINGLE or 200 * abs(unbiased - value) > found.high - found.low
-    return None if few else found
-
-
-def of_variance(fraction: float, variance: float, most: float) -> Interval:
-    """`most`: largest effective number of images, used where no image had another outcome."""
-    of_one = fraction * (1 - fraction)
-    return wilson(100 * fraction, min(most, of_one / variance) if variance > 0 and of_one > 0 else most)

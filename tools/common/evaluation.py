@@ -19,7 +19,8 @@ from torch import Tensor
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluation.data import data_for_evaluation, title_of
-from engine.report.outcome import FOLDS, around, balanced_accuracy_interval, macro_f1_interval, of_variance, strange
+from engine.report.intervals import around, balanced_accuracy_interval, macro_f1_interval, of_variance
+from engine.report.outcome import FOLDS, strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses

@@ -1,0 +1,79 @@
+"""Intervals of metrics that are no share of the images: balanced accuracy, macro F1, AUROC, mAP.
+
+They are Wilson intervals with an effective number of images: as many as would give a share of the images the variance
+that the metric has, the sum of the squared influences of the images. Which classes they are of is chance too: it
+changes macro F1 and mAP, which depend on how frequent a class is. Both are also biased where a class has few images;
+their interval is around the value without the bias. A bootstrap covers too rarely there: if all images of a class are
+right, it knows no other outcome.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from utils.text import Interval, wilson
+
+ADDED = 1
+"""Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
+MOST_SINGLE = 0.1
+"""Fraction of classes with a single image, above which too many others may have none for an interval"""
+FEWEST_OF_TWO = 4
+"""Of two classes, one with fewer images has too much weight for an interval of their mean"""
+WIDEST = 60
+"""Percentage points; an interval of macro F1 that is wider says nothing"""
+
+
+def too_few(images: np.ndarray) -> bool:
+    """Whether one of two classes has too few images for an interval of their mean. `images`: of each class."""
+    return len(images) == 2 and int(images.min()) < FEWEST_OF_TWO
+
+
+def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
+    images = np.bincount(labels, minlength=classes)
+    if too_few(images):
+        return None
+    present = images > 0
+    images, right = images[present], np.bincount(labels[labels == guesses], minlength=classes)[present]
+    sure = (right + ADDED) / (images + 2 * ADDED)
+    variance = float((sure * (1 - sure) / images).sum()) / len(images) ** 2
+    return of_variance(float((right / images).mean()), variance, int(images.sum()))
+
+
+def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
+    """The influence of an image depends on its class and on whether, or for which class, it is mistaken."""
+    hit = labels == guesses
+    images, right = np.bincount(labels, minlength=classes), np.bincount(labels[hit], minlength=classes)
+    if too_few(images):
+        return None
+    of_either = images + np.bincount(guesses, minlength=classes)
+    counted = int((of_either > 0).sum())
+    sizes = np.maximum(of_either, 1)
+    f1 = 2 * right / sizes
+    pull = f1 / sizes / counted  # that another image or prediction of the class has on the mean
+    if_right = 2 / sizes / counted - 2 * pull
+    influence = np.where(hit, 0.0, -pull[labels] - pull[guesses])
+    wrong = images - right
+    squares = np.bincount(labels, influence**2, minlength=classes) / np.maximum(wrong, 1)
+    # What is added is as often right as the mean class. With half of it, as above, errors of many classes would add up.
+    usual = float((right / np.maximum(images, 1)).sum() + ADDED) / (np.count_nonzero(images) + 2 * ADDED)
+    sure = (right + 2 * ADDED * usual) / (images + 2 * ADDED)
+    variance = images * (sure * if_right**2 + (1 - sure) * np.where(wrong > 0, squares, pull**2))
+    either = of_either - right  # F1 is a concave function of right / either, so by its second order it is too low by:
+    bias = f1 * (1 - f1) / sizes * either / np.maximum(either - 1, 1)
+    value, unbiased = (float(each.sum()) / counted for each in (f1, f1 + bias))
+    freedom = max(len(labels) - counted, 1)  # as an unbiased variance is larger
+    found = around(value, unbiased, float(variance.sum()) * len(labels) / freedom, len(labels), images[images > 0])
+    return None if found is None or found.high - found.low > WIDEST else found
+
+
+def around(value: float, unbiased: float, variance: float, most: float, images: np.ndarray) -> Interval | None:
+    """None where classes have too few `images`: the bias is uncertain, or puts the value outside the interval."""
+    found = of_variance(unbiased, variance, most)
+    few = (images == 1).mean() > MOST_SINGLE or 200 * abs(unbiased - value) > found.high - found.low
+    return None if few else found
+
+
+def of_variance(fraction: float, variance: float, most: float) -> Interval:
+    """`most`: largest effective number of images, used where no image had another outcome."""
+    of_one = fraction * (1 - fraction)
+    return wilson(100 * fraction, min(most, of_one / variance) if variance > 0 and of_one > 0 else most)

@@ -17,7 +17,7 @@ from engine.machine.stopping import signals
 from engine.measure.meters import clock, is_complete, updates_left
 from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
-from engine.report.outcome import FOLDS, flatters, in_context, next_commands, strange
+from engine.report.outcome import FOLDS, beside_probe, flatters, in_context, next_commands, strange
 from engine.report.reporter import Reporter
 from engine.run_folder import largest_class, lock_existing_folder, make_run_folder, write_run_files
 from engine.setup import ReadyToTrain, build_for_training
@@ -233,12 +233,14 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
     place = ""
     if run.world.first:
         by, figure = metric_named(trainer.best.by), trainer.best.figure
-        known = trainer.best_metrics
+        known, labels = trainer.best_metrics, ready.val_set.sample_labels()
         guesses = known.predictions.get("guess") if known and known.value(by.name) == figure else None
-        context = in_context(by, figure, largest_class(ready), ready.val_set.sample_labels(), guesses)
+        context = in_context(by, figure, largest_class(ready), labels, guesses)
         validations = History.of_run(folder).of("val")
         if context and figure is not None:
             context = f"{context} {flatters(len(validations), folder, config.DATA)}".rstrip()
+        if trainer.probe_metrics and guesses is not None and trainer.best.update:
+            context = f"{context} {beside_probe(labels, trainer.probe_metrics.predictions['guess'], guesses)}"
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
         log_lines((context, *_strange(ready, folder), copies_in_words(folder), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"

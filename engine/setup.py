@@ -175,8 +175,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     ready = build_for_evaluation(run, checkpoint)
     if dry and (config.MODEL.starts_at_probe or config.trains_on_features):
         log.info(
-            "-dry_run keeps no features: training begins with a pass over the images%s, which is left out here.",
-            " and a linear probe, from a lower loss" if config.MODEL.starts_at_probe else "",
+            "-dry_run keeps no features: training begins with a pass over the images%s.",
+            " and a linear probe, so its loss and accuracy are others" if config.MODEL.starts_at_probe else "",
         )
     elif checkpoint is None and config.MODEL.starts_at_probe:
         from engine.evaluation.linear import start_at_probe

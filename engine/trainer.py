@@ -58,6 +58,8 @@ class Trainer:
         self._best_before = self.best
         self.best_metrics: Metrics | None = None
         """Of the last validation that was the best so far, unless it was before this start"""
+        self.probe_metrics: Metrics | None = None
+        """Of the linear probe that this start began with"""
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._setting, self._judged = setting_of(ready), False
@@ -273,6 +275,8 @@ class Trainer:
         self.position.validated = self.position.update
         here = self.position if self.position.step else replace(self.position, epoch=self.position.epoch - 1)
         by = self.config.SAVE_BEST_BY
+        if self.config.MODEL.starts_at_probe and here.update == 0:
+            self.probe_metrics = metrics[PLAIN]
         values = {which: means.value(by) for which, means in metrics.items()}
         better = best_set(values, metric_named(by)) or PLAIN
         best_now = Best(figure=values[better], kind=f"{better.prefix}{by}", update=here.update, epoch=here.epoch)

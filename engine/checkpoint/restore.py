@@ -183,8 +183,9 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, po
     if before not in (None, now.name) and old.AMP == config.AMP:  # -amp on another device
         log.info("  changed since: -amp is %s here (%s), and was %s", now.name, now.choice.reason, before)
     if old.TRAIN.NUM_EPOCHS != config.TRAIN.NUM_EPOCHS:
-        now = counted(config.TRAIN.NUM_EPOCHS, "epoch")
-        log.info("  the schedule now spans %s instead of %d", now, old.TRAIN.NUM_EPOCHS)
+        now, before = counted(config.TRAIN.NUM_EPOCHS, "epoch"), old.TRAIN.NUM_EPOCHS
+        more = ": the learning rate may rise, and accuracy fall at first" if before < config.TRAIN.NUM_EPOCHS else ""
+        log.info("  the schedule now spans %s instead of %d%s", now, before, more)
 
 
 GROUPS = "param_groups"

@@ -12,7 +12,7 @@ import numpy as np
 from datasets import has_test
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
-from engine.report.intervals import balanced_accuracy_interval, macro_f1_interval
+from engine.report.intervals import balanced_accuracy_interval, macro_f1_interval, paired_interval
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
@@ -75,6 +75,14 @@ def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None) 
         how = f"95 % interval {found.words()}" if found else "too few images per class for an interval"
     guessing = f"; always guessing one class: {100 / len(present):.1f} %" if metric is BALANCED else ""
     return f", of which the smallest of {len(present)} classes has {present.min()}: {how}{guessing}"
+
+
+def beside_probe(labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray) -> str:
+    """Whether training has improved on the linear probe by more than chance."""
+    gain, low, high = (len(labels) * one for one in paired_interval(guesses == labels, probe == labels))
+    chance = "which may be chance" if low <= 0 <= high else "which is beyond chance"
+    more = f"{abs(gain):.0f} {'more' if gain >= 0 else 'fewer'} of {counted(len(labels), 'image')}"
+    return f"Right on {more} than the linear probe (95 % interval {low:+.0f} to {high:+.0f}), {chance}."
 
 
 def flatters(validations: int, run: Path, data: DataConfig) -> str:

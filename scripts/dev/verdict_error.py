@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.common.differences import interval, level_of, noise_of, paired_interval, students
+from engine.report.intervals import paired_interval
+from tools.common.differences import interval, level_of, noise_of, students
 
 POINTS, BOOTSTRAPS, MODELS, OTHERS = 3.0, 200, 40, 16
 """Power is that for this true difference. The literature's methods get one try of 16."""

@@ -17,12 +17,12 @@ import onnxruntime
 import pytest
 import torch
 
+from engine.report.intervals import paired_interval
 from engine.task.several import SeveralLabels
 from engine.trained.model import load_trained, split_of_run
 from tests.predicted import validation_predictions
 from tests.program import Result, change_settings
 from tests.tools.browser import View, views_of
-from tools.common.differences import paired_interval
 from tools.export import command, int8
 from tools.export.formats import CheckImages, compare, times_as_fast
 from utils.errors import TrainingError

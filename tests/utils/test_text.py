@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from engine.report.outcome import in_context
+from engine.report.outcome import beside_probe, in_context
 from utils.text import counted, wilson
 from vitamp.metrics import BALANCED, LOSS, MACRO_F1, MAP, TOP1
 
@@ -45,3 +45,16 @@ def test_words_for_the_end_of_a_run() -> None:
     assert "evaluate.py` computes its interval." in in_context(MACRO_F1, 9.0, guess, images), "of an earlier start"
     two = np.repeat([0, 1], [60, 3])
     assert "too few images per class for an interval" in in_context(MACRO_F1, 100.0, guess, two, two)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (2, "Right on 18 more of 100 images than the linear probe (95 % interval +10 to +25), which is beyond chance."),
+        (19, "Right on 1 more of 100 images than the linear probe (95 % interval -2 to +4), which may be chance."),
+        (21, "Right on 1 fewer of 100 images than the linear probe (95 % interval -4 to +2), which may be chance."),
+    ],
+)
+def test_words_for_the_gain_over_the_probe(wrong: int, said: str) -> None:
+    images = np.arange(100)
+    assert beside_probe(np.zeros(100, int), images < 20, images < wrong) == said

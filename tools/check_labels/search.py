@@ -321,6 +321,8 @@ class Found:
             chance = f"{self.verdict.agreed} of them by their nearest images, too, where {chance}"
         found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
         nothing = f"Nothing found: {count}; {chance} if all were right. The difference is too small to tell."
+        if not self.verdict.number:
+            nothing = "Nothing found: no label looks wrong. Wrong labels that look right are not found."
         if certain := sum(one.certain for one in self.suspects):
             lines.append(f"{counted(certain, 'image')}: a copy, or nearly one, has another label, which is likelier.")
         return [*lines, found if self.verdict.clear else nothing]

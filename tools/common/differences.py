@@ -66,17 +66,6 @@ def level_of(comparisons: int) -> float:
     return 1 - (1 - CONFIDENCE) / comparisons / 2
 
 
-def paired_interval(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float]:
-    """By how much the second is right less often, and the ends of the interval (Agresti and Min, 2005)."""
-    from scipy.special import ndtri
-
-    lost, won = int((first & ~second).sum()), int((second & ~first).sum())
-    count, one, other = len(first) + 2, lost + 0.5, won + 0.5
-    middle = (one - other) / count
-    reach = float(ndtri(level_of(1))) * math.sqrt((one + other - count * middle**2) / count**2)
-    return (lost - won) / len(first), middle - reach, middle + reach
-
-
 def students(error: float, freedom: float, *levels: float) -> float:
     """Student's quantiles of these levels, added up, times the standard error."""
     from scipy.special import stdtrit  # a moment to import

@@ -39,9 +39,10 @@ from datasets.sources.files import SkippedFiles, images_below
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.restore import load_weights
 from engine.inputs.batches import Inputs, input_of
+from engine.report.intervals import paired_interval
 from engine.trained.model import Trained, name_of, split_of_run
 from models.build import timm_call
-from tools.common.differences import CONFIDENCE, LIKE_THESE, paired_interval
+from tools.common.differences import CONFIDENCE, LIKE_THESE
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools

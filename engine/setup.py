@@ -176,7 +176,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     if dry and (config.MODEL.starts_at_probe or config.trains_on_features):
         log.info(
             "-dry_run keeps no features: training begins with a pass over the images%s.",
-            " and a linear probe, so its loss and accuracy are others" if config.MODEL.starts_at_probe else "",
+            " and a linear probe, so loss and accuracy here are not its own" if config.MODEL.starts_at_probe else "",
         )
     elif checkpoint is None and config.MODEL.starts_at_probe:
         from engine.evaluation.linear import start_at_probe

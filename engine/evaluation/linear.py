@@ -20,7 +20,7 @@ from engine.evaluation.features import AT_ONCE, BLOCK, Features, Seeing, columns
 from engine.machine.device import Run
 from engine.task import task_of
 from engine.task.several import MOST_NAMED, scores_of
-from models.parts import BATCH_NORM, classifiers
+from models.parts import BATCH_NORM, classifiers, in_eval_mode
 from utils.config.data import DataConfig
 from utils.distributed.world import broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
@@ -170,14 +170,13 @@ def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data:
 
     Augmented images then have the least loss, and the same classes: a power of two changes no rounding.
     """
-    training, batch = ready.model.training, min(run.config.DATA.val_batch, BLOCK)
+    batch = min(run.config.DATA.val_batch, BLOCK)
     images = open_dataset(data, True, len(found.bias), run.config.SEED, run.device)
     rows = np.unique(np.linspace(0, len(images) - 1, BLOCK).astype(int))
     plan = np.array_split(rows, len(rows) // batch + 1)
-    ready.model.eval()
-    with contextlib.closing(ValLoader(images, batch, 0, 1, 0, run.device, shard=lambda *_: plan)) as loader:
+    loading = contextlib.closing(ValLoader(images, batch, 0, 1, 0, run.device, shard=lambda *_: plan))
+    with in_eval_mode(ready.model), loading as loader:
         seen = [(columns_of(ready, one.images).cpu(), one.indices.cpu()) for one in loader]
-    ready.model.train(training)
     columns, indices = (torch.cat(part) for part in zip(*seen, strict=True))
     read = indices >= 0  # -1 of a broken image
     logits = found.logits(columns[read, known.pools[pool_of(ready.model)]].numpy())

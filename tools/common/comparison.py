@@ -483,9 +483,8 @@ def _diverged(history: History, config: Config, largest_class: float | None) -> 
     # How far each is from the middle of its neighbours: a trend is no noise, nor is a jump at the end.
     steady = logs[:-few] if len(logs) > 2 * few - 1 else logs
     apart = [abs(one - (left + right) / 2) for left, one, right in zip(steady, steady[1:], steady[2:], strict=False)]
-    noise = min(
-        3 * statistics.fmean(apart or [0.0]) * math.sqrt(2 / few), math.log(3)
-    )  # of the difference of two means
+    # Of the difference of two means.
+    noise = min(3 * statistics.fmean(apart or [0.0]) * math.sqrt(2 / few), math.log(3))
     return statistics.fmean(logs[-few:]) - statistics.fmean(logs[:few]) > max(math.log(DIVERGED), noise)
 
 

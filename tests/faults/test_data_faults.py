@@ -15,6 +15,7 @@ import pytest
 from datasets import EpochOrder
 from datasets.sources import shared
 from datasets.sources.imagefolder import class_files
+from tests.datasets.shards.tar_files import write_set
 from tests.faults.killing import ENDLESS, Run
 from tests.program import Result, Vitamp, metrics, save_image
 from utils.distributed.world import World
@@ -98,8 +99,12 @@ def test_run_whose_loading_processes_were_killed_resumes(
     train("-output", tmp_path / "killed", *words, "-resume", "auto", code=0)
 
 
-def test_ranks_of_a_machine_map_one_list_of_images(start: Callable[..., Run], photos: Path, tmp_path: Path) -> None:
-    words = (*MODEL, "-data_path", photos, "DATA.NUM_WORKERS=1", "REPORT_FREQ=1", *ENDLESS)
+@pytest.mark.parametrize("dataset", ["imagefolder", "shards"])
+def test_ranks_of_a_machine_map_one_list_of_images(
+    start: Callable[..., Run], photos: Path, tmp_path: Path, dataset: str
+) -> None:
+    root = photos if dataset == "imagefolder" else write_set(tmp_path / "set", [20, 20])
+    words = (*MODEL, f"DATA.DATASET={dataset}", "-data_path", root, "REPORT_FREQ=1", *ENDLESS)
     (temporary := tmp_path / "temporary").mkdir()
     run = start(*words, folder=tmp_path / "run", ngpus=2, TMPDIR=str(temporary))
     run.wait_for_updates()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.datasets.shards.tar_files import write_set
 from tests.launch.clusters import MULTI
 from tests.program import ROOT, Started, run_program
 from tests.waiting import free_port, until
@@ -115,6 +116,14 @@ def test_ranks_with_different_settings_are_refused(ranks: Ranks) -> None:
 def test_ranks_with_different_world_sizes_are_refused(ranks: Ranks) -> None:
     for rank in (ranks.start(0), ranks.start(1, world=3)):
         refused(rank, rf"rank 1 on {HOST} .* was started as one of 3 processes, rank 0 on .* as one of 2")
+
+
+def test_files_by_machine_need_equally_many_ranks_on_each(ranks: Ranks) -> None:
+    words = ("-dataset", "shards", "-data_path", write_set(ranks.place / "set"), "DATA.SAMPLER=by_machine")
+    for number, local, size in ((0, "0", "2"), (1, "1", "2"), (2, "0", "1")):
+        ranks.start(number, *words, "-num_classes", 3, world=3, LOCAL_RANK=local, LOCAL_WORLD_SIZE=size)
+    for rank in ranks.started:
+        refused(rank, r"by_machine needs equally many processes on each machine.* Leave DATA\.SAMPLER out\.")
 
 
 @pytest.mark.slow  # a quicker test refuses ranks with other settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import sys
 from functools import partial
@@ -60,7 +61,14 @@ def test_each_machine_downloads_files_of_its_own_and_a_resume_is_exact(tmp_path:
         assert len(kept[0] | kept[1]) >= 22, "those of the end may not be needed any more"
         assert len(kept[0] & kept[1]) <= 1, "one file is cut"
         downloads = [path for path, size in FaultyStore.sent if size == sizes.get(path)]
+        simulated = ("DATA.SAMPLER=by_machine", "-machines", 2, "-batch_size", 4, "TRAIN.ACCUM_ITER=2", "SEED=3")
+        simulate = partial(run_program, script="scripts/simulate_loading.py", streams=tmp_path, slow_start=True)
+        simulate(*simulated, "-data_path", root, "-json", tmp_path / "found.json", code=0)
+        found = json.loads((tmp_path / "found.json").read_text())
+        of_one = found["machine"]["first epoch"]["files"] + found["machine"]["second epoch"].get("files", 0)
+        assert found["updates"] == 17
         assert len(downloads) <= 25
+        assert abs(len(downloads) - 2 * of_one) <= 2, (len(downloads), found)
 
         on_machines(tmp_path, 1, *words, "-output", parted, "TRAIN.MAX_UPDATES=25")
         refused = run_program("-resume", parted, script="main_multi_gpu.py", streams=tmp_path)

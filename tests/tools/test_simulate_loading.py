@@ -93,9 +93,11 @@ def test_each_machine_downloads_its_own_tar_files_once(tmp_path: Path, vitamp: V
 def test_images_that_are_left_out_are_not_requested(tmp_path: Path, vitamp: Vitamp) -> None:
     root, listed = write_set(tmp_path / "set", [20] * 4, val=1), tmp_path / "exclude.txt"
     listed.write_text("".join(f"train/0000.tar/{number:04d}.png\n" for number in range(8)))
-    words = ("-data_path", root, "-batch_size", 8, f"DATA.EXCLUDE={listed}", "DATA.CACHE_GB=0", "-json", "a.json")
+    (table := tmp_path / "relabel.csv").write_text("path,given,proposed,decision\ntrain/0000.tar/0019.png,1,2,drop\n")
+    lists = (f"DATA.EXCLUDE={listed}", f"DATA.RELABEL={table}")
+    words = ("-data_path", root, "-batch_size", 8, *lists, "DATA.CACHE_GB=0", "-json", "a.json")
     vitamp(*words, script="scripts/simulate_loading.py", cwd=tmp_path, code=0)
-    assert json.loads((tmp_path / "a.json").read_text())["images"] == 72
+    assert json.loads((tmp_path / "a.json").read_text())["images"] == 71
 
 
 MANY = "-images 14000000 -shard_images 10000 -ranks 8 -machines 512 -num_workers 1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,6 +101,8 @@ class _Loader:
         self._processes: LoadingProcesses | None = None
         self._loader: DataLoader[Any] | None = None
         if not dataset.in_memory:
+            # Its text speaks of freezing; and with slow storage, more processes than cores help.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
             self._loader = DataLoader(
                 self._fetch,
                 batch_sampler=self._plan,

@@ -26,10 +26,7 @@ WORKERS, BATCH = 4, 8192
 MOST_PRIVATE_MB = 60
 """A list of Python strings takes 115 MB in each worker, this table 15."""
 
-pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
 
 
 @pytest.fixture(scope="module")

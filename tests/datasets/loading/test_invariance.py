@@ -56,7 +56,6 @@ def expected(source: tuple[str, Path]) -> list[GlobalBatch]:
     return global_batches(source)
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_batches_do_not_depend_on_the_number_of_workers(
     source: tuple[str, Path], expected: list[GlobalBatch], workers: int

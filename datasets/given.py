@@ -18,7 +18,7 @@ from utils.config.data import DataConfig
 
 def open_given(paths: Sequence[str], data: DataConfig) -> Images:
     """A data set of these files, in this order. Their labels are all 0, as a placeholder."""
-    data = data.model_copy(update={"EXCLUDE": None, "RELABEL": None})
+    data = data.changed(EXCLUDE=None, RELABEL=None)
     samples = FileSamples("", paths, np.zeros(len(paths), dtype=np.int64), None)
     images = Images(samples, data, train=False, seed=0)
     source = source_named(data.DATASET)

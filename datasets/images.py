@@ -47,7 +47,7 @@ class Images(ImageDataset):
 
     def at_size(self, size: ImageSize) -> ImageDataset:
         other = copy.copy(self)
-        other.data = self.data.model_copy(update={"IMAGE_SIZE": size})
+        other.data = self.data.changed(IMAGE_SIZE=size)
         other.pixels, other._new_broken = Pixels(other.data, self.train, self.augmentation), {}
         return other
 

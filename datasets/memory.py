@@ -106,7 +106,7 @@ class InMemory(ImageDataset):
 
     def at_size(self, size: ImageSize) -> ImageDataset:
         other = copy.copy(self)
-        other.data = self.data.model_copy(update={"IMAGE_SIZE": size})
+        other.data = self.data.changed(IMAGE_SIZE=size)
         other.affine, other._transforms = BatchAffine(other.data, self.device) if self.affine else None, {}
         return other
 

@@ -93,7 +93,7 @@ def open_test(data: DataConfig) -> Samples | None:
     if "test" not in distinct(_named(data).parts(data)) or data.PART not in (AUTO, "val"):
         return None
     try:
-        data = data.model_copy(update={"PART": "test"})
+        data = data.changed(PART="test")
         return open_dataset(data, False, ANY_LABEL, 0, torch.device("cpu")).single_images()
     except UserError as error:
         warn_once(f"The test split is not checked: {error}")
@@ -108,7 +108,7 @@ def count_classes(data: DataConfig, train: bool) -> int:
             return source.count(data, train)
         # None of these takes a class away: of folds, all images count.
         whole = {"FOLD": None, "PART": "all"} if data.FOLD else {}
-        given = data.model_copy(update={"RELABEL": None, "EXCLUDE": None, **whole})
+        given = data.changed(RELABEL=None, EXCLUDE=None, **whole)
         split = _open(source, given, train and not whole, ANY_LABEL, 0, torch.device("cpu"), ALONE)
     except UserError as error:
         from datasets.recognise import offering_layout

@@ -60,7 +60,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
         dist = config.DIST
         if world.size == 1 and dist.STRATEGY == "fsdp":
             log.info("DIST.STRATEGY fsdp has no effect with one process.")
-            config = config.model_copy(update={"DIST": dist.model_copy(update={"STRATEGY": "ddp", "HSDP": False})})
+            config = config.changed(DIST={"STRATEGY": "ddp", "HSDP": False})
         this = Run(config, world, device, threads, asked={"DIST.STRATEGY": dist.STRATEGY, "DIST.HSDP": dist.HSDP})
         try:
             with ExitStack() as until_the_end:

@@ -152,7 +152,7 @@ def built(name: str) -> tuple[dict[str, tuple[int, ...]], int]:
     config = settings(name)
     with torch.device("meta"):
         patch = 6 if config.MODEL.PATCH_SIZE == AUTO else config.MODEL.PATCH_SIZE
-        sized = config.MODEL.model_copy(update={"NUM_CLASSES": classes_of(config.MODEL), "PATCH_SIZE": patch})
+        sized = config.MODEL.changed(NUM_CLASSES=classes_of(config.MODEL), PATCH_SIZE=patch)
         side = 48 if config.DATA.IMAGE_SIZE == AUTO else config.DATA.IMAGE_SIZE
         model = build_model(sized, side, config.DATA.IMAGE_CHANNELS)
     return shapes(model), count_parameters(model)[0]

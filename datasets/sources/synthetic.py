@@ -36,7 +36,7 @@ class Synthetic(ImageDataset):
         return np.arange(self.samples) % POOL % self.num_classes
 
     def at_size(self, size: ImageSize) -> ImageDataset:
-        data = self.data.model_copy(update={"IMAGE_SIZE": size})
+        data = self.data.changed(IMAGE_SIZE=size)
         return Synthetic(self.samples, data, self.num_classes, self.seed, self.device)
 
     def __getitems__(self, keys: list[Key]) -> Batch:

@@ -318,7 +318,7 @@ def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
 
 def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
     """Raise UserError for another optimiser or other use of the same weights; in an evaluation, log other input."""
-    named = config.MODEL.model_copy(update={"NUM_HEADS": None})  # with the heads of timm's model
+    named = config.MODEL.changed(NUM_HEADS=None)  # with the heads of timm's model
     of_model = (
         ("MODEL.POOL", one_line),
         ("MODEL.NUM_HEADS", lambda n: one_line(n or sizes_in(named).get("NUM_HEADS"))),

@@ -21,7 +21,7 @@ from engine.setup import training_data
 from models.weights.find import local_weights
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.config.keys import DATASET, default_of
+from utils.config.keys import DATASET, default_of, nested
 from utils.config.kinds import AUTO
 from utils.config.load import config_of_weights
 from utils.config.resumed import resumed_run, settings_of
@@ -53,7 +53,7 @@ def settings_for_evaluation(
     if "DATA.DATA_PATH" in given:
         if DATASET not in given and (found := _other_layout(config.DATA, needs_labels)):
             changes, notes = {DATASET: found[0]}, [f"{DATASET} {': '.join(found)}"]
-            config = _with(config, changes)
+            config = config.changed(**nested(changes))
         if unread := unread_path(config.DATA):
             raise UserError(unread)
     origin, part = whose_data(config, saved), config.DATA.PART
@@ -75,7 +75,7 @@ def settings_for_evaluation(
                 f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {source_of(config.DATA)} is other data"
             )
     if part == AUTO:
-        changes[PART], why = _part_of(config, origin, comes_unsplit(_with(config, changes).DATA))
+        changes[PART], why = _part_of(config, origin, comes_unsplit(config.changed(**nested(changes)).DATA))
         notes += [f"{PART} {changes[PART]}: {why}"] if why else []
         unlisted = saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None
         if origin == "other" and unlisted:
@@ -95,7 +95,7 @@ def _part_of(config: Config, origin: Origin, unsplit: bool) -> tuple[str, str]:
         return "val", ""
     try:
         with unheard():
-            check_dataset(_with(config, {PART: "val"}).DATA, ANY_LABEL, train=False)
+            check_dataset(config.DATA.changed(PART="val"), ANY_LABEL, train=False)
     except TooFewToSplit:
         return "all", f"{place} has one image per class, so nothing can be split off"
     return "val", (
@@ -108,7 +108,7 @@ def _other_layout(data: DataConfig, needs_labels: bool) -> tuple[str, str] | Non
     """What `recognise` finds in DATA_PATH; None if the data set that DATA names is there, or nothing is recognised."""
     with unheard(), suppress(UserError):
         if not unread_path(data) and (has_labels(data) or not needs_labels):
-            check_dataset(data.model_copy(update={"DOWNLOAD": False}), ANY_LABEL, train=False)
+            check_dataset(data.changed(DOWNLOAD=False), ANY_LABEL, train=False)
             return None
     with suppress(UserError):  # the check of the data set that DATA names reports what is missing
         found = recognise(str(data.DATA_PATH))
@@ -121,7 +121,7 @@ def whose_data(config: Config, saved: Chosen | None) -> Origin:
     if "DATA.DATASET" not in own:
         return "unknown"
     place = {"DATASET": own["DATA.DATASET"], "DATA_PATH": own.get("DATA.DATA_PATH")}
-    if place_of(config.DATA) == place_of(config.DATA.model_copy(update=place)):
+    if place_of(config.DATA) == place_of(config.DATA.changed(**place)):
         return "same place"
     if not samples:
         return "unknown"
@@ -131,7 +131,7 @@ def whose_data(config: Config, saved: Chosen | None) -> Origin:
                 read(config.DATA)
         except UserError as error:
             raise UserError(f"{error} For other images than the run's, give DATA.{key}=null.") from None
-    as_trained = _with(config, {key: own.get(key) for key in ("DATA.EXCLUDE", "DATA.RELABEL")})
+    as_trained = config.changed(DATA={key: own.get(f"DATA.{key}") for key in ("EXCLUDE", "RELABEL")})
     # An evaluation may leave out others.
     for one in (config,) if as_trained.DATA == config.DATA else (config, as_trained):
         with suppress(UserError):
@@ -149,9 +149,9 @@ def check_split(config: Config, saved: Chosen, part: str) -> None:
     if part not in (AUTO, "val") or not comes_unsplit(config.DATA) or own.task == NO_LABELS:
         return
     known = saved.samples if not (own.DATA.EXCLUDE or own.DATA.RELABEL) else None
-    now = {f"DATA.{key}": getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD")}
+    now = {key: getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD")}
     same = all(getattr(own.DATA, key) == getattr(config.DATA, key) for key in OF_SPLIT)
-    if not same or (known and not _has_samples(_with(own, now), known)):
+    if not same or (known and not _has_samples(own.changed(DATA=now), known)):
         raise UserError(
             f"{saved.place}: {source_of(config.DATA)} would now be split otherwise than in its training, so images "
             f"that it was trained on would be evaluated. The files have changed, or DATA.{', DATA.'.join(OF_SPLIT)}, "
@@ -162,19 +162,12 @@ def check_split(config: Config, saved: Chosen, part: str) -> None:
 def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
     """Whether the training split has the names and labels of these samples, the `identity_of` a run's."""
     field = "data" if "data" in samples else "order"  # checkpoints of 0.1.0 may have no data
-    one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})
     # The weights of classes may be in a file that is gone, and augmentations in one that is not executed here.
-    plain = {"CLASS_WEIGHTS": None, "AUGMENT": one_by_one.TRAIN.AUGMENT and ("trivial",)}
-    training = one_by_one.TRAIN.model_copy(update=plain)
+    plain = {"CLASS_WEIGHTS": None, "AUGMENT": config.TRAIN.AUGMENT and ("trivial",)}
+    one_by_one = config.changed(DATA={"BATCH_SIZE": 1, "PART": AUTO}, TRAIN=plain)
     with unheard():  # the split that is made here is not evaluated
-        train_set, loader = training_data(one_by_one.model_copy(update={"TRAIN": training}), ALONE, torch.device("cpu"))
+        train_set, loader = training_data(one_by_one, ALONE, torch.device("cpu"))
     return identity_of(train_set, loader.order).get(field) == samples.get(field)
-
-
-def _with(config: Config, changes: dict[str, Any]) -> Config:
-    """The settings with changes in DATA."""
-    data = config.DATA.model_copy(update={key.removeprefix("DATA."): value for key, value in changes.items()})
-    return config.model_copy(update={"DATA": data})
 
 
 def data_for_evaluation(
@@ -182,7 +175,7 @@ def data_for_evaluation(
 ) -> tuple[DataConfig, list[str]]:
     """DATA as `settings_for_evaluation` changes it, and the notes."""
     changes, notes = settings_for_evaluation(config, saved, given, needs_labels)
-    return _with(config, changes).DATA, notes
+    return config.changed(**nested(changes)).DATA, notes
 
 
 def title_of(data: DataConfig) -> str:

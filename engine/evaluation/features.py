@@ -294,7 +294,7 @@ def see_features(run: Run, ready: Validating, parts: TrainState, train_set: Imag
         return None
 
     def features(dataset: ImageDataset, part: Part) -> FeatureSet:
-        data = config.DATA.model_copy(update={"PART": part})
+        data = config.DATA.changed(PART=part)
         images = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, run.device)
         # The first process is here once all are complete; one on a machine with another disk computes its own then.
         found = on_every_rank(world, lambda: features_of(ready, config, images, data, world))

@@ -26,7 +26,7 @@ from engine.task.base import sum_type_of
 from models.parts import in_eval_mode
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.config.keys import default_of
+from utils.config.keys import default_of, nested
 from utils.distributed.world import ALONE, World, broadcast, sum_over_ranks
 from utils.errors import UserError
 from utils.log import DETAIL, log
@@ -42,7 +42,7 @@ def place_of(data: DataConfig) -> str:
     """The data set and the real path that it is read from."""
     path = data.DATA_PATH
     if path is not None and "://" not in path:
-        data = data.model_copy(update={"DATA_PATH": os.path.realpath(os.path.expanduser(path))})
+        data = data.changed(DATA_PATH=os.path.realpath(os.path.expanduser(path)))
     try:
         return source_of(data)
     except UserError:  # an unknown name of a data set, such as that of a folder that was not exported
@@ -70,12 +70,12 @@ def labelled_data(config: Config) -> DataConfig:
         if layout is None:
             raise UserError(f"TRAIN.KNN {text}: no such folder, file or data set.")
         name, path = layout[0], text
-    data = config.DATA.model_copy(update={"DATASET": name, "DATA_PATH": path, "PART": "val"})
+    data = config.DATA.changed(DATASET=name, DATA_PATH=path, PART="val")
     if place_of(data) == place_of(config.DATA):
         return data
     own = {"DATA.CROP": "none"} if squeezes(config.DATA) else {}  # as of digits, whatever CROP is
     own |= {key: default_of(key) for key in OF_OWN_DATA if key != "DATA.EXCLUDE"}
-    return data.model_copy(update={key.removeprefix("DATA."): value for key, value in own.items()})
+    return data.changed(**nested(own)["DATA"])
 
 
 def open_labelled(
@@ -91,9 +91,7 @@ def open_labelled(
         raise UserError(f"{setting}: {source_of(data)} has no labels. Name images with labels, as in {do}.")
     classes = count_classes(data, train=True)
     check_dataset(data, classes)
-    bank, images = (
-        open_dataset(one, False, classes, seed, device) for one in (data.model_copy(update={"PART": "train"}), data)
-    )
+    bank, images = (open_dataset(one, False, classes, seed, device) for one in (data.changed(PART="train"), data))
     if count > len(bank) and not several:
         raise UserError(f"{setting} {count}: {source_of(data)} has only {len(bank):,} training images.")
     if not len(images):

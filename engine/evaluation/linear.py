@@ -54,7 +54,7 @@ def folds_of(
     if (folds := min(FOLDS, len({*groups} or labels))) < 2:
         raise UserError(f"{source_of(data)}: a probe needs two images or groups; MODEL.NEW_CLASSIFIER=zero needs none.")
     for number in range(folds):
-        of_fold = data.model_copy(update={"FOLD": f"{number + 1}/{folds}"})
+        of_fold = data.changed(FOLD=f"{number + 1}/{folds}")
         fold_of[split_rows(labels, of_fold, "val", source_of(data), groups)] = number
     counts = labels.sum(0).astype(np.int64) if labels.ndim == 2 else np.bincount(labels)
     words = f"{folds} folds of the training images choose the strength"
@@ -214,7 +214,7 @@ def start_at_probe(run: Run, ready: Seeing) -> float:
             "was fitted to, and may lose what the weights have learned. Use MODEL.FREEZE=batch_norm or "
             "MODEL.NEW_CLASSIFIER=zero."
         )
-    data = config.DATA.model_copy(update={"PART": "train"})
+    data = config.DATA.changed(PART="train")
     bank = open_dataset(data, False, classes, config.SEED, run.device)
     # Before the features, which take time: there may be too few images.
     fold_of, words = on_every_rank(run.world, lambda: folds_of(bank, bank.sample_labels(), data))

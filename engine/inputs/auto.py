@@ -102,7 +102,7 @@ def _with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
     if is_label:
         said += f"timm has no model {name}: it only names one of the recipe's sizes.{similar_models(name)}"
     else:
-        own, known = sizes_in(model.model_copy(update=dict.fromkeys(sizes))), timm_weights(timm_name)
+        own, known = sizes_in(model.changed(**dict.fromkeys(sizes))), timm_weights(timm_name)
         without = " ".join(f"MODEL.{key}=null" for key, value in sizes.items() if own.get(key) != value)
         if not without:
             return loaded
@@ -119,7 +119,7 @@ def _with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
 def of_any_size(data: DataConfig) -> DataConfig:
     """For a look at the data while settings may still be `auto`."""
     some = {"IMAGE_SIZE": SIZES[-1], "RANGE": None, "IMAGENET_MEAN": (0.5,), "IMAGENET_STD": (0.5,)}
-    return data.model_copy(update={key: value for key, value in some.items() if getattr(data, key) == AUTO})
+    return data.changed(**{key: value for key, value in some.items() if getattr(data, key) == AUTO})
 
 
 def with_image_size(loaded: Loaded) -> Loaded:

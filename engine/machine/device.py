@@ -190,6 +190,4 @@ def global_batch(config: Config, world: World) -> int:
 
 def with_batch(config: Config, batch: int, accumulated: int) -> Config:
     """The settings with these numbers for DATA.BATCH_SIZE and TRAIN.ACCUM_ITER."""
-    data = config.DATA.model_copy(update={"BATCH_SIZE": batch})
-    train = config.TRAIN.model_copy(update={"ACCUM_ITER": accumulated})
-    return config.model_copy(update={"DATA": data, "TRAIN": train})
+    return config.changed(DATA={"BATCH_SIZE": batch}, TRAIN={"ACCUM_ITER": accumulated})

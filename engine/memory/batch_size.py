@@ -211,8 +211,7 @@ class Trial:
     def __init__(self, config: Config, each: int | None, world: World, device: torch.device, limit: int) -> None:
         """`each`: see `_search`."""
         # Pretrained weights take as much memory as random ones.
-        model = config.MODEL.model_copy(update={"PRETRAINED": None})
-        config = config.model_copy(update={"MODEL": model, "TRAIN": config.TRAIN.spanning(1)})
+        config = config.changed(MODEL={"PRETRAINED": None}, TRAIN=config.TRAIN.spanning(1))
         self._config, self._each, self._world, self._device, self._limit = config, each, world, device, limit
         # With two micro-batches, gradients exist during the forward pass; so they do, in buckets, under DDP.
         accumulates = each is not None or world.size > 1 or config.TRAIN.ACCUM_ITER > 1

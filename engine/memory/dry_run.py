@@ -109,13 +109,13 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
 
 def _faster_ways(config: Config, ready: ReadyToTrain) -> Iterator[tuple[str, Config]]:
     """What the log advises for faster updates on a CPU, and the settings with it."""
-    setting, amp = setting_of(ready), config.AMP
-    other_precision = {"AMP": amp.model_copy(update={"ENABLED": not amp.ENABLED})}
-    channels_last = {"SPEED": (*config.SPEED, "+channels_last")}
+    setting = setting_of(ready)
+    other_precision = config.changed(AMP={"ENABLED": not config.AMP.ENABLED})
+    channels_last = config.changed(SPEED=(*config.SPEED, "+channels_last"))
     for way in setting.faster:
-        yield way, config.model_copy(update=channels_last if way.startswith("SPEED") else other_precision)
+        yield way, channels_last if way.startswith("SPEED") else other_precision
     if not setting.amp:
-        yield "-amp", config.model_copy(update=other_precision)
+        yield "-amp", other_precision
 
 
 def _compare(faster: Run, ready: ReadyToTrain, position: Position, turns: int) -> str:
@@ -170,7 +170,7 @@ def settle_epochs(run: Run) -> Run:
     train, full, began = config.TRAIN.spanning(LONGEST_RUN), config.DATA.IMAGE_SIZE, time.monotonic()
     saved = choice.FRACTION_SAVED * seconds_of(given)
     if train.COMPILE == choice.AUTO and saved <= choice.REQUIRED_RATIO * choice.SECONDS_TO_COMPILE:
-        train = train.model_copy(update={"COMPILE": choice.NONE})
+        train = train.changed(COMPILE=choice.NONE)
 
     def phase(of: TrainConfig, epoch: int) -> tuple[ImageSize, bool]:
         """What an epoch's time depends on: the size of its images, and whether tokens are dropped."""
@@ -179,7 +179,7 @@ def settle_epochs(run: Run) -> Run:
     paces: dict[tuple[ImageSize, bool], float] = {}
     position = Position()
     with unheard(), fork_host_rng():  # the run logs these lines itself, and draws from its own beginning
-        trial = replace(run, config=config.model_copy(update={"TRAIN": train}))
+        trial = replace(run, config=config.changed(TRAIN=train))
         ready = on_every_rank(world, lambda: build_for_training(trial, None, dry=True))
         ready.parts.assemble()
         set_up = time.monotonic() - began
@@ -204,7 +204,7 @@ def settle_epochs(run: Run) -> Run:
     take_peak(run.device)
 
     def needed(epochs: int) -> float:
-        of = train.model_copy(update={"NUM_EPOCHS": epochs})
+        of = train.changed(NUM_EPOCHS=epochs)
         slowest = max(paces.values())  # also for what only a very short run has
         updates = sum(paces.get(phase(of, epoch), slowest) for epoch in range(1, epochs + 1)) * per_epoch
         more = epochs * per_epoch // (config.VALIDATE_EVERY_UPDATES or LONGEST_RUN * per_epoch)
@@ -221,7 +221,7 @@ def settle_epochs(run: Run) -> Run:
             f"and end leave {max(left, 0):.3g} s. -max_time {clock(enough)} would do for one epoch. Faster: a smaller "
             "model or DATA.IMAGE_SIZE, or MODEL.FREEZE=backbone, which trains the classifier alone."
         )
-    config = config.model_copy(update={"TRAIN": config.TRAIN.spanning(epochs)})
+    config = config.changed(TRAIN=config.TRAIN.spanning(epochs))
     each = " to ".join(f"{pace:.3g}" for pace in sorted({min(paces.values()), max(paces.values())}))
     log.info(
         "TRAIN.NUM_EPOCHS auto: %d, with a warm-up of %g: about %s of MAX_TIME %s (%s s per update, %.3g s per "

@@ -185,7 +185,7 @@ def load_trained(
     elsewhere = amp is not None or not str(chosen.choices.get("computed_in", "")).startswith(where.type)
     if elsewhere and "SPEED" not in overridden:  # what the run forced may not exist here
         kept = [word for word in config.SPEED if not word.startswith("+")]
-        config = config.model_copy(update={"SPEED": kept or ["auto"]})
+        config = config.changed(SPEED=kept or ["auto"])
     with unheard(logging.WARNING):  # lines about building belong to training: "freshly initialised" would mislead
         trained = _built(config, where, world, chosen)
     if trained.precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
@@ -265,7 +265,7 @@ def batches_of(
 def split_of_run(trained: Trained, part: str = "val") -> ImageDataset:
     """A split of the data of the model's run, by DATA.PART, without augmentation."""
     config = trained.config
-    data = config.DATA.model_copy(update={"PART": part})
+    data = config.DATA.changed(PART=part)
     return open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, trained.precision.device)
 
 

@@ -105,7 +105,7 @@ def measure(argv: list[str]) -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     # Only training images are loaded: the data set may be too small for a validation split.
-    data = config.DATA.model_copy(update={"PART": "train"})
+    data = config.DATA.changed(PART="train")
     check_dataset(data, config.MODEL.NUM_CLASSES, train=False)
     images = open_dataset(config.DATA, True, config.MODEL.NUM_CLASSES, config.SEED, CPU).augment(config.TRAIN)
     validated = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, CPU)

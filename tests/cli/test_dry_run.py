@@ -93,7 +93,7 @@ def test_dry_run_says_the_time_left_and_warns_of_little_memory(tiny: Path, monke
     assert "2 s per update, about 0:01:40 per validation" in costs
     assert "1,000 updates to go (10.0 epochs): about 0:41:40" in costs, "1,000 updates of 2 s, 5 validations of 100 s"
     assert re.search(r"THREADS=1  0\.5 s per update, .* about 0:10:25, until", costs)
-    more = config.model_copy(update={"VALIDATE_EVERY_UPDATES": 300})
+    more = config.changed(VALIDATE_EVERY_UPDATES=300)
     assert "about 0:46:40" in "\n".join(dry_run._costs(more, ready, {"time": (2.0, 100.0)}, 1000)), "3 more validations"
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 1000, found=True))
     assert "DATA.BATCH_SIZE=auto" not in costs

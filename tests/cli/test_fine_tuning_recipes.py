@@ -154,7 +154,7 @@ def test_timm_alone_squeezes_images_as_the_run_does(
     logits, _ = in_timm_alone(f"local-dir:{hub}", "RGB", paths, tmp_path)
     model = load_trained(trained[0], device="cpu", amp="off")
     for mode, agrees in (("squash", True), ("center", False)):
-        data = model.config.DATA.model_copy(update={"CROP_MODE": mode})
+        data = model.config.DATA.changed(CROP_MODE=mode)
         with decoded_by("pil"):
             found = validation_predictions(model, open_given([str(path) for path in paths], data), workers=0)
         # timm resizes the whole image, vitamp only what remains of it; this rounds a few pixels differently.

@@ -323,7 +323,7 @@ def test_a_model_and_its_teacher_get_their_settings(vitamp: Vitamp, tiny: Path, 
         built: Any = build_model(config.MODEL, 8, 1)
         assert (built.last, built.bias is None, built.size) == (pytest.approx(last), typed is own, 8)
     with pytest.raises(UserError, match=r"Net.drop_path_rate: a key of MODEL sets it too \(0.3\)"):
-        build_model(config.MODEL.model_copy(update={"DROPPATH": 0.3}), 8, 1)
+        build_model(config.MODEL.changed(DROPPATH=0.3), 8, 1)
     words = ("-dataset", "digits", "-num_classes", 10, *(f"{key}={value}" for key, value in image.items()))
     vitamp(*words, "Net.drop_path_rate=0.4", "TRAIN.MAX_UPDATES=1", "-device", "cpu", "-output", run, code=0)
     execute(file.rename(tmp_path / "moved.py"))  # the same code, as of another run

@@ -178,7 +178,7 @@ def test_unreadable_files_are_no_copies_of_each_other(icons: Path) -> None:
     assert found.copies.found == 3, "copy2, the empty file, and the damaged one"
     assert not any("Searched" in line for line in notes_of(found, DataConfig(), TrainConfig(), "check"))
     data = [DataConfig(DATASET="imagefolder", DATA_PATH=str(root)) for root in (icons, icons / "train")]
-    data += [DataConfig(DATASET="csv"), data[0].model_copy(update={"EXCLUDE": "exclude.txt"})]
+    data += [DataConfig(DATASET="csv"), data[0].changed(EXCLUDE="exclude.txt")]
     told = [[*warnings_of(found, one, "check")] for one in data]
     assert all(one[-1].startswith("Copies of training images") for one in told)
     assert [one[0].count("1 of 3 (the first: cog)") for one in told] == [0, 1, 1, 1], "before, of val/ alone"

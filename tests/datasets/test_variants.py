@@ -91,7 +91,7 @@ def test_sized_images_equal_a_data_set_of_that_size(
     imagenet: Path, name: str, changes: dict[str, Any], copies: int
 ) -> None:
     """Independent of earlier batches: a resumed run may start at any epoch."""
-    train = TRAIN.model_copy(update=changes)
+    train = TRAIN.changed(**changes)
 
     def made(size: int) -> ImageDataset:
         dataset = opened(imagenet, name, train, SHIFT=0.1, ROTATE=10, IMAGE_SIZE=size)
@@ -106,7 +106,7 @@ def test_sized_images_equal_a_data_set_of_that_size(
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
 def test_the_last_epoch_has_the_final_size(epochs: int) -> None:
-    train = TRAIN.model_copy(update={"NUM_EPOCHS": epochs})
+    train = TRAIN.changed(NUM_EPOCHS=epochs)
     sizes = [train.size_in(epoch, 16) for epoch in range(1, epochs + 1)]
     assert sizes == [8, 8, 16][-epochs:]
     (told,) = ImageSizes(train, 16).rows().values()

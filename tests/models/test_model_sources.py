@@ -126,7 +126,7 @@ def test_cached_weights_are_loaded_without_asking_the_hub(no_cache: Path, monkey
     (repo / "snapshots" / "abc").mkdir(parents=True)
     save_file(donor.state_dict(), repo / "snapshots" / "abc" / "model.safetensors")
     locate(HUB_NAME, download=False)
-    ours = build_model(settings.model_copy(update={"NUM_CLASSES": 7}), 224, 3)
+    ours = build_model(settings.changed(NUM_CLASSES=7), 224, 3)
     said = load_pretrained(ours, HUB_NAME, "vit_tiny_patch16_224")
     assert "head freshly initialised (21843 classes in the file, 7 in the model" in said
     assert torch.equal(ours.state_dict()["pos_embed"], donor.state_dict()["pos_embed"])

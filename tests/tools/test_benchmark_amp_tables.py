@@ -20,7 +20,7 @@ from timm.layers.patch_dropout import PatchDropout
 from tests.program import ROOT, Vitamp
 from tools.benchmark_amp.command import OFF, ON, main
 from tools.benchmark_amp.loops import SimpleNet
-from tools.benchmark_amp.plan import AGAIN, changed
+from tools.benchmark_amp.plan import AGAIN
 from tools.common.sessions import OUT_OF_MEMORY, Session, TrainingSession, Worker, own_process
 from utils.config import load_config
 from utils.precisions import PRECISIONS
@@ -154,7 +154,7 @@ def test_simplenet_has_the_losses_of_a_loop_by_hand(measured: Callable[..., tupl
 def test_simplenet_computes_in_the_precision_that_is_asked_for(tiny: Path) -> None:
     config, cpu, losses = load_config(str(tiny)).config, torch.device("cpu"), set[float]()
     for name in ("fp32", "bf16", "O3-bf16", "fp8"):
-        net = SimpleNet(changed(config, "AMP", **PRECISIONS[name]), cpu, 16, 2, name != "fp32", 1)
+        net = SimpleNet(config.changed(AMP=PRECISIONS[name]), cpu, 16, 2, name != "fp32", 1)
         losses.add(net.turn()["loss"])
     assert len(losses) == 4
 

@@ -11,7 +11,7 @@ import torch
 from tests.engine.small import CPU
 from tools.benchmark_amp.command import TIMM_FIXED, apart, main
 from tools.benchmark_amp.loops import COMPARED, loop_of, random_batches
-from tools.benchmark_amp.plan import FUSED, OURS, TIMM, Way, changed
+from tools.benchmark_amp.plan import FUSED, OURS, TIMM, Way
 from tools.common import sessions
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
@@ -82,7 +82,7 @@ def test_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("kind", [OURS, FUSED])
 def test_loop_has_the_losses_of_timms(config: Config, kind: str) -> None:
     """Far beyond the warm-up, to compare the whole schedule."""
-    config = changed(config, "TRAIN", NUM_EPOCHS=0.16, WARMUP_EPOCHS=0.05)
+    config = config.changed(TRAIN={"NUM_EPOCHS": 0.16, "WARMUP_EPOCHS": 0.05})
     own, timms = (losses(config, Way(who, "fp32"), 16) for who in (kind, TIMM))
     assert abs(timms[0] - timms[-1]) > 0.01, "it learns, so equality means something"
     assert apart(own, timms) < 2e-6
@@ -115,7 +115,7 @@ def test_loop_of_train_py_runs(config: Config, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(TRAIN_PY, encoding="utf-8")
     way = Way(TIMM, "fp32", train_py=path)
-    config = changed(config, "TRAIN", WARMUP_EPOCHS=0.05)
+    config = config.changed(TRAIN={"WARMUP_EPOCHS": 0.05})
     loop, batches = loop_of(way, config, CPU), random_batches(config, CPU)
     assert [loop.train_one(batch) for batch in batches[:COMPARED]] == losses(config, Way(TIMM, "fp32"))
     loop.train(batches[:3])

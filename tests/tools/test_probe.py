@@ -95,7 +95,7 @@ def test_probe_is_logistic_regression_whose_strength_folds_choose(
     assert ours["acc1"] == pytest.approx(100 * theirs.score(images, truth), abs=0.1)
     assert ours["nll"] == pytest.approx(log_loss(truth, theirs.predict_proba(images)), rel=1e-3)
 
-    data = load_trained(run).config.DATA.model_copy(update={"PART": "train"})
+    data = load_trained(run).config.DATA.changed(PART="train")
     fold_of, _ = linear.folds_of(open_dataset(data, False, 10, 0, torch.device("cpu")), labels, data)
 
     def in_folds(strength: float) -> float:

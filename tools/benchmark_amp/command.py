@@ -35,7 +35,6 @@ from tools.benchmark_amp.plan import (
     Plan,
     Results,
     Way,
-    changed,
     set_up,
     synthetic,
     users_data,
@@ -83,16 +82,16 @@ def plan_amp(line: ToolLine) -> Plan:
     updates = line.asked.iters or (10 if device.type == "cpu" else 100)
     given, images = users_data(loaded)
     config, workers = given or synthetic(loaded.config, updates), list["Worker"]()
-    amps = {name: config.AMP.model_copy(update={"ENABLED": name == ON}) for name in (OFF, ON, OFF + AGAIN)}
+    amps = {name: config.AMP.changed(ENABLED=name == ON) for name in (OFF, ON, OFF + AGAIN)}
     contenders = {name: _training(config, amp, updates, workers) for name, amp in amps.items()}
-    settings = {"iterations": updates, **non_defaults(changed(config, "AMP", ENABLED=True))}
+    settings = {"iterations": updates, **non_defaults(config.changed(AMP={"ENABLED": True}))}
     return Plan(contenders, line.asked.windows, settings, where, images, remarks=remarks)
 
 
 def _training(config: Config, amp: AmpConfig, updates: int, workers: list[Worker], keep: bool = True) -> Worker:
     from tools.common.sessions import TrainingSession, Worker
 
-    return Worker(partial(TrainingSession, config.model_copy(update={"AMP": amp}), updates), workers, keep)
+    return Worker(partial(TrainingSession, config.changed(AMP=amp), updates), workers, keep)
 
 
 def amp_report(results: Results) -> list[str]:
@@ -130,7 +129,7 @@ def plan_precisions(line: ToolLine) -> Plan:
     from tools.common.precisions import REFERENCE, modes_to_measure
 
     updates, (given, images) = line.asked.iters or (5 if device.type == "cpu" else 50), users_data(loaded)
-    config = changed(given or loaded.config, "AMP", ENABLED=False)
+    config = (given or loaded.config).changed(AMP={"ENABLED": False})
     others, left_out = modes_to_measure(line.asked.modes, config, device)
     modes = (REFERENCE, *others)
     drawn, workers = synthetic(config, updates), list["Worker"]()
@@ -270,9 +269,9 @@ def plan_simplenet(line: ToolLine) -> Plan:
     asked, on_cpu, workers = line.asked, device.type == "cpu", list["Worker"]()
     width, batches = asked.width or (512 if on_cpu else 4096), asked.batches or (20 if on_cpu else 50)
     epochs = asked.epochs or (2 if on_cpu else 5)
-    config = changed(loaded.config, "TRAIN", NUM_EPOCHS=epochs)
+    config = loaded.config.changed(TRAIN={"NUM_EPOCHS": epochs})
     if loaded.is_default("AMP.INIT_LOSS_SCALING"):
-        config = changed(config, "AMP", INIT_LOSS_SCALING=1024.0)
+        config = config.changed(AMP={"INIT_LOSS_SCALING": 1024.0})
     rows = _simplenet_rows(asked.accumulated)
     contenders = {
         name: Worker(partial(SimpleNet, config, device, width, batches, *how), workers)

@@ -39,7 +39,7 @@ from engine.machine.memory import peak_memory_gb
 from engine.setup import TunedModel, build_train_state, tuned_model
 from engine.update import train_update
 from models.build import build_model
-from tools.benchmark_amp.plan import FUSED, OURS, Way, changed
+from tools.benchmark_amp.plan import FUSED, OURS, Way
 from tools.common.sessions import Metrics, Session, reset_peak_memory, warmup_updates
 from utils.config import Config
 from utils.distributed.world import ALONE
@@ -109,8 +109,7 @@ class Ours:
 
     def __init__(self, way: Way, config: Config, device: torch.device) -> None:
         amp = {"ENABLED": way.precision != "fp32"} | ({"DTYPE": way.precision} if way.precision != "fp32" else {})
-        config = changed(config, "AMP", **amp)
-        config = changed(config, "TRAIN", COMPILE=WHOLE if way.compiled else NONE)
+        config = config.changed(AMP=amp, TRAIN={"COMPILE": WHOLE if way.compiled else NONE})
         set_up_device(config, device, ALONE)
         tuned = tuned_model(config, device)
         tuned.model.train()
@@ -267,7 +266,7 @@ class SimpleNet(Session):
         self, config: Config, device: torch.device, width: int, batches: int, enabled: bool, accumulated: int
     ) -> None:
         set_up_device(config, device, ALONE)
-        self._config, self._device = changed(config, "AMP", ENABLED=enabled), device
+        self._config, self._device = config.changed(AMP={"ENABLED": enabled}), device
         check_amp(self._config.AMP, config.TRAIN)
         self._width, self._accumulated = width, accumulated
         generator = torch.Generator(device).manual_seed(config.SEED)

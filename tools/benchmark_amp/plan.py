@@ -109,7 +109,7 @@ def set_up(
         small = ", ".join(f"{key} {value}" for key, value in defaults.items())
         remarks.append(f"on a CPU, defaults are small: {small}")
     config = loaded.config
-    amp = changed(config, "AMP", ENABLED=True).AMP  # the tables switch it on themselves
+    amp = config.AMP.changed(ENABLED=True)  # the tables switch it on themselves
     check_amp(amp, config.TRAIN)
     build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
     return loaded, device, describe_devices(device, ALONE, set_up_device(config, device, ALONE)), remarks
@@ -134,12 +134,7 @@ def synthetic(config: Config, updates: int) -> Config:
     """`config` on images made on the device, with at least `updates` updates per epoch."""
     samples = (config.TRAIN.GLOBAL_BATCH or config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER) * updates
     data = {"DATASET": "synthetic", "DATA_PATH": None, "SYNTHETIC_TRAIN": samples, "DROP_LAST": True}
-    return changed(config, "DATA", **data)
-
-
-def changed(config: Config, section: str, **values: Any) -> Config:
-    """A copy of `config` with other values in one section."""
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+    return config.changed(DATA=data)
 
 
 class Results(dict[str, Any]):

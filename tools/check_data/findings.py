@@ -240,7 +240,7 @@ class _Scanner(Dataset[Any]):
         self.samples, self.data, self.inputs = samples, data, Inputs(data)
         # Images are decoded whole: training's fastest decoders may stop at the end of a crop and miss damage behind it.
         # And they are resized whole, to the thumbnails that are compared with each other.
-        self.pixels = Pixels(data.model_copy(update={"CROP": "none", "IMAGE_SIZE": SIDE}), train=False)
+        self.pixels = Pixels(data.changed(CROP="none", IMAGE_SIZE=SIDE), train=False)
         self.by_simplejpeg = decoding.decoder_of_jpeg() == "simplejpeg"
         self.out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=dtype_of(data))
         self.storage_failures = 0  # in a row

@@ -101,16 +101,16 @@ def searched_by(trained: Trained, line: ToolLine, recipe: Config) -> Config:
     """Settings of a run's model with the images to search: those of the command line, or with -prove of `recipe`."""
     config = trained.config
     if line.asked.prove:
-        data = recipe.DATA.model_copy(update={key: getattr(config.DATA, key) for key in OF_INPUT})
+        data = recipe.DATA.changed(**{key: getattr(config.DATA, key) for key in OF_INPUT})
     else:
-        whole = config.model_copy(update={"DATA": config.DATA.model_copy(update={"PART": "all"})})
+        whole = config.changed(DATA={"PART": "all"})
         data, _ = data_for_evaluation(whole, trained.chosen, {*line.run.flags, *line.run.words})
-    return config.model_copy(update={"DATA": data})
+    return config.changed(DATA=data)
 
 
 def open_images(config: Config, part: Part) -> Images:
     """The images of a split."""
-    data = config.DATA.model_copy(update={"PART": part, "FOLD": None, "RELABEL": None})
+    data = config.DATA.changed(PART=part, FOLD=None, RELABEL=None)
     dataset = open_dataset(data, False, ANY_LABEL, config.SEED, torch.device("cpu"))
     samples = dataset.single_images()
     if samples is None or samples.remote:
@@ -192,7 +192,7 @@ class ByFeatures:
         self.features = self._features(images).of(self.pool)
         labels = images.labels[images.distinct]
         labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
-        data = images.data.model_copy(update={"SPLIT_SEED": seed})
+        data = images.data.changed(SPLIT_SEED=seed)
         fold_of, words = folds_of(images.dataset, labels, data, images.distinct)
         table = np.ascontiguousarray(self.features[images.distinct])
         self.classifier, logits = fit(table, labels, fold_of, len(images.classes), self.trained.precision.device)
@@ -225,7 +225,7 @@ class ByTraining:
                 "folder of the training images alone, or give weights (-pretrained), with which -folds is not needed."
             )
         # Trainings leave out copies, and images that are set aside.
-        every = open_dataset(images.data.model_copy(update={"PART": "all"}), False, ANY_LABEL, 0, torch.device("cpu"))
+        every = open_dataset(images.data.changed(PART="all"), False, ANY_LABEL, 0, torch.device("cpu"))
         samples, searched = every.single_images(), {images.name(index) for index in images.distinct.tolist()}
         assert samples is not None
         names = [samples.name(index) for index in range(len(samples))]

@@ -238,12 +238,12 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
     compiled = "none" if config.TRAIN.COMPILE == "auto" else config.TRAIN.COMPILE  # auto could compile fp32 alone
-    train = config.TRAIN.model_copy(update={"MAX_UPDATES": asked.updates, "COMPILE": compiled})
-    short = config.model_copy(update={"TRAIN": train, "REPORT_FREQ": max(1, asked.updates // POINTS), "OUTPUT": None})
+    train = {"MAX_UPDATES": asked.updates, "COMPILE": compiled}
+    short = config.changed(TRAIN=train, REPORT_FREQ=max(1, asked.updates // POINTS), OUTPUT=None)
 
     def run_of(mode: Mode, seed: int) -> Run:
-        amp = mode.amp(config.AMP).model_copy(update={"AUTO_FP32": False})
-        settings = short.model_copy(update={"AMP": amp, "SEED": seed})
+        amp = mode.amp(config.AMP).changed(AUTO_FP32=False)
+        settings = short.changed(AMP=amp, SEED=seed)
         return Run(mode.name, seed, settings, folder / f"{mode.name}-{seed}")
 
     # fp32 first, in the middle and last, each with a seed of its own, so that a drift of the machine shows.

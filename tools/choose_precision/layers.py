@@ -74,8 +74,7 @@ def layers_of(run: Run, scale: float) -> list[Layer]:
     """Examine the layers with the weights of the run's last checkpoint, on the first samples of the next epoch."""
     root = run.folder / "checkpoints"
     weights = str(root / (read_index(root)["last"] or "") / "model.safetensors")
-    trained = {"PRETRAINED": weights, "NEW_CLASSIFIER": False}
-    config = run.config.model_copy(update={"MODEL": run.config.MODEL.model_copy(update=trained)})
+    config = run.config.changed(MODEL={"PRETRAINED": weights, "NEW_CLASSIFIER": False})
     with opened(config, compiled=False) as (ready, windows):  # eager modules can be hooked, with the same numerics
         return examine_layers(config, ready, next(iter(next(windows))), scale)
 
@@ -97,7 +96,7 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
         parts.forward(parts.inputs(batch.images[:2]))
     for handle in handles:
         handle.remove()
-    full = config.model_copy(update={"AMP": config.AMP.model_copy(update={"ENABLED": False, "TF32": False})})
+    full = config.changed(AMP={"ENABLED": False, "TF32": False})
     tuned = tuned_model(full, ready.precision.device)
     reference, inputs = tuned.model, tuned.inputs
     reference.load_state_dict(parts.model.state_dict())

@@ -40,7 +40,7 @@ class Mode:
 
     def amp(self, user: AmpConfig) -> AmpConfig:
         """The user's AMP section with this precision; loss scaling and lists of modules stay, with auto the dtype."""
-        return user.model_copy(update=self.settings | ({"DTYPE": user.DTYPE} if self.dtype == "auto" else {}))
+        return user.changed(**self.settings | ({"DTYPE": user.DTYPE} if self.dtype == "auto" else {}))
 
     def flags(self, user: AmpConfig) -> str:
         """Flags that select this precision, given the user's other settings; they replace -amp."""
@@ -74,7 +74,7 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device, model: nn.Module | 
         return None
     if not settings["ENABLED"]:
         return REFERENCE
-    amp = amp.model_copy(update=settings)  # which may leave the level or the dtype as it is
+    amp = amp.changed(**settings)  # which may leave the level or the dtype as it is
     check_amp(amp, None)  # no level but O1 has fp8
     chosen = choose(amp, device, model).dtype
     if chosen is torch.float32:  # a CPU without 16-bit arithmetic, or a model that it slows down

@@ -174,7 +174,7 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     """
     train = config.TRAIN
     if train.COMPILE == "auto" or not compiled:
-        config = config.model_copy(update={"TRAIN": train.model_copy(update={"COMPILE": "none"})})
+        config = config.changed(TRAIN={"COMPILE": "none"})
     if train.GLOBAL_BATCH is not None:
         config = with_global_batch(config, train.GLOBAL_BATCH, ALONE)
     device = pick_device(config.DEVICE, ALONE)

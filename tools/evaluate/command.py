@@ -146,8 +146,7 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
         if not loaded.config.MODEL.PRETRAINED:
             raise UserError("-probe: MODEL.PRETRAINED is not set; add -pretrained FILE_OR_NAME.")
         log_lines(loaded.notes)
-        data = loaded.config.DATA.model_copy(update={"PART": given.flags["DATA.PART"][0]})
-        trained = pretrained(loaded.config.model_copy(update={"DATA": data}), world)
+        trained = pretrained(loaded.config.changed(DATA={"PART": given.flags["DATA.PART"][0]}), world)
     return evaluate_features(trained, given, asked, world)
 
 

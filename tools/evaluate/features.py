@@ -54,7 +54,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     log.setLevel("INFO" if world.first else "WARNING")
     log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
-    of_bank, parts = data.model_copy(update={"PART": "train"}), []
+    of_bank, parts = data.changed(PART="train"), []
     fold_of, words = folds_of(bank, bank.sample_labels(), data) if asked.probe else (np.empty(0), "")
     for dataset, about in ((bank, of_bank), (images, data)):
         with trained.computing(trained.config.DATA.val_batch):
@@ -79,7 +79,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     if asked.probe:
         log.info("%s", words)
         about = replace(trained.chosen, meta={**trained.chosen.meta, "classes": images.classes, "thresholds": {}})
-        of_data = replace(trained, chosen=about, config=config.model_copy(update={"DATA": data}))
+        of_data = replace(trained, chosen=about, config=config.changed(DATA=data))
         found["probes"], found["chosen"], said = _probes(of_data, known, seen, pools, fold_of, rows)
     if not data.MULTI_LABEL:
         found["largest_class_percent"] = 100 * float(np.bincount(seen.labels).max()) / len(images)
@@ -99,7 +99,7 @@ def _labelled(trained: Trained, named: set[str]) -> tuple[DataConfig, list[str]]
     """The images whose labels are learnt and predicted, and notes on them. `named`: settings on the command line."""
     config = trained.config
     if config.measures_knn and not named & {"DATA.DATASET", "DATA.DATA_PATH"} and not has_labels(config.DATA):
-        data = labelled_data(config).model_copy(update={"PART": config.DATA.PART})
+        data = labelled_data(config).changed(PART=config.DATA.PART)
         return data, [f"The run's images have no labels: those of TRAIN.KNN are taken, {source_of(data)}"]
     return data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, named, True)
 
@@ -124,8 +124,8 @@ def _probes(
     # The classes are those of these images, not the model's.
     number = len(trained.chosen.classes or ()) or int(known.labels.max()) + 1
     number = known.labels.shape[1] if trained.config.DATA.MULTI_LABEL else number
-    model = trained.config.MODEL.model_copy(update={"NUM_CLASSES": number, "MAE_PRETRAIN": False})
-    trained = replace(trained, config=trained.config.model_copy(update={"MODEL": model}))
+    model = {"NUM_CLASSES": number, "MAE_PRETRAIN": False}
+    trained = replace(trained, config=trained.config.changed(MODEL=model))
     best = trained.task.kind.best
     metrics = (best, BALANCED)[: 1 if trained.config.DATA.MULTI_LABEL else 2]
     found, said = dict[str, Any](), dict[str, list[str]]()
@@ -170,7 +170,7 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
     from engine.preflight import check, fill_in
     from engine.run import run
 
-    config, chosen = trained.config.model_copy(update={"DATA": data}), trained.chosen
+    config, chosen = trained.config.changed(DATA=data), trained.chosen
     settings = {
         key: value
         for key, value in values_to_keep(config).items()

@@ -44,7 +44,7 @@ class Shown(NamedTuple):
 def first_images(config: Config, count: int) -> list[Shown]:
     """First `count` training images of the run, augmented with the random numbers of training."""
     # TRAIN.NUM_EPOCHS auto: a long run's first ones, as its length is not known
-    config = config.model_copy(update={"TRAIN": config.TRAIN.spanning(LONGEST_RUN)})
+    config = config.changed(TRAIN=config.TRAIN.spanning(LONGEST_RUN))
     if (total := config.TRAIN.GLOBAL_BATCH) is not None:
         config = with_global_batch(config, total, ALONE)
     device = pick_device(config.DEVICE, ALONE)

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     else:
         line.refuse([flag.name for flag in IMAGINED], "-{}: the set in -data_path has its own; leave it out.")
         samples = open_split(ShardSet(open_store(data.DATA_PATH), data), data, "train", ANY_LABEL, WINDOW)
-    uncached = config.model_copy(update={"DATA": data.model_copy(update={"CACHE_GB": 0})})
+    uncached = config.changed(DATA={"CACHE_GB": 0})
     with unheard():
         near = traffic(uncached, samples, asked.ranks, asked.machines, 1)[0]
     # The first epoch begins with an empty cache; the others are like the second.

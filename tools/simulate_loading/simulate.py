@@ -106,7 +106,7 @@ class Imagined(ShardSet):
     """As many images of one size, as pack_images.py would store them."""
 
     def __init__(self, data: DataConfig) -> None:
-        self.store, self.data, self.classes = Store(), data.model_copy(update={"CACHE_GB": 0}), None
+        self.store, self.data, self.classes = Store(), data.changed(CACHE_GB=0), None
 
     def samples(self, images: int, per_shard: int, image_bytes: int) -> ShardSamples:
         each = -(-(image_bytes + HEADERS) // 512) * 512

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, Self, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -119,6 +119,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False, validate_default=True
     )
+
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values, which are not validated; a dict has those of a section: `DATA={"PART": "all"}`."""
+        for name, value in values.items():
+            if isinstance(value, dict):
+                values[name] = getattr(self, name).changed(**value)
+        return self.model_copy(update=values)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -213,7 +213,7 @@ class TrainConfig(Section):
         if self.NUM_EPOCHS != AUTO:
             return self
         warmup = round(self.WARMUP_EPOCHS * epochs, 6)
-        return self.model_copy(update={"NUM_EPOCHS": epochs, "WARMUP_EPOCHS": warmup})
+        return self.changed(NUM_EPOCHS=epochs, WARMUP_EPOCHS=warmup)
 
     def size_in(self, epoch: int, full: ImageSize) -> ImageSize:
         """The size of training images in an epoch; `full` without a schedule, and in the last epoch."""

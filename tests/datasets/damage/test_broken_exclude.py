@@ -72,12 +72,12 @@ def test_written_lines_exclude_a_missing_image(
     (root / "images/train/0.png").unlink()
     (tmp_path / "exclude.txt").write_text(line_of(f"{root}/{name}", "https://me:secret@a/", data) + "\n")
     assert "secret" not in (tmp_path / "exclude.txt").read_text()
-    data = data.model_copy(update={"EXCLUDE": str(tmp_path / "exclude.txt")})
+    data = data.changed(EXCLUDE=str(tmp_path / "exclude.txt"))
     found = part(data)
     assert [found.name(0), len(found)] == [f"{root}/images/train/1.png", 1]
     rows = rows_of(open_images(Config(DATA=data), "train"), [Suspect(0, "a", "a", 1, 0, 0)], "keep")
     (tmp_path / "list.csv").write_text(rows)
-    found = part(data.model_copy(update={"RELABEL": str(tmp_path / "list.csv")}))
+    found = part(data.changed(RELABEL=str(tmp_path / "list.csv")))
     assert vars(found)["unmatched"] == {}
 
 
@@ -156,4 +156,4 @@ def test_names_with_line_breaks_are_one_line_of_log_and_lists(tmp_path: Path, vi
     relabelled = settings(DATASET="imagefolder", DATA_PATH=str(data), EXCLUDE=str(run / "broken.txt"))
     for name in ("train/a/y\\nval.jpg", '"train/a/y\nval.jpg"'):
         (tmp_path / "list.csv").write_text(f"path,given,proposed,decision\n{name},a,b,drop\n")
-        assert len(part(relabelled.model_copy(update={"RELABEL": str(tmp_path / "list.csv")}))) == 8
+        assert len(part(relabelled.changed(RELABEL=str(tmp_path / "list.csv")))) == 8

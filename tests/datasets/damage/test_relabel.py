@@ -72,13 +72,13 @@ def test_relabel_changes_the_training_split_alone(tmp_path: Path, kind: str, fol
         (next(iter(scored)), "?", "", "drop"),
     ]
     rows += [(emptied, given(emptied), "", "relabel")] if several else []
-    data = data.model_copy(update={"RELABEL": write(tmp_path / "list.csv", *rows)})
+    data = data.changed(RELABEL=write(tmp_path / "list.csv", *rows))
     found = part(data)
     expected = {**before, moved: [0, 1, 1] if several else 2} | ({emptied: [0, 0, 0]} if several else {})
     assert labels_of(found, data) == {name: expected[name] for name in before if name not in (dropped, excluded)}
     assert labels_of(part(data, train=False), data) == {name: own for name, own in scored.items() if name != excluded}
     # As features of a frozen model are computed.
-    again = open_dataset(data.model_copy(update={"PART": "train"}), False, 3, 0, CPU).single_images()
+    again = open_dataset(data.changed(PART="train"), False, 3, 0, CPU).single_images()
     assert again is not None
     assert labels_of(again, data) == labels_of(found, data)
     assert found.relabel is not None
@@ -119,7 +119,7 @@ def test_class_without_training_images_is_warned_of(
     # Of a table, two labels of one image are refused.
     data = settings(**lay_out("csv" if files == 3 else "lists", tmp_path, names), MULTI_LABEL=several)
     row = ("images/train/0.png", "0|1" if several else "0", "1", "relabel")
-    part(data.model_copy(update={"RELABEL": write(tmp_path / "list.csv", row)}), num_classes=2)
+    part(data.changed(RELABEL=write(tmp_path / "list.csv", row)), num_classes=2)
     assert f"DATA.RELABEL {tmp_path}/list.csv leaves no training image of 1 class, such as 0." in said.messages
 
 
@@ -130,7 +130,7 @@ def test_names_that_are_not_utf8(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "exclude.txt").write_bytes(b"train/ant/gr\xfcn.jpg\n")
     (tmp_path / "list.csv").write_bytes(b"path,given,proposed,decision\ntrain/ant/wei\xdf.jpg,ant,bee,relabel\n")
     data = settings(DATASET="imagefolder", DATA_PATH=str(folders), EXCLUDE=str(tmp_path / "exclude.txt"))
-    found = part(data.model_copy(update={"RELABEL": str(tmp_path / "list.csv")}))
+    found = part(data.changed(RELABEL=str(tmp_path / "list.csv")))
     assert sorted(found.labels.tolist()) == [0] * 4 + [1] * 7
 
 

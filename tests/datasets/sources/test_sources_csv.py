@@ -326,7 +326,7 @@ def test_a_column_of_splits_splits_a_single_table(
     assert "csv: 3 training and 2 validation images of 8 x 8 x 3, 2 classes\n" in done.out
     data = of_csv(place)
     assert parts(data) == [[("0.png", 1), ("3.png", 0), ("5.png", 1)], [("2.png", 1), ("4.png", 0)]]
-    test = open_dataset(data.model_copy(update={"PART": "test"}), False, 2, 0, CPU)
+    test = open_dataset(data.changed(PART="test"), False, 2, 0, CPU)
     assert test.sample_labels().tolist() == [0]
     several = of_csv(table(rows(["1,0,train", "0,1,val"], header="path,ant,bee,Set")), MULTI_LABEL=True)
     assert label_rows(several, False, classes=2) == [[0, 1]]

@@ -77,9 +77,9 @@ def test_cifar_read_singly_equals_cifar_in_memory(tmp_path: Path, size: int) -> 
     """With a crop of the whole image and no other transform, both ways give the same pixels."""
     cifar10(tmp_path)
     data = settings(DATASET="cifar10", DATA_PATH=str(tmp_path), IMAGE_SIZE=size, FLIP=0.0)
-    all_of_it = data.model_copy(update={"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0)})
+    all_of_it = data.changed(CROP_SCALE=(1.0, 1.0), CROP_RATIO=(1.0, 1.0))
     keys = [(1, index) for index in range(20)]
-    one_by_one, in_memory = opened(all_of_it), opened(data.model_copy(update={"CROP": "none"}))
+    one_by_one, in_memory = opened(all_of_it), opened(data.changed(CROP="none"))
     assert (one_by_one.in_memory, in_memory.in_memory) == (False, True)
     got, expected = one_by_one.__getitems__(keys), in_memory.__getitems__(keys)
     assert torch.equal(got.labels, expected.labels)

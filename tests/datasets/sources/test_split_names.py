@@ -83,10 +83,10 @@ def test_small_sets_have_the_same_parts() -> None:
     digits = settings(DATASET="digits", IMAGE_CHANNELS=1)
     made = settings(DATASET="synthetic", SYNTHETIC_TRAIN=20, SYNTHETIC_VAL=8)
     for data, expected in ((digits, [1437, 360, 1797]), (made, [20, 8, 28])):
-        found = [data.model_copy(update={"PART": part}) for part in ("train", "val", "all")]
+        found = [data.changed(PART=part) for part in ("train", "val", "all")]
         assert [len(open_dataset(one, False, 10, 0, CPU)) for one in found] == expected
         with pytest.raises(UserError, match="has no test split"):
-            open_dataset(data.model_copy(update={"PART": "test"}), False, 10, 0, CPU)
+            open_dataset(data.changed(PART="test"), False, 10, 0, CPU)
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "shards"])

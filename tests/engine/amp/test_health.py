@@ -129,7 +129,7 @@ def health(tiny: Path) -> Made:
         vars(watch)["take"] = lambda: list(found)
         parts.callbacks = (watch,)
         reporter: Any = SimpleNamespace(event=lambda *_, **fields: told.append((fields["module"], fields["update"])))
-        return Health(FP16.model_copy(update={"AUTO_FP32": True}), parts, ALONE, reporter), told
+        return Health(FP16.changed(AUTO_FP32=True), parts, ALONE, reporter), told
 
     return make
 

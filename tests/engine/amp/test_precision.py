@@ -107,7 +107,7 @@ def test_auto_on_a_cpu_is_the_dtype_it_supports(cpu, fp16: bool, bf16: bool, dty
 
 def test_what_is_asked_for_is_kept_on_a_cpu_without_it(cpu) -> None:
     without = cpu(False, False)
-    for amp in (BF16, AUTO.model_copy(update={"LEVEL": "O2"})):
+    for amp in (BF16, AUTO.changed(LEVEL="O2")):
         choice = choose(amp, without)
         assert choice.dtype is torch.bfloat16, "what was asked for is done"
         assert "slower" in str(choice.warning)

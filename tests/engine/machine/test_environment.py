@@ -106,7 +106,7 @@ def test_notice_names_why_no_gpu_is_visible(
     notice = device.no_gpu_notice(Config(), CPU, env) or ""
     assert said in notice
     assert ("built for CPUs only" in notice) == (driver_there and cuda is None)
-    digits = Config().model_copy(update={"DATA": DataConfig(DATASET="digits")})
+    digits = Config().changed(DATA=DataConfig(DATASET="digits"))
     assert "training on ImageNet takes weeks" in notice
     assert "ImageNet" not in (device.no_gpu_notice(digits, CPU, env) or "ImageNet")
     assert device.no_gpu_notice(Config(DEVICE="cpu"), CPU, env) is None

@@ -92,7 +92,7 @@ def test_resumed_run_with_another_precision_decides_again(tiny: Path) -> None:
     ready = build(tiny, SPEED="-fused")
     config, inputs = load_config(str(tiny)).config, Inputs(load_config(str(tiny)).config.DATA)
     for precision, kind, words in ((OFF, "plain", "as before the resume"), (BF16, "plain", "half precision on a CPU")):
-        amp = config.model_copy(update={"AMP": precision})
+        amp = config.changed(AMP=precision)
         choices, words_of_it = speed_up(amp, ready.model, inputs, Precision(precision, CPU), ALONE, ready.choices)
         assert choices["attention"] == kind
         assert f"attention {kind} ({words})" in words_of_it

@@ -17,7 +17,7 @@ from utils.config.data import DataConfig
 from utils.config.kinds import AUTO
 from utils.config.train import TrainConfig
 from utils.log import log, warn_once
-from utils.seeding import key
+from utils.seeding import generator_of
 from vitamp.sizes import ImageSize
 
 Key = tuple[int, int]
@@ -308,4 +308,4 @@ class Source:
 
 def sample_table(seed: int, epoch: int, samples: int, columns: int) -> np.ndarray:
     """Uniform random numbers in 0..1, one row per sample, for sources that transform whole batches at once."""
-    return np.random.Generator(np.random.Philox(key=key(seed, "sample", epoch))).random((samples, columns))
+    return generator_of(seed, "sample", epoch).random((samples, columns))

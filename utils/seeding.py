@@ -15,6 +15,11 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
+def generator_of(*parts: int | str) -> np.random.Generator:
+    """Numpy's generator for one purpose, seeded from `parts`."""
+    return np.random.Generator(np.random.Philox(key=key(*parts)))
+
+
 def seed_host(*parts: int | str) -> None:
     """Seed python, numpy and torch's CPU generator from `parts`."""
     import torch  # here, so that the order of samples can be computed without loading torch

@@ -18,7 +18,7 @@ from datasets.base import PADDING, ImageDataset, Samples, shuffled_by_file
 from datasets.labels import members_of_classes
 from utils.config.data import DropLast
 from utils.errors import UserError
-from utils.seeding import key
+from utils.seeding import generator_of
 from utils.text import counted
 
 FEW = 0.1
@@ -123,7 +123,7 @@ class EpochOrder:
         return self._with_copies(self._shuffled(self._generator(epoch)), self.samples)
 
     def _generator(self, epoch: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch)))
+        return generator_of(self.seed, "order", epoch)
 
     def _with_copies(self, permutation: np.ndarray, total: int) -> np.ndarray:
         """The first samples, each `copies` times in a row, so many in all; copy c of sample i is i + c * samples.
@@ -176,7 +176,7 @@ class OrderByMachine(EpochOrder):
         self._used = self._each + np.diff(np.minimum(last, left), prepend=0)
         sizes = self._used + self._shared_out(self.samples - self.used)
         files = [*itertools.pairwise(split.file_begins.tolist())]
-        order = np.random.Generator(np.random.Philox(key=key(self.seed, "machines"))).permutation(len(files))
+        order = generator_of(self.seed, "machines").permutation(len(files))
         rest = [files[number] for number in order]
         self._files: list[list[tuple[int, int]]] = []
         """First sample and end of each file of each machine"""

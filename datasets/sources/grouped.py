@@ -11,7 +11,7 @@ import numpy as np
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import warn_once
-from utils.seeding import key
+from utils.seeding import generator_of
 from utils.text import counted
 
 
@@ -26,7 +26,7 @@ def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarr
         if not count:
             raise UserError("One image is too few for a validation split. Add images, or a split of your own.")
         sizes, validation, purpose = [count, images - count], 0, "split"
-    generator = np.random.Generator(np.random.Philox(key=key(data.SPLIT_SEED, purpose)))
+    generator = generator_of(data.SPLIT_SEED, purpose)
     subset_of = stratified(labels, sizes, generator.permutation(images))
     return np.flatnonzero(subset_of != validation), np.flatnonzero(subset_of == validation)
 
@@ -94,7 +94,7 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
         np.add.at(of_group[:, 1:], group_of, labels)
     else:
         np.add.at(of_group, (group_of, 1 + labels), 1)
-    order = np.random.Generator(np.random.Philox(key=key(data.SPLIT_SEED, purpose))).permutation(len(names))
+    order = generator_of(data.SPLIT_SEED, purpose).permutation(len(names))
     order = order[np.argsort(-of_group[order].sum(1), kind="stable")]
     total = of_group.sum(0)
     scale = np.where(total > 0, total, 1)  # a class of few images counts as much as a large one

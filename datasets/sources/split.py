@@ -15,7 +15,7 @@ from utils.config.data import DataConfig
 from utils.config.kinds import Fold
 from utils.errors import UserError
 from utils.log import warn_once
-from utils.seeding import key
+from utils.seeding import generator_of
 from utils.text import some_of
 
 TRAIN, TEST = "train", "test"
@@ -96,7 +96,7 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
 
 def shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.ndarray]:
     """Indices of the samples of each class, in a random order."""
-    generator = np.random.Generator(np.random.Philox(key=key(seed, purpose)))
+    generator = generator_of(seed, purpose)
     return [generator.permutation(of_class) for of_class in members_of_classes(labels)]
 
 

@@ -9,7 +9,7 @@ from datasets.base import PADDING, Batch, ImageDataset, Key, Source, part_of
 from datasets.sources.split import no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.seeding import key
+from utils.seeding import generator_of
 from vitamp.sizes import ImageSize
 
 POOL = 128
@@ -25,7 +25,7 @@ class Synthetic(ImageDataset):
         self.samples, self.device = samples, device
         self.data, self.num_classes, self.seed = data, num_classes, seed
         shape = (POOL, *data.shape)
-        generator = np.random.Generator(np.random.Philox(key=key(seed, "synthetic")))
+        generator = generator_of(seed, "synthetic")
         self.images = torch.from_numpy(generator.integers(0, 256, shape, dtype=np.uint8)).to(device)
         self.labels = torch.arange(POOL, device=device) % num_classes
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from utils.progress import Progress
-from utils.seeding import key
+from utils.seeding import generator_of
 
 WRONG, SURER = 0.5, (0.8, 0.95)
 """Probability from which on a label looks wrong, and others at which hard images are fewer: any of them may decide"""
@@ -110,7 +110,7 @@ def find_wrong(
         levels = torch.tensor([WRONG, *SURER])[:, None]
         recognised = given[views[0][0].argmax(1) == given].bincount(minlength=classes)
         counts = (recognised >= LEARNT * given.bincount(minlength=classes)).double()
-    generator = np.random.Generator(np.random.Philox(key=key(seed, "labels")))
+    generator = generator_of(seed, "labels")
     redrawn = []
     for _ in Progress(range(REDRAWN), REDRAWN, "times", "redrawn labels"):
         draws = torch.from_numpy(generator.random((len(given), 1)))

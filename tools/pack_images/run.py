@@ -41,7 +41,7 @@ from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.program import die_with_parent
 from utils.progress import Progress
-from utils.seeding import key
+from utils.seeding import generator_of
 from utils.text import counted, redacted, some_of
 from vitamp.bands import ZIP
 from vitamp.files import parse_json, replacing, write_atomically
@@ -175,7 +175,7 @@ def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | N
         for split, samples in splits.items():
             order = np.arange(len(samples))
             if split == "train":  # shuffled, so that each shard has all classes
-                order = np.random.Generator(np.random.Philox(key=key("pack", len(samples)))).permutation(order)
+                order = generator_of("pack", len(samples)).permutation(order)
             parts = np.split(order, range(settings["shard_images"], len(order), settings["shard_images"]))
             shards |= {f"{split}/{number:05d}.tar": part for number, part in enumerate(parts)}
         own = dict(list(shards.items())[world.rank :: world.size])

@@ -73,10 +73,7 @@ def _training_rows(config: Config, ready: ReadyToTrain, world: World) -> Iterato
 
         yield "optimiser", describe_muon(parts.optimizer)
     each = f"{config.DATA.BATCH_SIZE} per device x {counted(world.size, 'device')}"
-    yield (
-        "batch",
-        f"{each} x {config.TRAIN.ACCUM_ITER} accumulated = {images}; {ready.train_loader.order.words()}",
-    )
+    yield ("batch", f"{each} x {config.TRAIN.ACCUM_ITER} accumulated = {images}; {ready.train_loader.order.words()}")
     yield "training", _training(config, ready, world)
     yield "compile", f"{ready.choices['compile']} ({ready.choices['compile_why']})"
     for callback in parts.callbacks:

@@ -288,11 +288,7 @@ def _mismatches(weights: Weights, before: dict[str, tuple[int, ...]], target: We
     missing = [key for key in target if key not in weights and key not in fresh and not key.endswith(COUNTER)]
     unknown = [key for key in weights if key not in target]
     lines: list[str] = []
-    for title, tensors in (
-        ("differ", differing),
-        ("missing in the file", missing),
-        ("unknown to the model", unknown),
-    ):
+    for title, tensors in (("differ", differing), ("missing in the file", missing), ("unknown to the model", unknown)):
         if tensors:
             lines += [f"  {title} ({len(tensors)}):", *(f"    {line}" for line in tensors[:MOST_NAMED])]
         if len(tensors) > MOST_NAMED:

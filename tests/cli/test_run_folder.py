@@ -18,10 +18,7 @@ from utils.config import config_hash, load_config
 from vitamp.checkpoints import inspect, verify
 
 FIELDS = {
-    "train": {
-        *("epoch", "step", "update", "loss", "acc1", "acc5"),
-        *("lr", "grad_norm", "scale", "skipped"),
-    },
+    "train": {*("epoch", "step", "update", "loss", "acc1", "acc5"), *("lr", "grad_norm", "scale", "skipped")},
     "val": {
         *("epoch", "update"),
         *(

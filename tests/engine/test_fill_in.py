@@ -84,8 +84,7 @@ def test_files_bring_what_is_written_in_them_or_beside_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["tf_efficientnet_lite0", "resnet50", "vit_base_patch16_224", "convnext_tiny", "tf_efficientnet_b0_ns"],
+    "name", ["tf_efficientnet_lite0", "resnet50", "vit_base_patch16_224", "convnext_tiny", "tf_efficientnet_b0_ns"]
 )
 def test_weights_that_say_nothing_get_the_preprocessing_of_timms_model(tmp_path: Path, name: str) -> None:
     file = tmp_path / "mine.safetensors"

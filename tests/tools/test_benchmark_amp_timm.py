@@ -125,18 +125,10 @@ def test_loop_of_train_py_runs(config: Config, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "output"),
-    [
-        ("import nothing_of_that_name", "cannot be imported"),
-        ("x = 1", "lacks train_one_epoch"),
-        (None, "No such file"),
-    ],
+    [("import nothing_of_that_name", "cannot be imported"), ("x = 1", "lacks train_one_epoch"), (None, "No such file")],
 )
 def test_invalid_train_py_is_refused(
-    tiny: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    text: str | None,
-    output: str,
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, output: str
 ) -> None:
     path = tmp_path / "train.py"
     if text is not None:

@@ -114,8 +114,7 @@ def test_temperature_is_crossfitted_kept_and_applied(
 
 
 @pytest.mark.parametrize(
-    ("sharpness", "wanted"),
-    [(1.3, "which may be chance"), (1.0, "the NLL does not fall."), (3.0, "Kept in ")],
+    ("sharpness", "wanted"), [(1.3, "which may be chance"), (1.0, "the NLL does not fall."), (3.0, "Kept in ")]
 )
 def test_a_gain_that_may_be_chance_keeps_no_temperature(
     sharpness: float,

@@ -185,11 +185,7 @@ def test_failed_run_is_reported_and_the_others_are_compared(
     ],
 )
 def test_ngpus_starts_main_multi_gpu(
-    words: tuple[str, ...],
-    script: str | None,
-    said: str,
-    compare: Call,
-    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], script: str | None, said: str, compare: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts = set[str]()
     monkeypatch.setattr("engine.machine.device.visible_gpus", lambda _: 2)
@@ -249,7 +245,7 @@ def test_folder_with_other_settings_is_refused(compare: Call, tmp_path: Path) ->
     assert "was trained with other settings: SAVE_BEST_BY: acc1 -> loss" in said
     compare("-modes", "fp32,O2", "-seeds", "2", code=1)  # more modes and seeds are accepted
     assert sorted(path.stem for path in (tmp_path / "out").glob("*.yaml")) == [
-        *("O2-bf16-0", "O2-bf16-1", "bf16-0", "fp32-0", "fp32-1"),
+        *("O2-bf16-0", "O2-bf16-1", "bf16-0", "fp32-0", "fp32-1")
     ]
     listed = tmp_path / "list.txt"
     for name, code in (("a.jpg", 1), ("a.jpg", 1), ("b.jpg", 2)):
@@ -268,7 +264,7 @@ def test_read_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     names = "O0, O2:bf16,naive-FP16,O3,auto,fp16,fp8,O2-fp16,NAIVE"
     assert [mode.name for mode in read_modes(names, Config(), cpu)] == [
-        *("fp32", "O2-bf16", "NAIVE-fp16", "O3-bf16", "bf16", "fp16", "fp8", "O2-fp16", "NAIVE-bf16"),
+        *("fp32", "O2-bf16", "NAIVE-fp16", "O3-bf16", "bf16", "fp16", "fp8", "O2-fp16", "NAIVE-bf16")
     ]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     on_gpu = read_modes("tf32,auto,O2", Config(), torch.device("cuda"))

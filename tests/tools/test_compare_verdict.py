@@ -244,7 +244,7 @@ def test_table_and_notes() -> None:
     about = {**JUDGED, "runs": rows, "device": "cpu: a CPU", "seeds": [0, 1], "compared": list(MODES), "data": []}
     about["troubles"] = ["a trouble"]
     assert table(results, MODES, ACCURACY)[2] == [
-        *("bf16", "2", "2,100", "1.5", "2.00", "2.00 GB", "97.00 ± 1.41", "98.00 ± 0.00", "0"),
+        *("bf16", "2", "2,100", "1.5", "2.00", "2.00 GB", "97.00 ± 1.41", "98.00 ± 0.00", "0")
     ]
     lines = notes(about)
     assert "noise: the speed of runs of the same mode varied by up to 10 %" in lines

@@ -228,10 +228,7 @@ def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Pat
         ((digits_run, "-probe", "-pool", "patches"), "-pool patches: takes "),
         (("-probe",), "RUN_OR_CHECKPOINT is missing"),
         (("-pretrained", "w.pth"), "RUN_OR_CHECKPOINT is missing"),
-        (
-            ("-probe", "-cfg", "configs/vit_digits.yaml"),
-            "-probe: MODEL.PRETRAINED is not set; add -pretrained",
-        ),
+        (("-probe", "-cfg", "configs/vit_digits.yaml"), "-probe: MODEL.PRETRAINED is not set; add -pretrained"),
         (("-probe", "-model", "resnet10t", "-pretrained", "w.pth", "-dataset", "digits"), "w.pth"),
         (("-probe", "-pretrained", "w.pth", "-model", "resnet10t", "-weights", "ema"), "of a run, and no run is named"),
         (("-knn", "-pretrained", "w.pth", "-model", "resnet10t", "-use", "no.py"), "no.py"),

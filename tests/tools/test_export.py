@@ -357,12 +357,7 @@ def test_documented_code_predicts_as_the_model_does(
     ids=["swin", "deit", "resnet"],
 )
 def test_other_models_are_exported(
-    vitamp: Vitamp,
-    export_tool: Tool,
-    consumers: Path,
-    imagenet: Path,
-    tmp_path: Path,
-    model: tuple[str, ...],
+    vitamp: Vitamp, export_tool: Tool, consumers: Path, imagenet: Path, tmp_path: Path, model: tuple[str, ...]
 ) -> None:
     """Trained in pure bf16, from photographs that have to be resized and cropped."""
     sizes = ("-image_size", 32, "MODEL.NUM_CLASSES=4", "MODEL.EMBED_DIM=16", "MODEL.PATCH_SIZE=4")

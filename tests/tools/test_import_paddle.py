@@ -56,10 +56,7 @@ TODAY = {
     "head_dist": "classifier_dist",
     "blocks": "encoder.layers",
 }
-SECOND = TODAY | {
-    "cls_token": "patch_embedding.cls_token",
-    "pos_embed": "patch_embedding.position_embeddings",
-}
+SECOND = TODAY | {"cls_token": "patch_embedding.cls_token", "pos_embed": "patch_embedding.position_embeddings"}
 FIRST = TODAY | {
     "cls_token": "transformer.embeddings.cls_token",
     "pos_embed": "transformer.embeddings.position_embeddings",

@@ -122,10 +122,7 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            "-outptu x",
-            "-outptu. Did you mean -output? -h lists all flags, docs/migrating.md those of other programs.",
-        ),
+        ("-outptu x", "-outptu. Did you mean -output? -h lists all flags, docs/migrating.md those of other programs."),
         ("-output", "-output needs a value: -output DIR"),
         ("-output=", "-output needs a value: -output DIR"),
         ("-output -amp", "-output needs a value: -output DIR"),

@@ -13,10 +13,7 @@ from tests.datasets.shards.tar_files import picture
 pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
 pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
 
-NOTES = {
-    "image": {"_type": "Image"},
-    "label": {"_type": "ClassLabel", "names": ["ant", "bee", "cat"]},
-}
+NOTES = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["ant", "bee", "cat"]}}
 
 
 def write(

@@ -71,13 +71,7 @@ def cached(address: str, root: Path, folder: Path, limit: float = 1e9, stamps: b
 
 @pytest.mark.parametrize(("world", "workers", "gigabytes"), [(1, 0, 50), (2, 2, 50), (3, 1, 50), (4, 0, 50), (2, 2, 0)])
 def test_batches_equal_those_of_local_files(
-    root: Path,
-    address: str,
-    cache: Path,
-    said: pytest.LogCaptureFixture,
-    world: int,
-    workers: int,
-    gigabytes: float,
+    root: Path, address: str, cache: Path, said: pytest.LogCaptureFixture, world: int, workers: int, gigabytes: float
 ) -> None:
     """Although every ninth request fails. Each tar file is downloaded once, by whichever rank."""
     assert epochs(address, workers, world, CACHE_GB=gigabytes) == epochs(root, 0, world)

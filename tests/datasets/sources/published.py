@@ -97,12 +97,7 @@ FOLDERS = {
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
 }
-FETCHERS = {
-    "caltech101": "Caltech101",
-    "caltech256": "Caltech256",
-    "cifar10": "CIFAR10",
-    "cifar100": "CIFAR100",
-}
+FETCHERS = {"caltech101": "Caltech101", "caltech256": "Caltech256", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 """Classes in torchvision.datasets"""
 
 

@@ -136,12 +136,7 @@ def test_only_plain_mlps_are_fused(mlp: Mlp, fused: bool) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("device", "dtype", "fused"),
-    [
-        ("cuda", torch.half, True),
-        ("cuda", torch.float, False),
-        ("cpu", torch.half, False),
-    ],
+    ("device", "dtype", "fused"), [("cuda", torch.half, True), ("cuda", torch.float, False), ("cpu", torch.half, False)]
 )
 def test_fused_operator_is_called_on_a_gpu_in_half_precision(device: str, dtype: torch.dtype, fused: bool) -> None:
     """Of tensors without values, which need no GPU."""

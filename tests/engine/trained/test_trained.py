@@ -113,12 +113,7 @@ def test_modules_moved_to_fp32_stay_in_fp32(digits_run: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("words", "which"),
-    [
-        ("ema", "ema"),
-        ("average of the EMA", "ema"),
-        ("average of the model's weights", "model"),
-        ("a schema", "model"),
-    ],
+    [("ema", "ema"), ("average of the EMA", "ema"), ("average of the model's weights", "model"), ("a schema", "model")],
 )
 def test_header_says_which_weights_a_file_has(stripped: Path, tmp_path: Path, words: str, which: str) -> None:
     """In the words of export, strip and average."""

@@ -183,7 +183,8 @@ class _ExtremesRecorder(TorchDispatchMode):
     def module_output(self, output: Any) -> None:
         if _is_checkable(output) and output.dim() > 1 and len(output) == self._rows:
             self._paused = True
-            self._outputs.append((len(self.records), _row_norms(output)))
+            norms = torch.linalg.vector_norm(output.detach().flatten(1), float("inf"), dim=1)
+            self._outputs.append((len(self.records), norms))
             self._paused = False
 
     def batch_images(self, images: Tensor) -> None:
@@ -231,10 +232,6 @@ def _is_checkable(value: Any) -> bool:
 
 def _extremes(value: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(value.detach())).float()
-
-
-def _row_norms(value: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(value.detach().flatten(1), float("inf"), dim=1)
 
 
 SHOWN_SAMPLES = 8

@@ -115,7 +115,8 @@ def load_config(
     problems += _keep_own_settings(given, layers)
 
     recipe, defaults = merged(files), dict[str, Entry]()
-    alone = _changes_epochs_alone(typed.entries, recipe)
+    # Whether the command line changes the number of epochs, but not the warm-up that was chosen with it
+    alone = EPOCHS in typed.entries and WARMUP not in typed.entries and (WARMUP not in recipe or EPOCHS in recipe)
     of_run = values_of_run(given, all_settings=cfg is None, warmup=alone and cfg is not None)
     known = given | of_run
     if type_of(given) != "vit" or not given.keys().isdisjoint(CHANGE_DEFAULTS):
@@ -150,11 +151,6 @@ def _keep_own_settings(given: dict[str, Entry], layers: Sequence[Layer]) -> list
 
 # A warm-up belongs to the number of epochs that it was chosen with. So epochs on the command line alone scale that of a
 # recipe, and leave that of a resumed run.
-
-
-def _changes_epochs_alone(typed: Mapping[str, Entry], recipe: Mapping[str, Entry]) -> bool:
-    """Whether the command line changes the number of epochs, but not the warm-up that was chosen with it."""
-    return EPOCHS in typed and WARMUP not in typed and (WARMUP not in recipe or EPOCHS in recipe)
 
 
 def _with_warmup_in_proportion(loaded: Loaded, below: Mapping[str, Entry]) -> Loaded:

@@ -80,6 +80,8 @@ class _Terminal(logging.Handler):
 
     def print(self, text: str, stream: TextIO) -> None:
         try:
+            if stream is sys.stderr:
+                sys.stdout.flush()  # where both go into one pipe, what a tool has printed comes first
             tqdm.write(text, file=stream)
             stream.flush()
         except (OSError, OutputError) as error:

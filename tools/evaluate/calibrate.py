@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +32,8 @@ FEWEST = 50
 SMALLEST, LARGEST = 0.01, 100.0
 LARGE_ECE = 10.0
 """Percent, from which on the log names -calibrate"""
+DRAWS = 400
+"""Of which images are right, if the probabilities are: they give the calibration errors that are chance"""
 
 
 def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
@@ -118,8 +121,20 @@ def about_temperature(trained: Trained, part: Part, found: Evaluation) -> list[s
         found.images >= FEWEST and trained.config.DATA.PART not in command_line.MEMORISED
     )  # what -calibrate does not refuse
     if fits and isinstance(found, OneLabel) and found.ece >= LARGE_ECE and not kept:
-        said.append(f"A calibration error of {LARGE_ECE:g} % or more: -calibrate fits a temperature.")
+        chance = _ece_by_chance(found.rows.confidence)
+        if found.ece > chance:
+            many = f"{LARGE_ECE:g} % or more, beyond the {chance:.1f} % that chance may give on {found.images:,} images"
+            said.append(
+                f"A calibration error of {many}: -calibrate fits a temperature, and keeps it if it surely helps."
+            )
     return said
+
+
+def _ece_by_chance(confidence: Tensor) -> float:
+    """The ECE in percent that 97.5 % of draws stay below, if each image is right as often as the model says."""
+    generator = torch.Generator().manual_seed(0)
+    draws = (torch.rand(len(confidence), generator=generator) < confidence for _ in range(DRAWS))
+    return float(np.quantile([calibration(confidence, right)[0] for right in draws], 0.975))
 
 
 def _file_for(trained: Trained) -> Path:

@@ -79,9 +79,10 @@ class _Terminal(logging.Handler):
             self.print(text, sys.stderr if record.levelno >= logging.WARNING else sys.stdout)
 
     def print(self, text: str, stream: TextIO) -> None:
+        if stream is sys.stderr:  # where both go into one pipe, what a tool has printed comes first
+            with contextlib.suppress(OSError, OutputError):  # reported by what is printed next, or at the end
+                sys.stdout.flush()
         try:
-            if stream is sys.stderr:
-                sys.stdout.flush()  # where both go into one pipe, what a tool has printed comes first
             tqdm.write(text, file=stream)
             stream.flush()
         except (OSError, OutputError) as error:

@@ -86,7 +86,8 @@ def beside_probe(labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray) -> 
     gain, low, high = (len(labels) * one for one in paired_interval(guesses == labels, probe == labels))
     chance = "which may be chance" if low <= 0 <= high else "which is beyond chance"
     more = f"{abs(gain):.0f} {'more' if gain >= 0 else 'fewer'} of {counted(len(labels), 'image')}"
-    return f"Right on {more} than the linear probe (95 % interval {low:+.0f} to {high:+.0f}), {chance}."
+    interval = f"95 % interval {low:+.0f} to {high:+.0f}"
+    return f"Right on {more} than the linear probe that training began with ({interval}), {chance}."
 
 
 def flatters(validations: int, run: Path, data: DataConfig) -> str:

@@ -8,6 +8,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from datasets import data_identity
 from engine.checkpoint.state import keep_base
 from engine.machine import stopping
@@ -39,8 +41,6 @@ from vitamp.checkpoints import Checkpoint, folder_name
 from vitamp.metrics import AVERAGE, metric_named
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from engine.amp.op_lists import OpLists
 
 
@@ -238,14 +238,13 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         known, labels = trainer.best_metrics, ready.val_set.sample_labels()
         guesses = known.predictions.get("guess") if known and known.value(by.name) == figure else None
         context = in_context(by, figure, largest_class(ready), labels, guesses)
-        gain, flattered = "", ""
+        said = [context]
+        if trainer.probe_metrics and guesses is not None and trainer.best.update:
+            said.append(beside_probe(labels, trainer.probe_metrics.predictions["guess"], guesses))
         if context and figure is not None:
-            flattered = flatters(len(History.of_run(folder).of("val")), folder, config.DATA)
-        if trainer.probe is not None and guesses is not None and trainer.best.update:
-            gain = beside_probe(labels, trainer.probe, guesses)
+            said.append(flatters(len(History.of_run(folder).of("val")), folder, config.DATA))
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
-        doubts = _strange(ready, folder, guesses)
-        log_lines((context, gain, flattered, *doubts, copies_in_words(folder), commands))
+        log_lines((*said, *_strange(ready, folder, guesses), copies_in_words(folder), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best.words_after(": best "), clock(time.monotonic() - stopping.BEGAN)

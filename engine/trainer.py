@@ -31,12 +31,11 @@ from engine.update import train_update
 from utils.distributed.world import all_gather, broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError, TrainingError
 from utils.log import log
+from utils.record.predictions import PROBE
 from vitamp.checkpoints import CHECKPOINTS, folder_name
 from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from engine.amp.op_lists import OpLists
 
 
@@ -60,8 +59,8 @@ class Trainer:
         self._best_before = self.best
         self.best_metrics: Metrics | None = None
         """Of the last validation that was the best so far, unless it was before this start"""
-        self.probe: np.ndarray | None = None
-        """What the linear probe that this start began with predicted for each validation image"""
+        self.probe_metrics: Metrics | None = None
+        """Of the linear probe that this start began with"""
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._setting, self._judged = setting_of(ready), False
@@ -278,14 +277,16 @@ class Trainer:
         here = self.position if self.position.step else replace(self.position, epoch=self.position.epoch - 1)
         by = self.config.SAVE_BEST_BY
         if self.config.MODEL.starts_at_probe and here.update == 0:
-            self.probe = metrics[PLAIN].predictions.get("guess")
+            self.probe_metrics = metrics[PLAIN]
+        if self.probe_metrics and (probe := self.probe_metrics.predictions.get("guess")) is not None:  # for the report
+            metrics[PLAIN] = replace(metrics[PLAIN], predictions={**metrics[PLAIN].predictions, PROBE: probe})
         values = {which: means.value(by) for which, means in metrics.items()}
         better = best_set(values, metric_named(by)) or PLAIN
         best_now = Best(figure=values[better], kind=f"{better.prefix}{by}", update=here.update, epoch=here.epoch)
         improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
         mark = mark_of_best(self._guess, best_now.figure if by == TOP1.name else None) if improved else ""
         if self.world.first:
-            keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, here.update, self.probe)
+            keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, here.update)
         self.reporter.validation(here, metrics, seconds, mark)
         self._restart_clocks()
         if improved:

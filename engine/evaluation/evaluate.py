@@ -22,7 +22,7 @@ from models.parts import in_eval_mode
 from utils.config.schema import DataConfig
 from utils.distributed.world import World
 from utils.log import log
-from utils.record.predictions import PREDICTIONS, PROBE, write_predictions
+from utils.record.predictions import PREDICTIONS, write_predictions
 from vitamp.metrics import KNN, WeightSet
 
 
@@ -68,23 +68,15 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def keep_predictions(
-    folder: Path,
-    val_set: ImageDataset,
-    data: DataConfig,
-    metrics: Mapping[WeightSet, Metrics],
-    update: int,
-    probe: np.ndarray | None = None,
+    folder: Path, val_set: ImageDataset, data: DataConfig, metrics: Mapping[WeightSet, Metrics], update: int
 ) -> None:
-    """Write what this validation predicted for each image, for comparisons of runs and the report. On rank 0.
+    """Write what this validation predicted for each image, for comparisons of runs. On rank 0.
 
-    `probe`: what the linear probe predicted that training began with.
     A full disk does not end the training.
     """
     of_sets = {f"{which.prefix}{name}": row for which, one in metrics.items() for name, row in one.predictions.items()}
     if not of_sets:
         return
-    if probe is not None:
-        of_sets[PROBE] = probe
     # Without the folder of the data, which may be another in another run
     samples, prefix, names = val_set.single_images(), name_prefix(data), map(str, range(len(val_set)))
     if samples is not None:

@@ -25,10 +25,7 @@ FEWEST_IMAGES, NEARLY_ALL, FAR = 10, 0.9, 15.0
 """Strange: so many images of a class, of which this fraction is taken for one other; points below the folds"""
 FOLDS = "probe_in_folds"
 """Key under which a run's choices keep the top-1 that its probe had in folds"""
-PROBE_IS_BEST = (
-    "Training did not improve on the linear probe that it began with: the best checkpoint is that probe, a classifier "
-    "of the features of the pretrained weights."
-)
+PROBE_IS_BEST = "Training did not improve on the linear probe that it began with: the best checkpoint is that probe."
 
 
 def against_guessing(guess: float | None, top1: float | None) -> str:

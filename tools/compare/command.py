@@ -220,15 +220,13 @@ def recall(runs: ByName, judged: Judged, out: Path) -> dict[str, dict[str, list[
 
 
 def recall_table(about: dict[str, Any]) -> list[list[str]]:
-    """Recall of each class, of a cross-validation, and where classes weigh alike; empty where classes are many.
-
-    With Wilson's intervals: folds have different images, seeds the same ones.
-    """
+    """Recall of each class, of a cross-validation, and where classes weigh alike; empty where classes are many."""
     found, by_class = about["recall"], judged_of(about).metric in (BALANCED, MACRO_F1)
     classes = dict.fromkeys(label for counts in found.values() for label in counts)
     if not (by_class or about.get("folds")) or not 0 < len(classes) <= MOST_CLASSES:
         return []
     rows = [[f"recall, all {unit(about['runs'])}s (95 % interval)", *found]]
+    # Folds have different images, seeds the same ones.
     times = {name: 1 if about.get("folds") else len(of_runs) for name, of_runs in by_name(about["runs"]).items()}
 
     def cell(name: str, hits: int, images: int) -> str:

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -117,16 +116,13 @@ def about_temperature(trained: Trained, part: Part, found: Evaluation) -> list[s
         if not trained.flip and (kept.precision, kept.input) == (trained.precision.name, now):
             words = ": cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}".format_map(kept.crossfitted)
         said.append(f"The temperature was fitted on these images{words}.")
-    fits = (
-        found.images >= FEWEST and trained.config.DATA.PART not in command_line.MEMORISED
-    )  # what -calibrate does not refuse
+    # What -calibrate does not refuse
+    fits = found.images >= FEWEST and trained.config.DATA.PART not in command_line.MEMORISED
     if fits and isinstance(found, OneLabel) and found.ece >= LARGE_ECE and not kept:
         chance = _ece_by_chance(found.rows.confidence)
         if found.ece > chance:
-            many = f"{LARGE_ECE:g} % or more, beyond the {chance:.1f} % that chance may give on {found.images:,} images"
-            said.append(
-                f"A calibration error of {many}: -calibrate fits a temperature, and keeps it if it surely helps."
-            )
+            what = f"A calibration error beyond the {chance:.1f} % that chance may give on {found.images:,} images"
+            said.append(f"{what}: -calibrate fits a temperature, and keeps it if it surely helps.")
     return said
 
 
@@ -134,7 +130,7 @@ def _ece_by_chance(confidence: Tensor) -> float:
     """The ECE in percent that 97.5 % of draws stay below, if each image is right as often as the model says."""
     generator = torch.Generator().manual_seed(0)
     draws = (torch.rand(len(confidence), generator=generator) < confidence for _ in range(DRAWS))
-    return float(np.quantile([calibration(confidence, right)[0] for right in draws], 0.975))
+    return float(torch.tensor([calibration(confidence, right)[0] for right in draws]).quantile(0.975))
 
 
 def _file_for(trained: Trained) -> Path:

@@ -92,8 +92,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         if asked.out:  # first: its log is long, and the result is to be read
             save_probe(trained, data, found["chosen"], asked.out)
     finally:
-        log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS]))
-        log_lines(said)
+        log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
     return found
 
 

@@ -523,13 +523,13 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
 
     It is written and checked in a temporary folder, and moved into place only if the check passes.
     """
-    images, count = export.images, counted(len(export.images.pixels), "image")
+    images = export.images
     with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
             log.info("%s: exporting, which may take a minute ...", out.name)
             summary = kind.write(export, folder / out.name)
-            log.info("%s: checking it on %s, and how fast it is ...", out.name, count)
+            log.info("%s: checking it, and how fast it is ...", out.name)
             with progress_bar(len(images.pixels), "images", f"{out.name}: checking") as bar:
 
                 def batches() -> Iterator[Tensor]:

@@ -8,6 +8,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from datasets import data_identity
 from engine.checkpoint.state import keep_base
 from engine.machine import stopping
@@ -17,7 +19,7 @@ from engine.machine.stopping import signals
 from engine.measure.meters import clock, is_complete, updates_left
 from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
-from engine.report.outcome import FOLDS, beside_probe, flatters, in_context, next_commands, strange
+from engine.report.outcome import FOLDS, PROBE_IS_BEST, beside_probe, flatters, in_context, next_commands, strange
 from engine.report.reporter import Reporter
 from engine.run_folder import largest_class, lock_existing_folder, make_run_folder, write_run_files
 from engine.setup import ReadyToTrain, build_for_training
@@ -229,20 +231,20 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         log.warning(lost)
     untrained = trainer.best.figure is not None and trainer.best.update == 0 < trainer.position.update
     if config.MODEL.starts_at_probe and untrained:
-        log.info("Training did not improve on the linear probe that it began with: that is the best checkpoint.")
+        log.info(PROBE_IS_BEST)
     place = ""
     if run.world.first:
         by, figure = metric_named(trainer.best.by), trainer.best.figure
         known, labels = trainer.best_metrics, ready.val_set.sample_labels()
         guesses = known.predictions.get("guess") if known and known.value(by.name) == figure else None
         context = in_context(by, figure, largest_class(ready), labels, guesses)
-        validations = History.of_run(folder).of("val")
-        if context and figure is not None:
-            context = f"{context} {flatters(len(validations), folder, config.DATA)}".rstrip()
+        said = [context]
         if trainer.probe_metrics and guesses is not None and trainer.best.update:
-            context = f"{context} {beside_probe(labels, trainer.probe_metrics.predictions['guess'], guesses)}"
+            said.append(beside_probe(labels, trainer.probe_metrics.predictions["guess"], guesses))
+        if context and figure is not None:
+            said.append(flatters(len(History.of_run(folder).of("val")), folder, config.DATA))
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
-        log_lines((context, *_strange(ready, folder), copies_in_words(folder), commands))
+        log_lines((*said, *_strange(ready, folder, guesses), copies_in_words(folder), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best.words_after(": best "), clock(time.monotonic() - stopping.BEGAN)
@@ -251,12 +253,13 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         Path(file).write_bytes(os.fsencode(f"{folder}\n"))
 
 
-def _strange(ready: ReadyToTrain, folder: Path) -> list[str]:
-    """What looks wrong with the validation images, by the last validation's predictions."""
+def _strange(ready: ReadyToTrain, folder: Path, best: np.ndarray | None) -> list[str]:
+    """What looks wrong with the validation images, by the best weights' guesses; None: by the last validation's."""
     table = read_predictions(folder, ready.position.update) or {}
-    if (guesses := table.get("guess", table.get(f"{AVERAGE.prefix}guess"))) is None:
+    guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess")) if best is None else best
+    if guesses is None:
         return []
-    columns = table["labels"].astype(int), guesses.astype(int)
+    columns = ready.val_set.sample_labels().astype(int), guesses.astype(int)
     return strange(*columns, ready.val_set.classes or [], ready.choices.get(FOLDS))
 
 

@@ -31,6 +31,7 @@ from engine.update import train_update
 from utils.distributed.world import all_gather, broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError, TrainingError
 from utils.log import log
+from utils.record.predictions import PROBE
 from vitamp.checkpoints import CHECKPOINTS, folder_name
 from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
 
@@ -277,6 +278,8 @@ class Trainer:
         by = self.config.SAVE_BEST_BY
         if self.config.MODEL.starts_at_probe and here.update == 0:
             self.probe_metrics = metrics[PLAIN]
+        if self.probe_metrics and (probe := self.probe_metrics.predictions.get("guess")) is not None:  # for the report
+            metrics[PLAIN] = replace(metrics[PLAIN], predictions={**metrics[PLAIN].predictions, PROBE: probe})
         values = {which: means.value(by) for which, means in metrics.items()}
         better = best_set(values, metric_named(by)) or PLAIN
         best_now = Best(figure=values[better], kind=f"{better.prefix}{by}", update=here.update, epoch=here.epoch)

@@ -79,6 +79,9 @@ class _Terminal(logging.Handler):
             self.print(text, sys.stderr if record.levelno >= logging.WARNING else sys.stdout)
 
     def print(self, text: str, stream: TextIO) -> None:
+        if stream is sys.stderr:  # where both go into one pipe, what a tool has printed comes first
+            with contextlib.suppress(OSError, OutputError):  # reported by what is printed next, or at the end
+                sys.stdout.flush()
         try:
             tqdm.write(text, file=stream)
             stream.flush()

@@ -232,7 +232,8 @@ class Best(BestState):
             return "no validation yet"
         which, by = set_of(self.kind)
         metric = metric_named(by)
-        return f"{which.marked(metric.words)} {metric.number(self.figure)} (epoch {self.epoch})"
+        when = f"epoch {self.epoch}" if self.epoch else "before the first epoch"
+        return f"{which.marked(metric.words)} {metric.number(self.figure)} ({when})"
 
     def words_after(self, before: str) -> str:
         """The words after others; '' without a validation."""

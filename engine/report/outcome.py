@@ -25,6 +25,7 @@ FEWEST_IMAGES, NEARLY_ALL, FAR = 10, 0.9, 15.0
 """Strange: so many images of a class, of which this fraction is taken for one other; points below the folds"""
 FOLDS = "probe_in_folds"
 """Key under which a run's choices keep the top-1 that its probe had in folds"""
+PROBE_IS_BEST = "Training did not improve on the linear probe that it began with: the best checkpoint is that probe."
 
 
 def against_guessing(guess: float | None, top1: float | None) -> str:
@@ -82,7 +83,8 @@ def beside_probe(labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray) -> 
     gain, low, high = (len(labels) * one for one in paired_interval(guesses == labels, probe == labels))
     chance = "which may be chance" if low <= 0 <= high else "which is beyond chance"
     more = f"{abs(gain):.0f} {'more' if gain >= 0 else 'fewer'} of {counted(len(labels), 'image')}"
-    return f"Right on {more} than the linear probe (95 % interval {low:+.0f} to {high:+.0f}), {chance}."
+    interval = f"95 % interval {low:+.0f} to {high:+.0f}"
+    return f"Right on {more} than the linear probe that training began with ({interval}), {chance}."
 
 
 def flatters(validations: int, run: Path, data: DataConfig) -> str:
@@ -92,8 +94,9 @@ def flatters(validations: int, run: Path, data: DataConfig) -> str:
     words = f"This is the best of {validations} validations on these images, so it flatters"
     with suppress(UserError):
         if has_test(data):
-            return f"{words}: `{tool('evaluate')} {shlex.quote(str(run))} -part test` does not."
-    return f"{words}: a test split, of images that choose nothing, does not (docs/splits.md)."
+            command = f"{tool('evaluate')} {shlex.quote(str(run))} -part test"
+            return f"{words}. Measure on the test images, which chose nothing, once you have decided: `{command}`."
+    return f"{words}. Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)."
 
 
 def strange(labels: np.ndarray, guesses: np.ndarray, names: Sequence[str], in_folds: float | None) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import yaml
 from timm.models import save_for_hf
 
 from datasets.given import open_given
+from engine.report.outcome import PROBE_IS_BEST
 from engine.trained.model import load_trained
 from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
@@ -203,7 +206,13 @@ def test_a_probe_that_augmentation_misleads_is_divided(
         assert ("Augmented training images have loss" in done.text) is divided
         first[run.name], *others = metrics(run, "val")
         improved = any(one["acc1"] > first[run.name]["acc1"] for one in others)
-        assert ("than the linear probe (95 % interval" in done.text) is improved
+        gain = re.search(r"Right on .* than the linear probe that training began with \(95 % interval.*\.", done.text)
+        assert (gain is not None) is improved
+        assert ("(before the first epoch); total time" in done.text) is not improved
+        assert (PROBE_IS_BEST in done.text) is (not improved and epochs > 0)
+        if epochs:
+            vitamp(run, script="scripts/report.py", code=0)
+            assert (gain[0] if gain else PROBE_IS_BEST) in html.unescape((run / "report.html").read_text())
     assert len({one["acc1"] for one in first.values()}) == 1
     assert first["180-1"]["loss"] > first["180-0"]["loss"] == first["0-1"]["loss"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,11 @@ def test_a_gain_that_may_be_chance_keeps_no_temperature(
     logits = torch.randn(60, 10, generator=generator)
     labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
     monkeypatch.setattr("tools.evaluate.calibrate.with_bar", lambda *_: [(sharpness * logits, labels)])
+    monkeypatch.setattr("tools.common.evaluation.with_bar", lambda *_: [(sharpness * logits, labels)])
+    monkeypatch.setattr("tools.evaluate.calibrate.LARGE_ECE", 5.0)
+    advice = say(copy, "-weights", "model", code=0).out
+    assert float(re.findall(r"calibration error +([0-9.]+)", advice)[0]) > 5
+    assert ("-calibrate fits" in advice) is (sharpness > 1), "of a calibrated model it is chance"
     said = say(copy, "-calibrate", "-weights", "model", code=0).out
     assert wanted in said
     kept = json.loads((copy / FILE).read_text())["temperatures"]
@@ -139,11 +145,12 @@ def test_a_gain_that_may_be_chance_keeps_no_temperature(
 def test_a_large_calibration_error_names_the_remedy(
     say: Callable[..., Result], digits_run: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hint = "-calibrate fits a temperature."
+    hint = "-calibrate fits a temperature, and keeps it if it surely helps."
     monkeypatch.setattr("tools.evaluate.calibrate.LARGE_ECE", 100.0)
     assert hint not in say(digits_run, code=0).out
     monkeypatch.setattr("tools.evaluate.calibrate.LARGE_ECE", 0.5)
-    assert f"\nA calibration error of 0.5 % or more: {hint}\n" in say(digits_run, code=0).out
+    said = say(digits_run, code=0).out
+    assert re.search(rf"\nA calibration error beyond the [0-9.]+ % .* on 360 images: {hint}\n", said)
     assert hint not in say(run, "-weights", "model", "-no_calibration", code=0).out, "it has one"
     assert hint not in say(digits_run, "-part", "train", code=0).out, "-calibrate refuses training images"
 

@@ -106,6 +106,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_what_is_printed_precedes_a_later_warning_in_one_pipe() -> None:
+    script = "from utils.log import log, start_log; start_log(True); print('table'); log.warning('late')"
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    assert done.stdout == "table\nwarning: late\n"
+
+
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("line", "code"),

@@ -27,6 +27,7 @@ from tools.compare import runs
 from tools.compare.command import main
 from tools.compare.runs import Run, read_modes
 from utils.config import Config, load_config
+from utils.text import wilson
 
 Call = Callable[..., Result]
 pytestmark = pytest.mark.usefixtures("bf16_cpu")
@@ -296,7 +297,8 @@ def test_grid_of_settings(compare: Call, trainings: Trainings, tmp_path: Path) -
     recall = [100 * right / images for right, images in counts.values()]
     assert statistics.fmean(recall) == pytest.approx(results["runs"][2]["last_balanced_acc"])
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    shown = "{:.1f} % ({} of {})".format(recall[0], *counts["0"])
+    low, high = wilson(recall[0], counts["0"][1])
+    shown = "{:.1f} % ({:.0f} to {:.0f}; {} of {})".format(recall[0], low, high, *counts["0"])
     assert f'<td class="n">{shown}</td>' in page
     assert shown in said
     assert "<h3>Balanced accuracy of each setting (%)</h3>" in page

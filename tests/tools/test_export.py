@@ -68,6 +68,8 @@ def test_three_formats_agree_with_the_model(export_tool: Tool, run: Path, tmp_pa
     said = export_tool(run, "-to", "onnx,torch,safetensors", "-out", tmp_path / "m", "-check", "all")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(NAMES.values()), "no other file is left"
     assert said.count("checked on 360 images of the run's validation split") == 3
+    stages = ("to compare with ...", "m.onnx: exporting", "m.onnx: checking it", "m.onnx: 0.", "m.pt2: exporting")
+    assert sorted(stages, key=said.index) == [*stages]
     assert said.count(" allowed), no answer changed") == 3
     assert said.count(" times as fast as torch an image at a time (this CPU, 1 thread)") == 2, "weights are torch's own"
 

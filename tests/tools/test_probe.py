@@ -273,7 +273,9 @@ def test_full_disk_is_refused_before_work(say: Say, run: Path, cache: Path, monk
 @pytest.mark.parametrize("pool", [POOLS[0], *(pytest.param(pool, marks=pytest.mark.slow) for pool in POOLS[1:])])
 def test_saved_probe_is_a_run(say: Say, in_process: Tool, run: Path, tmp_path: Path, pool: str) -> None:
     out = tmp_path / "run"
-    acc1 = probed(say, tmp_path, run, "-pool", pool, "-out", out)["probes"][pool]["acc1"]
+    said = say(run, "-probe", "-pool", pool, "-out", out, "-json", tmp_path / "found.json", "-overwrite", code=0).out
+    assert said.index("everything is in") < said.index("linear top-1"), "the result comes last"
+    acc1 = json.loads((tmp_path / "found.json").read_text())["probes"][pool]["acc1"]
     assert [(line["update"], line["acc1"]) for line in metrics(out, "val")] == [(0, acc1)]
     again = probed(say, tmp_path, out, probe=False)
     assert (again["figures"]["model"]["acc1"], again["classes"]) == (acc1, [str(digit) for digit in range(10)])

@@ -50,11 +50,12 @@ def test_words_for_the_end_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (2, "Right on 18 more of 100 images than the linear probe (95 % interval +10 to +25), which is beyond chance."),
-        (19, "Right on 1 more of 100 images than the linear probe (95 % interval -2 to +4), which may be chance."),
-        (21, "Right on 1 fewer of 100 images than the linear probe (95 % interval -4 to +2), which may be chance."),
+        (2, "18 more of 100 images than {} (95 % interval +10 to +25), which is beyond chance."),
+        (19, "1 more of 100 images than {} (95 % interval -2 to +4), which may be chance."),
+        (21, "1 fewer of 100 images than {} (95 % interval -4 to +2), which may be chance."),
     ],
 )
 def test_words_for_the_gain_over_the_probe(wrong: int, said: str) -> None:
     images = np.arange(100)
-    assert beside_probe(np.zeros(100, int), images < 20, images < wrong) == said
+    said = said.format("the linear probe that training began with")
+    assert beside_probe(np.zeros(100, int), images < 20, images < wrong) == f"Right on {said}"

@@ -64,7 +64,7 @@ from utils.flags import Flag, whole
 from utils.log import log, log_lines
 from utils.program import typed
 from utils.record.run_folder import git_state, read_data, write_json
-from utils.text import counted, redacted_values
+from utils.text import counted, redacted_values, wilson
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.meta import unchecked_meta
 from vitamp.metrics import AVERAGE, BALANCED, MACRO_F1, ONE_LABEL, PLAIN, TASKS
@@ -225,10 +225,17 @@ def recall_table(about: dict[str, Any]) -> list[list[str]]:
     classes = dict.fromkeys(label for counts in found.values() for label in counts)
     if not (by_class or about.get("folds")) or not 0 < len(classes) <= MOST_CLASSES:
         return []
-    rows = [[f"recall, all {unit(about['runs'])}s", *found]]
+    rows = [[f"recall, all {unit(about['runs'])}s (95 % interval)", *found]]
+    # Folds have different images, seeds the same ones.
+    times = {name: 1 if about.get("folds") else len(of_runs) for name, of_runs in by_name(about["runs"]).items()}
+
+    def cell(name: str, hits: int, images: int) -> str:
+        percent = 100 * hits / images
+        low, high = wilson(percent, images / times[name])
+        return f"{percent:.1f} % ({low:.0f} to {high:.0f}; {hits} of {images})"
+
     for label in classes:
-        counts = [of_one.get(label, [0, 0]) for of_one in found.values()]
-        rows.append([label, *(f"{100 * hits / max(images, 1):.1f} % ({hits} of {images})" for hits, images in counts)])
+        rows.append([label, *(cell(name, *of[label]) if label in of else "-" for name, of in found.items())])
     return rows
 
 

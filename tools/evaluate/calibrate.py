@@ -31,6 +31,8 @@ FEWEST = 50
 SMALLEST, LARGEST = 0.01, 100.0
 LARGE_ECE = 10.0
 """Percent, from which on the log names -calibrate"""
+DRAWS = 400
+"""Of which images are right, if the probabilities are: they give the calibration errors that are chance"""
 
 
 def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
@@ -114,12 +116,21 @@ def about_temperature(trained: Trained, part: Part, found: Evaluation) -> list[s
         if not trained.flip and (kept.precision, kept.input) == (trained.precision.name, now):
             words = ": cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}".format_map(kept.crossfitted)
         said.append(f"The temperature was fitted on these images{words}.")
-    fits = (
-        found.images >= FEWEST and trained.config.DATA.PART not in command_line.MEMORISED
-    )  # what -calibrate does not refuse
+    # What -calibrate does not refuse
+    fits = found.images >= FEWEST and trained.config.DATA.PART not in command_line.MEMORISED
     if fits and isinstance(found, OneLabel) and found.ece >= LARGE_ECE and not kept:
-        said.append(f"A calibration error of {LARGE_ECE:g} % or more: -calibrate fits a temperature.")
+        chance = _ece_by_chance(found.rows.confidence)
+        if found.ece > chance:
+            what = f"A calibration error beyond the {chance:.1f} % that chance may give on {found.images:,} images"
+            said.append(f"{what}: -calibrate fits a temperature, and keeps it if it surely helps.")
     return said
+
+
+def _ece_by_chance(confidence: Tensor) -> float:
+    """The ECE in percent that 97.5 % of draws stay below, if each image is right as often as the model says."""
+    generator = torch.Generator().manual_seed(0)
+    draws = (torch.rand(len(confidence), generator=generator) < confidence for _ in range(DRAWS))
+    return float(torch.tensor([calibration(confidence, right)[0] for right in draws]).quantile(0.975))
 
 
 def _file_for(trained: Trained) -> Path:

@@ -88,10 +88,11 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         if asked.knn is not None:
             found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
         found["neighbours"] = neighbours
-    log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS]))
-    log_lines(said)
-    if asked.out:
-        save_probe(trained, data, found["chosen"], asked.out)
+    try:
+        if asked.out:  # first: its log is long, and the result is to be read
+            save_probe(trained, data, found["chosen"], asked.out)
+    finally:
+        log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
     return found
 
 

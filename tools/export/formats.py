@@ -160,6 +160,7 @@ def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> Check
 def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
     """Logits of the trained model, with which those of every exported file are compared."""
     logits = []
+    log.info("computing %s by the model, to compare with ...", counted(len(images.pixels), "image"))
     with progress_bar(len(images.pixels), "images", "reference") as bar:
         for part in images.pixels.split(BATCH):
             logits.append(trained.logits(part))
@@ -526,8 +527,9 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
     with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            with progress_bar(1, "file", f"{out.name}: exporting"):
-                summary = kind.write(export, folder / out.name)
+            log.info("%s: exporting, which may take a minute ...", out.name)
+            summary = kind.write(export, folder / out.name)
+            log.info("%s: checking it, and how fast it is ...", out.name)
             with progress_bar(len(images.pixels), "images", f"{out.name}: checking") as bar:
 
                 def batches() -> Iterator[Tensor]:

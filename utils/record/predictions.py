@@ -14,6 +14,8 @@ from vitamp.files import read_regular, write_atomically
 
 PREDICTIONS = "predictions.safetensors"
 UPDATE, DIGEST = "update", "sha256"
+PROBE = "probe_guess"
+"""Column of a run that began with a linear probe, until it is resumed"""
 
 
 def write_predictions(folder: Path, update: int, table: Mapping[str, np.ndarray]) -> None:

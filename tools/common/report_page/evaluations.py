@@ -20,7 +20,7 @@ from datasets.decoding import Reader
 from datasets.labels import images_of_classes
 from datasets.transforms.pixels import middle_view
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
-from engine.report.outcome import flatters
+from engine.report.outcome import PROBE_IS_BEST, beside_probe, flatters
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
@@ -28,6 +28,8 @@ from tools.common.report_page.runs import Headline
 from utils.cli import CommandLine
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
+from utils.record.history import History
+from utils.record.predictions import PROBE, read_predictions
 from utils.text import counted, some_of, wilson
 from vitamp.bands import picture_of_bands, shown_bands
 from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing
@@ -72,10 +74,21 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
         shown = kind(trained, dataset, image, deciding)
         if part == "val" and (headline := shown["headline"]):
             number = validations_of(trained.config, trained.chosen)
-            headline.remarks[:0] = filter(None, [flatters(number, folder, trained.config.DATA)])
+            said = _gain(trained, folder, shown), flatters(number, folder, trained.config.DATA)
+            headline.remarks[:0] = filter(None, said)
         return {"weights": weights, "image": image, **shown}
     except (UserError, TrainingError) as error:
         return str(error)
+
+
+def _gain(trained: Trained, folder: Path, shown: Shown) -> str:
+    """What training has gained over the linear probe that it began with; '' if that is unknown."""
+    last = (History.of_run(folder).of("val") or [{}])[-1]
+    table = read_predictions(folder, last.get("update", -1)) or {}
+    true, predicted = shown["predicted"]
+    if PROBE not in table or not np.array_equal(table["labels"], true):
+        return ""
+    return beside_probe(true, table[PROBE], predicted["guess"]) if trained.chosen.meta["update"] else PROBE_IS_BEST
 
 
 def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
@@ -148,6 +161,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         "pairs": pairs,
         "reliability": Reliability(found.bins, found.ece),
         "mistakes": mistakes,
+        "wrong": len(wrong),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections import namedtuple
@@ -25,6 +26,7 @@ from tests.waiting import until
 
 pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
 
+USAGE = namedtuple("USAGE", "free")  # as shutil.disk_usage says it
 FAULTS = ("503", "truncated", "shorter", "429", "whole")
 
 
@@ -94,14 +96,23 @@ def test_near_ranges_are_one_request(address: str) -> None:
     assert len(FaultyStore.sent) <= 3, "two batches, and at most one failure"
 
 
-@pytest.mark.parametrize(("changes", "why"), [({"CACHE_GB": 1e-6}, "there is room for"), ({}, "reads 33 % of them")])
+@pytest.mark.parametrize(
+    ("part", "free", "why"),
+    [(1e-6, 1e12, "there is room for"), (0.9, 100, "there is room for"), (0.9, 1e12, "reads 33 % of them")],
+)
 def test_whole_files_are_not_downloaded_in_vain(
-    root: Path, address: str, said: pytest.LogCaptureFixture, changes: dict[str, float], why: str
+    root: Path,
+    address: str,
+    said: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    part: float,
+    free: float,
+    why: str,
 ) -> None:
+    """`part`: of the set, for which DATA.CACHE_GB has room."""
+    monkeypatch.setattr(caches.shutil, "disk_usage", lambda _: USAGE(free))
     sizes = sum(path.stat().st_size for path in (root / "train").iterdir())
-    train = open_dataset(
-        of_shards(address, **({"CACHE_GB": 0.9 * sizes / 1e9} | changes)), True, 3, 5, CPU
-    ).single_images()
+    train = open_dataset(of_shards(address, CACHE_GB=part * sizes / 1e9), True, 3, 5, CPU).single_images()
     assert train is not None
     train.machines, train.window = 3, 2  # pyright: ignore[reportAttributeAccessIssue]
     assert train.look_ahead() is None
@@ -121,6 +132,9 @@ def test_download_resumes_where_a_killed_process_left_it(root: Path, address: st
     assert path.read_bytes() == content
     assert set(of_tars("0003.tar")) == {len(content) - 5000}
     assert [kept.name for kept in path.parent.iterdir()] == [path.name]
+    os.truncate(path, 5000)
+    assert not one.has(3)
+    assert one.range(3, 4000, 2000) is None
 
 
 def test_cache_is_bounded_and_drops_the_file_unused_for_longest(
@@ -129,7 +143,7 @@ def test_cache_is_bounded_and_drops_the_file_unused_for_longest(
     limit = 3.5 * (root / "train" / "0000.tar").stat().st_size
     cache = cached(address, root, tmp_path / "kept", limit)
     for number in (0, 1, 2, 0, 3):
-        cache.announce([number], 2)
+        cache.announce([number], 1)
         until(lambda number=number: cache.has(number))
         time.sleep(0.02)
     assert [number for number in range(12) if cache._path(number).exists()] == [0, 2, 3]
@@ -147,8 +161,7 @@ def test_images_are_read_without_a_cache_that_fails(
     monkeypatch.setattr(caches, "SECONDS_TO_REST", 0.0)
     expected = epochs(root, 0)
     if problem == "full":
-        usage = namedtuple("usage", "free")
-        monkeypatch.setattr(caches.shutil, "disk_usage", lambda _: usage(20_000))
+        monkeypatch.setattr(caches.shutil, "disk_usage", lambda _: USAGE(20_000))
         monkeypatch.setattr("datasets.shards.source.ShardSamples._why_in_parts", lambda _: "")
     else:
         shards = [

@@ -264,6 +264,13 @@ class Header(NamedTuple):
     """Width and height; (0, 0) where unknown"""
     turned: bool = False
     """Whether its EXIF data says that it is to be turned"""
+    format: str = ""
+    """Such as JPEG; '' where unknown"""
+
+    @property
+    def kind(self) -> str:
+        """How it is stored: 'GIF, palette'."""
+        return ", ".join(filter(None, (self.format, self.mode)))
 
 
 def header_of(encoded: Encoded, data: DataConfig) -> Header:
@@ -273,7 +280,9 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
         return Header("", Reader(data).whole(encoded).shape[1::-1])  # only what the model takes passes
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
-            return Header(_unusual_mode(image, data.IMAGE_CHANNELS), image.size, orientation_of(image) in TURNS)
+            mode, turned = _unusual_mode(image, data.IMAGE_CHANNELS), orientation_of(image) in TURNS
+            kind = "JPEG" if image.format == "MPO" else image.format or ""  # of some cameras: a JPEG file and a preview
+            return Header(mode, image.size, turned, kind)
     except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
         return Header("", (0, 0))
 

@@ -30,6 +30,7 @@ from utils.config.train import LOSSES, TrainConfig
 from utils.log import log
 from utils.program import tool
 from utils.record.run_folder import CONFIG, DATA, write_json
+from utils.text import some_of
 from vitamp.metrics import NO_LABELS
 
 Item = TypeVar("Item")
@@ -47,6 +48,8 @@ LOOKED_AT = 2000
 """Images whose headers are read, if there is time."""
 MEASURED = 100
 """Images whose sides give `median_side`."""
+RARE = 100
+"""Images among which one that is stored as no other is called unlike the others"""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
 
@@ -85,6 +88,8 @@ class Findings:
     """Of images of each other split in the test split"""
     looked_at: int = 0
     """Images whose headers were read"""
+    unlike: list[str] = field(default_factory=list)
+    """Names of those that are stored as few others, and how"""
     modes: dict[str, int] = field(default_factory=dict)
     turned: int = 0
 
@@ -122,11 +127,20 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
 
     count = 0 if train.stored == "pixels" else min(LOOKED_AT, len(train)) if quick else len(train)
     end = time.monotonic() + (HEADER_SECONDS if quick else float("inf"))
-    headers = list(_until(end, _headers(train, count, data)))
+    looked_at = list(_until(end, _headers(train, count, data)))
+    headers = [header for _, header in looked_at]
+    rare = rare_kinds(headers)
+    findings.unlike = [f"{train.name(at)} ({header.kind})" for at, header in looked_at if header.kind in rare]
     findings.looked_at = len(headers)
     findings.modes = dict(Counter(header.mode for header in headers if header.mode))
     findings.turned = sum(header.turned for header in headers)
     return findings
+
+
+def rare_kinds(headers: Iterable[Header]) -> set[str]:
+    """How at most one in RARE of these images is stored. Photographs seldom differ so; placeholders and drawings do."""
+    kinds = Counter(header.kind for header in headers if header.kind)
+    return {kind for kind, images in kinds.items() if images * RARE <= kinds.total()}
 
 
 def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
@@ -179,11 +193,11 @@ def _digests(samples: Samples, indices: list[int], end: float) -> Iterator[tuple
             yield hashlib.blake2b(bytes(samples.read(index)), digest_size=16).digest(), index
 
 
-def _headers(samples: Samples, count: int, data: DataConfig) -> Iterator[Header]:
-    """Headers of `count` images, always the same ones; without images whose file cannot be read."""
+def _headers(samples: Samples, count: int, data: DataConfig) -> Iterator[tuple[int, Header]]:
+    """Headers of `count` images, always the same ones, and their numbers; without images that cannot be read."""
     for index in np.random.default_rng(0).permutation(len(samples))[:count].tolist():
         with contextlib.suppress(OSError, Unreadable):
-            yield header_of(samples.read(index), data)
+            yield index, header_of(samples.read(index), data)
 
 
 def median_side(samples: Samples, data: DataConfig) -> int | None:
@@ -191,7 +205,7 @@ def median_side(samples: Samples, data: DataConfig) -> int | None:
 
     Other than `examine`, it reads the same images however long that takes, because every rank has to find the same.
     """
-    sides = [min(header.size) for header in _headers(samples, MEASURED, data) if header.size != (0, 0)]
+    sides = [min(header.size) for _, header in _headers(samples, MEASURED, data) if header.size != (0, 0)]
     return statistics.median_low(sides) if sides else None
 
 
@@ -255,6 +269,8 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
         )
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"
+    if found.unlike:
+        notes.append(f"Look at these, stored unlike the others {of}: {some_of(found.unlike)}. Are they placeholders?")
     if number := found.modes.get(TRANSPARENT):
         notes.append(f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {number:,} {of}")
     if number := found.modes.get(DEEP):

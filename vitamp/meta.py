@@ -111,6 +111,7 @@ class Meta(WeightsMeta):
     lora: Adapters | None = None
     val_data: str | None = None
     """Hash of the names and labels of the validation images"""
+    val_images: Count | None = None
     samples: Samples  # pyright: ignore[reportIncompatibleVariableOverride,reportGeneralTypeIssues]
 
     @model_validator(mode="after")

@@ -61,6 +61,7 @@ def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         "choices": ready.choices,
         "samples": identity_of(ready.train_set, ready.train_loader.order),
         "val_data": data_identity(ready.val_set),
+        "val_images": len(ready.val_set),
         "settings": redacted_values(values_to_keep(config)),
         **own_code,
         "model": config.MODEL.NAME,

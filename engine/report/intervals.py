@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from utils.text import Interval, wilson
+from utils.text import Interval, Z, wilson
 
 ADDED = 1
 """Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
@@ -34,6 +34,13 @@ def paired_interval(first: np.ndarray, second: np.ndarray) -> tuple[float, float
     middle = (one - other) / count
     reach = float(ndtri(0.975)) * math.sqrt((one + other - count * middle**2) / count**2)
     return (lost - won) / len(first), middle - reach, middle + reach
+
+
+def difference_interval(percents: tuple[float, float], images: tuple[int, int], z: float = Z) -> tuple[float, float]:
+    """Newcombe's interval of the difference of two shares of different images, in percentage points."""
+    (ours, theirs), (one, other) = percents, (wilson(*each, z) for each in zip(percents, images, strict=True))
+    low = ours - theirs - math.hypot(ours - one.low, other.high - theirs)
+    return low, ours - theirs + math.hypot(one.high - ours, theirs - other.low)
 
 
 def too_few(images: np.ndarray) -> bool:

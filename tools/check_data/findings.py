@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from datasets import decoding
 from datasets.base import Encoded, Key, Samples, dtype_of
 from datasets.damage import Failure, failure_or
+from datasets.examine import rare_kinds
 from datasets.exclude import line_of, name_prefix, text_of
 from datasets.labels import distinct_names, images_of_classes
 from datasets.loading.loader import Plan
@@ -313,7 +314,8 @@ LABELS, DUPLICATES, OVERLAP = "label out of range", "duplicate", "in both parts"
 CONFLICTS = "conflicting labels"
 EMPTY_CLASSES, UNVALIDATED = "empty classes", "classes without validation images"
 TINY = "tiny classes"
-SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
+SMALL, MODES, BLANK = "smaller than IMAGE_SIZE", "not plain", "blank bands"
+UNLIKE = "unlike the others"
 NEAR_CONFLICTS = "nearly the same with conflicting labels"
 NEAR_OVERLAP, NEAR_DUPLICATES, FLAT_IMAGES = "nearly in both parts", "nearly duplicate", "of one colour"
 FEW = 5
@@ -342,7 +344,7 @@ class _Image(NamedTuple):
             about = f"label {label}; MODEL.NUM_CLASSES {num_classes} allows 0 to {num_classes - 1}"
             findings.defects[LABELS].append(self.found(about))
         if mode := scan.header.mode:
-            findings.notes[MODES].append(self.found(mode))
+            findings.notes[MODES if scan.header.format else BLANK].append(self.found(mode))
         high, wide = sides(image_size)
         if min(size := scan.header.size) > 0 and (size[0] < wide or size[1] < high):
             findings.notes[SMALL].append(self.found(f"{size[0]} x {size[1]}"))
@@ -368,7 +370,10 @@ def find_problems(splits: list[Split], num_classes: int, image_size: ImageSize) 
     empty = findings.defects[EMPTY_CLASSES] = [name for name, count in of_training.items() if not count]
     findings.notes[UNVALIDATED] = [name for name, count in of_validation.items() if not count and name not in empty]
     findings.notes[TINY] = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
-    for image in (_Image(split, index) for split in splits for index in range(len(split.scans))):
+    images = [(_Image(split, at), scan) for split in splits for at, scan in enumerate(split.scans)]
+    rare = rare_kinds(scan.header for _, scan in images if scan.header.format)
+    findings.notes[UNLIKE] = [image.found(scan.header.kind) for image, scan in images if scan.header.kind in rare]
+    for image, _ in images:
         image.report(findings, num_classes, image_size)
     _add_copies(findings, splits)
     _add_near(findings, splits)
@@ -466,7 +471,9 @@ HEADINGS = {
     NEAR_OVERLAP: "nearly the same in two splits (encoded again, resized)",
     NEAR_DUPLICATES: "nearly the same within a split",
     FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",
-    MODES: "stored in another colour mode, converted when read (transparent images by DATA.BACKGROUND); or blank",
+    UNLIKE: "stored unlike nearly all others; look whether they are placeholders",
+    MODES: "colours are converted when read (transparent parts become DATA.BACKGROUND)",
+    BLANK: "bands that are blank",
     SMALL: "smaller than IMAGE_SIZE; enlarged when read",
 }
 

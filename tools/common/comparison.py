@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.report.intervals import difference_interval
 from tools.common.differences import LIKE_THESE, THESE_ALONE, Difference, interval, level_of, over_images, students
 from tools.common.per_image import PerImage, per_image
 from utils.config import Config, config_of_run
@@ -19,7 +20,6 @@ from utils.config.kinds import one_line
 from utils.errors import UserError, nearest
 from utils.record.history import History, is_end, is_start, last_line
 from utils.record.run_folder import read_about
-from utils.text import wilson
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.meta import unchecked_meta
 from vitamp.metrics import (
@@ -632,11 +632,6 @@ def _one_run_each(
 
 
 def chance(percents: tuple[float, float], images: int, comparisons: int = 1) -> tuple[float, float]:
-    """Newcombe's interval of the difference of two shares of as many images, in percentage points.
-
-    It takes the images of the two for independent, which makes it wider than that of the same images, not narrower.
-    """
+    """As if the images of the two were different ones, which makes the interval wider than that of the same images."""
     z = statistics.NormalDist().inv_cdf(level_of(comparisons))
-    (ours, theirs), (one, other) = percents, (wilson(each, images, z) for each in percents)
-    low = ours - theirs - math.hypot(ours - one.low, other.high - theirs)
-    return low, ours - theirs + math.hypot(one.high - ours, theirs - other.low)
+    return difference_interval(percents, (images, images), z)

@@ -19,7 +19,13 @@ from torch import Tensor
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluation.data import data_for_evaluation, title_of
-from engine.report.intervals import around, balanced_accuracy_interval, macro_f1_interval, of_variance
+from engine.report.intervals import (
+    around,
+    balanced_accuracy_interval,
+    difference_interval,
+    macro_f1_interval,
+    of_variance,
+)
 from engine.report.outcome import FOLDS, strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import f1, scores_of
@@ -32,9 +38,6 @@ from utils.log import log
 from utils.record.history import plain
 from utils.text import Interval, some_of, wilson
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
-
-FAR_BELOW = 5
-"""Percentage points below the validation, from which on its being the best of several does not explain them"""
 
 
 class Ranking(NamedTuple):
@@ -286,15 +289,21 @@ class OneLabel(Evaluation):
         folds = chosen.choices.get(FOLDS) if in_folds is None else in_folds
         said = strange(self.rows.label.numpy(), self.rows.guess.numpy(), trained.names(), folds)
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
-        likely = wilson(self.values[TOP1], self.images).high
-        if in_folds is None and validated is not None and likely < validated:
-            why = (
-                "those images may resemble the training images more than these do, as near copies or photographs of "
-                "one place (DATA.GROUP keeps such images together), or these are from another source"
-            )
-            if likely >= validated - FAR_BELOW:
-                why = f"the best validation of a run flatters, most on few images; or {why}"
-            said.append(f"Validation had top-1 {validated:.1f} %, above its interval here: {why}.")
+        if in_folds is None and validated is not None:
+            images = chosen.meta.get("val_images") or self.images, self.images  # older checkpoints do not know theirs
+            low, high = difference_interval((validated, self.values[TOP1]), images)
+            if low > 0:
+                said.append(
+                    f"Validation had top-1 {validated:.1f} %, {low:.1f} to {high:.1f} points above that here, more "
+                    "than chance explains: the best of several validations flatters; those images may resemble the "
+                    "training images more than these do, as near copies or photographs of one place (DATA.GROUP keeps "
+                    "such images together); or these are from another source."
+                )
+            if high < 0:
+                said.append(
+                    f"Validation had top-1 {validated:.1f} %, {-high:.1f} to {-low:.1f} points below that here, more "
+                    "than chance explains: these images are easier, or training has seen them or near copies of them."
+                )
         return said
 
     def words(self) -> str:

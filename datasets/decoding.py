@@ -267,11 +267,6 @@ class Header(NamedTuple):
     format: str = ""
     """Such as JPEG; '' where unknown"""
 
-    @property
-    def kind(self) -> str:
-        """How it is stored: 'GIF, palette'."""
-        return ", ".join(filter(None, (self.format, self.mode)))
-
 
 def header_of(encoded: Encoded, data: DataConfig) -> Header:
     if isinstance(encoded, np.ndarray):
@@ -281,8 +276,8 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
             mode, turned = _unusual_mode(image, data.IMAGE_CHANNELS), orientation_of(image) in TURNS
-            kind = "JPEG" if image.format == "MPO" else image.format or ""  # of some cameras: a JPEG file and a preview
-            return Header(mode, image.size, turned, kind)
+            # MPO files are of cameras: JPEG with a preview.
+            return Header(mode, image.size, turned, "JPEG" if image.format == "MPO" else image.format or "")
     except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
         return Header("", (0, 0))
 

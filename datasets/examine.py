@@ -49,7 +49,7 @@ LOOKED_AT = 2000
 MEASURED = 100
 """Images whose sides give `median_side`."""
 RARE = 100
-"""Images among which one that is stored as no other is called unlike the others"""
+"""Images among which one in a format of its own is called unlike the others"""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
 
@@ -89,7 +89,7 @@ class Findings:
     looked_at: int = 0
     """Images whose headers were read"""
     unlike: list[str] = field(default_factory=list)
-    """Names of those that are stored as few others, and how"""
+    """Names of those in a format that few others have, and the format"""
     modes: dict[str, int] = field(default_factory=dict)
     turned: int = 0
 
@@ -129,18 +129,18 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
     end = time.monotonic() + (HEADER_SECONDS if quick else float("inf"))
     looked_at = list(_until(end, _headers(train, count, data)))
     headers = [header for _, header in looked_at]
-    rare = rare_kinds(headers)
-    findings.unlike = [f"{train.name(at)} ({header.kind})" for at, header in looked_at if header.kind in rare]
+    rare = rare_formats(headers)
+    findings.unlike = [f"{train.name(at)} ({header.format})" for at, header in looked_at if header.format in rare]
     findings.looked_at = len(headers)
     findings.modes = dict(Counter(header.mode for header in headers if header.mode))
     findings.turned = sum(header.turned for header in headers)
     return findings
 
 
-def rare_kinds(headers: Iterable[Header]) -> set[str]:
-    """How at most one in RARE of these images is stored. Photographs seldom differ so; placeholders and drawings do."""
-    kinds = Counter(header.kind for header in headers if header.kind)
-    return {kind for kind, images in kinds.items() if images * RARE <= kinds.total()}
+def rare_formats(headers: Iterable[Header]) -> set[str]:
+    """Formats of at most one in RARE of these images: placeholders and drawings often have one of their own."""
+    formats = Counter(header.format for header in headers if header.format)
+    return {name for name, images in formats.items() if images * RARE <= formats.total()}
 
 
 def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
@@ -270,7 +270,7 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"
     if found.unlike:
-        notes.append(f"Look at these, stored unlike the others {of}: {some_of(found.unlike)}. Are they placeholders?")
+        notes.append(f"Perhaps placeholders, in another format than the others {of}: {some_of(found.unlike)}")
     if number := found.modes.get(TRANSPARENT):
         notes.append(f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {number:,} {of}")
     if number := found.modes.get(DEEP):

@@ -53,7 +53,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
         log_lines(note.translate(IN_LINE) for note in loaded.notes)
         for warning in loaded.warnings:
             log.warning(warning.translate(IN_LINE))
-        if world.first and (advice := no_gpu_notice(config, device)):
+        if world.first and (advice := no_gpu_notice(config, device, dry)):
             log.info(advice)
         if world.size > 1:
             from engine.machine.environment import join_run

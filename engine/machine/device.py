@@ -131,7 +131,7 @@ def why_one_process(config: Config) -> str:
     return "one GPU is visible" if visible_gpus(config) else "no CUDA GPU is used; -ngpus N starts N processes"
 
 
-def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] = os.environ) -> str | None:
+def no_gpu_notice(config: Config, device: torch.device, dry: bool, env: Mapping[str, str] = os.environ) -> str | None:
     """One line for the log; None if a GPU is used, or if -device cpu was given."""
     if device.type != "cpu" or config.DEVICE is not None:
         return None
@@ -146,8 +146,8 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
     why = f" ({'; '.join(facts)})" if facts else ""
     slow = ", on which training on ImageNet takes weeks" if config.DATA.DATASET == "imagenet2012" else ""
     return (
-        f"No GPU is visible{why}: this run uses the CPU{slow}. -dry_run estimates the time of training; pass "
-        "-device cpu to silence this."
+        f"No GPU is visible{why}: this run uses the CPU{slow}. "
+        f"{'' if dry else '-dry_run estimates the time of training; '}-device cpu silences this."
     )
 
 

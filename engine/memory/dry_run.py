@@ -338,10 +338,11 @@ def _costs(
         updates, computed, epochs = per_epoch, per_epoch, 1.0
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) if updates else 0
     validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)
+    more = "; longer if other programs take the cores" if device.type == "cpu" else ""
     for name, (update, validation) in costs.items():
         left = computed * update + validations * validation
         yield (
             f"{name:<11}{update:.3g} s per update, about {clock(validation)} per validation; "
             f"{counted(updates, 'update')} to go ({epochs:,.1f} epochs): about {clock(left)}, until "
-            f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M} if started now"
+            f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M} if started now{more}"
         )

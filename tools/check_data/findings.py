@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from datasets import decoding
 from datasets.base import Encoded, Key, Samples, dtype_of
 from datasets.damage import Failure, failure_or
-from datasets.examine import rare_kinds
+from datasets.examine import rare_formats
 from datasets.exclude import line_of, name_prefix, text_of
 from datasets.labels import distinct_names, images_of_classes
 from datasets.loading.loader import Plan
@@ -315,7 +315,7 @@ CONFLICTS = "conflicting labels"
 EMPTY_CLASSES, UNVALIDATED = "empty classes", "classes without validation images"
 TINY = "tiny classes"
 SMALL, MODES, BLANK = "smaller than IMAGE_SIZE", "not plain", "blank bands"
-UNLIKE = "unlike the others"
+UNLIKE = "in another format"
 NEAR_CONFLICTS = "nearly the same with conflicting labels"
 NEAR_OVERLAP, NEAR_DUPLICATES, FLAT_IMAGES = "nearly in both parts", "nearly duplicate", "of one colour"
 FEW = 5
@@ -370,11 +370,11 @@ def find_problems(splits: list[Split], num_classes: int, image_size: ImageSize) 
     empty = findings.defects[EMPTY_CLASSES] = [name for name, count in of_training.items() if not count]
     findings.notes[UNVALIDATED] = [name for name, count in of_validation.items() if not count and name not in empty]
     findings.notes[TINY] = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
-    images = [(_Image(split, at), scan) for split in splits for at, scan in enumerate(split.scans)]
-    rare = rare_kinds(scan.header for _, scan in images if scan.header.format)
-    findings.notes[UNLIKE] = [image.found(scan.header.kind) for image, scan in images if scan.header.kind in rare]
-    for image, _ in images:
+    rare = rare_formats(scan.header for split in splits for scan in split.scans)
+    for image in (_Image(split, index) for split in splits for index in range(len(split.scans))):
         image.report(findings, num_classes, image_size)
+        if (stored := image.split.scans[image.number].header.format) in rare:
+            findings.notes[UNLIKE].append(image.found(stored))
     _add_copies(findings, splits)
     _add_near(findings, splits)
     return findings
@@ -471,7 +471,7 @@ HEADINGS = {
     NEAR_OVERLAP: "nearly the same in two splits (encoded again, resized)",
     NEAR_DUPLICATES: "nearly the same within a split",
     FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",
-    UNLIKE: "stored unlike nearly all others; look whether they are placeholders",
+    UNLIKE: "perhaps placeholders: in another format than nearly all others",
     MODES: "colours are converted when read (transparent parts become DATA.BACKGROUND)",
     BLANK: "bands that are blank",
     SMALL: "smaller than IMAGE_SIZE; enlarged when read",

@@ -30,6 +30,7 @@ from engine.report.outcome import FOLDS, strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses
+from tools.common.command_line import MEMORISED
 from tools.common.tables import in_columns, shown
 from tools.common.turns import progress_bar
 from utils.cli import CommandLine
@@ -299,7 +300,7 @@ class OneLabel(Evaluation):
                     "training images more than these do, as near copies or photographs of one place (DATA.GROUP keeps "
                     "such images together); or these are from another source."
                 )
-            if high < 0:
+            if high < 0 and trained.config.DATA.PART not in MEMORISED:
                 said.append(
                     f"Validation had top-1 {validated:.1f} %, {-high:.1f} to {-low:.1f} points below that here, more "
                     "than chance explains: these images are easier, or training has seen them or near copies of them."

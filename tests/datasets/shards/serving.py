@@ -71,7 +71,7 @@ class FaultyStore(ByteRanges):
         fault = self.faults[number // self.every % len(self.faults)] if due else ""
         if fault in ("429", "503"):
             self.send_response(int(fault))
-            self.send_header("Retry-After", "0.05")
+            self.send_header("Retry-After", "86400")
             self.send_header("Content-Length", "0")
             self.end_headers()
             return None

@@ -34,6 +34,7 @@ FAULTS = ("503", "truncated", "shorter", "429", "whole")
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Twelve tar files; failed requests for them are repeated at once."""
     monkeypatch.setattr("datasets.shards.index.PAUSES", (0.0,) * 6)
+    monkeypatch.setattr("datasets.shards.index.LONGEST_PAUSE", 0.05)  # the store asks for a day
     FaultyStore.sent.clear()
     return write_set(tmp_path / "set", [4] * 12, val=12)
 
@@ -137,17 +138,55 @@ def test_download_resumes_where_a_killed_process_left_it(root: Path, address: st
     assert one.range(3, 4000, 2000) is None
 
 
+def test_download_that_another_process_has_finished_is_left_alone(
+    root: Path, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cached(address, root, tmp_path / "kept")
+    path, unfinished = cache._path(3), cache._path(3).with_suffix(".part")
+    lock = caches.fcntl.flock
+
+    def after_the_other(opened: object, how: int) -> None:
+        unfinished.rename(path)
+        lock(opened, how)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(caches.fcntl, "flock", after_the_other)
+    cache._download(3, unfinished)
+    assert not FaultyStore.sent
+    assert [kept.name for kept in path.parent.iterdir()] == [path.name]
+
+
+def test_file_in_the_cache_is_of_one_version_and_any_password(tmp_path: Path) -> None:
+    def path(user: str, stamp: str) -> Path:
+        return ShardCache(Remote(f"http://{user}@host/set"), [ShardFile("0.tar", 1, stamp)], tmp_path, 1)._path(0)
+
+    assert path("me:one", "v1") == path("me:two", "v1") != path("me:two", "v2")
+
+
+@pytest.mark.parametrize("lost", ["train/nothing.tar", "train/0001.tar"])
+def test_ranges_that_fail_are_requested_again_alone(root: Path, lost: str) -> None:
+    """A file that is missing does not keep others from being requested again."""
+    wanted = [(name, 0, 600) for name in (lost, *(f"train/{number:04d}.tar" for number in (2, 3, 4)))]
+    with serving(partial(FaultyStore, directory=str(root), every=3, faults=("503",))) as place:
+        next(count for count in FaultyStore.counts if count % 3 == 2)
+        found = Remote(place).ranges(wanted)
+    assert {*found} == {one for one in wanted if (root / one[0]).exists()}
+    assert len(FaultyStore.sent) == len(found) + 1
+
+
 def test_cache_is_bounded_and_drops_the_file_unused_for_longest(
     root: Path, address: str, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
     limit = 3.5 * (root / "train" / "0000.tar").stat().st_size
     cache = cached(address, root, tmp_path / "kept", limit)
+    (abandoned := cache.folder / f"old-{limit:.0f}.part").touch()
+    os.utime(abandoned, (0, 0))
     for number in (0, 1, 2, 0, 3):
         cache.announce([number], 1)
         until(lambda number=number: cache.has(number))
         time.sleep(0.02)
     assert [number for number in range(12) if cache._path(number).exists()] == [0, 2, 3]
     assert cache.bytes_used() <= limit
+    assert not abandoned.exists()
     cache.announce([4, 5, 6, 7], 4)
     until(lambda: "there is no room" in said.text)
     assert cache.bytes_used() <= limit, "nor does it remove what is needed now"

@@ -103,13 +103,13 @@ def test_notice_names_why_no_gpu_is_visible(
 ) -> None:
     monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path if driver_there else tmp_path / "nowhere")
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    notice = device.no_gpu_notice(Config(), CPU, env) or ""
+    notice = device.no_gpu_notice(Config(), CPU, False, env) or ""
     assert said in notice
     assert ("built for CPUs only" in notice) == (driver_there and cuda is None)
     digits = Config().changed(DATA=DataConfig(DATASET="digits"))
     assert "training on ImageNet takes weeks" in notice
-    assert "ImageNet" not in (device.no_gpu_notice(digits, CPU, env) or "ImageNet")
-    assert device.no_gpu_notice(Config(DEVICE="cpu"), CPU, env) is None
+    assert "ImageNet" not in (device.no_gpu_notice(digits, CPU, True, env) or "ImageNet")
+    assert device.no_gpu_notice(Config(DEVICE="cpu"), CPU, False, env) is None
 
 
 def test_notice_is_logged_once_per_run(vitamp: Vitamp, tiny: Path) -> None:

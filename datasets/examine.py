@@ -124,8 +124,15 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
         if test is not None:
             for title, of in (("training", train), ("validation", validation)):
                 findings.copies_in_test[title] = find_copies(of, test, seconds)
+    if train.stored != "pixels":
+        _look_at_headers(findings, train, data)
+    return findings
 
-    count = 0 if train.stored == "pixels" else min(LOOKED_AT, len(train)) if quick else len(train)
+
+def _look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> None:
+    """How the training images are stored."""
+    quick = data.CHECK == "quick"
+    count = min(LOOKED_AT, len(train)) if quick else len(train)
     end = time.monotonic() + (HEADER_SECONDS if quick else float("inf"))
     looked_at = list(_until(end, _headers(train, count, data)))
     headers = [header for _, header in looked_at]
@@ -134,7 +141,6 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
     findings.looked_at = len(headers)
     findings.modes = dict(Counter(header.mode for header in headers if header.mode))
     findings.turned = sum(header.turned for header in headers)
-    return findings
 
 
 def rare_formats(headers: Iterable[Header]) -> set[str]:
@@ -242,6 +248,10 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
 
 def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) -> list[str]:
     """Lines for the log. `check`: the command that checks this data set."""
+    return [*_of_classes(found, data, train), *_of_storage(found, data), *_of_search(found, check)]
+
+
+def _of_classes(found: Findings, data: DataConfig, train: TrainConfig) -> Iterator[str]:
     training = found.classes["training"]
     text = f"Data: {', '.join(f'{count:,} {title}' for title, count in found.images.items())} images"
     if training:
@@ -250,7 +260,7 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
         text += f"({largest}) training images"
         if found.largest_class_percent is not None:
             text += f". Always guessing the largest class would give {found.largest_class_percent:.1f} % in validation"
-    notes = [text]
+    yield text
 
     counts = [count for count in training.values() if count]
     unequal = found.largest_class_percent is not None and counts and max(counts) >= UNEQUAL * min(counts)
@@ -263,25 +273,31 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
         )
         if train.CLASS_WEIGHTS is not None or data.SAMPLER == "balanced":
             alike = "Balanced accuracy counts classes alike; SAVE_BEST_BY=balanced_acc chooses by it"
-        notes.append(
+        yield (
             f"The largest class has {max(counts) / min(counts):.0f} times as many images as the smallest: top-1 mostly "
             f"counts the large ones. {alike}"
         )
+
+
+def _of_storage(found: Findings, data: DataConfig) -> Iterator[str]:
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"
     if found.unlike:
-        notes.append(f"Perhaps placeholders, in another format than the others {of}: {some_of(found.unlike)}")
+        yield f"Perhaps placeholders, in another format than the others {of}: {some_of(found.unlike)}"
     if number := found.modes.get(TRANSPARENT):
-        notes.append(f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {number:,} {of}")
+        yield f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {number:,} {of}"
     if number := found.modes.get(DEEP):
-        notes.append(f"With 16 bits, of which 8 are read: {number:,} {of}. DATA.BITS=16 reads all (docs/bands.md)")
+        yield f"With 16 bits, of which 8 are read: {number:,} {of}. DATA.BITS=16 reads all (docs/bands.md)"
     if found.turned and not data.EXIF_ROTATE:
-        notes.append(
+        yield (
             f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "
             f"DATA.EXIF_ROTATE=true turns them{', in pack_images.py too' if data.DATASET == 'shards' else ''}"
         )
+
+
+def _of_search(found: Findings, check: str) -> Iterator[str]:
     if found.copies is None:
-        notes.append(
+        yield (
             "Not searched for copies in both splits, because the images are raw pixels or not on this machine; "
             f"`{check}` does it"
         )
@@ -291,8 +307,7 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
             if copies.training < found.images[other]:
                 some += f" with {copies.training:,} of {found.images[other]:,} {other} images"
             only = f"only {some}, in the time of DATA.CHECK quick"
-            notes.append(f"Searched for copies in both splits: {only}; `{check}` compares all")
-    return notes
+            yield f"Searched for copies in both splits: {only}; `{check}` compares all"
 
 
 def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:

@@ -422,7 +422,7 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
     assert remarks("aaaaaaaabbbbc") == []
     assert remarks("aaaaaaabbbbbc") == [], "a single image"
     assert remarks("aaaaabbbbbbba") == [
-        "A frequent mistake: a is taken for b (3 of 8 images).",
+        "A frequent mistake: a taken for b (3 of 8 images).",
         "1 class of 3 is never recognised: c.",
     ]
     rows = evaluations._one_label(trained, images, "validation image", BALANCED)["classes"]
@@ -430,7 +430,7 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
     remarks("aaaabbccbbbbc")
     rows = evaluations._one_label(trained, images, "validation image", BALANCED)["classes"]
     assert {row["name"]: row["mistaken_for"] for row in rows} == {"a": "b, c (2 each)", "b": "", "c": ""}
-    both = "Frequent mistakes: a is taken for b (3 of 8 images); a is taken for c (3 of 8 images)."
+    both = "Frequent mistakes: a taken for b (3 of 8 images); a taken for c (3 of 8 images)."
     assert remarks("aabbbcccbbbbc") == [both]
 
 

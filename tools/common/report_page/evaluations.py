@@ -133,8 +133,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     often = [pair for pair in pairs if pair["images"] == pairs[0]["images"] >= NOTABLE_IMAGES]
     if often := [pair for pair in often if pair["percent"] >= NOTABLE_PERCENT]:
         each = [
-            f"{one['true']} is taken for {one['guess']} ({one['images']:,} of {one['of_class']:,} images)"
-            for one in often
+            f"{one['true']} taken for {one['guess']} ({one['images']:,} of {one['of_class']:,} images)" for one in often
         ]
         remarks.append(f"{'Frequent mistakes' if each[1:] else 'A frequent mistake'}: {some_of(each, 3, '; ')}.")
     remarks += found.strange(trained)

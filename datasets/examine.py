@@ -27,7 +27,7 @@ from datasets.registry import comes_unsplit, open_test
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.train import LOSSES, TrainConfig
-from utils.log import log
+from utils.log import IN_FULL, log
 from utils.program import tool
 from utils.record.run_folder import CONFIG, DATA, write_json
 from utils.text import some_of
@@ -234,8 +234,8 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     check = f"{tool('check_data')} {shlex.join([*settings, *use])}"
     notes = notes_of(found, config.DATA, config.TRAIN, check)
     warnings = [*warnings_of(found, config.DATA, check)]
-    for note in notes:
-        log.info("%s.", note)
+    for number, note in enumerate(notes):
+        log.info("%s.", note, extra=IN_FULL if number else None)  # the first says what the banner does
     for warning in warnings:
         log.warning("%s", warning)
     if folder is None:

@@ -26,7 +26,7 @@ LOG = "log.txt"
 DETAIL = {"detail": True}
 """`extra` of a log line that a terminal with a table of epochs leaves out; log.txt and pipes have it."""
 IN_FULL = {"in_full": True}
-"""`extra` of a log line that such a terminal does not shorten before training begins."""
+"""`extra` of a log line that such a terminal neither shortens nor leaves out before training begins."""
 SHOWN = (*range(32), *range(127, 160), *range(0xDC80, 0xDD00))
 IN_LINE = {code: ascii(chr(code))[1:-1] for code in SHOWN}
 """What a line shows of control characters in a name or setting, and of bytes that are not UTF-8"""

@@ -43,10 +43,11 @@ class Brief:
     def shown(self, record: logging.LogRecord, text: str) -> str | None:
         """The text as it is shown; None: not at all."""
         if record.levelno < logging.WARNING and not self.training:
-            if getattr(record, "detail", False) or (self._banner and self.lines >= MOST_LINES - 2):
-                self.left_out += not getattr(record, "detail", False)
+            detail, in_full = getattr(record, "detail", False), getattr(record, "in_full", False)
+            if detail or (self._banner and self.lines >= MOST_LINES - 2 and not in_full):
+                self.left_out += not detail
                 return None
-            if not getattr(record, "in_full", False):
+            if not in_full:
                 text = shortened(text.partition("\n")[0])
         elif getattr(record, "detail", False):
             return None

@@ -19,7 +19,7 @@ from engine.report.outcome import mark_of_best
 from engine.task.one import ValidationMeans
 from tests.terminal import screen
 from utils.config import Config
-from utils.log import DETAIL, brief_terminal, log, print_on_terminal, shorten_on_terminal, start_log
+from utils.log import DETAIL, IN_FULL, brief_terminal, log, print_on_terminal, shorten_on_terminal, start_log
 from utils.terminal import Brief
 from vitamp.metrics import AVERAGE, PLAIN
 
@@ -109,11 +109,13 @@ def test_many_notes_on_the_data_are_counted_instead(monkeypatch: pytest.MonkeyPa
     print_on_terminal(brief.banner("vitamp\n  tag        text\n\n  inputs     mean\n  data       digits"))
     for number in range(9):
         log.info("note %d", number)
+    log.info("to be read", extra=IN_FULL)
     log.warning("shown")
     assert screen(terminal.getvalue()) == [
         "vitamp",
         "  data       digits",
         *(f"note {n}" for n in range(6)),
+        "to be read",
         "warning: shown",
         "",
     ]

@@ -26,12 +26,12 @@ from datasets.labels import distinct_names, images_of_classes
 from datasets.registry import comes_unsplit, open_test
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.config.train import LOSSES, TrainConfig
+from utils.config.train import LOSSES
 from utils.log import IN_FULL, log
 from utils.program import tool
 from utils.record.run_folder import CONFIG, DATA, write_json
 from utils.text import some_of
-from vitamp.metrics import NO_LABELS
+from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS
 
 Item = TypeVar("Item")
 
@@ -232,7 +232,7 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     # A tool executes no code that the run's settings name.
     use = ["-use", ",".join(config.own_files)] if config.own_files and (folder or "-use" not in same) else []
     check = f"{tool('check_data')} {shlex.join([*settings, *use])}"
-    notes = notes_of(found, config.DATA, config.TRAIN, check)
+    notes = notes_of(found, config, check)
     warnings = [*warnings_of(found, config.DATA, check)]
     for number, note in enumerate(notes):
         log.info("%s.", note, extra=IN_FULL if number else None)  # the first says what the banner does
@@ -246,13 +246,13 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
         log.warning("%s: cannot be written (%s).", folder / DATA, error.strerror)
 
 
-def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) -> list[str]:
+def notes_of(found: Findings, config: Config, check: str) -> list[str]:
     """Lines for the log. `check`: the command that checks this data set."""
-    return [*_of_classes(found, data, train), *_of_storage(found, data), *_of_search(found, check)]
+    return [*_of_classes(found, config), *_of_storage(found, config.DATA), *_of_search(found, check)]
 
 
-def _of_classes(found: Findings, data: DataConfig, train: TrainConfig) -> Iterator[str]:
-    training = found.classes["training"]
+def _of_classes(found: Findings, config: Config) -> Iterator[str]:
+    training, train = found.classes["training"], config.TRAIN
     text = f"Data: {', '.join(f'{count:,} {title}' for title, count in found.images.items())} images"
     if training:
         smallest, largest = (pick(training, key=lambda name: training[name]) for pick in (min, max))
@@ -271,8 +271,10 @@ def _of_classes(found: Findings, data: DataConfig, train: TrainConfig) -> Iterat
             f"DATA.SAMPLER=balanced{weights} would weigh classes alike, and SAVE_BEST_BY=balanced_acc would choose the "
             "best checkpoint so"
         )
-        if train.CLASS_WEIGHTS is not None or data.SAMPLER == "balanced":
-            alike = "Balanced accuracy counts classes alike; SAVE_BEST_BY=balanced_acc chooses by it"
+        if train.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
+            alike = "Balanced accuracy counts classes alike"
+            if config.SAVE_BEST_BY not in (BALANCED.name, MACRO_F1.name):
+                alike += "; SAVE_BEST_BY=balanced_acc chooses by it"
         yield (
             f"The largest class has {max(counts) / min(counts):.0f} times as many images as the smallest: top-1 mostly "
             f"counts the large ones. {alike}"

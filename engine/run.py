@@ -232,8 +232,11 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
     untrained = trainer.best.figure is not None and trainer.best.update == 0 < trainer.position.update
     if config.MODEL.starts_at_probe and untrained:
         log.info(PROBE_IS_BEST)
-    place = ""
+    place, clocked = "", "total time"
     if run.world.first:
+        history = History.of_run(folder)
+        if any(line.get("what") == "resume" for line in history.of("run")):
+            clocked = "time since the resume"
         by, figure = metric_named(trainer.best.by), trainer.best.figure
         known, labels = trainer.best_metrics, ready.val_set.sample_labels()
         guesses = known.predictions.get("guess") if known and known.value(by.name) == figure else None
@@ -242,13 +245,13 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         if trainer.probe_metrics and guesses is not None and trainer.best.update:
             said.append(beside_probe(labels, trainer.probe_metrics.predictions["guess"], guesses))
         if context and figure is not None:
-            said.append(flatters(len(History.of_run(folder).of("val")), folder, config.DATA))
+            said.append(flatters(len(history.of("val")), folder, config.DATA))
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
         log_lines((*said, *_strange(ready, folder, guesses), copies_in_words(folder), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best.words_after(": best "), clock(time.monotonic() - stopping.BEGAN)
-    log.info("%s%s; total time %s%s", words, best, total, place)
+    log.info("%s%s; %s %s%s", words, best, clocked, total, place)
     if run.world.first and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_bytes(os.fsencode(f"{folder}\n"))
 

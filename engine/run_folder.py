@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from utils.record.run_folder import (
     make_folder,
     missing_from,
     os_errors_as_user_errors,
+    read_about,
     write_json,
 )
 from utils.text import redacted, some_of
@@ -102,6 +104,9 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
         "parameters": dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True)),
     }
     with os_errors_as_user_errors(folder):
+        with suppress(UserError):  # of a resumed run; without it, or damaged, it is only not said
+            begun = read_about(folder)
+            about["begun"] = begun.get("begun", {key: begun.get(key) for key in ("command", "started")})
         if config.USE:
             from utils.own_code import keep_own_code
 

@@ -24,7 +24,7 @@ from models.parts import BATCH_NORM, classifiers, in_eval_mode
 from utils.config.data import DataConfig
 from utils.distributed.world import broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
-from utils.log import log
+from utils.log import DETAIL, log
 from utils.progress import Progress
 from utils.text import counted
 from vitamp.pooling import pool_of
@@ -141,6 +141,7 @@ def fit(
         return total.detach()
 
     best, stale = None, 0
+    log.info("Fitting linear classifiers to the features of %s ...", counted(count, "image"), extra=DETAIL)
     for strength in Progress(STRENGTHS, len(STRENGTHS), "strengths", "linear classifier"):
         scale = torch.cat(((curves + strength).sqrt(), curves.new_ones(1)))[:, None]
         weights = (found * scale).requires_grad_(True)

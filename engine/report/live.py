@@ -100,7 +100,7 @@ class Live:
         self._bar.set_description_str(self._place(position), refresh=False)
         if self._table is not None:
             epochs = position.epoch - (position.step > 0) + position.step / self._per_epoch
-            self._table.validated(f"{epochs:.2f}", metrics, seconds, mark)
+            self._table.validated(f"{epochs:.2f}" if epochs else "start", metrics, seconds, mark)
 
     def close(self) -> None:
         """The training ended or failed."""

@@ -46,6 +46,11 @@ def test_max_time_pauses_and_is_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Pa
     assert not (run / "curves.png").exists(), "there is no time left for drawing"
     more = f"TRAIN.MAX_UPDATES={paused['update'] + 3}"
     said = vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto", more, code=0).out
+    assert "; time since the resume 0:0" in said
+    about = json.loads((run / "run.json").read_text())
+    assert "-max_time 1:00:00" in about["begun"]["command"]
+    assert "-resume auto" in about["command"]
+    assert about["begun"]["started"] < about["started"]
     assert re.search(r"Train Loss: .*, time: \d\.\d\d since the resume", said), "only a part of the epoch"
     assert said.count("since the resume") == 1
     assert [line["what"] for line in metrics(run, "run")] == ["start", "paused", "resume", "end"]

@@ -17,7 +17,7 @@ from datasets.sources.files import FileSamples
 from tests.datasets.opened import of_shards, part
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import TINY_DIGITS, Result, Vitamp, metrics
-from utils.config import load_config
+from utils.config import Config, load_config
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -152,7 +152,7 @@ def test_a_part_is_compared_where_the_time_is_short(icons: Path, monkeypatch: py
     assert found.copies is not None
     assert 0 < found.copies.compared < 13
     assert 0 < found.looked_at < 56
-    said = notes_of(found, DataConfig(), TrainConfig(), "check")
+    said = notes_of(found, Config(), "check")
     assert any(f"only {found.copies.compared} of 13 validation images" in line and "`check`" in line for line in said)
     assert any(f"of {found.looked_at} training images looked at" in line for line in said)
     everything = examine(samples(icons, "train"), samples(icons, "val"), DataConfig(CHECK="full"))
@@ -164,7 +164,7 @@ def test_a_part_is_compared_where_the_time_is_short(icons: Path, monkeypatch: py
     found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig(IMAGE_CHANNELS=3))
     assert found.copies is not None
     assert 0 < found.copies.training < 56
-    said = notes_of(found, DataConfig(), TrainConfig(), "check")
+    said = notes_of(found, Config(), "check")
     assert any(f"images with {found.copies.training} of 56 training images, in the time" in line for line in said)
 
 
@@ -176,7 +176,7 @@ def test_unreadable_files_are_no_copies_of_each_other(icons: Path) -> None:
     found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig())
     assert found.copies is not None
     assert found.copies.found == 3, "copy2, the empty file, and the damaged one"
-    assert not any("Searched" in line for line in notes_of(found, DataConfig(), TrainConfig(), "check"))
+    assert not any("Searched" in line for line in notes_of(found, Config(), "check"))
     data = [DataConfig(DATASET="imagefolder", DATA_PATH=str(root)) for root in (icons, icons / "train")]
     data += [DataConfig(DATASET="csv"), data[0].changed(EXCLUDE="exclude.txt")]
     told = [[*warnings_of(found, one, "check")] for one in data]
@@ -189,8 +189,8 @@ def test_images_that_are_not_compared_are_named(icons: Path) -> None:
         split = samples(icons, "train")
         vars(split).update(change)
         for check in ("quick", "full"):
-            data = DataConfig(CHECK=check)
-            said = notes_of(examine(split, samples(icons, "val"), data), data, TrainConfig(), "check")
+            config = Config(DATA=DataConfig(CHECK=check))
+            said = notes_of(examine(split, samples(icons, "val"), config.DATA), config, "check")
             assert any("the images are raw pixels or not on this machine" in line for line in said)
             assert not any("DATA.CHECK quick" in line for line in said)
 
@@ -198,10 +198,15 @@ def test_images_that_are_not_compared_are_named(icons: Path) -> None:
 def test_class_weights_are_advised_where_a_loss_takes_them(icons: Path) -> None:
     found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig())
     for train in (TrainConfig(), TrainConfig(DISTILLATION_TYPE="soft"), TrainConfig(LOSS="mine")):
-        (said,) = (line for line in notes_of(found, DataConfig(), train, "check") if "14 times" in line)
+        (said,) = (line for line in notes_of(found, Config(TRAIN=train), "check") if "14 times" in line)
         assert ("CLASS_WEIGHTS" in said) == (train == TrainConfig())
         assert "SAVE_BEST_BY=balanced_acc would choose the best checkpoint" in said
-    assert "14 times" not in "".join(notes_of(found, DataConfig(), TrainConfig(NUM_EPOCHS=0), "check")), "of a probe"
+    probe = Config(TRAIN=TrainConfig(NUM_EPOCHS=0))
+    assert "14 times" not in "".join(notes_of(found, probe, "check"))
+    for metric in ("acc1", "balanced_acc"):
+        config = Config(DATA=DataConfig(SAMPLER="balanced"), SAVE_BEST_BY=metric)
+        said = "".join(notes_of(found, config, "check"))
+        assert ("SAVE_BEST_BY=balanced_acc chooses by it" in said) is (metric == "acc1")
 
 
 @pytest.mark.parametrize("words", ["DATA.SAMPLER=balanced", "TRAIN.CLASS_WEIGHTS=balanced"])

@@ -500,6 +500,7 @@ def test_nearly_equal_images_of_two_classes_are_defects(check: Check, tmp_path: 
     assert Path(found["name"]).name == "again.jpg"
     assert found["about"].endswith("ant/0.png, but bee instead of ant")
     assert "DEFECT: nearly the same with different labels, of which one is probably wrong: 1" in done.out
+    assert "different labels stay: see which label is right, then list the other image in DATA.EXCLUDE" in done.out
 
 
 def test_fix_removes_no_image_for_a_table_that_names_it_twice(check: Check, tree: Path, tmp_path: Path) -> None:

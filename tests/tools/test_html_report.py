@@ -551,6 +551,11 @@ def test_reasons_for_no_verdict(report: Report, first: Path) -> None:
     (other / "run.json").write_text(json.dumps(about | {"samples": {"train": 1437, "val": 130}}))
     said, _ = report(first, other)
     assert "No verdict: the runs may validate on different images (their number differs)." in said
+    fewer = copied(first, "fewer", 90.0, RATE, "EXCLUDE: null -> EXCLUDE: of_training.txt")
+    assert "may validate on" not in report(first, fewer)[0], "the same ones, as their checkpoints say"
+    for meta in fewer.glob("checkpoints/*/meta.json"):
+        meta.write_text(meta.read_text().replace('"val_data": "', '"val_data": "0'))
+    assert "may validate on different images (DATA.EXCLUDE)." in report(first, fewer)[0]
     mae = copied(first, "mae", 90.0, "MAE_PRETRAIN: .+ -> MAE_PRETRAIN: true", "SAVE_BEST_BY: .+ -> SAVE_BEST_BY: loss")
     assert "the metrics of runs with one label per image and without labels differ" in report(first, mae)[0]
     half = copied(mae, "half", 90.0, "MASK_RATIO: 0.75 -> MASK_RATIO: 0.5")

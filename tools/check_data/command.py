@@ -108,6 +108,11 @@ def _check(config: Config, fix: Path | None, json_file: Path | None, near: bool,
     if not near and any(one.split == "training" for one in findings.defects[report.NEAR_OVERLAP]):
         way = "-near -overwrite" if fix else "-fix FILE -near"
         advice.append(f"Images that are nearly the same as one of another split stay: look at them, then add {way}.")
+    if findings.defects[report.NEAR_CONFLICTS]:
+        advice.append(
+            "Nearly the same images with different labels stay: see which label is right, then list the other image in "
+            "DATA.EXCLUDE, or another label for it in DATA.RELABEL."
+        )
     log.info(report.text(findings, data, advice))
     if json_file is not None:
         with writing(json_file, "-json"):

@@ -590,6 +590,8 @@ def _not_comparable(runs: Sequence[Finished]) -> str:
         return "they are on different numbers of folds (DATA.FOLD), and so on different images."
     keys = validation_keys(runs[0].config)
     different = [key for key in keys if len({one_line(value_of(run.config, key)) for run in runs}) > 1]
+    if len(validated_on := {_names_and_labels(run.folder) for run in runs}) == 1 and None not in validated_on:
+        different = [key for key in different if key in ("DATA.DATASET", "DATA.DATA_PATH", *HIDDEN)]
     by_fold: dict[object, set[object]] = {}
     for run in runs:
         by_fold.setdefault(run.config.DATA.FOLD, set()).add(run.metrics["validation_images"])
@@ -597,6 +599,12 @@ def _not_comparable(runs: Sequence[Finished]) -> str:
         what = "patches" if {*different} & {*HIDDEN} else "images"
         return f"the runs may validate on different {what} ({', '.join(different) or 'their number differs'})."
     return ""
+
+
+def _names_and_labels(folder: Path) -> str | None:
+    """A hash of those of the validation images, of its last checkpoint."""
+    root = folder / CHECKPOINTS
+    return unchecked_meta(root / (read_index(root)["last"] or "none")).get("val_data")
 
 
 def _one_run_each(

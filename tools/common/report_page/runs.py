@@ -154,6 +154,7 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         found[f"best {metric.words}"] = text
         last = history.last(metric).items()
         found[f"last {metric.words}"] = ", ".join(which.marked(metric.number(value)) for which, value in last)
+    begun = about.get("begun", about)
     rate, memory = history.images_per_second, history.peak_memory_gb
     weights = about.get("parameters")
     some = f", trainable {weights['trainable']:,}" if weights and weights["trainable"] != weights["all"] else ""
@@ -174,9 +175,10 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "device": about.get("device"),
         "processes": about.get("choices", {}).get("world_size"),
         "tag": about.get("tag"),
-        "started": re.sub(r"T(\d\d:\d\d).*", r" \1", about.get("started", "")),
+        "started": re.sub(r"T(\d\d:\d\d).*", r" \1", begun.get("started") or ""),
         "versions": ", ".join(f"{name} {number}" for name, number in about.get("versions", {}).items()),
-        "command": about.get("command"),
+        "command": begun.get("command"),
+        "last resumed by": about.get("command") if "begun" in about else "",
         "folder": run.folder.resolve(),
     }
 

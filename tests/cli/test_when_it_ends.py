@@ -51,7 +51,7 @@ def test_max_time_pauses_and_is_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Pa
     assert "-max_time 1:00:00" in about["begun"]["command"]
     assert "-resume auto" in about["command"]
     assert re.search(r"Train Loss: .*, time: \d\.\d\d since the resume", said), "only a part of the epoch"
-    assert said.count("since the resume") == 1
+    assert said.count("since the resume") == 2, "of this epoch, and at the end"
     assert [line["what"] for line in metrics(run, "run")] == ["start", "paused", "resume", "end"]
     assert metrics(run, "run")[-1]["update"] == paused["update"] + 3
 

@@ -129,7 +129,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     ]
     metric = deciding if deciding in found.values else TOP1
     guess_of = {TOP1: found.largest_class_percent, BALANCED: 100 / len(found.present)}.get(metric)
-    always, remarks = "always guessing the largest class", []
+    always, remarks = "guessing one class" if metric is BALANCED else "always guessing the largest class", list[str]()
     often = [pair for pair in pairs if pair["images"] == pairs[0]["images"] >= NOTABLE_IMAGES]
     if often := [pair for pair in often if pair["percent"] >= NOTABLE_PERCENT]:
         each = [

@@ -170,6 +170,19 @@ def test_copies_of_training_images_are_named(vitamp: Vitamp, run: Path, place: P
         (place / "gone").rename(place / "own")
 
 
+def test_copies_are_counted_with_more_outputs_than_classes(vitamp: Vitamp, tmp_path: Path) -> None:
+    own = folders(tmp_path / "own", "own", 5)
+    rows = [f"{image.relative_to(own)},{image.parent.name}" for image in sorted(own.glob("*/*.jpg"))]
+    for name in ("own.csv", "same.csv"):
+        (own / name).write_text("\n".join(["file,labels", *rows]) + "\n")
+        rows = [row for row in rows if "own0" not in row]
+    recipe = RECIPE.format(path=own / "own.csv", exclude="null").replace("imagefolder", "csv, MULTI_LABEL: true")
+    (tmp_path / "icons.yaml").write_text(recipe.replace("CLASSES: 3", "CLASSES: 5"))
+    vitamp("-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "run", code=0)
+    done = vitamp(tmp_path / "run", "-data_path", own / "same.csv", script="scripts/evaluate.py", code=0)
+    assert "of 12 compared images have the bytes of training images" in done.err
+
+
 def test_stripped_weights_recognise_the_data_of_their_run(
     vitamp: Vitamp, run: Path, place: Path, tmp_path: Path
 ) -> None:

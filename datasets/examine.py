@@ -172,7 +172,7 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
         copies.compared += len(validating)
         for digest, index in digests:
             if digest in twins:
-                other = np.any(validation.labels[index] != train.labels[twins[digest]])
+                other = not np.array_equal(validation.labels[index], train.labels[twins[digest]])
                 copies.found += 1
                 copies.relabelled += int(other)
                 names = validation.name(index), train.name(twins[digest])

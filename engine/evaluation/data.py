@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 
 from datasets import check_dataset, comes_unsplit, has_labels, identity_of, source_of, validates_on_test
-from datasets.base import TITLES
+from datasets.base import TITLES, ImageDataset
+from datasets.examine import QUICK_SECONDS, find_copies
 from datasets.exclude import excluded, read_rows
 from datasets.labels import ANY_LABEL
 from datasets.recognise import recognise
-from datasets.registry import squeezes, unread_path
+from datasets.registry import open_dataset, squeezes, unread_path
 from datasets.sources.split import TooFewToSplit
 from engine.evaluation.knn import OF_OWN_DATA, place_of
 from engine.setup import training_data
@@ -27,7 +28,7 @@ from utils.config.load import config_of_weights
 from utils.config.resumed import resumed_run, settings_of
 from utils.distributed.world import ALONE
 from utils.errors import UserError
-from utils.log import unheard
+from utils.log import unheard, warn_once
 from utils.record.history import History
 from utils.record.run_folder import copies_in_words
 from vitamp.checkpoints import CHECKPOINTS, read_index, run_folder_of
@@ -79,7 +80,7 @@ def settings_for_evaluation(
         notes += [f"{PART} {changes[PART]}: {why}"] if why else []
         unlisted = saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None
         if origin == "other" and unlisted:
-            notes.append("If it is, without some images or with other labels, give DATA.EXCLUDE or DATA.RELABEL")
+            notes.append("If only some images or labels differ, give DATA.EXCLUDE or DATA.RELABEL")
     return changes, notes
 
 
@@ -89,8 +90,8 @@ def _part_of(config: Config, origin: Origin, unsplit: bool) -> tuple[str, str]:
     if origin == "moved":
         return "val", f"{place} is the data that the model was trained on, in another place"
     if origin == "other":
-        why = " and has no validation split of its own" if unsplit else ""
-        return "all" if unsplit else "val", f"{place} is not recognised as the data that the model was trained on{why}"
+        part, why = ("all", "; it has no validation split of its own") if unsplit else ("val", "")
+        return part, f"{place} has other file names or labels than the training, though perhaps the same images{why}"
     if origin == "same place" or not unsplit:
         return "val", ""
     try:
@@ -190,6 +191,28 @@ def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
     if run is None or config.DATA.PART not in ("val", AUTO) or whose_data(config, saved) != "same place":
         return ""
     return copies_in_words(run, images)
+
+
+def warn_of_copies(config: Config, saved: Chosen | None, dataset: ImageDataset, most_percent: float = 100) -> None:
+    """Warn of images of other data whose bytes the model was trained on; refuse more of them than `most_percent`."""
+    if saved is None or whose_data(config, saved) in OF_RUN or "DATA.DATASET" not in settings_of(saved):
+        return
+    train, evaluated = None, dataset.single_images()
+    with unheard(), suppress(UserError):  # it may be gone, or on another machine
+        own = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
+        if "://" not in str(own.DATA_PATH):
+            train = open_dataset(own, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
+    if not (train and evaluated) or evaluated.remote or "pixels" in (train.stored, evaluated.stored):
+        return
+    copies = find_copies(train, evaluated, QUICK_SECONDS)
+    for copy, original in copies.examples[:1]:
+        said = (
+            f"{copies.found:,} of {copies.compared:,} compared images have the bytes of training images ({copy} is "
+            f"{original}); at most {len(evaluated) - copies.found:,} are new, and only these show what to expect."
+        )
+        if 100 * copies.found > most_percent * copies.compared:
+            raise UserError(f"-calibrate needs images that the model was not trained on: {said}")
+        warn_once(said)
 
 
 def validations_of(config: Config, saved: Chosen) -> int:

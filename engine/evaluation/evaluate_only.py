@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.checkpoint.find import chosen_checkpoint
 from engine.checkpoint.restore import check_classes, check_task, check_unchanged, load_weights, restore_fp32
-from engine.evaluation.data import copies_evaluated, evaluated_weights
+from engine.evaluation.data import copies_evaluated, evaluated_weights, warn_of_copies
 from engine.evaluation.evaluate import validate
 from engine.machine.device import Run
 from engine.measure.meters import Position
@@ -46,6 +46,8 @@ def evaluate_only(given: Run, dry: bool) -> None:
         on_every_rank(world, lambda: check_classes(saved.place, saved.classes, ready.val_set.classes, config))
     folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
+    if world.first:
+        warn_of_copies(config, saved, ready.val_set)
     weights = "the weights match the model"
     if checkpoint is None and not config.MODEL.PRETRAINED:
         weights = "no weights were loaded"
@@ -74,10 +76,9 @@ def evaluate_only(given: Run, dry: bool) -> None:
     by = metric_named(config.SAVE_BEST_BY)
     values = {which: means.value(by.name) for which, means in metrics.items()}
     better = best_set(values, by) or PLAIN
-    images = len(ready.val_set)
     guesses = metrics[better].predictions.get("guess")
     context = in_context(by, values[better], largest_class(ready), ready.val_set.sample_labels(), guesses)
-    log_lines((context, copies_evaluated(config, saved, images)))
+    log_lines((context, copies_evaluated(config, saved, len(ready.val_set))))
     # All metrics of the better weights; of the others, the one that they are compared by.
     fields = metrics[better].fields().items()
     text = ", ".join(f"{name} {value:.4f}" for name, value in fields if value is not None)

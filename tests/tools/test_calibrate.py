@@ -44,7 +44,7 @@ def test_fit_finds_the_temperature_of_lowest_nll() -> None:
 
 def test_fit_without_a_minimum_is_refused() -> None:
     labels = torch.arange(60) % 3
-    with pytest.raises(UserError, match="all of them are classified correctly"):
+    with pytest.raises(UserError, match=r"on these images, .* all of them are classified correctly"):
         fit_temperature(F.one_hot(labels, 3).float(), labels)
 
 
@@ -150,6 +150,7 @@ def test_a_large_calibration_error_names_the_remedy(
     assert hint not in say(digits_run, code=0).out
     monkeypatch.setattr("tools.evaluate.calibrate.LARGE_ECE", 0.5)
     said = say(digits_run, code=0).out
+    assert re.search(r"\nThe model is (over|under)confident: mean confidence [0-9.]+ %, top-1 [0-9.]+ %\.\n", said)
     assert re.search(rf"\nA calibration error beyond the [0-9.]+ % .* on 360 images: {hint}\n", said)
     assert hint not in say(run, "-weights", "model", "-no_calibration", code=0).out, "it has one"
     assert hint not in say(digits_run, "-part", "train", code=0).out, "-calibrate refuses training images"

@@ -59,9 +59,9 @@ def test_all_of_other_data_is_evaluated_without_the_runs_exclusions(
 ) -> None:
     other = folders(tmp_path / "new", "new", 5)
     found = evaluated(vitamp, run, "-data_path", other)
-    why = "is not recognised as the data that the model was trained on and has no validation split of its own"
+    why = "has other file names or labels than the training, though perhaps the same images; "
     assert f"imagefolder in {other}, all images: 15 images\n" in found
-    assert f"\nDATA.PART all: imagefolder in {other} {why}." in found
+    assert f"\nDATA.PART all: imagefolder in {other} {why}it has no validation split of its own." in found
     assert f"DATA.EXCLUDE {place / 'exclude.txt'} of the run has no effect: imagefolder in {other} is other" in found
     excluded = evaluated(vitamp, run, "-data_path", other, f"DATA.EXCLUDE={place / 'exclude.txt'}")
     assert f"imagefolder in {other}, all images: 14 images\n" in excluded
@@ -74,7 +74,7 @@ def test_other_data_with_splits_is_evaluated_on_its_validation_split(vitamp: Vit
         folders(tmp_path / "new" / name, name, each)
     found = evaluated(vitamp, run, "-data_path", tmp_path / "new")
     assert found.startswith(f"imagefolder in {tmp_path / 'new'}, validation split: 6 images\n")
-    assert "is not recognised as the data that the model was trained on." in found
+    assert "has other file names or labels than the training, though perhaps the same images." in found
     test = evaluated(vitamp, run, "-data_path", tmp_path / "new", "-part", "test")
     assert test.startswith(f"imagefolder in {tmp_path / 'new'}, test split: 9 images")
 
@@ -138,6 +138,49 @@ def test_data_that_has_moved_keeps_the_split_of_the_run(
     assert (done.code, "For other images than the run's, give DATA.EXCLUDE=null." in done.err) == (2, True), done.text
     (tmp_path / "moved" / "a" / "own3.jpg").rename(tmp_path / "moved" / "a" / "own99.jpg")
     assert "all images: 30 images" in evaluated(vitamp, run, "-data_path", tmp_path / "moved")
+
+
+def test_copies_of_training_images_are_named(vitamp: Vitamp, run: Path, place: Path, tmp_path: Path) -> None:
+    """In other folders, under other names; more than a few are refused for a temperature."""
+    other, evaluate = folders(tmp_path / "new", "new", 30), {"script": "scripts/evaluate.py"}
+    for image in other.glob("*/new?.jpg"):  # has the bytes of one of the run's
+        image.unlink()
+    has = "compared images have the bytes of training images ("
+    words = (run, "-data_path", other)
+    assert has not in vitamp(*words, **evaluate, code=0).err
+    for number in (6, 7):  # of a class with one validation image
+        shutil.copy(place / "own" / "b" / f"own{number}.jpg", other / "b" / f"copy{number}.jpg")
+    done = vitamp(*words, "-calibrate", **evaluate)
+    assert f"warning: 2 of 62 {has}" in done.err
+    for image in (place / "own").glob("*/*.jpg"):
+        shutil.copy(image, other / image.parent.name / f"copy{image.stem[-1]}.jpg")
+    said = f"26 of 90 {has}"
+    for done in (
+        vitamp(*words, **evaluate, code=0),
+        vitamp("-eval", "-resume", run, *words[1:], "-output", tmp_path / "eval", code=0),
+    ):
+        assert said in done.text
+        assert "; at most 64 are new, and only these show what to expect." in done.text
+    refused = vitamp(*words, "-calibrate", **evaluate, code=2).err
+    assert f"-calibrate needs images that the model was not trained on: 26 of 90 {has}" in refused
+    (place / "own").rename(place / "gone")
+    try:
+        assert has not in vitamp(*words, **evaluate, code=0).text, "nothing to compare with"
+    finally:
+        (place / "gone").rename(place / "own")
+
+
+def test_copies_are_counted_with_more_outputs_than_classes(vitamp: Vitamp, tmp_path: Path) -> None:
+    own = folders(tmp_path / "own", "own", 5)
+    rows = [f"{image.relative_to(own)},{image.parent.name}" for image in sorted(own.glob("*/*.jpg"))]
+    for name in ("own.csv", "same.csv"):
+        (own / name).write_text("\n".join(["file,labels", *rows]) + "\n")
+        rows = [row for row in rows if "own0" not in row]
+    recipe = RECIPE.format(path=own / "own.csv", exclude="null").replace("imagefolder", "csv, MULTI_LABEL: true")
+    (tmp_path / "icons.yaml").write_text(recipe.replace("CLASSES: 3", "CLASSES: 5"))
+    vitamp("-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "run", code=0)
+    done = vitamp(tmp_path / "run", "-data_path", own / "same.csv", script="scripts/evaluate.py", code=0)
+    assert "of 12 compared images have the bytes of training images" in done.err
 
 
 def test_stripped_weights_recognise_the_data_of_their_run(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.evaluation.data import warn_of_copies
 from engine.inputs.batches import input_of
 from engine.trained.model import Trained, guesses
 from tools.common import command_line
@@ -23,7 +24,7 @@ from utils.log import log, log_lines
 from utils.record.run_folder import write_json
 from vitamp.checkpoints import run_folder_of
 from vitamp.files import try_to_write
-from vitamp.metrics import ONE_LABEL
+from vitamp.metrics import ONE_LABEL, TOP1
 from vitamp.weights import CALIBRATION, Fitted, read_calibrations
 
 FEWEST = 50
@@ -42,6 +43,7 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     log.setLevel("INFO")
     log.info("%s: %s", path, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
+    warn_of_copies(trained.config, trained.chosen, part.dataset, most_percent=5)
     rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels in with_bar(trained, part.dataset)]
     logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
     if not bool(logits.isfinite().all()):
@@ -51,7 +53,7 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     # Two random halves, the same each time: a data set is often in the order of its classes.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     halves = order[::2], order[1::2]
-    fitted = [fit_temperature(logits[half], labels[half]) for half in halves]
+    fitted = [fit_temperature(logits[half], labels[half], f"one half of these {len(labels):,}") for half in halves]
     of_others = torch.empty(len(labels), dtype=torch.float64)
     for half, temperature in zip(halves, reversed(fitted), strict=True):
         of_others[half] = temperature
@@ -121,6 +123,9 @@ def about_temperature(trained: Trained, part: Part, found: Evaluation) -> list[s
     if fits and isinstance(found, OneLabel) and found.ece >= LARGE_ECE and not kept:
         chance = _ece_by_chance(found.rows.confidence)
         if found.ece > chance:
+            sure, right = 100 * float(found.rows.confidence.mean()), found.values[TOP1]
+            how = "overconfident" if sure > right else "underconfident"
+            said.append(f"The model is {how}: mean confidence {sure:.1f} %, top-1 {right:.1f} %.")
             what = f"A calibration error beyond the {chance:.1f} % that chance may give on {found.images:,} images"
             said.append(f"{what}: -calibrate fits a temperature, and keeps it if it surely helps.")
     return said
@@ -151,7 +156,7 @@ def _file_for(trained: Trained) -> Path:
     return run / CALIBRATION
 
 
-def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+def fit_temperature(logits: Tensor, labels: Tensor, which: str = "these") -> float:
     """The temperature with the lowest NLL, in double precision. The NLL has one minimum in log T."""
     from scipy.optimize import minimize_scalar  # takes a while to import
 
@@ -165,8 +170,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     separable = bool((logits.argmax(1) == labels).all())  # the NLL then falls to 0 with the temperature
     if separable or min(abs(log_temperature - bound) for bound in bounds) < 1e-3:
         raise UserError(
-            f"-calibrate: these {len(labels)} images have no temperature of lowest NLL between {SMALLEST:g} and "
-            f"{LARGEST:g}, as when all of them are classified correctly, or at random. Use more images."
+            f"-calibrate: on {which} images, no temperature from {SMALLEST:g} to {LARGEST:g} has the lowest NLL, as "
+            "when all of them are classified correctly, or at random. Use more images."
         )
     return math.exp(log_temperature)
 

@@ -96,7 +96,7 @@ def flatters(validations: int, run: Path, data: DataConfig) -> str:
         if has_test(data):
             command = f"{tool('evaluate')} {shlex.quote(str(run))} -part test"
             return f"{words}. Measure on the test images, which chose nothing, once you have decided: `{command}`."
-    return f"{words}. Only a test split, of images that choose nothing, shows what to expect (see docs/splits.md)."
+    return f"{words}. Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)."
 
 
 def strange(labels: np.ndarray, guesses: np.ndarray, names: Sequence[str], in_folds: float | None) -> list[str]:

@@ -248,7 +248,7 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
 
 def notes_of(found: Findings, config: Config, check: str) -> list[str]:
     """Lines for the log. `check`: the command that checks this data set."""
-    return [*_of_classes(found, config), *_of_storage(found, config.DATA), *_of_search(found, check)]
+    return [*_of_classes(found, config), *_of_storage(found, config.DATA, check), *_of_search(found, check)]
 
 
 def _of_classes(found: Findings, config: Config) -> Iterator[str]:
@@ -281,7 +281,7 @@ def _of_classes(found: Findings, config: Config) -> Iterator[str]:
         )
 
 
-def _of_storage(found: Findings, data: DataConfig) -> Iterator[str]:
+def _of_storage(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"
     if found.unlike:
@@ -293,7 +293,8 @@ def _of_storage(found: Findings, data: DataConfig) -> Iterator[str]:
     if found.turned and not data.EXIF_ROTATE:
         yield (
             f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "
-            f"DATA.EXIF_ROTATE=true turns them{', in pack_images.py too' if data.DATASET == 'shards' else ''}"
+            f"DATA.EXIF_ROTATE=true turns them{', in pack_images.py too' if data.DATASET == 'shards' else ''}; "
+            f"`{check}` lists them"
         )
 
 

@@ -242,8 +242,8 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         guesses = known.predictions.get("guess") if known and known.value(by.name) == figure else None
         context = in_context(by, figure, largest_class(ready), labels, guesses)
         said = [context]
-        if trainer.probe_metrics and guesses is not None and trainer.best.update:
-            said.append(beside_probe(labels, trainer.probe_metrics.predictions["guess"], guesses))
+        if trainer.probe is not None and guesses is not None and trainer.best.update:
+            said.append(beside_probe(labels, trainer.probe, guesses))
         if context and figure is not None:
             said.append(flatters(len(history.of("val")), folder, config.DATA))
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)

@@ -31,7 +31,7 @@ from engine.update import train_update
 from utils.distributed.world import all_gather, broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError, TrainingError
 from utils.log import log
-from utils.record.predictions import PROBE
+from utils.record.predictions import PROBE, read_probe
 from vitamp.checkpoints import CHECKPOINTS, folder_name
 from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
 
@@ -59,8 +59,10 @@ class Trainer:
         self._best_before = self.best
         self.best_metrics: Metrics | None = None
         """Of the last validation that was the best so far, unless it was before this start"""
-        self.probe_metrics: Metrics | None = None
-        """Of the linear probe that this start began with"""
+        # Without a best so far, the validation images may have changed.
+        kept = world.first and config.MODEL.starts_at_probe and self.best.figure is not None
+        self.probe = read_probe(folder, ready.val_set.sample_labels()) if kept else None
+        """On rank 0: what the linear probe that the run began with predicted"""
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._setting, self._judged = setting_of(ready), False
@@ -277,9 +279,9 @@ class Trainer:
         here = self.position if self.position.step else replace(self.position, epoch=self.position.epoch - 1)
         by = self.config.SAVE_BEST_BY
         if self.config.MODEL.starts_at_probe and here.update == 0:
-            self.probe_metrics = metrics[PLAIN]
-        if self.probe_metrics and (probe := self.probe_metrics.predictions.get("guess")) is not None:  # for the report
-            metrics[PLAIN] = replace(metrics[PLAIN], predictions={**metrics[PLAIN].predictions, PROBE: probe})
+            self.probe = metrics[PLAIN].predictions.get("guess")
+        if self.probe is not None:  # for the report, and for a resumed run
+            metrics[PLAIN] = replace(metrics[PLAIN], predictions={**metrics[PLAIN].predictions, PROBE: self.probe})
         values = {which: means.value(by) for which, means in metrics.items()}
         better = best_set(values, metric_named(by)) or PLAIN
         best_now = Best(figure=values[better], kind=f"{better.prefix}{by}", update=here.update, epoch=here.epoch)

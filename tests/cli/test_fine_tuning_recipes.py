@@ -216,6 +216,13 @@ def test_a_probe_that_augmentation_misleads_is_divided(
     assert len({one["acc1"] for one in first.values()}) == 1
     assert first["180-1"]["loss"] > first["180-0"]["loss"] == first["0-1"]["loss"]
 
+    run = tmp_path / "0-1"
+    done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3", code=0)
+    gain = re.search(r"Right on .* than the linear probe that training began with \(95 % interval.*\.", done.text)
+    assert gain is not None, "a resumed run keeps what the probe predicted"
+    vitamp(run, script="scripts/report.py", code=0)
+    assert gain[0] in html.unescape((run / "report.html").read_text()).replace("\N{NO-BREAK SPACE}", " ")
+
 
 def test_a_probe_before_trained_batch_norms_is_warned_of(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
     torch.save(timm.create_model("lcnet_035").state_dict(), tmp_path / "weights.pth")

@@ -69,7 +69,7 @@ def test_training_says_what_its_data_is_like(icons: Path, vitamp: Vitamp, tmp_pa
     )
     assert "The largest class has 14 times as many images as the smallest" in done.out
     assert "With an alpha channel (DATA.BACKGROUND=white): 12 of 56 training images." in done.out
-    assert "read as they are stored: 1 of 56 training images. DATA.EXIF_ROTATE=true turns them." in done.out
+    assert "read as they are stored: 1 of 56 training images. DATA.EXIF_ROTATE=true turns them; `" in done.out
     assert "Copies of training images, on which a model does better than on new ones: 3 of 13 validation" in done.err
     assert "has no image for 1 of its 3 classes (the first: cog)" in done.err
     also = (

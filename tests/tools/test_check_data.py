@@ -170,6 +170,21 @@ def test_the_only_gif_among_photographs_is_named(check: Check, tree: Path, vitam
     )
 
 
+def test_turned_and_large_images_are_named(check: Check, tree: Path) -> None:
+    for number in range(90):
+        shutil.copy(tree / "train" / "ant" / "0.jpg", tree / "train" / "ant" / f"copy{number}.jpg")
+    exif = Image.Exif()
+    exif[0x112] = 6
+    save_image(tree / "train" / "ant" / "camera.jpg", 8000, size=(320, 320))
+    Image.open(tree / "train" / "ant" / "camera.jpg").save(tree / "train" / "ant" / "camera.jpg", exif=exif)
+    done, found = check(tree, code=1)
+    said = "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them"
+    assert f"note: {said}:\n    train/ant/camera.jpg: 320 x 320\n" in done.out
+    assert "at least 4 times as large as most others:\n    train/ant/camera.jpg: 320 x 320\n" in done.out
+    assert names(found["notes"]["to_be_turned"]) == names(found["notes"]["much_larger"]) == ["train/ant/camera.jpg"]
+    assert "to_be_turned" not in check(tree, "DATA.EXIF_ROTATE=true", code=1)[1]["notes"]
+
+
 def test_clean_data_has_no_defects_and_classes_without_images_are_found(check: Check, tree: Path) -> None:
     done, found = check(tree)
     assert "No defects." in done.out

@@ -100,8 +100,18 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     assert "may have decisions of yours" in check(*words, code=2).err
     again = check(*words, "-overwrite")
     assert f"{151 - len(named)} images" in again.out
-    assert "Nothing found" in again.out
+    assert "Too few to tell from chance" in again.out
     assert excluded(out) == set(named), "those of an earlier list stay"
+
+
+def test_few_wrong_labels_are_to_be_looked_at(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    planted = write_folders(tmp_path / "data", wrong=2, images=60)
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    for said in (done.out, (tmp_path / "labels" / "report.html").read_text()):
+        assert "Too few to tell from chance: 2 labels look wrong; 2 of them by their nearest images, too, where" in said
+        assert "Look at these first." in said
+        assert "Nothing found" not in said
+    assert {row["path"]: row["decision"] for row in listed(tmp_path / "labels")} == dict.fromkeys(planted, "keep")
 
 
 DECIDE = """(async () => {
@@ -155,7 +165,7 @@ def test_nearly_equal_images_of_two_classes_are_suspects(check: Call, digits_run
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
     assert "0 copies of others, 0 of them with another label; 2 pairs nearly the same, with diff" in done.out
     assert "2 images: a copy, or nearly one, has another label, which is likelier." in done.out
-    assert "Nothing found" in done.out
+    assert "Too few to tell from chance" in done.out
     found = {row["path"]: (row["proposed"], row["decision"]) for row in listed(tmp_path / "labels")}
     assert found == {"cat/30_again.png": ("ant", "drop"), "cat/31_again.png": ("bee", "drop")}
     assert excluded(tmp_path / "labels") == set(found)
@@ -456,7 +466,7 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
     for part, images in (("train", 150), ("val", 30)):
         write_folders(tmp_path / "data" / part, wrong=0, images=images)
     done = check("-cfg", tiny, *of_folders(tmp_path / "data"), digits_run, "-pool", "both", "-prove", "-seeds", 2)
-    assert "No search found wrong labels: there is nothing to prove." in done.out
+    assert "No search found wrong labels beyond chance: there is nothing to prove." in done.out
     assert not list((tmp_path / "labels").glob("all_labels*"))
 
 

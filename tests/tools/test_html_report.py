@@ -121,7 +121,7 @@ def page(tmp_path: Path) -> Page:
 def test_metrics_of_one_run(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "night", best=97.5, seconds=3725)
     text = page(run).text
-    for said in ("97.50 % best top-1, epoch 4", "1:02:05 training time", "fp16 precision", "finished"):
+    for said in ("97.50 % best validation top-1, epoch 4", "1:02:05 training time", "fp16 precision", "finished"):
         assert said in text
     assert "compute-bound: the CPU waited" in text
     metrics = run / "metrics.jsonl"
@@ -226,6 +226,10 @@ def test_page_of_a_probe_shows_whole_images(digits_run: Path, page: Page, tmp_pa
     assert 2 * width == 3 * height, "not the square that the model sees"
     assert all(Path(link["href"].removeprefix("file://")).is_file() for link in seen.named("a"))
     assert len(seen.named("a")) == len(seen.named("img"))
+    table, config = tmp_path / "all.csv", tmp_path / "run" / "config.yaml"
+    table.touch()
+    config.write_text(config.read_text().replace("imagefolder", "csv").replace(f"{tmp_path / 'data'}", f"{table}"))
+    assert "36 images from all.csv to tell 2 classes apart" in page(tmp_path / "run").text
 
 
 def test_missing_weights_leave_the_rest_of_the_page(digits_run: Path, page: Page, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@
 Defects: unreadable and damaged images, labels out of range, classes without training images, duplicates (equal bytes),
 images that are in two splits, or nearly so (encoded again, resized), and near duplicates with different labels. The
 test split is checked too, if there is one. Notes: other near duplicates within a split, images of one colour, tiny
-classes, classes without validation images, images that must be converted, and images smaller than IMAGE_SIZE.
+classes, classes without validation images, images in another format or much larger than nearly all, images that must be
+converted or turned, and images smaller than IMAGE_SIZE.
 Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
 
 Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes. The processes of
@@ -93,7 +94,7 @@ def _check(config: Config, fix: Path | None, json_file: Path | None, near: bool,
             splits.append(report.scan_split(title, found, data, workers, world))
     if not splits or not world.first:
         return EXIT_DONE
-    findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data.IMAGE_SIZE)
+    findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data)
     if not data.is_plain:
         found = Counter(scan.header.size for split in splits for scan in split.scans if not scan.problem).most_common(5)
         sizes = ", ".join(f"{wide} x {high} ({count:,})" for (wide, high), count in found)

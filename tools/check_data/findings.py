@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from datasets import decoding
 from datasets.base import Encoded, Key, Samples, dtype_of
 from datasets.damage import Failure, failure_or
-from datasets.examine import rare_formats
+from datasets.examine import RARE, rare_formats
 from datasets.exclude import line_of, name_prefix, text_of
 from datasets.labels import distinct_names, images_of_classes
 from datasets.loading.loader import Plan
@@ -315,7 +315,9 @@ CONFLICTS = "conflicting labels"
 EMPTY_CLASSES, UNVALIDATED = "empty classes", "classes without validation images"
 TINY = "tiny classes"
 SMALL, MODES, BLANK = "smaller than IMAGE_SIZE", "not plain", "blank bands"
-UNLIKE = "in another format"
+UNLIKE, LARGE, TURNED = "in another format", "much larger", "to be turned"
+TIMES_LARGER = 4
+"""Side of an image over the median, from which on it is called much larger, if few are"""
 NEAR_CONFLICTS = "nearly the same with conflicting labels"
 NEAR_OVERLAP, NEAR_DUPLICATES, FLAT_IMAGES = "nearly in both parts", "nearly duplicate", "of one colour"
 FEW = 5
@@ -360,7 +362,7 @@ class _Image(NamedTuple):
         return self.found(f"{alike} {name}{where}{labels}", "", name, bool(labels and where))
 
 
-def find_problems(splits: list[Split], num_classes: int, image_size: ImageSize) -> Findings:
+def find_problems(splits: list[Split], num_classes: int, data: DataConfig) -> Findings:
     """Findings of all splits, of which training comes first."""
     counts = _counts(splits, num_classes)
     rows = {split.title: split.samples.labels for split in splits if split.samples.labels.ndim == 2}
@@ -370,11 +372,20 @@ def find_problems(splits: list[Split], num_classes: int, image_size: ImageSize) 
     empty = findings.defects[EMPTY_CLASSES] = [name for name, count in of_training.items() if not count]
     findings.notes[UNVALIDATED] = [name for name, count in of_validation.items() if not count and name not in empty]
     findings.notes[TINY] = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
-    rare = rare_formats(scan.header for split in splits for scan in split.scans)
-    for image in (_Image(split, index) for split in splits for index in range(len(split.scans))):
-        image.report(findings, num_classes, image_size)
-        if (stored := image.split.scans[image.number].header.format) in rare:
-            findings.notes[UNLIKE].append(image.found(stored))
+    headers = [scan.header for split in splits for scan in split.scans]
+    rare, known = rare_formats(headers), [side for header in headers if (side := min(header.size))]
+    large = TIMES_LARGER * np.median(known) if known else np.inf
+    few = sum(side >= large for side in known) * RARE <= len(known)
+    images = (_Image(split, index) for split in splits for index in range(len(split.scans)))
+    for image, header in zip(images, headers, strict=True):
+        image.report(findings, num_classes, data.IMAGE_SIZE)
+        size = f"{header.size[0]} x {header.size[1]}"
+        if header.format in rare:
+            findings.notes[UNLIKE].append(image.found(header.format))
+        if few and min(header.size) >= large:
+            findings.notes[LARGE].append(image.found(size))
+        if header.turned and not data.EXIF_ROTATE:
+            findings.notes[TURNED].append(image.found(size))
     _add_copies(findings, splits)
     _add_near(findings, splits)
     return findings
@@ -472,6 +483,8 @@ HEADINGS = {
     NEAR_DUPLICATES: "nearly the same within a split",
     FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",
     UNLIKE: "perhaps placeholders: in another format than nearly all others",
+    LARGE: f"at least {TIMES_LARGER} times as large as most others",
+    TURNED: "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them",
     MODES: "colours are converted when read (transparent parts become DATA.BACKGROUND)",
     BLANK: "bands that are blank",
     SMALL: "smaller than IMAGE_SIZE; enlarged when read",

@@ -93,4 +93,4 @@ def write(images: Images, found: Found, table: Path) -> None:
         log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
         log.info("DATA.EXCLUDE=%s leaves all out, in validation, too.", listed)
     elif found.suspects:
-        log.info("Look at the first ones in %s all the same; their decision is keep.", table)
+        log.info("%s keeps their labels: edit its decisions, then train with DATA.RELABEL=%s.", table, table)

@@ -37,7 +37,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     seeds, images = read_seeds(line.asked.seeds), open_images(config, "train")
     lists = search_each_seed(images, method, seeds, out / "lists")
     if not lists:
-        log.info("No search found wrong labels: there is nothing to prove.")
+        log.info("No search found wrong labels beyond chance: there is nothing to prove.")
         return EXIT_DONE
     others = replace(open_images(config, "val"), classes=images.classes)  # it may have no image of the last classes
     wrong = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0, np.int64))[0]

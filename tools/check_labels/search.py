@@ -320,7 +320,7 @@ class Found:
         if self.verdict.surer:  # of the nearest images
             chance = f"{self.verdict.agreed} of them by their nearest images, too, where {chance}"
         found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
-        nothing = f"Nothing found: {count}; {chance} if all were right. The difference is too small to tell."
+        nothing = f"Too few to tell from chance: {count}; {chance} if all were right. Look at these first."
         if not self.verdict.number:
             nothing = "Nothing found: no label looks wrong. Wrong labels that look right are not found."
         if certain := sum(one.certain for one in self.suspects):

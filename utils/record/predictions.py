@@ -15,7 +15,7 @@ from vitamp.files import read_regular, write_atomically
 PREDICTIONS = "predictions.safetensors"
 UPDATE, DIGEST = "update", "sha256"
 PROBE = "probe_guess"
-"""Column of a run that began with a linear probe, until it is resumed"""
+"""Column of a run that began with a linear probe"""
 
 
 def write_predictions(folder: Path, update: int, table: Mapping[str, np.ndarray]) -> None:
@@ -29,14 +29,23 @@ def write_predictions(folder: Path, update: int, table: Mapping[str, np.ndarray]
 
 def read_predictions(folder: Path, update: int) -> dict[str, np.ndarray] | None:
     """The table; None if it is missing, damaged, or of another update."""
+    rows = _read(folder)
+    return rows if rows and rows.pop(UPDATE).tolist() == [update] else None
+
+
+def read_probe(folder: Path, labels: np.ndarray) -> np.ndarray | None:
+    """What the linear probe that the run began with predicted; None if unknown, or if the labels changed."""
+    rows = _read(folder) or {}
+    return rows[PROBE] if PROBE in rows and np.array_equal(rows["labels"], labels) else None
+
+
+def _read(folder: Path) -> dict[str, np.ndarray] | None:
     try:
         rows = load(read_regular(folder / PREDICTIONS))
     except (OSError, SafetensorError):
         return None
     digest = rows.pop(DIGEST, None)
-    if digest is None or not np.array_equal(digest, _digest(rows)) or rows.pop(UPDATE).tolist() != [update]:
-        return None
-    return rows
+    return None if digest is None or not np.array_equal(digest, _digest(rows)) else rows
 
 
 def _digest(rows: Mapping[str, np.ndarray]) -> np.ndarray:

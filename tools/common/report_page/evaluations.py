@@ -28,8 +28,7 @@ from tools.common.report_page.runs import Headline
 from utils.cli import CommandLine
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
-from utils.record.history import History
-from utils.record.predictions import PROBE, read_predictions
+from utils.record.predictions import read_probe
 from utils.text import counted, some_of, wilson
 from vitamp.bands import picture_of_bands, shown_bands
 from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing
@@ -83,12 +82,10 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
 
 def _gain(trained: Trained, folder: Path, shown: Shown) -> str:
     """What training has gained over the linear probe that it began with; '' if that is unknown."""
-    last = (History.of_run(folder).of("val") or [{}])[-1]
-    table = read_predictions(folder, last.get("update", -1)) or {}
     true, predicted = shown["predicted"]
-    if PROBE not in table or not np.array_equal(table["labels"], true):
+    if (probe := read_probe(folder, true)) is None:
         return ""
-    return beside_probe(true, table[PROBE], predicted["guess"]) if trained.chosen.meta["update"] else PROBE_IS_BEST
+    return beside_probe(true, probe, predicted["guess"]) if trained.chosen.meta["update"] else PROBE_IS_BEST
 
 
 def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:

@@ -272,10 +272,11 @@ def _learnt(run: Run) -> str:
     samples = run.about.get("samples", {}).get("train")
     if run.config is None:
         return f"{run.name} was trained" + (f" on {counted(samples, 'image')}." if samples else ".")
-    task, name, path = run.config.task, run.config.DATA.DATASET, run.config.DATA.DATA_PATH
+    task, name, path, word = run.config.task, run.config.DATA.DATASET, run.config.DATA.DATA_PATH, "of"
     if name in LAYOUTS and path:
-        name = f"{Path(str(path)).resolve().name}/"
-    images = f"{counted(samples, 'image')} {'from' if name.endswith('/') else 'of'} {name}" if samples else name
+        place, word = Path(str(path)).resolve(), "from"
+        name = place.name if place.is_file() else f"{place.name}/"
+    images = f"{counted(samples, 'image')} {word} {name}" if samples else name
     labels = {ONE_LABEL: "", SEVERAL_LABELS: ", several per image"}.get(task)
     classes = run.config.MODEL.NUM_CLASSES
     told = f" to tell {classes:,} classes apart{labels}" if labels is not None and isinstance(classes, int) else ""

@@ -193,6 +193,10 @@ def test_training_from_a_probe_is_never_worse_and_zeros_guess_nothing(
     assert torch.equal(logits, torch.zeros(4, 10))
 
 
+def page_of(run: Path) -> str:
+    return html.unescape((run / "report.html").read_text()).replace("\N{NO-BREAK SPACE}", " ")
+
+
 def test_a_probe_that_augmentation_misleads_is_divided(
     vitamp: Vitamp, tiny: Path, digits_run: Path, tmp_path: Path
 ) -> None:
@@ -212,7 +216,7 @@ def test_a_probe_that_augmentation_misleads_is_divided(
         assert (PROBE_IS_BEST in done.text) is (not improved and epochs > 0)
         if epochs:
             vitamp(run, script="scripts/report.py", code=0)
-            assert (gain[0] if gain else PROBE_IS_BEST) in html.unescape((run / "report.html").read_text())
+            assert (gain[0] if gain else PROBE_IS_BEST) in page_of(run).replace("\N{NO-BREAK SPACE}", " ")
     assert len({one["acc1"] for one in first.values()}) == 1
     assert first["180-1"]["loss"] > first["180-0"]["loss"] == first["0-1"]["loss"]
 
@@ -221,7 +225,7 @@ def test_a_probe_that_augmentation_misleads_is_divided(
     gain = re.search(r"Right on .* than the linear probe that training began with \(95 % interval.*\.", done.text)
     assert gain is not None, "a resumed run keeps what the probe predicted"
     vitamp(run, script="scripts/report.py", code=0)
-    assert gain[0] in html.unescape((run / "report.html").read_text()).replace("\N{NO-BREAK SPACE}", " ")
+    assert gain[0] in page_of(run)
 
 
 def test_a_probe_before_trained_batch_norms_is_warned_of(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:

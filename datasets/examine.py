@@ -328,5 +328,6 @@ def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
             of = f"{copies.found:,} of {copies.compared:,} {one} images{labels}. {copy} has the bytes of {original}"
             lists = f"`{check}` lists them"
             if other == "training":
-                lists = f"`{check} -fix exclude.txt` lists the copies; train with DATA.EXCLUDE=exclude.txt"
+                lists = f"`{check} -fix exclude.txt` lists the copies, and with -near edited ones, too; train with "
+                lists += "DATA.EXCLUDE=exclude.txt"
             yield f"Copies of {other} images, on which a model does better than on new ones: {of}. {lists}."

@@ -397,8 +397,8 @@ def _of_siblings(name: str, source: str, unnamed: bool) -> list[str]:
     if named:
         need = f"need another mean and std than {name}'s, and may compute otherwise: -model {named.partition('.')[0]}"
         return [f"MODEL.PRETRAINED {source}: weights of {named} {need}"]
-    need = f"if MODEL.PRETRAINED {source} was downloaded as {some_of(different, 2)}: another mean and std"
-    return [f"Add -model {different[0]} {need}"]
+    need = f"add -model {different[0]}, for another mean and std"
+    return [f"If the weights are of {some_of(different, 2)}, {need} (MODEL.PRETRAINED {source} does not say)"]
 
 
 def preprocessing_of(source: str) -> Preprocessing | None:

@@ -107,11 +107,11 @@ def test_weights_of_a_sibling_with_another_mean_get_one_line(tmp_path: Path) -> 
     at = {"EVAL": "true", "MODEL__TYPE": "efficientnet"}
     unsure = resolved(MODEL__PRETRAINED=str(mine), MODEL__NAME="efficientnet_lite0", **at)
     weights = "tf_efficientnet_lite0.in1k"
-    line = f"Add -model {weights} if MODEL.PRETRAINED {mine} was downloaded as {weights}: another mean and std"
+    line = f"If the weights are of {weights}, add -model {weights}, for another mean and std (MODEL.PRETRAINED {mine}"
     assert line in "\n".join(unsure.notes)
     sure = resolved(MODEL__PRETRAINED=str(mine), MODEL__NAME=weights, **at)
     assert sure.config.DATA.IMAGENET_MEAN == (0.5, 0.5, 0.5)
-    assert "was downloaded as" not in "\n".join(sure.notes)
+    assert "If the weights are" not in "\n".join(sure.notes)
     said = resolved(MODEL__PRETRAINED=str(tf), MODEL__NAME="efficientnet_lite0", **at).notes
     assert "weights of tf_efficientnet_lite0 need another mean and std than efficientnet_lite0's" in "\n".join(said)
     same = resolved(MODEL__PRETRAINED=str(tf), MODEL__NAME="tf_efficientnet_lite0", **at)

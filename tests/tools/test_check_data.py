@@ -529,7 +529,9 @@ def test_fix_removes_no_image_for_a_table_that_names_it_twice(check: Check, tree
     for name in ("train/ant/0.jpg", "val/cat/2.jpg"):
         assert f"{tree}/{name}: is listed twice; correct the table" in done.err
     shutil.copy(tree / "val/cat/2.jpg", tree / "val/cat/twin.jpg")
-    assert "listed twice" not in check(tree, "-fix", tmp_path / "folders.txt", code=1)[0].err
+    done, _ = check(tree, "-fix", tmp_path / "folders.txt", code=1)
+    assert "listed twice" not in done.err
+    assert "Duplicates within validation or test stay, and count twice there." in done.out
 
 
 def test_report_begins_with_numbers_and_names_each_pair_once(check: Check, tree: Path) -> None:
@@ -543,6 +545,7 @@ def test_report_begins_with_numbers_and_names_each_pair_once(check: Check, tree:
         "DEFECT: the same bytes with different labels: 8",
     ]
     assert "3 training images: duplicates" in advice
+    assert "count twice" not in advice, "none is in validation"
     assert "         15         2  ant" in table
     assert kinds[0].splitlines()[1] == "    train/ant/z0.jpg: the same bytes as train/ant/0.jpg"
     assert len(kinds[1].splitlines()) == 1 + 4, "four pairs"

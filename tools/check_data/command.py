@@ -109,6 +109,11 @@ def _check(config: Config, fix: Path | None, json_file: Path | None, near: bool,
     if not near and any(one.split == "training" for one in findings.defects[report.NEAR_OVERLAP]):
         way = "-near -overwrite" if fix else "-fix FILE -near"
         advice.append(f"Images that are nearly the same as one of another split stay: look at them, then add {way}.")
+    if any(one.split != "training" for one in findings.defects[report.DUPLICATES]):
+        advice.append(
+            "Duplicates within validation or test stay, and count twice there. To leave them out, list all but one in "
+            "DATA.EXCLUDE; runs are then compared on fewer images."
+        )
     if findings.defects[report.NEAR_CONFLICTS]:
         advice.append(
             "Nearly the same images with different labels stay: see which label is right, then list the other image in "

@@ -264,7 +264,7 @@ def _remarks(run: Run, found: Headline | None) -> list[str]:
         have = "image has a copy" if copies["found"] == 1 else "images have a copy"
         remarks.append(f"{copies['found']:,} validation {have} in training: expect less on new images.")
     elif copies.get("found") == 0 and data.get("images") == compared:
-        remarks.append("No validation image is a copy of a training image.")
+        remarks.append("No validation image has the bytes of a training image; edited copies were not looked for.")
     return remarks
 
 

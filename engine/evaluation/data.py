@@ -193,26 +193,32 @@ def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
     return copies_in_words(run, images)
 
 
-def warn_of_copies(config: Config, saved: Chosen | None, dataset: ImageDataset, most_percent: float = 100) -> None:
-    """Warn of images of other data whose bytes the model was trained on; refuse more of them than `most_percent`."""
+def warn_of_copies(config: Config, saved: Chosen | None, dataset: ImageDataset) -> None:
+    """Warn of images of other data whose bytes the model was trained on."""
+    if found := copies_of_training(config, saved, dataset):
+        warn_once(found[0])
+
+
+def copies_of_training(config: Config, saved: Chosen | None, dataset: ImageDataset) -> tuple[str, float] | None:
+    """What to say of such images, and their percentage of those that were compared; None without any."""
     if saved is None or whose_data(config, saved) in OF_RUN or "DATA.DATASET" not in settings_of(saved):
-        return
+        return None
     train, evaluated = None, dataset.single_images()
     with unheard(), suppress(UserError):  # it may be gone, or on another machine
         own = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
         if "://" not in str(own.DATA_PATH):
             train = open_dataset(own, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
     if not (train and evaluated) or evaluated.remote or "pixels" in (train.stored, evaluated.stored):
-        return
+        return None
     copies = find_copies(train, evaluated, QUICK_SECONDS)
-    for copy, original in copies.examples[:1]:
-        said = (
-            f"{copies.found:,} of {copies.compared:,} compared images have the bytes of training images ({copy} is "
-            f"{original}); at most {len(evaluated) - copies.found:,} are new, and only these show what to expect."
-        )
-        if 100 * copies.found > most_percent * copies.compared:
-            raise UserError(f"-calibrate needs images that the model was not trained on: {said}")
-        warn_once(said)
+    if not copies.examples:
+        return None
+    copy, original = copies.examples[0]
+    said = (
+        f"{copies.found:,} of {copies.compared:,} compared images have the bytes of training images ({copy} is "
+        f"{original}); at most {len(evaluated) - copies.found:,} are new, and only these show what to expect."
+    )
+    return said, 100 * copies.found / copies.compared
 
 
 def validations_of(config: Config, saved: Chosen) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.evaluation.data import warn_of_copies
+from engine.evaluation.data import copies_of_training
 from engine.inputs.batches import input_of
 from engine.trained.model import Trained, guesses
 from tools.common import command_line
@@ -30,6 +30,8 @@ from vitamp.weights import CALIBRATION, Fitted, read_calibrations
 FEWEST = 50
 """Images. With fewer, the temperature is mostly noise."""
 SMALLEST, LARGEST = 0.01, 100.0
+MOST_COPIES = 5.0
+"""Percent of images with the bytes of training images, above which a temperature would be of those"""
 LARGE_ECE = 10.0
 """Percent, from which on the log names -calibrate"""
 DRAWS = 400
@@ -43,7 +45,11 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     log.setLevel("INFO")
     log.info("%s: %s", path, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
-    warn_of_copies(trained.config, trained.chosen, part.dataset, most_percent=5)
+    if copies := copies_of_training(trained.config, trained.chosen, part.dataset):
+        said, percent = copies
+        if percent > MOST_COPIES:
+            raise UserError(f"-calibrate needs images that the model was not trained on: {said}")
+        log.warning("%s", said)
     rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels in with_bar(trained, part.dataset)]
     logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
     if not bool(logits.isfinite().all()):

@@ -31,9 +31,11 @@ from utils.text import counted, redacted_values
 from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from datasets.base import Samples
+    from tools.check_data.findings import Findings
     from utils.config import Config
 
 OWN = (
@@ -106,22 +108,29 @@ def _check(config: Config, fix: Path | None, json_file: Path | None, near: bool,
             write_atomically(fix, content)
         how = f"; to exclude them, add DATA.EXCLUDE={fix}" if count else ""
         advice.append(f"{counted(count, 'image')} to exclude{how}")
-    if not near and any(one.split == "training" for one in findings.defects[report.NEAR_OVERLAP]):
-        way = "-near -overwrite" if fix else "-fix FILE -near"
-        advice.append(f"Images that are nearly the same as one of another split stay: look at them, then add {way}.")
-    if any(one.split != "training" for one in findings.defects[report.DUPLICATES]):
-        advice.append(
-            "Duplicates within validation or test stay, and count twice there. To leave them out, list all but one in "
-            "DATA.EXCLUDE; runs are then compared on fewer images."
-        )
-    if findings.defects[report.NEAR_CONFLICTS]:
-        advice.append(
-            "Nearly the same images with different labels stay: see which label is right, then list the other image in "
-            "DATA.EXCLUDE, or another label for it in DATA.RELABEL."
-        )
+    advice += _what_stays(findings, fix, near)
     log.info(report.text(findings, data, advice))
     if json_file is not None:
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(redacted_values(report.as_json(findings)), indent=1) + "\n")
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
+
+
+def _what_stays(findings: Findings, fix: Path | None, near: bool) -> Iterator[str]:
+    """Defects that the list of -fix leaves, and what to do."""
+    from tools.check_data import findings as report
+
+    if not near and any(one.split == "training" for one in findings.defects[report.NEAR_OVERLAP]):
+        way = "-near -overwrite" if fix else "-fix FILE -near"
+        yield f"Images that are nearly the same as one of another split stay: look at them, then add {way}."
+    if any(one.split != "training" for one in findings.defects[report.DUPLICATES]):
+        yield (
+            "Duplicates within validation or test stay, and count twice there. To leave them out, list all but one in "
+            "DATA.EXCLUDE; runs are then compared on fewer images."
+        )
+    if findings.defects[report.NEAR_CONFLICTS]:
+        yield (
+            "Nearly the same images with different labels stay: see which label is right, then list the other image in "
+            "DATA.EXCLUDE, or another label for it in DATA.RELABEL."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
@@ -13,7 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageEnhance, ImageFont
+import timm
+import torch
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
+from safetensors.torch import save_file
 
 from datasets.base import Samples
 from tests.datasets.pictures import picture
@@ -263,6 +267,76 @@ def test_every_label_out_of_range_is_reported(
         **{f"label {label}": 1 for label in (-1, 7, 2_000_000_000)},
     }
     assert found["classes"]["validation"] == dict.fromkeys(known, 2)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> tuple[object, ...]:
+    """Words for weights as they are before training, which tell colours and edges apart."""
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_convnext").state_dict(), file := tmp_path / "weights.safetensors")
+    return "-model", "test_convnext", "-pretrained", file, "-image_size", 64
+
+
+def write_photographs(folder: Path, numbers: range) -> None:
+    for number in numbers:
+        (folder / CLASSES[number % 3]).mkdir(parents=True, exist_ok=True)
+        picture(96, 64, number).save(folder / CLASSES[number % 3] / f"{number}.png")
+
+
+def edit(of: Path, to: Path, how: Callable[[Image.Image], Image.Image]) -> None:
+    with Image.open(of) as image:
+        how(image).save(to)
+
+
+def cropped(image: Image.Image) -> Image.Image:
+    return image.crop((3, 2, 92, 61))
+
+
+def blurred(image: Image.Image) -> Image.Image:
+    return image.filter(ImageFilter.GaussianBlur(2))
+
+
+def test_edited_copies_of_another_split_are_left_out(check: Check, weights: tuple[object, ...], tmp_path: Path) -> None:
+    root, out = tmp_path / "data", tmp_path / "alike"
+    write_photographs(root / "train", range(60))
+    write_photographs(root / "val", range(60, 80))
+    edit(root / "train/ant/0.png", root / "val/ant/cropped.png", cropped)
+    edit(root / "train/bee/1.png", root / "val/cat/blurred.png", blurred)
+    edit(root / "train/bee/1.png", root / "train/bee/again.png", cropped)
+    done, _ = check(root, "-alike", out, *weights)
+    assert "2 of 22 images are as similar to one of another split" in done.out
+    assert lines_of(out / "exclude.txt") == {"train/ant/0.png", "train/bee/1.png", "train/bee/again.png"}
+    page = (out / "alike.html").read_text()
+    assert page.count("<figure") == 22, "each validation image beside the nearest one, to see where copies end"
+    first, second = page.split("<figure")[1:3]
+    assert all(name in first + second for name in ("cropped.png", "ant/0.png", "blurred.png", "bee/1.png"))
+    labels = {text: text.count('class="bad"') for text in (first, second)}
+    assert sorted(labels.values()) == [0, 2], "the blurred one has another label"
+    again, _ = check(root, "-alike", out, *weights, f"DATA.EXCLUDE={out / 'exclude.txt'}")
+    assert "0 of 22 images are as similar" in again.out
+
+
+def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[object, ...], tmp_path: Path) -> None:
+    root, out = tmp_path / "data", tmp_path / "alike"
+    write_photographs(root, range(60))
+    for number in range(0, 30, 3):
+        edit(root / f"ant/{number}.png", root / f"ant/copy{number}.png", blurred)
+    done, _ = check(root, "-alike", out, *weights, "DATA.VAL_FRACTION=0.4")
+    assert "0 of" not in done.out.partition("similarity")[2]
+    rows = list(csv.DictReader((out / "groups.csv").read_text().splitlines()))
+    groups = {row["path"]: row["group"] for row in rows}
+    assert (len(rows), len(set(groups.values()))) == (70, 60)
+    assert all(groups[f"ant/{number}.png"] == groups[f"ant/copy{number}.png"] for number in range(0, 30, 3))
+    assert {row["path"].partition("/")[0] == row["target"] for row in rows} == {True}
+    shutil.copy(out / "groups.csv", root)
+    words = "-alike", out, *weights, "DATA.VAL_FRACTION=0.4", "DATA.GROUP=group"
+    split, _ = check(root / "groups.csv", *words, dataset="csv")
+    assert "0 of" in split.out.partition("similarity")[2]
+
+
+def test_looks_are_compared_with_weights_and_a_second_split(check: Check, tree: Path, tmp_path: Path) -> None:
+    refused, _ = check(tree, "-alike", tmp_path / "alike", code=2)
+    assert "-alike compares images by a model's features: give -model NAME -pretrained FILE" in refused.text
 
 
 def test_names_do_not_reach_the_terminal_raw(check: Check, tree: Path) -> None:

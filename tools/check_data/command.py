@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, Tool, tool
-from tools.common.output_file import writing
+from tools.common.output_file import results_folder, writing
 from tools.common.ranks import ranks_of_launcher
 from utils.distributed.world import World, on_every_rank
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -32,7 +33,6 @@ from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from datasets.base import Samples
     from tools.check_data.findings import Findings
@@ -46,6 +46,13 @@ OWN = (
         "FILE",
     ),
     Flag("near", "-fix: list training images that are nearly the same as one of another split too; look at them first"),
+    Flag(
+        "alike",
+        "with weights (-cfg of a recipe that has them, or -model NAME -pretrained FILE): write a page of images that "
+        "look like one of another split, such as mirrored or turned copies, and a table to split by looks",
+        "DIR",
+        kind=Path,
+    ),
     Flag("json", "write all findings as JSON", "FILE"),
     OVERWRITE,
 )
@@ -55,15 +62,21 @@ TOOL = Tool("check_data.py", __doc__, OWN)
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    fix, json_file = line.file("fix"), line.file("json")
+    fix, json_file, alike = line.file("fix"), line.file("json"), line.asked.alike
     if fix is not None and fix == json_file:
         raise UserError(f"-fix and -json both name {fix}; give each its own file.")
+    if alike is not None:
+        alike = results_folder(alike)
     with ranks_of_launcher(argv, line.run.ranks) as world:
         config = on_every_rank(world, line.load).config
-        return _check(config, fix, json_file, line.asked.near, world)
+        if alike is not None and not config.MODEL.PRETRAINED:
+            raise UserError("-alike compares images by a model's features: give -model NAME -pretrained FILE.")
+        return _check(config, fix, json_file, alike, line.asked.near, world)
 
 
-def _check(config: Config, fix: Path | None, json_file: Path | None, near: bool, world: World) -> int:
+def _check(
+    config: Config, fix: Path | None, json_file: Path | None, alike: Path | None, near: bool, world: World
+) -> int:
     """Scan the images, and report, which rank 0 does; returns the exit code."""
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     import torch
@@ -113,6 +126,10 @@ def _check(config: Config, fix: Path | None, json_file: Path | None, near: bool,
     if json_file is not None:
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(redacted_values(report.as_json(findings)), indent=1) + "\n")
+    if alike is not None:
+        from tools.check_data.alike import write_alike
+
+        write_alike(config, splits, alike)
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
 

@@ -588,12 +588,16 @@ def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near
                 log.warning("%s: is listed twice; correct the table, which DATA.EXCLUDE cannot.", found.name)
             elif not intact or found.split == "training":
                 chosen.setdefault((found.split, found.name), (kind, found))
-    before = text_of(data).rstrip("\n")
-    today = datetime.date.today().isoformat()
-    head = f"# Images to exclude (DATA.EXCLUDE), found by {started_as('scripts/check_data.py')} on {today}"
     lines = [("# " if one.kind == "storage" else "") + line_of(one.name, one.about, data) for _, one in chosen.values()]
     counts = Counter((found.split, kind) for kind, found in chosen.values() if found.kind != "storage")
     if lost := len(chosen) - counts.total():
         log.warning("Images not excluded, because of storage errors: %d. Check again when the storage is back.", lost)
     words = [f"  {count:>7,} {split} images: {REASONS[kind]}" for (split, kind), count in counts.items()]
-    return "\n".join([*([before] if before else []), head, *lines]) + "\n", "\n".join(words), counts.total()
+    return text_of_list(lines, data), "\n".join(words), counts.total()
+
+
+def text_of_list(lines: list[str], data: DataConfig) -> str:
+    """Content of a list of images to exclude, after the lines of the one in use."""
+    before, today = text_of(data).rstrip("\n"), datetime.date.today().isoformat()
+    head = f"# Images to exclude (DATA.EXCLUDE), found by {started_as('scripts/check_data.py')} on {today}"
+    return "\n".join([*([before] if before else []), head, *lines, ""])

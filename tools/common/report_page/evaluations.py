@@ -307,9 +307,10 @@ def pictured(dataset: ImageDataset, index: int, data: DataConfig) -> Shown:
 
 def data_uri(picture: Image.Image, side: int = THUMBNAIL) -> str:
     """Thumbnail of so many pixels as a data: URI."""
-    size, kind = max(picture.size), "png"
+    size = max(picture.size)
+    kind = "jpeg" if size > THUMBNAIL else "png"  # of photographs a tenth as large
     if size > side:
-        picture, kind = picture.copy(), "jpeg"
+        picture = picture.copy()
         picture.thumbnail((side, side))
     elif size <= side // 2:  # so that single pixels are visible
         factor = side // size

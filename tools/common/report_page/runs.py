@@ -17,6 +17,7 @@ from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
 from utils.errors import UserError
+from utils.program import started_as
 from utils.record.history import History, Line
 from utils.record.run_folder import is_run_folder, read_about, read_data
 from utils.text import Interval, counted, wilson
@@ -264,7 +265,8 @@ def _remarks(run: Run, found: Headline | None) -> list[str]:
         have = "image has a copy" if copies["found"] == 1 else "images have a copy"
         remarks.append(f"{copies['found']:,} validation {have} in training: expect less on new images.")
     elif copies.get("found") == 0 and data.get("images") == compared:
-        remarks.append("No validation image has the bytes of a training image; edited copies were not looked for.")
+        looks = f"{started_as('scripts/check_data.py')} -alike DIR"
+        remarks.append(f"No validation image has the bytes of a training image; {looks} looks for edited copies.")
     return remarks
 
 

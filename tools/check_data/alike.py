@@ -156,7 +156,7 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> None:
     alike = int((similar >= images.limit).sum())
     found = f"{alike:,} of {counted(len(order), 'image')} are as similar to one of another split"
     about = f"Validation images and their edited copies ({EDITS}) have a median similarity of {images.limit:.2f}."
-    log.info("%s %s: they may be edited copies of it, or two photographs of one thing.", about, found)
+    log.info("%s %s: they may be edited copies of it, or photographs of one thing or place.", about, found)
 
     page = folder / "alike.html"
     with writing(page, "-alike"):

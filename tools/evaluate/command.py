@@ -54,6 +54,7 @@ from utils.text import Interval
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import BALANCED, ONE_LABEL, SEVERAL_LABELS
 from vitamp.pooling import POOLED, POOLS
+from vitamp.weights import chosen_at
 
 if TYPE_CHECKING:
     from engine.trained.model import Trained
@@ -300,6 +301,8 @@ def _check(line: command_line.ToolLine) -> None:
             )
     if asked.path is not None:
         _check_settings(line)
+    for path in asked.models:
+        chosen_at(Path(path).expanduser(), asked.weights)  # a wrong one fails before torch is imported
 
 
 def _check_features(line: command_line.ToolLine, by: str, part: str | None) -> None:

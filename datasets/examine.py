@@ -24,6 +24,7 @@ from datasets.base import ImageDataset, Samples, Unreadable
 from datasets.decoding import DEEP, TRANSPARENT, Header, header_of
 from datasets.labels import distinct_names, images_of_classes
 from datasets.registry import comes_unsplit, open_test
+from utils.cli import parse
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.train import LOSSES
@@ -226,11 +227,9 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     found = examine(train, validation, config.DATA, None if train.remote else open_test(config.DATA))
     if config.task == NO_LABELS:
         found = replace(found, classes={title: {} for title in found.classes}, largest_class_percent=None)
-    # A dry run has no config.yaml: check_data.py takes the same flags, and a number in place of `-batch_size auto`.
-    same = [word for word in sys.argv[1:] if word.lstrip("-").replace("-", "_") != "dry_run"]
-    settings = ["-cfg", str(folder / CONFIG)] if folder else [*same, f"DATA.BATCH_SIZE={config.DATA.BATCH_SIZE}"]
+    settings = ["-cfg", str(folder / CONFIG)] if folder else _settings_of_data(sys.argv)  # a dry run has no config.yaml
     # A tool executes no code that the run's settings name.
-    use = ["-use", ",".join(config.own_files)] if config.own_files and (folder or "-use" not in same) else []
+    use = ["-use", ",".join(config.own_files)] if config.own_files else []
     check = f"{tool('check_data')} {shlex.join([*settings, *use])}"
     notes = notes_of(found, config, check)
     warnings = [*warnings_of(found, config.DATA, check)]
@@ -244,6 +243,20 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
         write_json(folder / DATA, {**asdict(found), "notes": notes, "warnings": warnings, "use": use})
     except OSError as error:  # only a description: the training does not need it
         log.warning("%s: cannot be written (%s).", folder / DATA, error.strerror)
+
+
+def _settings_of_data(argv: list[str]) -> list[str]:
+    """Those words of a training's command line that say which images it reads, and for which model."""
+    given = parse(argv[1:], argv[0])
+
+    def is_of_data(key: str) -> bool:
+        return key.startswith(("DATA.", "MODEL.")) and "BATCH_SIZE" not in key
+
+    words = ["-cfg", given.cfg] if given.cfg else []
+    for key, (value, flag) in given.flags.items():
+        if is_of_data(key):
+            words += [flag] if value is True else [flag, str(value)]
+    return words + [f"{key}={value}" for key, value in given.words.items() if is_of_data(key)]
 
 
 def notes_of(found: Findings, config: Config, check: str) -> list[str]:

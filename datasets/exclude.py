@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +38,8 @@ class Remaining(Samples):
     unmatched: Mapping[str, int] = {}
     """Names in DATA.RELABEL that no training image has -> their line numbers"""
 
-    def __init__(self, samples: Samples, remaining: np.ndarray, lines: set[int]) -> None:
-        """`lines`: numbers of the lines that matched an image."""
+    def __init__(self, samples: Samples, remaining: np.ndarray, lines: Sequence[int]) -> None:
+        """`lines`: for each image that DATA.EXCLUDE leaves out, the number of its line."""
         self.samples, self.lines = samples, lines
         self._old_index = remaining
         self._new_index = np.full(len(samples), -1, dtype=np.int64)
@@ -84,7 +84,7 @@ def without_excluded(samples: Samples, data: DataConfig) -> Samples:
     remaining = np.flatnonzero(np.array(line_of_sample) == 0)
     if not len(remaining):
         raise UserError(f"DATA.EXCLUDE {data.EXCLUDE} lists all {len(samples)} images of a split; none is left.")
-    return samples if len(remaining) == len(samples) else Remaining(samples, remaining, {*line_of_sample} - {0})
+    return samples if len(remaining) == len(samples) else Remaining(samples, remaining, [*filter(None, line_of_sample)])
 
 
 def line_of(name: str, remark: str, data: DataConfig) -> str:
@@ -99,13 +99,20 @@ def path_in_list(name: str, data: DataConfig) -> str:
     return f"./{path}" if path.startswith(("#", prefix or "#")) else path
 
 
-def warn_unmatched(data: DataConfig, splits: Iterable[Samples | None]) -> None:
-    """Warn of lines that match no image of any split. None stands for a split in memory."""
+def report_excluded(data: DataConfig, splits: Sequence[Samples | None]) -> None:
+    """Log how many images of each split are left out, and warn of lines that match no image of any split.
+
+    `splits`: training, validation, test, and others. None stands for one in memory, or that the data has not.
+    """
     read_singly = [split for split in splits if split is not None]
     if not read_singly:
         log.warning("DATA.EXCLUDE has no effect on the data set %s: its images have no names.", data.DATASET)
         return
-    matched = set[int]().union(*(split.lines for split in read_singly if isinstance(split, Remaining)))
+    lines = [split.lines if isinstance(split, Remaining) else () for split in splits]
+    named = zip(("training", "validation", "test"), splits, lines, strict=False)
+    left_out = [f"{len(of_split):,} {title}" for title, split, of_split in named if split is not None]
+    log.info("DATA.EXCLUDE %s leaves out: %s images.", data.EXCLUDE, ", ".join(left_out))
+    matched = set[int]().union(*lines)
     # Reversed, so that of the names that one line may mean, the shortest remains: the one without its comment.
     unmatched = {number: name for name, number in reversed(excluded(data).items()) if number not in matched}
     if unmatched:
@@ -217,7 +224,7 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
         )
     if not remains.any():
         raise UserError(f"DATA.RELABEL {data.RELABEL} leaves out all {len(labels)} training images.")
-    found = Remaining(samples, np.flatnonzero(remains), samples.lines if isinstance(samples, Remaining) else set())
+    found = Remaining(samples, np.flatnonzero(remains), samples.lines if isinstance(samples, Remaining) else ())
     found.labels, found.unmatched = labels[remains], unmatched
     file = Path(str(data.RELABEL)).name  # exported weights have this too, so no folders
     found.relabel = {"file": file, "sha256": sha256, "dropped": done["drop"], "relabelled": done["relabel"]}

@@ -180,9 +180,9 @@ def unread_path(data: DataConfig) -> str:
 def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None, *knn: Samples | None) -> None:
     """Warn of what shows only once both splits are open. None stands for a split in memory. `knn`: of TRAIN.KNN."""
     if data.EXCLUDE is not None:
-        from datasets.exclude import warn_unmatched
+        from datasets.exclude import report_excluded
 
-        warn_unmatched(data, (train, validation, open_test(data), *knn))
+        report_excluded(data, (train, validation, open_test(data), *knn))
     if data.RELABEL is not None and train is not None:
         from datasets.exclude import warn_unmatched_rows
 

@@ -45,6 +45,17 @@ def unheard(least: int = logging.ERROR) -> Iterator[None]:
         log.setLevel(level)
 
 
+@contextlib.contextmanager
+def quiet_terminal() -> Iterator[None]:
+    """Print only warnings and errors; the run's files get all lines."""
+    terminal = _terminal() or logging.NullHandler()
+    terminal.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        terminal.setLevel(logging.NOTSET)
+
+
 def log_lines(lines: Iterable[str]) -> None:
     """Log those of the lines that are not empty."""
     for line in filter(None, lines):

@@ -15,8 +15,8 @@ import numpy as np
 
 from utils.text import Interval, Z, wilson
 
-ADDED = 1
-"""Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
+ADDED = 2
+"""Images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
 MOST_SINGLE = 0.1
 """Fraction of classes with a single image, above which too many others may have none for an interval"""
 FEWEST_OF_TWO = 4
@@ -48,13 +48,22 @@ def too_few(images: np.ndarray) -> bool:
     return len(images) == 2 and int(images.min()) < FEWEST_OF_TWO
 
 
+def likely_recalls(right: np.ndarray, images: np.ndarray) -> np.ndarray:
+    """Recalls of the classes, with images added that are as often right as the mean class.
+
+    If half of those added were right, errors of many classes would add up to an interval that is too wide.
+    """
+    usual = float((right / np.maximum(images, 1)).sum() + ADDED / 2) / (np.count_nonzero(images) + ADDED)
+    return (right + ADDED * usual) / (images + ADDED)
+
+
 def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
     images = np.bincount(labels, minlength=classes)
     if too_few(images):
         return None
     present = images > 0
     images, right = images[present], np.bincount(labels[labels == guesses], minlength=classes)[present]
-    sure = (right + ADDED) / (images + 2 * ADDED)
+    sure = likely_recalls(right, images)
     variance = float((sure * (1 - sure) / images).sum()) / len(images) ** 2
     return of_variance(float((right / images).mean()), variance, int(images.sum()))
 
@@ -74,9 +83,7 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> 
     influence = np.where(hit, 0.0, -pull[labels] - pull[guesses])
     wrong = images - right
     squares = np.bincount(labels, influence**2, minlength=classes) / np.maximum(wrong, 1)
-    # What is added is as often right as the mean class. With half of it, as above, errors of many classes would add up.
-    usual = float((right / np.maximum(images, 1)).sum() + ADDED) / (np.count_nonzero(images) + 2 * ADDED)
-    sure = (right + 2 * ADDED * usual) / (images + 2 * ADDED)
+    sure = likely_recalls(right, images)
     variance = images * (sure * if_right**2 + (1 - sure) * np.where(wrong > 0, squares, pull**2))
     either = of_either - right  # F1 is a concave function of right / either, so by its second order it is too low by:
     bias = f1 * (1 - f1) / sizes * either / np.maximum(either - 1, 1)

@@ -25,7 +25,10 @@ FEWEST_IMAGES, NEARLY_ALL, FAR = 10, 0.9, 15.0
 """Strange: so many images of a class, of which this fraction is taken for one other; points below the folds"""
 FOLDS = "probe_in_folds"
 """Key under which a run's choices keep the top-1 that its probe had in folds"""
-PROBE_IS_BEST = "Training did not improve on the linear probe that it began with: the best checkpoint is that probe."
+TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
+PROBE_IS_BEST = (
+    f"Training did not improve on the linear probe that it began with: the best checkpoint is that probe. {TO_GAIN}"
+)
 
 
 def against_guessing(guess: float | None, top1: float | None) -> str:
@@ -84,7 +87,8 @@ def beside_probe(labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray) -> 
     chance = "which may be chance" if low <= 0 <= high else "which is beyond chance"
     more = f"{abs(gain):.0f} {'more' if gain >= 0 else 'fewer'} of {counted(len(labels), 'image')}"
     interval = f"95 % interval {low:+.0f} to {high:+.0f}"
-    return f"Right on {more} than the linear probe that training began with ({interval}), {chance}."
+    words = f"Right on {more} than the linear probe that training began with ({interval}), {chance}."
+    return words if low > 0 else f"{words} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
 
 
 def flatters(validations: int, run: Path, data: DataConfig) -> str:

@@ -63,7 +63,7 @@ def in_python(code: str) -> str:
     return done.stdout
 
 
-def test_settings_are_checked_without_torch() -> None:
+def test_settings_and_models_are_checked_without_torch() -> None:
     code = """
 import sys
 from pathlib import Path
@@ -71,9 +71,12 @@ from typing import Any
 from utils.config import load_config
 load_config("configs/vit_digits.yaml", words={"TRAIN.TOKEN_DROP": "0.5"})
 import engine.entry
+from tools.evaluate.command import main as evaluate
+from tools.export.command import main as export
+print(evaluate(["nowhere"]), export(["nowhere", "-to", "torch", "-out", "m.pt2"]))
 print(sorted(name for name in ("torch", "numpy", "timm") if name in sys.modules))
 """
-    assert in_python(code).strip() == "[]"
+    assert in_python(code).splitlines() == ["2 2", "[]"]
 
 
 LATE_COMPILER = """

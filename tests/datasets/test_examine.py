@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -102,6 +103,7 @@ def test_the_commands_it_names_remove_the_copies(icons: Path, vitamp: Vitamp, tm
         command = done.err.partition("`python ")[2].partition("`")[0]
         script, *words = command.replace("exclude.txt", str(listed)).split()
         assert "There are defects" in vitamp(*words, "-overwrite", script=script, code=1).out
+        assert not re.search("-output|-batch_size|-dry_run|TRAIN", command), "only what concerns the data"
     assert f"`python {command}` lists them" in first.out
     again = lines(icons, tmp_path / "again", vitamp, f"DATA.EXCLUDE={listed}")
     assert "Copies of training images" not in again.err

@@ -44,8 +44,11 @@ def test_fit_finds_the_temperature_of_lowest_nll() -> None:
 
 def test_fit_without_a_minimum_is_refused() -> None:
     labels = torch.arange(60) % 3
-    with pytest.raises(UserError, match=r"on these images, .* all of them are classified correctly"):
-        fit_temperature(F.one_hot(labels, 3).float(), labels)
+    logits = F.one_hot(labels, 3).float()
+    with pytest.raises(UserError, match=r"in these images, all are classified correctly\. .* Name more images"):
+        fit_temperature(logits, labels)
+    with pytest.raises(UserError, match=r"on these images, no temperature .* as when they are classified at random"):
+        fit_temperature(logits, labels.roll(1))
 
 
 @pytest.fixture(scope="module")

@@ -565,7 +565,7 @@ def test_copies_of_test_images_are_found_in_each_other_split(check: Check, tree:
     excluded = {"test/cat/5.jpg", "train/ant/0_copy.jpg", "train/bee/4_near.jpg", "train/cat/2_near.jpg"}
     assert lines_of(listed) == excluded
     done, _ = check(tree, f"DATA.EXCLUDE={listed}", code=1)
-    assert "DEFECT: in two splits: 1\n" in done.out
+    assert "DEFECT: in two splits (training images in another, or validation images in test): 1\n" in done.out
     assert "match no image" not in done.err, "a line may name a test image"
 
 
@@ -606,6 +606,8 @@ def test_fix_removes_no_image_for_a_table_that_names_it_twice(check: Check, tree
     done, _ = check(tree, "-fix", tmp_path / "folders.txt", code=1)
     assert "listed twice" not in done.err
     assert "Duplicates within validation or test stay, and count twice there." in done.out
+    done, _ = check(tree, f"DATA.EXCLUDE={tmp_path / 'folders.txt'}", code=0)
+    assert "note: duplicates within a split: 1\n" in done.out, "no defect, which no -fix mends"
 
 
 def test_report_begins_with_numbers_and_names_each_pair_once(check: Check, tree: Path) -> None:

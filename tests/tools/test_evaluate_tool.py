@@ -267,6 +267,7 @@ def true_values(sizes: list[int], recalls: list[float]) -> tuple[float, float]:
         ([30, 20, 15, 10, 8], [0.7] * 5),
         ([200, 50, 20, 10, 5], [0.95, 0.8, 0.6, 0.5, 0.3]),
         ([5] * 100, [0.6] * 100),
+        ([20] * 10, [0.97] * 10),
     ],
 )
 def test_class_metrics_are_covered(sizes: list[int], recalls: list[float]) -> None:
@@ -336,6 +337,10 @@ def test_all_right_is_not_certain(interval: Callable[[np.ndarray, np.ndarray, in
     of_wrong = interval(np.repeat([0, 1], 5), np.repeat([1, 0], 5), 2)
     assert of_wrong is not None
     assert of_wrong.high > 20
+    of_ten = np.repeat(np.arange(10), 15)
+    one_wrong = interval(of_ten, np.r_[1, of_ten[1:]], 10)
+    assert one_wrong is not None
+    assert one_wrong.low > 92, "not as if every class had errors: top-1 has 96.3"
     rare = np.repeat([0, 1], [197, 3])
     assert interval(rare, rare, 2) is None, "three images of a class say too little of it"
     assert interval(np.repeat([0, 1], [196, 4]), np.repeat([0, 1], [196, 4]), 2) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -51,6 +52,24 @@ def evaluated(vitamp: Vitamp, run: Path, *words: object) -> str:
     counts = counts.partition(" of 3 classes")[0]
     assert f"{counts} of 8 x 8" in same.text
     return counts + "".join(f"\n{note}" for note in done.out.splitlines() if note.startswith("DATA."))
+
+
+def test_the_named_command_keeps_how_images_are_prepared(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    def found(run: Path, *words: object) -> tuple[float, str]:
+        done = vitamp(run, *words, "-json", tmp_path / "found.json", "-overwrite", script="scripts/evaluate.py", code=0)
+        nll = json.loads((tmp_path / "found.json").read_text())["figures"]["model"]["nll"]
+        return nll, done.out.splitlines()[-2]
+
+    nll, said = found(run, "DATA.CROP_PCT=0.5", "DATA.BACKGROUND=black", "-batch_size", 7)
+    assert said.startswith("DATA.CROP_PCT=0.5 DATA.BACKGROUND=black: in this evaluation alone. ")
+    _, _, *words = shlex.split(said.split("`")[1])
+    vitamp(*words[:-1], tmp_path / "new", code=0)
+    kept, said = found(tmp_path / "new")
+    assert kept == nll
+    assert "alone" not in said
+    own, said = found(run, "-batch_size", 7, "DATA.BACKGROUND=white")
+    assert own != nll
+    assert "alone" not in said
 
 
 @pytest.mark.slow

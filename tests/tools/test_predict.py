@@ -150,10 +150,10 @@ def test_images_without_a_result_are_named_and_the_rest_predicted(
         assert [(row["image"], row.get("error")) for row in rows] == expected
         assert f"warning: {bad} cannot be predicted: not an image in a known format" in done.err
         assert f"{gone} cannot be predicted: it does not exist" in done.err
-        assert "3 of 6 images could not be predicted" in done.err
+        assert f"3 of 6 images could not be predicted: {bad}, {gone}, {white}." in done.err
         alone = say(digits_run, *good, *words)
         assert lines_of(alone.out) == [rows[0], rows[2], rows[4]]
-        say(digits_run, good[0], white, "-features", tmp_path / f"{workers}.npz", code=1)
+        say(digits_run, good[0], gone, white, "-features", tmp_path / f"{workers}.npz", code=1)
         assert np.load(tmp_path / f"{workers}.npz")["paths"].tolist() == [f"{good[0]}"]
     logits = torch.tensor([[torch.inf, 0], [-torch.inf, -torch.inf], [-torch.inf, 0]])
     assert [one is None for one in Chosen(load_trained(digits_run), 1, None)(logits)] == [True, True, False]

@@ -274,7 +274,9 @@ def test_full_disk_is_refused_before_work(say: Say, run: Path, cache: Path, monk
 def test_saved_probe_is_a_run(say: Say, in_process: Tool, run: Path, tmp_path: Path, pool: str) -> None:
     out = tmp_path / "run"
     said = say(run, "-probe", "-pool", pool, "-out", out, "-json", tmp_path / "found.json", "-overwrite", code=0).out
-    assert said.index("everything is in") < said.index("linear top-1"), "the result comes last"
+    assert f"\nThe model with this classifier is saved as a run in {out}: `" in said.rpartition("linear top-1")[2], said
+    assert (said.count("choose the strength"), "learning rate" in said) == (1, False), "nothing about training"
+    assert "learning rate" in (out / "log.txt").read_text()
     acc1 = json.loads((tmp_path / "found.json").read_text())["probes"][pool]["acc1"]
     assert [(line["update"], line["acc1"]) for line in metrics(out, "val")] == [(0, acc1)]
     again = probed(say, tmp_path, out, probe=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from engine.report.outcome import beside_probe, in_context
+from engine.report.outcome import TO_GAIN, beside_probe, in_context
 from utils.text import counted, wilson
 from vitamp.metrics import BALANCED, LOSS, MACRO_F1, MAP, TOP1
 
@@ -51,11 +51,13 @@ def test_words_for_the_end_of_a_run() -> None:
     ("wrong", "said"),
     [
         (2, "18 more of 100 images than {} (95 % interval +10 to +25), which is beyond chance."),
-        (19, "1 more of 100 images than {} (95 % interval -2 to +4), which may be chance."),
-        (21, "1 fewer of 100 images than {} (95 % interval -4 to +2), which may be chance."),
+        (19, "1 more of 100 images than {} (95 % interval -2 to +4), which may be chance. {}"),
+        (21, "1 fewer of 100 images than {} (95 % interval -4 to +2), which may be chance. {}"),
+        (40, "20 fewer of 100 images than {} (95 % interval -28 to -12), which is beyond chance. {}"),
     ],
 )
 def test_words_for_the_gain_over_the_probe(wrong: int, said: str) -> None:
     images = np.arange(100)
-    said = said.format("the linear probe that training began with")
+    advice = f"The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
+    said = said.format("the linear probe that training began with", advice)
     assert beside_probe(np.zeros(100, int), images < 20, images < wrong) == f"Right on {said}"

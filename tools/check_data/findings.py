@@ -426,8 +426,9 @@ def _add_copies(findings: Findings, splits: list[Split]) -> None:
                 findings.defects[CONFLICTS].append(copy.copy_of(other))
             continue
         by_split = [list(of_split) for _, of_split in itertools.groupby(same, key=lambda copy: copy.split.title)]
-        for first, *later in by_split:
-            findings.defects[DUPLICATES] += [copy.copy_of(first) for copy in later]
+        for first, *later in by_split:  # in validation and test they count twice, but spoil no training
+            duplicates = findings.defects if first.split.title == "training" else findings.notes
+            duplicates[DUPLICATES] += [copy.copy_of(first) for copy in later]
         for of_split in by_split[:-1]:
             findings.defects[OVERLAP] += [copy.copy_of(by_split[-1][0]) for copy in of_split]
 
@@ -478,7 +479,7 @@ HEADINGS = {
     CONFLICTS: "the same bytes with different labels",
     NEAR_CONFLICTS: "nearly the same with different labels, of which one is probably wrong",
     DUPLICATES: "duplicates within a split",
-    OVERLAP: "in two splits",
+    OVERLAP: "in two splits (training images in another, or validation images in test)",
     NEAR_OVERLAP: "nearly the same in two splits (encoded again, resized)",
     NEAR_DUPLICATES: "nearly the same within a split",
     FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",

@@ -173,11 +173,16 @@ def fit_temperature(logits: Tensor, labels: Tensor, which: str = "these") -> flo
     bounds = math.log(SMALLEST), math.log(LARGEST)
     found: Any = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
     log_temperature = float(found.x)
-    separable = bool((logits.argmax(1) == labels).all())  # the NLL then falls to 0 with the temperature
-    if separable or min(abs(log_temperature - bound) for bound in bounds) < 1e-3:
+    if bool((logits.argmax(1) == labels).all()):
+        raise UserError(
+            f"-calibrate: in {which} images, all are classified correctly. The surer the model, the lower their NLL, "
+            "so no temperature is the best. Name more images, so that each half of them has some that are classified "
+            "wrongly (-part test, -data_path DIR). The run's probabilities stay as they were."
+        )
+    if min(abs(log_temperature - bound) for bound in bounds) < 1e-3:
         raise UserError(
             f"-calibrate: on {which} images, no temperature from {SMALLEST:g} to {LARGEST:g} has the lowest NLL, as "
-            "when all of them are classified correctly, or at random. Use more images."
+            "when they are classified at random, or nearly all correctly. Use more images."
         )
     return math.exp(log_temperature)
 

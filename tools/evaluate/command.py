@@ -33,6 +33,7 @@ name images with labels, if the run's have none.
 
 from __future__ import annotations
 
+import json
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -47,10 +48,13 @@ from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, EXIT_USAGE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log, log_lines
-from utils.record.run_folder import is_run_folder, write_json
+from utils.program import typed
+from utils.record.run_folder import CONFIG, is_run_folder, write_json
 from utils.text import Interval
+from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import BALANCED, ONE_LABEL, SEVERAL_LABELS
 from vitamp.pooling import POOLED, POOLS
+from vitamp.weights import chosen_at
 
 if TYPE_CHECKING:
     from engine.trained.model import Trained
@@ -230,7 +234,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     best_of = [validations_of(config, one.chosen) for one in models]
     flattered = flatters(max(best_of), Path(asked.models[0]), config.DATA)
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
-    log_lines((flattered, *found.strange(trained), *dict.fromkeys(copies)))
+    log_lines((flattered, *found.strange(trained), *dict.fromkeys(copies), _in_this_evaluation(trained, given)))
     return {
         "model": config.MODEL.NAME,
         "source": places if trained.others else places[0],
@@ -242,6 +246,28 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         "classes": trained.names(),
         "figures": {"mean" if trained.others else chosen.which.name: found.as_json()},
     }
+
+
+def _in_this_evaluation(trained: Trained, given: CommandLine) -> str:
+    """That predict.py and export.py prepare images otherwise, and how to change that; '' if they do not."""
+    from engine.inputs.batches import input_of
+    from utils.config.load import config_of_weights
+
+    own, now = config_of_weights(trained.chosen).DATA, trained.config.DATA
+    names = [key.removeprefix("DATA.") for key in (*given.flags, *given.words) if key.startswith("DATA.")]
+    values = {name: getattr(now, name) for name in names}
+    changed = {name: value for name, value in values.items() if input_of(own.changed(**{name: value})) != input_of(own)}
+    if not changed:
+        return ""
+    as_words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in changed.items()}
+    settings = [f"DATA.{name}={value}" for name, value in as_words.items()]
+    words = f"{' '.join(settings)}: in this evaluation alone. predict.py and export.py prepare images as in training"
+    run = run_folder_of(trained.chosen.place)
+    if run is None:
+        return f"{words}."
+    same = ("-cfg", f"{run / CONFIG}", "-pretrained", f"{trained.chosen.place}", "MODEL.NEW_CLASSIFIER=false")
+    command = typed("main_single_gpu.py", [*same, "TRAIN.NUM_EPOCHS=0", *settings, "-output", "NEW"])
+    return f"{words}, unless a run of these weights has these settings: `{command}` makes it."
 
 
 def _check(line: command_line.ToolLine) -> None:
@@ -275,6 +301,8 @@ def _check(line: command_line.ToolLine) -> None:
             )
     if asked.path is not None:
         _check_settings(line)
+    for path in asked.models:
+        chosen_at(Path(path).expanduser(), asked.weights)  # a wrong one fails before torch is imported
 
 
 def _check_features(line: command_line.ToolLine, by: str, part: str | None) -> None:

@@ -6,6 +6,7 @@ computed once and kept.
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,8 @@ from utils.config.data import DataConfig
 from utils.config.keys import values_to_keep
 from utils.config.read import Kind, Source
 from utils.distributed.world import ALONE, World
-from utils.log import log, log_lines
+from utils.log import log, log_lines, quiet_terminal
+from utils.program import tool
 from utils.text import wilson
 from vitamp.metrics import BALANCED, KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
@@ -88,11 +90,9 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         if asked.knn is not None:
             found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
         found["neighbours"] = neighbours
-    try:
-        if asked.out:  # first: its log is long, and the result is to be read
-            save_probe(trained, data, found["chosen"], asked.out)
-    finally:
-        log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
+    log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
+    if asked.out:
+        save_probe(trained, data, found["chosen"], asked.out)
     return found
 
 
@@ -191,4 +191,8 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
     }
     loaded = fill_in(load_config(None, {key: (value, Source("-probe", Kind.TOOL)) for key, value in settings.items()}))
     check(loaded.config)
-    run(loaded, ALONE, dry=False)
+    with quiet_terminal():  # what a run logs is about training
+        run(loaded, ALONE, dry=False)
+    trust = " -trust" if config.USE else ""
+    use = f"`{tool('predict')} {shlex.quote(out)}{trust} IMAGE.jpg` uses it"
+    log.info("The model with this classifier is saved as a run in %s: %s.", out, use)

@@ -44,6 +44,7 @@ from tools.export import HUB_FILES, files_beside
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
+from vitamp.weights import chosen_at
 
 ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2", "safetensors": ".safetensors"}
 """Formats that are files"""
@@ -122,6 +123,7 @@ def main(argv: list[str]) -> int:
     for name in formats:
         if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
             raise UserError(f"-to {name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    chosen_at(asked.path.expanduser(), asked.weights)  # raises UserError for a wrong one
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained

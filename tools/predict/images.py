@@ -33,7 +33,7 @@ from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World
 from utils.errors import EXIT_DONE, EXIT_FAILED, TrainingError, UserError
 from utils.log import log
-from utils.text import one_line
+from utils.text import one_line, some_of
 from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import check_pool
@@ -84,7 +84,8 @@ def predict_images(
         loader.close()
         bar.close()
     if failed:
-        log.warning("%d of %d images could not be predicted.", len(failed), len(paths))
+        named = some_of([one_line(path) for path in failed])
+        log.warning("%d of %d images could not be predicted: %s.", len(failed), len(paths), named)
 
 
 def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, paths: list[str], world: World) -> int:
@@ -164,8 +165,14 @@ class Chosen:
 
 
 def find_images(words: list[str], data: DataConfig) -> list[str]:
-    """Paths in the order of the arguments; those of a folder or glob are sorted."""
+    """Paths in the order of the arguments; those of a folder or glob are sorted.
+
+    One missing file among several words is an image that cannot be predicted.
+    """
     skipped, none = SkippedFiles(), f"no images found (files ending in {' '.join(endings_of(data))})"
+    some = any(word == "-" or glob.has_magic(word) or os.path.lexists(os.path.expanduser(word)) for word in words)
+    if words and not some:
+        raise UserError(f"{words[0]}: no such file or folder.")
     by_word = {word: _paths_of(word, skipped, data) for word in words}
     skipped.warn(", ".join(words[:2]) + (", ..." if len(words) > 2 else ""))
     found = [path for word in words for path in by_word[word]]
@@ -186,10 +193,10 @@ def _paths_of(word: str, skipped: SkippedFiles, data: DataConfig) -> list[str]:
         return [os.fsdecode(name) for name in names if name]
     path = os.path.expanduser(word)
     # A file may be called `photo[1].jpg`, so an existing path is not read as a glob.
-    matched = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
+    named = os.path.lexists(path) or not glob.has_magic(word)
+    matched = [path] if named else sorted(glob.glob(path, recursive=True))
     if not matched:
-        reason = "no file matches" if glob.has_magic(word) else "no such file or folder"
-        raise UserError(f"{word}: {reason}.")
+        raise UserError(f"{word}: no file matches.")
     found = []
     for one in matched:
         if one.lower().endswith(".csv") and os.path.isfile(one):

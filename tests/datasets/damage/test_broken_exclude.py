@@ -10,7 +10,7 @@ import pytest
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Samples
-from datasets.exclude import Remaining, line_of, warn_unmatched
+from datasets.exclude import Remaining, line_of, report_excluded
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, part, settings
 from tests.program import Vitamp, save_image
@@ -27,7 +27,7 @@ def names(listed: Path) -> Callable[..., list[list[str]]]:
         (listed / "exclude.txt").write_bytes(lines.encode(encoding))
         data = settings(DATA_PATH=path, EXCLUDE=str(listed / "exclude.txt"))
         parts = [open_dataset(data, train, 3, 0, CPU).single_images() for train in (True, False)]
-        warn_unmatched(data, parts)
+        report_excluded(data, parts)
         return [[Path(part.name(i)).name for i in range(len(part))] for part in parts if part is not None]
 
     return opened
@@ -102,15 +102,16 @@ def test_exclude_keeps_the_order_of_the_source() -> None:
         def shuffled(self, generator: np.random.Generator) -> np.ndarray:
             return np.arange(6)[::-1]
 
-    left = Remaining(Backwards(), np.array([0, 2, 3, 5]), set())
+    left = Remaining(Backwards(), np.array([0, 2, 3, 5]), [1, 4])
     order = left.shuffled(np.random.default_rng(0))
     assert [left.read(int(i)) for i in order] == [b"\5", b"\3", b"\2", b"\0"]
     assert left.labels.tolist() == [0, 2, 3, 5]
 
 
 def test_exclude_lines_without_a_match_are_logged(names, said: pytest.LogCaptureFixture) -> None:
-    names("# a remark\ntrain/4.png  # good\nval/1.png\n")
-    assert said.text == ""
+    names("# a remark\ntrain/4.png  # good\nval/1.png\ntrain/5.png\n")
+    (line,) = said.messages
+    assert line.endswith("exclude.txt leaves out: 2 training, 1 validation images.")
     names("train/4.png\ntrian/3.png\n# a remark\nval/99.png\n")
     assert "2 of its lines match no image" in said.text
     assert "line 2, trian/3.png" in said.text

@@ -109,9 +109,11 @@ def test_few_wrong_labels_are_to_be_looked_at(check: Call, digits_run: Path, tmp
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
     for said in (done.out, (tmp_path / "labels" / "report.html").read_text()):
         assert "Too few to tell from chance: 2 labels look wrong; 2 of them by their nearest images, too, where" in said
-        assert "Look at these first." in said
+        assert re.search(r"would if all were right, about \d\.\d on average\. .* and all may be right\.", said)
         assert "Nothing found" not in said
-    assert {row["path"]: row["decision"] for row in listed(tmp_path / "labels")} == dict.fromkeys(planted, "keep")
+    assert [row["decision"] for row in listed(tmp_path / "labels")] == ["keep"] * 20
+    assert {row["path"] for row in listed(tmp_path / "labels")[:2]} == planted.keys()
+    assert re.findall(r"looks like \w+: (\d+) image", done.out) == ["1", "1"], "others do not look wrong"
 
 
 DECIDE = """(async () => {
@@ -166,9 +168,10 @@ def test_nearly_equal_images_of_two_classes_are_suspects(check: Call, digits_run
     assert "0 copies of others, 0 of them with another label; 2 pairs nearly the same, with diff" in done.out
     assert "2 images: a copy, or nearly one, has another label, which is likelier." in done.out
     assert "Too few to tell from chance" in done.out
-    found = {row["path"]: (row["proposed"], row["decision"]) for row in listed(tmp_path / "labels")}
-    assert found == {"cat/30_again.png": ("ant", "drop"), "cat/31_again.png": ("bee", "drop")}
-    assert excluded(tmp_path / "labels") == set(found)
+    one, other, *doubtful = [(row["path"], row["proposed"], row["decision"]) for row in listed(tmp_path / "labels")]
+    assert {one, other} == {("cat/30_again.png", "ant", "drop"), ("cat/31_again.png", "bee", "drop")}
+    assert {decision for _, _, decision in doubtful} == {"keep"}
+    assert excluded(tmp_path / "labels") == {one[0], other[0]}
 
 
 def test_swapped_classes_of_the_validation_split_are_found(check: Call, digits_run: Path, tmp_path: Path) -> None:
@@ -216,7 +219,10 @@ def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Pa
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both", group)
     assert "Not judged, since they have fewer images than folds, or all in one group: dog, elk." in done.out
     assert "Nothing found" in done.out
-    assert {row["decision"] for row in listed(tmp_path / "labels")} <= {"keep"}
+    page = (tmp_path / "labels" / "report.html").read_text()
+    assert "<h2>The most doubtful images, which may all be right</h2>" in page
+    assert page.count("<figure") == page.count("otherwise <b>") == 20, "and not: looks like"
+    assert [row["decision"] for row in listed(tmp_path / "labels")] == ["keep"] * 20
     assert excluded(tmp_path / "labels") == set()
 
 
@@ -260,6 +266,20 @@ def test_several_labels_are_judged_one_by_one(check: Call, digits_run: Path, tmp
     assert "south looks like no class: 2 images" in done.out
     assert {row["decision"] for row in listed(tmp_path / "labels")} == {"drop"}
     assert excluded(tmp_path / "labels") == set(found)
+
+
+def test_of_several_labels_the_most_doubtful_one_of_an_image_is_listed() -> None:
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 2, (30, 3))
+    images: Any = SimpleNamespace(labels=labels, classes=CLASSES, label_words=lambda label: "".join(map(str, label)))
+    logits = 4 * (2 * labels - 1) + random.normal(size=labels.shape)
+    suspects, verdict = search.suspects_of(images, logits, 0, np.array([2]))
+    assert not verdict.clear
+    assert len({one.image for one in suspects}) == len(suspects) > 10
+    for one in suspects:
+        differs = [given != proposed for given, proposed in zip(one.given, one.proposed, strict=True)]
+        assert sum(differs[:2]) == 1
+        assert not differs[2], "not judged"
 
 
 # The probabilities.
@@ -323,7 +343,7 @@ def test_hard_images_of_heavy_tailed_classes_do_not_look_wrong() -> None:
 def test_surer_labels_may_decide() -> None:
     """The counts of 1,000 MNIST digits with 2 % of the labels changed: too few stand out from 0.5 on."""
     nothing = np.empty(0)
-    few = Wrong(nothing, nothing, nothing, number=28, agreed=16, if_right=9, calibrations=[])
+    few = Wrong(nothing, nothing, nothing, number=28, agreed=16, if_right=9, expected=6.0, calibrations=[])
     assert not few.clear
     assert few._replace(surer=[(20, 13, 5), (11, 8, 2)]).clear
     assert not few._replace(surer=[(20, 13, 6), (11, 5, 1)]).clear

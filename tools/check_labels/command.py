@@ -10,9 +10,10 @@ With weights, a linear classifier of the model's features is fitted to four of f
 the fifth, in seconds. With -folds, or without weights, the recipe is trained once per fold, as compare.py -folds does;
 the same command continues after an interruption. Images with equal bytes, and groups (DATA.GROUP), share a fold.
 
-In -output: report.html shows the suspects; suspects.csv lists them, with a decision (keep, drop or relabel) that you
-may edit and DATA.RELABEL applies; exclude.txt lists them for DATA.EXCLUDE, after the lines of the list in use. Of data
-with a validation split, validation/ has the same of its labels. No image is moved or changed.
+In -output: report.html shows the suspects, or at least the 20 most doubtful images; suspects.csv lists them, with a
+decision (keep, drop or relabel) that you may edit and DATA.RELABEL applies; exclude.txt lists those to drop for
+DATA.EXCLUDE, after the lines of the list in use. Of data with a validation split, validation/ has the same of its
+labels. No image is moved or changed.
 
 -prove trains the recipe with all labels, without the suspects, with the proposed labels, and without as many random
 images of each class, and compares them on validation images that were not searched. docs/check_labels.md explains it.

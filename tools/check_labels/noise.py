@@ -34,6 +34,8 @@ CLEARLY = 2
 """Times as many labels as that, and one, must look wrong, since no classifier is calibrated exactly"""
 AGREED = 0.5
 """Fraction of the labels that look wrong in which the nearest images must agree: of hard images, they often do not"""
+DOUBTFUL = 20
+"""Labels that are listed at least where too few look wrong, so that people can judge"""
 LEARNT = 0.25
 """Fraction of a class's images that the logits must recognise for its labels to count: most of a class that models did
 not learn, because it is rare, looks like others"""
@@ -67,6 +69,8 @@ class Wrong(NamedTuple):
     """Those that count, since they look like the same class beside the nearest images, too; all, without features"""
     if_right: int
     """Largest number of these among labels that are redrawn as if all were right"""
+    expected: float
+    """Mean of the numbers of which that is the largest"""
     calibrations: list[Calibration]
     """With several labels per image, one for each class"""
     surer: Sequence[tuple[int, int, int]] = ()
@@ -78,6 +82,10 @@ class Wrong(NamedTuple):
             agreed > CLEARLY * (if_right + 1) and agreed >= AGREED * number
             for number, agreed, if_right in ((self.number, self.agreed, self.if_right), *self.surer)
         )
+
+    @property
+    def listed(self) -> int:
+        return self.number if self.clear else max(self.number, DOUBTFUL)
 
 
 def nearest(features: np.ndarray, own: Sequence[np.ndarray]) -> Tensor:
@@ -127,6 +135,7 @@ def find_wrong(
         number=number,
         agreed=both,
         if_right=chance,
+        expected=float(torch.stack(redrawn)[:, 0].double().mean()),
         calibrations=[calibration],
         surer=surer,
     )

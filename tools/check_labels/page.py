@@ -11,6 +11,7 @@ from datasets import source_of
 from datasets.base import TITLES
 from datasets.exclude import text_of
 from engine.trained.model import picture_of
+from tools.check_labels.noise import WRONG
 from tools.check_labels.search import Found, Images, rows_of
 from tools.common.output_file import writing
 from tools.common.report_page.evaluations import data_uri, pictured
@@ -44,7 +45,7 @@ def write(images: Images, found: Found, table: Path) -> None:
     features = found.near - found.near.mean(0)
     features = features / np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
     suspected = np.zeros(len(images.labels), bool)
-    suspected[[one.image for one in found.suspects]] = True
+    suspected[[one.image for one in found.suspects if one.wrong >= WRONG]] = True
     words = np.array([images.label_words(label) for label in images.labels])
     shown, decisions = [], {}  # a table may name an image twice
     for one in found.suspects:
@@ -62,7 +63,7 @@ def write(images: Images, found: Found, table: Path) -> None:
         file = images.name(one.image)
         about = {**one._asdict(), "name": file, "row": decisions.pop(file, None), "near": near}
         shown.append({**about, **pictured(images.dataset, one.image, images.data)})
-    pairs = Counter((one.given, one.proposed) for one in found.suspects)
+    pairs = Counter((one.given, one.proposed) for one in found.suspects if one.wrong >= WRONG)
     write_template(
         *("labels.html", page, "-output"),
         title=f"Labels of {source_of(images.data)}, {TITLES[images.data.PART]}",
@@ -80,17 +81,17 @@ def write(images: Images, found: Found, table: Path) -> None:
         unseen=decisions.values(),
         heading=rows.partition("\n")[0],
         before=before,
-        clear=bool(dropped),
+        clear=found.verdict.clear,
         validation=images.data.PART == "val",
     )
     log.info("%s", "\n".join([*found.words(), ""]))
     for (given, proposed), count in pairs.most_common(5):
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
-    log.info("Look at them: %s", page)
+    log.info("Look at them: %s" if found.verdict.clear else "Look at the most doubtful images, to decide: %s", page)
     if dropped and images.data.PART == "val":
         log.info("DATA.EXCLUDE=%s leaves them out of validation; DATA.RELABEL changes training alone.", listed)
     elif dropped:
         log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
-        log.info("DATA.EXCLUDE=%s leaves all out, in validation, too.", listed)
-    elif found.suspects:
+        log.info("DATA.EXCLUDE=%s leaves out those to drop, in validation, too.", listed)
+    elif images.data.PART != "val":
         log.info("%s keeps their labels: edit its decisions, then train with DATA.RELABEL=%s.", table, table)

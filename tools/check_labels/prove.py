@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine.machine.device import describe_device, pick_device
+from tools.check_labels.noise import WRONG
 from tools.check_labels.search import Images, Method, Suspect, find, load_with, open_images, rows_of, suspects_of
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by, spread
@@ -40,7 +41,8 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
         log.info("No search found wrong labels beyond chance: there is nothing to prove.")
         return EXIT_DONE
     others = replace(open_images(config, "val"), classes=images.classes)  # it may have no image of the last classes
-    wrong = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0, np.int64))[0]
+    doubtful, _ = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0, np.int64))
+    wrong = [one for one in doubtful if one.wrong >= WRONG]
 
     plan, script = plan_of(line, seeds, lists, out), "scripts/check_labels.py"
     trained = train_all(plan, lambda so_far: write(plan, so_far, out, script), method.budget)

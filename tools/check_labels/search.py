@@ -23,7 +23,7 @@ from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
 from tools.check_data.findings import SIDE, Thumbnails, near_pairs, scan_split
-from tools.check_labels.noise import LEARNT, Calibration, Wrong, find_wrong, nearest
+from tools.check_labels.noise import LEARNT, WRONG, Calibration, Wrong, find_wrong, nearest
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
 from tools.common.turns import Budget
@@ -294,7 +294,7 @@ def trained_last(run: Run) -> Trained:
 @dataclass
 class Found:
     suspects: list[Suspect]
-    """The most probable first"""
+    """The most probable first; where too few look wrong, also others, see `Wrong.listed`"""
     verdict: Wrong
     accuracy: str
     """Of the models on images that they did not see, in words"""
@@ -320,9 +320,12 @@ class Found:
         if self.verdict.surer:  # of the nearest images
             chance = f"{self.verdict.agreed} of them by their nearest images, too, where {chance}"
         found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
-        nothing = f"Too few to tell from chance: {count}; {chance} if all were right. Look at these first."
+        nothing = (
+            f"Too few to tell from chance: {count}; {chance} if all were right, about {self.verdict.expected:.1f} on "
+            "average. Some of them may be wrong, and all may be right."
+        )
         if not self.verdict.number:
-            nothing = "Nothing found: no label looks wrong. Wrong labels that look right are not found."
+            nothing = "Nothing found: no label looks wrong, which does not prove that all are right."
         if certain := sum(one.certain for one in self.suspects):
             lines.append(f"{counted(certain, 'image')}: a copy, or nearly one, has another label, which is likelier.")
         return [*lines, found if self.verdict.clear else nothing]
@@ -379,7 +382,8 @@ def suspects_of(
                 own.append(np.unique(np.array(images.samples.groups)[judged], return_inverse=True)[1])
             near = nearest(np.asarray(features)[judged], own)
         found = find_wrong(logits[judged], images.labels[judged], seed, known[0], near)
-        likely, certain = [*np.argsort(-found.probability, kind="stable")[: found.number]], dict[int, int]()
+        of_labels = found.right[np.arange(len(judged)), images.labels[judged]]  # which orders equal probabilities
+        likely, certain = [*np.lexsort((of_labels, -found.probability))[: found.listed]], dict[int, int]()
         for copies in (np.flatnonzero(images.copy_of[judged] == one) for one in images.contradicted):
             given = images.labels[judged[copies]]
             best = max(given, key=lambda label, row=copies[:1]: found.right[row, label], default=0)
@@ -400,19 +404,22 @@ def suspects_of(
         sum(one.number for label, one in enumerate(each) if label not in few),
         sum(one.agreed for label, one in enumerate(each) if label not in few),
         sum(one.if_right for label, one in enumerate(each) if label not in few),
+        sum(one.expected for label, one in enumerate(each) if label not in few),
         [one.calibrations[0] for one in each],
     )
-    found.probability[:, few] = 0
-    flat = np.argsort(-found.probability, axis=None, kind="stable")[: found.number]
+    found.probability[:, few] = -1
+    of_labels = np.where(images.labels, found.right, 1 - found.right)
+    flat = np.lexsort((of_labels.ravel(), -found.probability.ravel()))[: found.listed]
     of_image: dict[int, list[int]] = {}  # all labels of one image together
     for index, label in zip(*np.unravel_index(flat, found.probability.shape), strict=True):
-        of_image.setdefault(int(index), []).append(int(label))
+        doubted = of_image.setdefault(int(index), [])
+        if not doubted or found.probability[index, label] >= WRONG:
+            doubted.append(int(label))
     for index, labels in of_image.items():
         proposed = images.labels[index].copy()
         proposed[labels] = 1 - proposed[labels]
         first = labels[0]
-        has = float(found.right[index, first])
-        of_given = has if images.labels[index, first] else 1 - has
+        of_given = float(of_labels[index, first])
         words = images.label_words(images.labels[index]), images.label_words(proposed)
         suspects.append(Suspect(index, *words, float(found.probability[index, first]), of_given, 1 - of_given))
     return suspects, found

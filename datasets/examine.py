@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import shlex
 import statistics
 import sys
@@ -30,7 +31,7 @@ from utils.config.data import DataConfig
 from utils.config.train import LOSSES
 from utils.log import IN_FULL, log
 from utils.program import tool
-from utils.record.run_folder import CONFIG, DATA, write_json
+from utils.record.run_folder import AS_COPIES, CONFIG, DATA, write_json
 from utils.text import some_of
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS
 
@@ -51,6 +52,11 @@ MEASURED = 100
 """Images whose sides give `median_side`."""
 RARE = 100
 """Images among which one in a format of its own is called unlike the others"""
+NUMBERED = re.compile(r"[0-9]+(?=[.][^./]*$)")
+"""The last number of a file's name"""
+SERIES, MOST_NAMES = 0.05, 200_000
+"""Largest fraction of the images that differ by that number alone, for their names to say what they show; and most
+images whose names are read"""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
 
@@ -87,6 +93,10 @@ class Findings:
     """Of training images in validation; None where they were not looked for"""
     copies_in_test: dict[str, Copies] = field(default_factory=dict)
     """Of images of each other split in the test split"""
+    series: str = ""
+    """That names look like those of several images of each thing"""
+    alike: list[int] = field(default_factory=list)
+    """Validation images that look like a training image, as edited copies do, and those compared; empty if unknown"""
     looked_at: int = 0
     """Images whose headers were read"""
     unlike: list[str] = field(default_factory=list)
@@ -127,7 +137,23 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
                 findings.copies_in_test[title] = find_copies(of, test, seconds)
     if train.stored != "pixels":
         _look_at_headers(findings, train, data)
+    findings.series = series_of(train, data)
     return findings
+
+
+def series_of(samples: Samples, data: DataConfig) -> str:
+    """A sentence, if names look like those of several images of each thing that a split would tear apart."""
+    if samples.stored != "files" or data.GROUP or not comes_unsplit(data) or len(samples) > MOST_NAMES:
+        return ""
+    series = Counter(NUMBERED.sub("", samples.name(index)) for index in range(len(samples)))
+    together = sum(count for count in series.values() if count > 1)
+    # A large series, such as all images of a class as img_1.jpg and so on, is none of one thing.
+    if 2 * together < len(samples) or max(series.values()) > SERIES * len(samples):
+        return ""
+    return (
+        f"But for a last number, the {len(samples):,} names are {len(series):,}. If those that differ by it alone show "
+        "one thing, 'DATA.GROUP=(.*?)[0-9]*[.][^.]*$' keeps them on one side of the split (docs/splits.md)"
+    )
 
 
 def _look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> None:
@@ -216,15 +242,18 @@ def median_side(samples: Samples, data: DataConfig) -> int | None:
     return statistics.median_low(sides) if sides else None
 
 
-def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, folder: Path | None) -> None:
+def check_data(
+    config: Config, train_set: ImageDataset, val_set: ImageDataset, folder: Path | None, alike: list[int]
+) -> None:
     """Say what the data set is like, in the log and in data.json. Images in memory, the program's own, pass.
 
-    `folder` None: a dry run, which writes nothing.
+    `folder` None: a dry run, which writes nothing. `alike`: as in `Findings`.
     """
     train, validation = train_set.single_images(), val_set.single_images()
     if train is None or validation is None:
         return
     found = examine(train, validation, config.DATA, None if train.remote else open_test(config.DATA))
+    found.alike = alike
     if config.task == NO_LABELS:
         found = replace(found, classes={title: {} for title in found.classes}, largest_class_percent=None)
     settings = ["-cfg", str(folder / CONFIG)] if folder else _settings_of_data(sys.argv)  # a dry run has no config.yaml
@@ -297,6 +326,8 @@ def _of_classes(found: Findings, config: Config) -> Iterator[str]:
 def _of_storage(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"
+    if found.series:
+        yield found.series
     if found.unlike:
         yield f"Perhaps placeholders, in another format than the others {of}: {some_of(found.unlike)}"
     if number := found.modes.get(TRANSPARENT):
@@ -344,3 +375,6 @@ def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
                 lists = f"`{check} -fix exclude.txt` lists the copies, and with -near edited ones, too; train with "
                 lists += "DATA.EXCLUDE=exclude.txt"
             yield f"Copies of {other} images, on which a model does better than on new ones: {of}. {lists}."
+    if found.alike and found.alike[0]:
+        few = f"{found.alike[0]:,} of {found.alike[1]:,}"
+        yield f"Validation images that look like training images, {AS_COPIES}: {few}. `{check} -alike DIR` shows them."

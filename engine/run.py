@@ -19,7 +19,16 @@ from engine.machine.stopping import signals
 from engine.measure.meters import clock, is_complete, updates_left
 from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
-from engine.report.outcome import FOLDS, PROBE_IS_BEST, beside_probe, flatters, in_context, next_commands, strange
+from engine.report.outcome import (
+    ALIKE,
+    FOLDS,
+    PROBE_IS_BEST,
+    beside_probe,
+    flatters,
+    in_context,
+    next_commands,
+    strange,
+)
 from engine.report.reporter import Reporter
 from engine.run_folder import largest_class, lock_existing_folder, make_run_folder, write_run_files
 from engine.setup import ReadyToTrain, build_for_training
@@ -172,7 +181,7 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
     if run.world.first and run.config.DATA.CHECK != "off" and ready.train_set.single_images() is not None:
         from datasets.examine import check_data
 
-        check_data(run.config, ready.train_set, ready.val_set, folder)
+        check_data(run.config, ready.train_set, ready.val_set, folder, ready.choices.get(ALIKE) or [])
 
 
 def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:

@@ -32,7 +32,7 @@ from engine.measure.meters import Best, Position, TrainMeters, updates_left
 from engine.measure.throughput import DATA, Setting, Stages
 from engine.optim.build import build_optimizer, scaled_learning_rates
 from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
-from engine.report.outcome import FOLDS
+from engine.report.outcome import ALIKE, FOLDS
 from engine.speed.tuning import speed_up
 from engine.task import task_of
 from engine.task.base import Task
@@ -181,9 +181,9 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     elif checkpoint is None and config.MODEL.starts_at_probe:
         from engine.evaluation.linear import start_at_probe
 
-        ready.choices[FOLDS] = start_at_probe(run, ready)
-    elif FOLDS in choices:
-        ready.choices[FOLDS] = choices[FOLDS]
+        ready.choices[FOLDS], ready.choices[ALIKE] = start_at_probe(run, ready)
+    else:
+        ready.choices |= {key: choices[key] for key in (FOLDS, ALIKE) if key in choices}
     if world.size > 1:
         from engine.parallel.ddp import settle_batch_norms
 

@@ -26,8 +26,8 @@ from datasets.sources.files import (
 from datasets.sources.split import SPLIT_NAMES, TEST, TRAIN, VALIDATION_NAMES, named_parts, no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
-from utils.log import log
-from utils.text import one_line
+from utils.log import log, warn_once
+from utils.text import counted, one_line, some_of
 
 LAYOUT = """Expected layout:
   {root}/train/<class>/image.jpg
@@ -122,15 +122,26 @@ def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = END
         elif entry.name.lower().endswith(endings) and entry.is_file():
             skipped.add(entry.name, "images beside the class folders")
     counts: list[int] = []
+    inside: dict[str, list[str]] = {}
 
     def paths() -> Iterator[str]:  # class by class, so that all paths never exist as Python strings at once
         for name in classes:
             of_class = sorted(images_below(str(folder / name), skipped, endings=endings))
             counts.append(len(of_class))
+            folders = {path.partition("/")[0] if "/" in path else "" for path in of_class} - {""}
+            if len(folders) > 1:
+                inside[name] = sorted(folders)
             yield from (f"{name}/{path}" for path in of_class)
 
     table = PathTable(paths())
     skipped.warn(str(folder))
+    if inside:
+        # First one whose folders are called like other classes: these were hardly meant to be one.
+        name = min(inside, key=lambda name: set(classes).isdisjoint(inside[name]))
+        others = f", like {counted(len(inside) - 1, 'other class')}" if len(inside) > 1 else ""
+        same = "" if set(classes).isdisjoint(inside[name]) else " They are called like other classes: is this meant?"
+        names = some_of([*map(one_line, inside[name])])
+        warn_once(f"{folder}: the class {one_line(name)} takes the images of folders in it ({names}){others}.{same}")
     return FileSamples(folder, table, np.repeat(np.arange(len(classes)), counts), [*map(one_line, classes)])
 
 

@@ -16,6 +16,7 @@ from torch.optim import LBFGS
 
 from datasets import ImageDataset, ValLoader, open_dataset, source_of
 from datasets.sources.split import split_rows
+from engine.evaluation.alike import alike_in_validation
 from engine.evaluation.features import AT_ONCE, BLOCK, Features, Seeing, columns_of, features_of, sees_features_alone
 from engine.machine.device import Run
 from engine.task import task_of
@@ -198,8 +199,11 @@ def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data:
     return found._replace(weight=found.weight / divisor, bias=found.bias / divisor)
 
 
-def start_at_probe(run: Run, ready: Seeing) -> float:
-    """Fit the new classifier to features of the training images; returns its figure in folds. A collective call."""
+def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
+    """Fit the new classifier to features of the training images. A collective call.
+
+    Returns its figure in folds, and how many validation images look like training images (`alike_in_validation`).
+    """
     config, model, classes = run.config, ready.model, int(run.config.MODEL.NUM_CLASSES)
     heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
     fits = len(heads) > 1 or sees_features_alone(ready, config.DATA)  # two do by their mean, see below
@@ -235,4 +239,6 @@ def start_at_probe(run: Run, ready: Seeing) -> float:
         for head in heads:  # the two of a distilled model have the mean of their logits
             head.weight.copy_(found.weight.view_as(head.weight))
             head.bias.copy_(found.bias)
-    return found.figure
+    # As `examine` does, which looks for copies: not of the program's own images, in memory.
+    alike = config.DATA.CHECK != "off" and bank.single_images() is not None
+    return found.figure, alike_in_validation(run, ready, known) if alike else []

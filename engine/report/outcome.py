@@ -25,6 +25,8 @@ FEWEST_IMAGES, NEARLY_ALL, FAR = 10, 0.9, 15.0
 """Strange: so many images of a class, of which this fraction is taken for one other; points below the folds"""
 FOLDS = "probe_in_folds"
 """Key under which a run's choices keep the top-1 that its probe had in folds"""
+ALIKE = "alike_in_validation"
+"""Key under which they keep how many validation images look like training images, of how many compared"""
 TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
 PROBE_IS_BEST = (
     f"Training did not improve on the linear probe that it began with: the best checkpoint is that probe. {TO_GAIN}"

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -322,7 +323,7 @@ def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[o
     for number in range(0, 30, 3):
         edit(root / f"ant/{number}.png", root / f"ant/copy{number}.png", blurred)
     done, _ = check(root, "-alike", out, *weights, "DATA.VAL_FRACTION=0.4")
-    assert "0 of" not in done.out.partition("similarity")[2]
+    assert " 0 of " not in done.out
     rows = list(csv.DictReader((out / "groups.csv").read_text().splitlines()))
     groups = {row["path"]: row["group"] for row in rows}
     assert (len(rows), len(set(groups.values()))) == (70, 60)
@@ -331,7 +332,46 @@ def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[o
     shutil.copy(out / "groups.csv", root)
     words = "-alike", out, *weights, "DATA.VAL_FRACTION=0.4", "DATA.GROUP=group"
     split, _ = check(root / "groups.csv", *words, dataset="csv")
-    assert "0 of" in split.out.partition("similarity")[2]
+    assert "\n0 of " in split.out
+
+
+def test_training_says_unasked_that_copies_are_edited(
+    vitamp: Vitamp, weights: tuple[object, ...], tmp_path: Path
+) -> None:
+    root, run = tmp_path / "data", tmp_path / "run"
+    write_photographs(root / "train", range(60))
+    write_photographs(root / "val", range(60, 80))
+    edit(root / "train/bee/1.png", root / "val/bee/blurred.png", blurred)
+    words = "-dataset", "imagefolder", "-data_path", root, *weights, "MODEL.NEW_CLASSIFIER=probe", "-output", run
+    trained = vitamp(*words, "-epochs", 1, "TRAIN.WARMUP_EPOCHS=0", "-batch_size", 20)
+    assert "look like training images, as edited copies do" in trained.text
+    assert "1 of 21. `" in trained.text
+    ended = "1 of 21 validation images look like training images"
+    assert ended in trained.text.partition("Top-1")[2]
+    (step,) = (run / "checkpoints").glob("step-*3")
+    resumed = vitamp("-resume", step, "-epochs", 2, "-output", tmp_path / "longer")
+    assert ended in resumed.text, "though no features were computed"
+    evaluated = vitamp(run, script="scripts/evaluate.py")
+    assert ended in evaluated.text
+    vitamp(run, script="scripts/report.py")
+    assert ended in (run / "report.html").read_text()
+    off = vitamp(*words[:-1], tmp_path / "off", "-epochs", 0, "DATA.CHECK=off")
+    assert "look like training images" not in off.text
+
+
+def test_series_of_names_are_named(check: Check, tmp_path: Path) -> None:
+    for number in range(90):
+        save_image(tmp_path / f"data/{CLASSES[number % 3]}/patient{number // 3}_{number}.jpg", number)
+    said, _ = check(tmp_path / "data")
+    assert "But for a last number, the 81 names are 81" not in said.out
+    for number in range(90, 180):
+        save_image(tmp_path / f"data/{CLASSES[number % 3]}/patient{(number - 90) // 3}_{number}.jpg", number)
+    said, _ = check(tmp_path / "data")
+    assert re.search(r"But for a last number, the 162 names are \d\d\. If .* 'DATA\.GROUP=", said.out)
+    group = re.search(r"'(DATA\.GROUP=.*?)'", said.out)
+    assert group
+    grouped, _ = check(tmp_path / "data", group[1])
+    assert "But for a last number" not in grouped.out
 
 
 def test_looks_are_compared_with_weights_and_a_second_split(check: Check, tree: Path, tmp_path: Path) -> None:

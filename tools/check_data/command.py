@@ -82,6 +82,7 @@ def _check(
     import torch
 
     from datasets import auto_workers, open_dataset, open_test, source_of, warn_of_splits
+    from datasets.examine import series_of
     from datasets.labels import ANY_LABEL, warn_alike_names
     from datasets.sources.split import TooFewToSplit
     from tools.check_data import findings as report
@@ -122,15 +123,20 @@ def _check(
         how = f"; to exclude them, add DATA.EXCLUDE={fix}" if count else ""
         advice.append(f"{counted(count, 'image')} to exclude{how}")
     advice += _what_stays(findings, fix, near)
+    if series := series_of(splits[0].samples, data):
+        advice.append(f"{series}.")
     log.info(report.text(findings, data, advice))
     if json_file is not None:
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(redacted_values(report.as_json(findings)), indent=1) + "\n")
+    result = "No defects." if findings.clean else "There are defects."
     if alike is not None:
         from tools.check_data.alike import write_alike
 
-        write_alike(config, splits, alike)
-    log.info("\n%s", "No defects." if findings.clean else "There are defects.")
+        if count := write_alike(config, splits, alike):
+            others = "no other defects" if findings.clean else "there are others"
+            result = f"Defects: {counted(count, 'image')} may be copies; {others}."
+    log.info("\n%s", result)
     return EXIT_DONE if findings.clean else EXIT_FAILED
 
 

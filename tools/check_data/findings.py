@@ -236,6 +236,12 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int, wor
     return Split(title, samples, list(itertools.chain.from_iterable(gather(scanned, world))))
 
 
+def thumbnails_of(scans: Sequence[Scan]) -> Thumbnails:
+    """Of images that can be read."""
+    pixels = np.frombuffer(b"".join(scan.thumbnail for scan in scans), np.uint8)
+    return Thumbnails(pixels.reshape(len(scans), -1, SIDE, SIDE), np.array([min(scan.header.size) for scan in scans]))
+
+
 class _Scanner(Dataset[Any]):
     def __init__(self, samples: Samples, data: DataConfig) -> None:
         self.samples, self.data, self.inputs = samples, data, Inputs(data)
@@ -446,9 +452,7 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
     if not by_digest:
         return
     images = list(by_digest.values())
-    pixels = np.frombuffer(b"".join(one.split.scans[one.number].thumbnail for one in images), dtype=np.uint8)
-    sides = np.array([min(one.split.scans[one.number].header.size) for one in images])
-    thumbnails = Thumbnails(pixels.reshape(len(images), -1, SIDE, SIDE), sides)
+    thumbnails = thumbnails_of([one.split.scans[one.number] for one in images])
     for index in np.flatnonzero(thumbnails.flat).tolist():
         findings.notes[FLAT_IMAGES].append(images[index].found("of one colour, as the model sees it"))
     reported: set[tuple[int, str]] = set()

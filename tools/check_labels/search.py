@@ -22,7 +22,7 @@ from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
-from tools.check_data.findings import SIDE, Thumbnails, near_pairs, scan_split
+from tools.check_data.findings import near_pairs, scan_split, thumbnails_of
 from tools.check_labels.noise import LEARNT, WRONG, Calibration, Wrong, find_wrong, nearest
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
@@ -132,8 +132,7 @@ def open_images(config: Config, part: Part) -> Images:
     contradicting = int((labels != labels[copy_of]).reshape(len(labels), -1).any(1).sum())
     near = np.empty((0, 2), np.int64)
     if labels.ndim == 1:
-        pixels = np.frombuffer(b"".join(scan.thumbnail for scan in scans), np.uint8).reshape(len(scans), -1, SIDE, SIDE)
-        near = near_pairs(Thumbnails(pixels, np.array([min(scan.header.size) for scan in scans])))
+        near = near_pairs(thumbnails_of(scans))
         near = near[(labels[near[:, 0]] != labels[near[:, 1]]) & (copy_of[near[:, 0]] != copy_of[near[:, 1]])]
         for one, other in near.tolist():  # as copies: no model that is asked saw one of them
             copy_of[copy_of == copy_of[other]] = copy_of[one]

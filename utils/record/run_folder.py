@@ -182,6 +182,9 @@ def read_data(folder: Path) -> dict[str, Any]:
     return {}
 
 
+AS_COPIES = "as edited copies do, or photographs of one thing or place"
+
+
 def copies_in_words(folder: Path, images: int | None = None) -> str:
     """One line for the end of a run or an evaluation, if validation images of the run are also in training.
 
@@ -190,12 +193,20 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
     found = read_data(folder)
     try:
         copies, compared = found["copies"]["found"], found["copies"]["compared"]
-        if not copies or images not in (None, found["images"]["validation"]):
+        alike, validation = [*found.get("alike", ()), 0][0], found["images"]["validation"]
+        if images not in (None, validation):
             return ""
     except (KeyError, TypeError):  # not looked for, or a damaged file
         return ""
-    check = f"{tool('check_data')} {shlex.join(['-cfg', str(folder / CONFIG), *found.get('use', ())])} -fix exclude.txt"
-    return (
-        f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics: `{check}` lists "
-        "them, and DATA.EXCLUDE=exclude.txt trains without them."
-    )
+    check, lines = f"{tool('check_data')} {shlex.join(['-cfg', str(folder / CONFIG), *found.get('use', ())])}", []
+    if copies:
+        lines.append(
+            f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics: `{check} "
+            "-fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them."
+        )
+    if alike > copies:
+        lines.append(
+            f"{alike:,} of {validation:,} validation images look like training images, {AS_COPIES}, which may raise "
+            f"the metrics, too: `{check} -alike DIR` shows them, and how to train without."
+        )
+    return " ".join(lines)

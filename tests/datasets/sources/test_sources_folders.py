@@ -54,6 +54,24 @@ def test_data_path_one_folder_too_high_is_refused(unparted: Path) -> None:
         open_dataset(settings(DATASET="imagefolder", DATA_PATH=str(unparted)), True, 10, 0, CPU)
 
 
+def test_folders_in_class_folders_are_named(unparted: Path, said: pytest.LogCaptureFixture) -> None:
+    """One folder in each class, as images/, is no more than a layout."""
+    data = settings(DATASET="imagefolder", DATA_PATH=str(unparted))
+    check_dataset(data, 2)
+    assert "images of folders in it" not in said.text
+    for name in ("daisy", "rose", "tulip"):
+        image(unparted / "augmented" / name / "0.png")
+    check_dataset(data, 3)
+    assert (
+        "the class augmented takes the images of folders in it (daisy, rose, tulip). They are called like" in said.text
+    )
+    image(unparted / "daisy" / "deeper" / "0.png")
+    check_dataset(data, 3)
+    assert (
+        "the class augmented takes the images of folders in it (daisy, rose, tulip), like 1 other class." in said.text
+    )
+
+
 @pytest.mark.parametrize("name", ["train", "val", "test"])
 def test_class_may_have_the_name_of_a_split(unparted: Path, said: pytest.LogCaptureFixture, name: str) -> None:
     for number in range(10):

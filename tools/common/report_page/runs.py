@@ -19,7 +19,7 @@ from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.program import started_as
 from utils.record.history import History, Line
-from utils.record.run_folder import is_run_folder, read_about, read_data
+from utils.record.run_folder import AS_COPIES, is_run_folder, read_about, read_data
 from utils.text import Interval, counted, wilson
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
@@ -259,14 +259,18 @@ def _remarks(run: Run, found: Headline | None) -> list[str]:
     elif not found:
         remarks.append("The run ended without a validation.")
     data = read_data(run.folder)
-    copies = data.get("copies") or {}
+    copies, alike = data.get("copies") or {}, data.get("alike") or []
     compared = {"training": copies.get("training"), "validation": copies.get("compared")}
     if copies.get("compared") and copies.get("found"):
         have = "image has a copy" if copies["found"] == 1 else "images have a copy"
         remarks.append(f"{copies['found']:,} validation {have} in training: expect less on new images.")
+    elif alike and alike[0]:
+        number = f"{alike[0]:,} of {alike[1]:,}"
+        remarks.append(f"{number} validation images look like training images, {AS_COPIES}: expect less on new images.")
     elif copies.get("found") == 0 and data.get("images") == compared:
-        looks = f"{started_as('scripts/check_data.py')} -alike DIR"
-        remarks.append(f"No validation image has the bytes of a training image; {looks} looks for edited copies.")
+        looks = f"{started_as('scripts/check_data.py')} -alike DIR looks for edited copies"
+        looks = "none looks like an edited copy of one" if alike else looks
+        remarks.append(f"No validation image has the bytes of a training image; {looks}.")
     return remarks
 
 

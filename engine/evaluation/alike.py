@@ -1,0 +1,95 @@
+"""Images that look like others, as edited copies of them do: by a model's features.
+
+How similar is too similar depends on the model and on the images. So some images are edited here, and the similarity of
+the edited copies to them is the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import functional
+
+from datasets import ImageDataset, ValLoader, open_dataset
+from datasets.examine import QUICK_SECONDS
+from engine.evaluation.features import Features, Seeing, columns_of, features_of
+from engine.machine.device import Run
+from models.parts import in_eval_mode
+from utils.progress import Progress
+from utils.seeding import generator_of
+from vitamp.pooling import pool_of
+
+EDITS = "mirrored, turned by 10 degrees, blurred, cropped by a tenth"
+EDITED = 64
+"""Images that are edited"""
+AT_ONCE = 1024
+"""Images that are compared with all others at once"""
+
+
+def edited(images: Tensor) -> list[Tensor]:
+    """Each of EDITS, of images (B x C x H x W)."""
+    high, wide = images.shape[-2:]
+    whole = images.float()
+    copies = [
+        whole.flip(-1),
+        functional.rotate(whole, 10, functional.InterpolationMode.BILINEAR),
+        functional.gaussian_blur(whole, [9, 9], [min(high, wide) / 112] * 2),
+        functional.resize(functional.center_crop(whole, [high * 9 // 10, wide * 9 // 10]), [high, wide]),
+    ]
+    return [copy.round().to(images.dtype) for copy in copies]
+
+
+def directions(features: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Of features from their mean; the product of two is how similar the images are."""
+    features = features - mean
+    return features / np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
+
+
+def similarity_of_edited(seeing: Seeing, dataset: ImageDataset, mean: np.ndarray, batch: int) -> float:
+    """Median similarity of images to their edited copies. `mean`: of the features."""
+    chosen = np.sort(generator_of("edited").permutation(len(dataset))[:EDITED])
+    plan = [chosen[first : first + batch] for first in range(0, len(chosen), batch)]
+    loader = ValLoader(dataset, batch, 0, 1, 0, seeing.precision.device, shard=lambda *_: plan)
+    found = list[np.ndarray]()
+    loading, bar = contextlib.closing(loader), Progress(loader, len(plan), "batches", "edited copies")
+    with torch.no_grad(), in_eval_mode(seeing.model), loading, bar:
+        for images, _, indices in bar:
+            read = images[indices >= 0]
+            seen = (columns_of(seeing, one)[:, : len(mean)].cpu().numpy() for one in (read, *edited(read)))
+            whole, *copies = (directions(columns, mean) for columns in seen)
+            found += [(whole * copy).sum(1) for copy in copies]
+    return float(np.median(np.concatenate(found)))
+
+
+def nearest(of: np.ndarray, among: np.ndarray, seconds: float = float("inf")) -> tuple[np.ndarray, np.ndarray]:
+    """Of each direction the nearest one of others, and how similar; of the first ones, if time is short."""
+    places, similarities, end = list[np.ndarray](), list[np.ndarray](), time.monotonic() + seconds
+    for first in range(0, len(of), AT_ONCE):
+        similar = of[first : first + AT_ONCE] @ among.T
+        places.append(similar.argmax(1))
+        similarities.append(similar.max(1))
+        if time.monotonic() > end:
+            break
+    return np.concatenate(places), np.concatenate(similarities)
+
+
+def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
+    """How many validation images are as similar to a training image as edited copies are, of how many compared.
+
+    `known`: of the training images. A collective call.
+    """
+    data = run.config.DATA.changed(PART="val")
+    dataset = open_dataset(data, False, int(run.config.MODEL.NUM_CLASSES), run.config.SEED, run.device)
+    found = features_of(seeing, run.config, dataset, data, run.world)
+    if not run.world.first:
+        return []
+    training, validation = (np.asarray(one.of(pool_of(seeing.model))) for one in (known, found))
+    mean = training.mean(0)
+    limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
+    seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
+    _, similar = nearest(directions(validation, mean), directions(training, mean), seconds)
+    return [int((similar >= limit).sum()), len(similar)]

@@ -143,12 +143,12 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
 
 def series_of(samples: Samples, data: DataConfig) -> str:
     """A sentence, if names look like those of several images of each thing that a split would tear apart."""
-    if samples.stored != "files" or data.GROUP or not comes_unsplit(data) or len(samples) > MOST_NAMES:
+    if samples.stored != "files" or data.GROUP or not 0 < len(samples) <= MOST_NAMES:
         return ""
     series = Counter(NUMBERED.sub("", samples.name(index)) for index in range(len(samples)))
     together = sum(count for count in series.values() if count > 1)
     # A large series, such as all images of a class as img_1.jpg and so on, is none of one thing.
-    if 2 * together < len(samples) or max(series.values()) > SERIES * len(samples):
+    if 2 * together < len(samples) or max(series.values()) > SERIES * len(samples) or not comes_unsplit(data):
         return ""
     return (
         f"But for a last number, the {len(samples):,} names are {len(series):,}. If those that differ by it alone show "

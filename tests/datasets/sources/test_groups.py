@@ -127,15 +127,24 @@ def test_a_run_is_not_resumed_with_another_split(vitamp: Vitamp, tiny: Path, tmp
     assert f"label 0 was ill in training, but is well in imagefolder in {tmp_path / 'data'}. Restore" in again.err
 
 
-def test_splits_of_earlier_versions_are_refused(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+def test_intervals_are_said_to_be_too_narrow_and_splits_of_earlier_versions_are_refused(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path
+) -> None:
     patients(tmp_path / "data")
     run, left_out = tmp_path / "run", tmp_path / "left_out.txt"
     left_out.write_text("ill/patient0_0.png\n")
     place = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", f"DATA.EXCLUDE={left_out}")
     small = ("-num_classes", "auto", "-batch_size", "8", "-epochs", "1")
     split = ("DATA.GROUP=patient[0-9]", "DATA.VAL_FRACTION=0.3")
-    vitamp("-cfg", tiny, "-output", run, *place, *small, *split, code=0)
-    vitamp(run, script="scripts/evaluate.py", code=0)
+    said = "The 16 images are 2 groups (DATA.GROUP), but intervals count each image as independent: the true ones are"
+    assert said in vitamp("-cfg", tiny, "-output", run, *place, *small, *split, code=0).text
+    assert said in vitamp("-eval", "-resume", run, "-output", tmp_path / "eval", code=0).text
+    for flags in ((), ("-probe",)):
+        assert said in vitamp(run, *flags, script="scripts/evaluate.py", code=0).text
+    for flags, times in (((), 2), (("-no_predictions",), 1)):
+        vitamp(run, *flags, "-out", tmp_path / f"{times}.html", script="scripts/report.py", code=0)
+        assert (tmp_path / f"{times}.html").read_text().count(said) == times
+
     for file in run.glob("checkpoints/*/meta.json"):
         meta = json.loads(file.read_text())
         del meta["samples"]["groups"]

@@ -82,7 +82,7 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
     """
     names, group_of = np.unique(np.array(groups), return_inverse=True)
     fold = data.fold
-    shares = [1 / fold.folds] * fold.folds if fold else [data.VAL_FRACTION, 1 - data.VAL_FRACTION]
+    shares = np.array([1 / fold.folds] * fold.folds if fold else [data.VAL_FRACTION, 1 - data.VAL_FRACTION])
     validation, purpose = (fold.number - 1, "folds") if fold else (0, "split")
     if len(names) < len(shares):
         wanted = f"fewer than the {fold.folds} folds" if fold else "too few for two splits"
@@ -98,11 +98,12 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
     order = order[np.argsort(-of_group[order].sum(1), kind="stable")]
     total = of_group.sum(0)
     scale = np.where(total > 0, total, 1)  # a class of few images counts as much as a large one
-    missing = np.array(shares)[:, None] * np.ones(len(total))
+    missing = shares[:, None] * np.ones(len(total))
     subset_of = np.full(len(of_group), -1)
     for group in order.tolist():
         share = of_group[group] / scale
-        costs = ((missing - share) ** 2 - missing**2).sum(1)
+        # As parts of what the subset wants: else training, which misses the most, gets all the largest groups.
+        costs = ((missing - share) ** 2 - missing**2).sum(1) * (shares.min() / shares)
         subset_of[group] = int(np.argmin(costs.round(12)))
         missing[subset_of[group]] -= share
     # Large groups may leave a subset without any: it gets the smallest of the subset that has most groups.

@@ -150,9 +150,11 @@ def check_split(config: Config, saved: Chosen, part: str) -> None:
     if part not in (AUTO, "val") or not comes_unsplit(config.DATA) or own.task == NO_LABELS:
         return
     known = saved.samples if not (own.DATA.EXCLUDE or own.DATA.RELABEL) else None
+    # Versions that split groups otherwise by VAL_FRACTION did not note how many there were.
+    noted = own.DATA.GROUP is None or own.DATA.FOLD is not None or "groups" in (saved.samples or {})
     now = {key: getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD")}
     same = all(getattr(own.DATA, key) == getattr(config.DATA, key) for key in OF_SPLIT)
-    if not same or (known and not _has_samples(own.changed(DATA=now), known)):
+    if not same or not (_has_samples(own.changed(DATA=now), known) if known else noted):
         raise UserError(
             f"{saved.place}: {source_of(config.DATA)} would now be split otherwise than in its training, so images "
             f"that it was trained on would be evaluated. The files have changed, or DATA.{', DATA.'.join(OF_SPLIT)}, "

@@ -50,13 +50,19 @@ def mark_of_best(guess: float | None, top1: float | None) -> str:
 
 
 def in_context(
-    metric: Metric, value: float | None, guess: float | None, labels: np.ndarray, guesses: np.ndarray | None = None
+    metric: Metric,
+    value: float | None,
+    guess: float | None,
+    labels: np.ndarray,
+    guesses: np.ndarray | None = None,
+    groups: int = 0,
 ) -> str:
     """How far noise may have moved a metric, and what guessing would reach; '' if there is nothing to say.
 
-    `labels`, `guesses`: of each image; a resumed run does not know the latter of an earlier validation.
+    `labels`, `guesses`: of each image; a resumed run does not know the latter of an earlier validation. `groups`: of
+    DATA.GROUP.
     """
-    parts, by_class = [], metric in (BALANCED, MACRO_F1)
+    parts, grouped, by_class = [], "", metric in (BALANCED, MACRO_F1)
     if (metric.counts_images or by_class) and value is not None:
         how = (
             _of_classes(metric, labels, guesses)
@@ -64,11 +70,12 @@ def in_context(
             else f": 95 % interval {wilson(value, len(labels)).words()}"
         )
         parts.append(f"{metric.words} {metric.number(value)} on {counted(len(labels), 'image')}{how}")
+        grouped = of_groups(groups, len(labels))
     if guess is not None and not by_class:
         against = against_guessing(guess, value) if metric == TOP1 else ""
         parts.append(always_guessing(guess) + (f": this model is {against} guessing" if against else ""))
     words = "; ".join(parts)
-    return f"{words[0].upper()}{words[1:]}." if words else ""
+    return f"{words[0].upper()}{words[1:]}. {grouped}".rstrip() if words else ""
 
 
 def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None) -> str:
@@ -91,6 +98,16 @@ def beside_probe(labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray) -> 
     interval = f"95 % interval {low:+.0f} to {high:+.0f}"
     words = f"Right on {more} than the linear probe that training began with ({interval}), {chance}."
     return words if low > 0 else f"{words} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
+
+
+def of_groups(groups: int, images: int) -> str:
+    """A sentence about intervals where images resemble each other in groups (DATA.GROUP); '' without groups."""
+    if not 0 < groups < images:
+        return ""
+    return (
+        f"The {images:,} images are {counted(groups, 'group')} (DATA.GROUP), but intervals count each image as "
+        "independent: the true ones are wider."
+    )
 
 
 def flatters(validations: int, run: Path, data: DataConfig) -> str:

@@ -202,7 +202,7 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Log the metrics, and return what the JSON file says of the evaluation."""
     from engine.evaluation.data import copies_evaluated, validations_of, warn_of_copies
-    from engine.report.outcome import flatters
+    from engine.report.outcome import flatters, of_groups
     from tools.common.evaluation import evaluation_of, open_part, table_of, with_bar
     from tools.evaluate.calibrate import about_temperature
 
@@ -234,7 +234,8 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     best_of = [validations_of(config, one.chosen) for one in models]
     flattered = flatters(max(best_of), Path(asked.models[0]), config.DATA)
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
-    log_lines((flattered, *found.strange(trained), *dict.fromkeys(copies), _in_this_evaluation(trained, given)))
+    said = of_groups(data.dataset.group_count(), found.images), flattered, *found.strange(trained)
+    log_lines((*said, *dict.fromkeys(copies), _in_this_evaluation(trained, given)))
     return {
         "model": config.MODEL.NAME,
         "source": places if trained.others else places[0],

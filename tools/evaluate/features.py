@@ -20,6 +20,7 @@ from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import AT_ONCE, Features, features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
 from engine.evaluation.linear import STRENGTHS, UNWEIGHTED, fit, folds_of
+from engine.report.outcome import of_groups
 from engine.trained.model import Trained
 from models.parts import count_parameters
 from tools.common.evaluation import INTERVALS, evaluation_of, measured
@@ -90,6 +91,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         if asked.knn is not None:
             found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
         found["neighbours"] = neighbours
+    said += filter(None, [of_groups(images.group_count(), len(images))])
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
     if asked.out:
         save_probe(trained, data, found["chosen"], asked.out)

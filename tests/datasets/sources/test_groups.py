@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from PIL import Image
 
 from datasets.sources.grouped import split_by_group
-from tests.program import Result, Vitamp
+from tests.program import Result, Vitamp, write_meta
 from utils.config.data import DataConfig
 
 
@@ -33,6 +34,16 @@ def test_no_group_is_on_both_sides_and_classes_are_in_proportion(several: bool) 
     assert len(validation) == pytest.approx(0.2 * len(labels), rel=0.1)
     shares = [np.bincount(labels[side], minlength=4) / len(side) for side in (train, validation)]
     assert np.abs(shares[0] - shares[1]).max() < 0.04
+
+
+def test_each_class_stays_in_proportion_whatever_the_size_of_its_groups() -> None:
+    sizes = np.repeat([10, 7], [98, 155])
+    labels, groups = np.repeat(sizes == 7, sizes).astype(int), [f"g{g}" for g in np.repeat(np.arange(253), sizes)]
+    for fraction, counts in ((0.1, (100, 105)), (0.15, (150, 161)), (0.2, (200, 217))):
+        splits = [DataConfig(VAL_FRACTION=fraction, SPLIT_SEED=seed, GROUP="g") for seed in range(2)]
+        one, other = (split_by_group(labels, groups, data)[1] for data in splits)
+        assert tuple(np.bincount(labels[one])) == tuple(np.bincount(labels[other])) == counts
+        assert {groups[i] for i in one} != {groups[i] for i in other}
 
 
 def test_folds_are_disjoint_cover_all_and_keep_groups() -> None:
@@ -114,3 +125,29 @@ def test_a_run_is_not_resumed_with_another_split(vitamp: Vitamp, tiny: Path, tmp
     (tmp_path / "data" / "ill").rename(tmp_path / "data" / "x")
     again = vitamp("-resume", run, "-epochs", "4", code=2)
     assert f"label 0 was ill in training, but is well in imagefolder in {tmp_path / 'data'}. Restore" in again.err
+
+
+def test_intervals_are_said_to_be_too_narrow_and_splits_of_earlier_versions_are_refused(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path
+) -> None:
+    patients(tmp_path / "data")
+    run, left_out = tmp_path / "run", tmp_path / "left_out.txt"
+    left_out.write_text("ill/patient0_0.png\n")
+    place = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", f"DATA.EXCLUDE={left_out}")
+    small = ("-num_classes", "auto", "-batch_size", "8", "-epochs", "1")
+    split = ("DATA.GROUP=patient[0-9]", "DATA.VAL_FRACTION=0.3")
+    said = "The 16 images are 2 groups (DATA.GROUP), but intervals count each image as independent: the true ones are"
+    assert said in vitamp("-cfg", tiny, "-output", run, *place, *small, *split, code=0).text
+    assert said in vitamp("-eval", "-resume", run, "-output", tmp_path / "eval", code=0).text
+    for flags in ((), ("-probe",)):
+        assert said in vitamp(run, *flags, script="scripts/evaluate.py", code=0).text
+    for flags, times in (((), 2), (("-no_predictions",), 1)):
+        vitamp(run, *flags, "-out", tmp_path / f"{times}.html", script="scripts/report.py", code=0)
+        assert (tmp_path / f"{times}.html").read_text().count(said) == times
+
+    for file in run.glob("checkpoints/*/meta.json"):
+        meta = json.loads(file.read_text())
+        del meta["samples"]["groups"]
+        write_meta(file, meta)
+    done = vitamp(run, script="scripts/evaluate.py", code=2)
+    assert "would now be split otherwise than in its training" in done.err

@@ -20,7 +20,7 @@ from datasets.decoding import Reader
 from datasets.labels import images_of_classes
 from datasets.transforms.pixels import middle_view
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
-from engine.report.outcome import PROBE_IS_BEST, beside_probe, flatters
+from engine.report.outcome import PROBE_IS_BEST, beside_probe, flatters, of_groups
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
@@ -71,9 +71,12 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
             if (kept := trained.chosen.calibration) is not None and kept.images == len(dataset):
                 weights += "; if it was fitted on these images, their calibration errors are too low"
         shown = kind(trained, dataset, image, deciding)
-        if part == "val" and (headline := shown["headline"]):
-            number = validations_of(trained.config, trained.chosen)
-            said = _gain(trained, folder, shown), flatters(number, folder, trained.config.DATA)
+        if headline := shown["headline"]:
+            said = [of_groups(dataset.group_count(), len(dataset))]
+            shown["remarks"] += filter(None, said)
+            if part == "val":
+                number = validations_of(trained.config, trained.chosen)
+                said = [_gain(trained, folder, shown), flatters(number, folder, trained.config.DATA), *said]
             headline.remarks[:0] = filter(None, said)
         return {"weights": weights, "image": image, **shown}
     except (UserError, TrainingError) as error:

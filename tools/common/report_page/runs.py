@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine.measure.meters import clock
 from engine.measure.throughput import shown_rate
-from engine.report.outcome import flatters
+from engine.report.outcome import flatters, of_groups
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
@@ -303,5 +303,7 @@ def _validated(run: Run) -> Headline | None:
     guess, guessing = deciding.without_learning or (None, "")
     if deciding is TOP1:
         guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
-    said = flatters(len(run.history.of("val")), run.folder, run.config.DATA) if run.config else ""
-    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, [said] if said else [])
+    said = [flatters(len(run.history.of("val")), run.folder, run.config.DATA)] if run.config else []
+    said += [of_groups(run.about.get("val_groups", 0), images)] if images else []
+    remarks = [*filter(None, said)]
+    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, remarks)

@@ -12,7 +12,7 @@ import torch
 from datasets import check_dataset, comes_unsplit, has_labels, identity_of, source_of, validates_on_test
 from datasets.base import TITLES, ImageDataset
 from datasets.examine import QUICK_SECONDS, find_copies
-from datasets.exclude import excluded, read_rows
+from datasets.exclude import Remaining, excluded, read_rows
 from datasets.labels import ANY_LABEL
 from datasets.recognise import recognise
 from datasets.registry import open_dataset, squeezes, unread_path
@@ -195,8 +195,14 @@ def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
     return copies_in_words(run, images)
 
 
-def warn_of_copies(config: Config, saved: Chosen | None, dataset: ImageDataset) -> None:
-    """Warn of images of other data whose bytes the model was trained on."""
+def warn_of_images(config: Config, saved: Chosen | None, dataset: ImageDataset) -> None:
+    """Warn of images of other data whose bytes the model was trained on, and of those that are left out."""
+    samples = dataset.single_images()
+    if isinstance(samples, Remaining) and (left_out := len(samples.lines)):
+        warn_once(
+            f"DATA.EXCLUDE leaves out {left_out:,} of {left_out + len(samples):,} images here. If a model's mistakes "
+            "chose them, the metrics flatter it."
+        )
     if found := copies_of_training(config, saved, dataset):
         warn_once(found[0])
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.checkpoint.find import chosen_checkpoint
 from engine.checkpoint.restore import check_classes, check_task, check_unchanged, load_weights, restore_fp32
-from engine.evaluation.data import copies_evaluated, evaluated_weights, warn_of_copies
+from engine.evaluation.data import copies_evaluated, evaluated_weights, warn_of_images
 from engine.evaluation.evaluate import validate
 from engine.machine.device import Run
 from engine.measure.meters import Position
@@ -47,7 +47,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
     if world.first:
-        warn_of_copies(config, saved, ready.val_set)
+        warn_of_images(config, saved, ready.val_set)
     weights = "the weights match the model"
     if checkpoint is None and not config.MODEL.PRETRAINED:
         weights = "no weights were loaded"

@@ -374,6 +374,12 @@ def test_series_of_names_are_named(check: Check, tmp_path: Path) -> None:
     assert "But for a last number" not in grouped.out
 
 
+def test_a_test_split_that_cannot_be_read_is_no_clean_end(check: Check, tree: Path) -> None:
+    save_image(tree / "test" / "unknown" / "0.jpg", 7)
+    done, _ = check(tree, code=1)
+    assert "No defects. The test split was not checked." in done.out
+
+
 def test_looks_are_compared_with_weights_and_a_second_split(check: Check, tree: Path, tmp_path: Path) -> None:
     refused, _ = check(tree, "-alike", tmp_path / "alike", code=2)
     assert "-alike compares images by a model's features: give -model NAME -pretrained FILE" in refused.text

@@ -184,7 +184,9 @@ def test_swapped_classes_of_the_validation_split_are_found(check: Call, digits_r
     assert "Labels of the validation split, by models of the training split." in done.out
     found = listed(tmp_path / "labels" / "validation")
     assert Counter((row["given"], row["proposed"]) for row in found) == {("ant", "bee"): 20, ("bee", "ant"): 20}
-    assert f"DATA.EXCLUDE={tmp_path}/labels/validation/exclude.txt leaves them out of validation" in done.out
+    assert {row["decision"] for row in found} == {"keep"}
+    assert not excluded(tmp_path / "labels" / "validation"), "metrics without the model's mistakes would flatter it"
+    assert f"DATA.EXCLUDE={tmp_path}/labels/validation/exclude.txt leaves out what you drop" in done.out
 
 
 def test_features_of_the_same_images_are_computed_once(

@@ -34,8 +34,10 @@ def write(images: Images, found: Found, table: Path) -> None:
     """Write `table`, of the suspects, and the list and the page beside it; log what was found."""
     listed, page = table.with_name("exclude.txt"), table.with_name("report.html")
     table.parent.mkdir(parents=True, exist_ok=True)
-    dropped = [one for one in found.suspects if one.certain or found.verdict.clear]
-    decision, before = "drop" if found.verdict.clear else "keep", text_of(images.data).rstrip("\n")
+    # In validation, suspects are mostly mistakes of the model: without them, metrics would flatter it.
+    drops, before = found.verdict.clear and images.data.PART != "val", text_of(images.data).rstrip("\n")
+    decision = "drop" if drops else "keep"
+    dropped = [one for one in found.suspects if one.certain or drops]
     excluded = [*([before] if before else []), *map(images.line, dropped)]
     rows = rows_of(images, found.suspects, decision)
     for file, content in ((table, rows), (listed, "".join(f"{line}\n" for line in excluded))):
@@ -88,10 +90,11 @@ def write(images: Images, found: Found, table: Path) -> None:
     for (given, proposed), count in pairs.most_common(5):
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s" if found.verdict.clear else "Look at the most doubtful images, to decide: %s", page)
-    if dropped and images.data.PART == "val":
-        log.info("DATA.EXCLUDE=%s leaves them out of validation; DATA.RELABEL changes training alone.", listed)
+    if images.data.PART == "val":
+        log.info("All but copies are kept: most may be mistakes of the model, whose metrics would be too good without.")
+        log.info("DATA.EXCLUDE=%s leaves out what you drop; DATA.RELABEL changes training alone.", listed)
     elif dropped:
         log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
         log.info("DATA.EXCLUDE=%s leaves out those to drop, in validation, too.", listed)
-    elif images.data.PART != "val":
+    else:
         log.info("%s keeps their labels: edit its decisions, then train with DATA.RELABEL=%s.", table, table)

@@ -201,7 +201,7 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Log the metrics, and return what the JSON file says of the evaluation."""
-    from engine.evaluation.data import copies_evaluated, validations_of, warn_of_copies
+    from engine.evaluation.data import copies_evaluated, validations_of, warn_of_images
     from engine.report.outcome import flatters, of_groups
     from tools.common.evaluation import evaluation_of, open_part, table_of, with_bar
     from tools.evaluate.calibrate import about_temperature
@@ -212,7 +212,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     log.setLevel("INFO")
     for path, one in zip(asked.models, models, strict=True):
         log.info("%s: %s", path, one.chosen.with_calibration(one.calibrated))
-        warn_of_copies(config, one.chosen, data.dataset)
+        warn_of_images(config, one.chosen, data.dataset)
     if len({(one.chosen.samples or {}).get("data") for one in models}) > 1:
         log.warning(
             "The models were not all trained on the same images. Where one was trained on images that are evaluated "

@@ -28,7 +28,7 @@ from utils.config.load import config_of_weights
 from utils.config.resumed import resumed_run, settings_of
 from utils.distributed.world import ALONE
 from utils.errors import UserError
-from utils.log import unheard, warn_once
+from utils.log import log, unheard, warn_once
 from utils.record.history import History
 from utils.record.run_folder import copies_in_words
 from vitamp.checkpoints import CHECKPOINTS, read_index, run_folder_of
@@ -199,10 +199,8 @@ def warn_of_images(config: Config, saved: Chosen | None, dataset: ImageDataset) 
     """Warn of images of other data whose bytes the model was trained on, and of those that are left out."""
     samples = dataset.single_images()
     if isinstance(samples, Remaining) and (left_out := len(samples.lines)):
-        warn_once(
-            f"DATA.EXCLUDE leaves out {left_out:,} of {left_out + len(samples):,} images here. If a model's mistakes "
-            "chose them, the metrics flatter it."
-        )
+        of = f"{left_out:,} of {left_out + len(samples):,} images here"
+        log.info("DATA.EXCLUDE leaves out %s. If a model's mistakes chose them, the metrics flatter it.", of)
     if found := copies_of_training(config, saved, dataset):
         warn_once(found[0])
 

@@ -64,6 +64,7 @@ def test_metrics_agree_with_scikit_learn(answers: tuple[torch.Tensor, torch.Tens
     assert found.values[MACRO_F1] == pytest.approx(macro_f1, abs=1e-9)
     told = found.as_json()
     assert told["macro_f1"] != told["f1_macro"], "class 6 is predicted and has no images"
+    assert "1 class without images is predicted: 0 in macro F1, and not in the other means." in found.remarks()
     present = sorted(set(labels.tolist()))
     for average in ("macro", "weighted"):
         wanted: Any = SCORES(labels, guess, labels=present, average=average, zero_division=0)

@@ -37,7 +37,7 @@ from utils.cli import CommandLine
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.record.history import plain
-from utils.text import Interval, counted, some_of, wilson
+from utils.text import Interval, some_of, wilson
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
 
 
@@ -310,11 +310,13 @@ class OneLabel(Evaluation):
     def words(self) -> str:
         """What was evaluated."""
         of = f"{self.images:,} images of {len(self.present)} classes; calibration in {len(self.bins)} bins"
-        words = f"{of}; {always_guessing(self.largest_class_percent)}"
-        if absent := int(((self.predicted > 0) & (self.support == 0)).sum()):
-            without = f"{counted(absent, 'class')} without images {'is' if absent == 1 else 'are'} predicted"
-            words += f"; {without}: as 0 in macro F1, not in the other means"
-        return words
+        return f"{of}; {always_guessing(self.largest_class_percent)}"
+
+    def remarks(self) -> list[str]:
+        absent = int(((self.predicted > 0) & (self.support == 0)).sum())
+        are = "class without images is" if absent == 1 else "classes without images are"
+        means = f"{absent} {are} predicted: 0 in macro F1, and not in the other means."
+        return [*super().remarks(), *([means] if absent else [])]
 
     def cells(self) -> dict[str, str]:
         """The metrics, for a table."""

@@ -16,7 +16,7 @@ from engine.machine import stopping
 from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
-from engine.measure.meters import clock, is_complete, updates_left
+from engine.measure.meters import is_complete, updates_left
 from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
 from engine.report.outcome import (
@@ -26,6 +26,7 @@ from engine.report.outcome import (
     beside_probe,
     flatters,
     in_context,
+    in_folds_instead,
     next_commands,
     strange,
 )
@@ -45,7 +46,7 @@ from utils.record.folder_lock import FolderLock
 from utils.record.history import History, is_end, last_line
 from utils.record.predictions import read_predictions
 from utils.record.run_folder import copies_in_words, missing_from
-from utils.text import counted, some_of
+from utils.text import clock, counted, some_of
 from vitamp.checkpoints import Checkpoint, folder_name
 from vitamp.metrics import AVERAGE, metric_named
 
@@ -255,6 +256,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
             said.append(beside_probe(labels, trainer.probe, guesses))
         if context and figure is not None:
             said.append(flatters(len(history.of("val")), folder, config.DATA))
+            said.append(in_folds_instead(len(labels), folder, config.DATA))
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
         log_lines((*said, *_strange(ready, folder, guesses), copies_in_words(folder), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"

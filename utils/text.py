@@ -15,6 +15,13 @@ def counted(number: float, noun: str) -> str:
     return f"{number:{'g' if isinstance(number, float) else ','}} {noun if number == 1 else plural}"
 
 
+def clock(seconds: float) -> str:
+    """Format seconds: 3725.4 -> 1:02:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
 def some_of(names: Sequence[object], most: int = 5, separator: str = ", ") -> str:
     """'a, b and 3 more', with the first `most` of these names."""
     more = f"{separator.strip(', ')} and {len(names) - most} more" if len(names) > most else ""

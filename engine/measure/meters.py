@@ -246,13 +246,6 @@ class Best(BestState):
         return {"kind": self.kind, "figure": self.figure, "update": self.update, "epoch": self.epoch}
 
 
-def clock(seconds: float) -> str:
-    """Format seconds: 3725.4 -> 1:02:05."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
-
-
 def seconds_of(text: str) -> float:
     """Parse hours, minutes and seconds: '01:30:00' -> 5400.0. The config has checked the format."""
     hours, minutes, seconds = (int(part) for part in text.split(":"))

@@ -26,7 +26,7 @@ from engine.evaluation.evaluate import on_device, validate
 from engine.machine import stopping
 from engine.machine.device import Run, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, take_peak, total_memory
-from engine.measure.meters import Position, clock, seconds_of, work_until
+from engine.measure.meters import Position, seconds_of, work_until
 from engine.measure.throughput import Throughput, find_bottleneck
 from engine.memory.out_of_memory import describe, ways_out
 from engine.report.reporter import Reporter
@@ -38,7 +38,7 @@ from utils.distributed.world import all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
 from utils.log import log, unheard
 from utils.seeding import fork_host_rng
-from utils.text import counted
+from utils.text import clock, counted
 from vitamp.sizes import ImageSize
 
 SET_UP = 3

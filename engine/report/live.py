@@ -13,13 +13,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.measure.meters import Position, Reading, clock
+from engine.measure.meters import Position, Reading
 from engine.measure.throughput import Perf, shown_rate
 from engine.task.base import Metrics
 from utils.config import Config
 from utils.log import brief_terminal, print_on_terminal
 from utils.standard_output import OutputError
 from utils.terminal import Brief, terminal_width
+from utils.text import clock
 from vitamp.metrics import AVERAGE, KNN, LOSS, MACRO_F1, PLAIN, TOP5, Metric, WeightSet, metric_named
 
 LINES_PER_HEADER = 20

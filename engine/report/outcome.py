@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets import has_test
+from datasets import comes_unsplit, has_test
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
 from engine.report.intervals import balanced_accuracy_interval, macro_f1_interval, paired_interval
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
+from utils.record.run_folder import CONFIG
 from utils.text import counted, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, always_guessing
 
@@ -23,6 +24,8 @@ SAME = 1e-6
 """Percent within which two accuracies are equal"""
 FEWEST_IMAGES, NEARLY_ALL, FAR = 10, 0.9, 15.0
 """Strange: so many images of a class, of which this fraction is taken for one other; points below the folds"""
+FEW = 100
+"""Validation images, below which folds are advised"""
 FOLDS = "probe_in_folds"
 """Key under which a run's choices keep the top-1 that its probe had in folds"""
 ALIKE = "alike_in_validation"
@@ -120,6 +123,15 @@ def flatters(validations: int, run: Path, data: DataConfig) -> str:
             command = f"{tool('evaluate')} {shlex.quote(str(run))} -part test"
             return f"{words}. Measure on the test images, which chose nothing, once you have decided: `{command}`."
     return f"{words}. Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)."
+
+
+def in_folds_instead(images: int, run: Path, data: DataConfig) -> str:
+    """A sentence about a validation split that is too small to judge by; '' where folds cannot help."""
+    if images >= FEW or data.FOLD is not None or not comes_unsplit(data):
+        return ""
+    words = shlex.join(["-cfg", str(run / CONFIG), "-folds", "5", "-output", f"{run}-folds"])
+    few = f"{counted(images, 'validation image')} {'says' if images == 1 else 'say'} little"
+    return f"{few}. To judge by all images, each once, train on five folds: `{tool('compare')} {words}`."
 
 
 def strange(labels: np.ndarray, guesses: np.ndarray, names: Sequence[str], in_folds: float | None) -> list[str]:

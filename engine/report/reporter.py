@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.callback import Figure
-from engine.measure.meters import Best, Position, Reading, clock, updates_left, work_until
+from engine.measure.meters import Best, Position, Reading, updates_left, work_until
 from engine.measure.throughput import COMPUTE, Bottleneck, Perf
 from engine.task.base import Metrics
 from utils.config.schema import Config
 from utils.log import DETAIL, log
 from utils.record.history import Line, MetricsFile, plain
 from utils.record.run_folder import os_errors_as_user_errors
-from utils.text import redacted
+from utils.text import clock, redacted
 from vitamp.metrics import WeightSet, metric_named
 
 if TYPE_CHECKING:

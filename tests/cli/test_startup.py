@@ -75,8 +75,10 @@ from tools.evaluate.command import main as evaluate
 from tools.export.command import main as export
 print(evaluate(["nowhere"]), export(["nowhere", "-to", "torch", "-out", "m.pt2"]))
 print(sorted(name for name in ("torch", "numpy", "timm") if name in sys.modules))
+from tools.compare.command import main as compare
+print(compare(["-modes", "bf16"]), compare(["SEED=3"]), compare(["-cfg", "nowhere"]), "torch" in sys.modules)
 """
-    assert in_python(code).splitlines() == ["2 2", "[]"]
+    assert in_python(code).splitlines() == ["2 2", "[]", "2 2 2 False"]
 
 
 LATE_COMPILER = """

@@ -79,6 +79,24 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
     assert "12 of 24 mistakes. Click an image" in page
 
 
+def test_few_validation_images_name_the_command_for_folds(run: Path) -> None:
+    place, advice = (
+        run.parent,
+        " validation images say little. To judge by all images, each once, train on five folds: `",
+    )
+    assert advice not in (place / "said.txt").read_text(), "its validation images come with the data"
+    words = ("-cfg", "own.yaml", "-output", "one", "DATA.DATA_PATH=flowers/train", "TRAIN.NUM_EPOCHS=1")
+    said = run_program(*words, cwd=place, streams=place, code=0).out
+    python, script, *command = said.partition(advice)[2].partition("`")[0].split()
+    assert (python, Path(script).name) == ("python", "compare.py")
+    assert command == ["-cfg", "one/config.yaml", "-folds", "5", "-output", "one-folds"]
+    words = (*command, "-budget_min", "0.01")
+    said = run_program(*words, script="scripts/compare.py", cwd=place, streams=place, code=0).out
+    assert "one: accuracy " in said
+    assert "images of 1 of 5 folds (95 % interval" in said
+    assert "say little" not in (place / "one-folds/one-fold1/log.txt").read_text()
+
+
 def test_only_what_stands_out_is_strange() -> None:
     names, labels = ["a", "b", "c"], np.repeat([0, 1, 2], 20)
     taken = np.where(labels == 0, 1, labels)

@@ -201,7 +201,7 @@ def test_ngpus_starts_main_multi_gpu(
     [
         (["-modes", "fp32,tf32"], "-modes tf32: this device has no TF32, which needs an NVIDIA GPU"),
         (["-modes", "fp32,bf61"], "unknown 'bf61'. Did you mean bf16? It takes fp32, tf32, bf16"),
-        (["-modes", "bf16"], "list at least two"),
+        (["-modes", "bf16"], "the first is the baseline. Or judge one recipe with -folds 5, without -modes"),
         (["-modes", "fp32,bf16,auto"], "bf16 and auto are both bf16 on this device"),
         (["-modes", "fp32,O3:fp16"], "-modes O3-fp16: AMP.LEVEL O3 in fp16: squared gradients round to zero"),
         (["-seeds", "many"], "-seeds many: give a number of seeds"),
@@ -335,13 +335,38 @@ def test_each_mode_is_trained_on_each_fold(
     assert failing == ["fp32-fold1", "bf16-fold1", "bf16-fold2", "fp32-fold2", "fp32-fold3", "bf16-fold3"]
     settings = load_config(str(tmp_path / "out/bf16-fold2.yaml")).config
     assert (settings.DATA.FOLD, settings.SEED, settings.AMP.DTYPE) == ("2/3", 0, "bf16")
-    assert "6 runs: fp32, bf16, each on 3 folds, with seed 0; in" in said.out
+    assert "6 runs: fp32, bf16, on each of 3 folds, with seed 0; in" in said.out
     assert "fp32, fold 1/3 failed" in said.err
     results = metrics_file(tmp_path / "out")
     assert (results["seeds"], results["folds"]) == ([0], 3)
     assert "://***@host/x" in results["command"], "no password is kept"
     said = compare("-modes", "fp32,bf16", "-folds", 5, url, code=2)
     assert "fp32-fold1: was trained with other settings: DATA.FOLD: 1/3 -> 1/5. Give" in said.err
+
+
+def test_one_recipe_is_judged_by_all_its_folds(compare: Call, trainings: Trainings, tmp_path: Path) -> None:
+    said = compare("-folds", "2", "-budget_min", "0.01")
+    assert trainings.started == ["tiny-fold1"]
+    assert "no time for 1 run: tiny, fold 2/2" in said.err
+    assert re.search(r"tiny: accuracy \d.*, right on \d+ of the 89\d images of 1 of 2 folds \(95 % interval", said.out)
+
+    said = compare("-folds", "2", "-amp", "off")
+    assert trainings.started == ["tiny-fold1", "tiny-fold2"], "what is finished is not repeated"
+    results = metrics_file(tmp_path / "out")
+    assert (results["compared"], results["verdicts"]) == (["tiny"], [])
+    found, rows = results["all_folds"]["tiny"], results["runs"]
+    right = [round(row["last_acc1"] * row["validation_images"] / 100) for row in rows]
+    assert (found["right"], found["images"]) == (sum(right), 1797)
+    assert (found["low"], found["high"]) == pytest.approx(wilson(100 * sum(right) / 1797, 1797))
+    low, high = (f"{one:.2f} %" for one in sorted(row["last_acc1"] for row in rows))
+    assert f"right on {sum(right):,} of the 1,797 images (95 % interval {found['low']:.2f} to " in said.out
+    mean = statistics.fmean(row["last_acc1"] for row in rows)
+    assert re.search(rf"; accuracy from fold to fold {mean:.2f} ± [\d.]+ \({low} to {high}\)\n", said.out)
+    assert "this is what the recipe reaches with 50 % of the images" in said.out
+    assert "baseline" not in said.out, "nothing is as fast as nothing"
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert f"right on {sum(right):,} of the 1,797 images" in page
+    assert "recall, all folds (95 % interval)" in page
 
 
 @pytest.mark.slow

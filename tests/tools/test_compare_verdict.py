@@ -33,7 +33,7 @@ from vitamp.metrics import AVERAGE, BALANCED, LOSS, PLAIN, TOP1
 
 MODES = ("fp32", "bf16")
 ACCURACY = Judged(TOP1, PLAIN)
-JUDGED = {"metric": TOP1.name, "weights": PLAIN.name}
+JUDGED = {"metric": TOP1.name, "weights": PLAIN.name, "compared": ["fp32", "bf16"]}
 
 
 def run(mode: str, seed: int, **metrics: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     python scripts/compare.py -cfg mine.yaml -vary DATA.SAMPLER=shuffle,balanced -seeds 5
     python scripts/compare.py -cfg mine.yaml -vary lr=1e-3,3e-4 -vary TRAIN.MODEL_EMA=false,true -budget_min 60
     python scripts/compare.py -vary cfg=vit.yaml,swin.yaml -data_path /data/flowers -folds 5
+    python scripts/compare.py -cfg mine.yaml -data_path /data/flowers -folds 5      # how good is this one?
 
 -vary takes a setting, a flag that sets one, or cfg; several -vary make a grid. -modes varies the
 precision: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16,
@@ -64,7 +65,7 @@ from utils.flags import Flag, whole
 from utils.log import log, log_lines
 from utils.program import typed
 from utils.record.run_folder import git_state, read_data, write_json
-from utils.text import counted, redacted_values, wilson
+from utils.text import Interval, counted, redacted_values, wilson
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.meta import unchecked_meta
 from vitamp.metrics import AVERAGE, BALANCED, MACRO_F1, ONE_LABEL, PLAIN, TASKS
@@ -74,7 +75,12 @@ if TYPE_CHECKING:
 
 
 OWN = (
-    Flag("modes", "precisions to compare, the baseline first", "A,B", default_text="fp32,auto without -vary"),
+    Flag(
+        "modes",
+        "precisions to compare, the baseline first",
+        "A,B",
+        default_text="fp32,auto, if nothing varies and without -folds",
+    ),
     Flag("vary", "a setting or flag and the values to compare; may be given several times", "KEY=A,B", append=True),
     Flag("seeds", "number of seeds, such as 3, or a list of seeds, such as 0,1,5", "N", default="3"),
     Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=whole(2)),
@@ -109,7 +115,7 @@ def main(argv: list[str]) -> int:
     names = ("; " if plan.varied else ", ").join(plan.contenders)
     rounds = f"each with seed{'s' if len(plan.seeds) > 1 else ''} {', '.join(map(str, plan.seeds))}"
     if plan.folds is not None:
-        rounds = f"each on {plan.folds} folds, with seed {plan.seeds[0]}"
+        rounds = f"on each of {plan.folds} folds, with seed {plan.seeds[0]}"
     log.info("%s: %s, %s; in %s", counted(len(plan.runs), "run"), names, rounds, out)
     if said := power(plan):
         log.info("%s", said)
@@ -167,6 +173,11 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
     ]
     runs = by_name(rows)
     images = None if plan.these_images else images_of(runs, plan.judged, out)
+    of_classes, all_folds = recall(runs, plan.judged, out), dict[str, dict[str, float]]()
+    for name, counts in of_classes.items() if plan.folds is not None else ():
+        right, validated = map(sum, zip(*counts.values(), strict=True))
+        low, high = wilson(accuracy := 100 * right / validated, validated)
+        all_folds[name] = {"acc1": accuracy, "low": low, "high": high, "right": right, "images": validated}
     reasons = {
         name: [failed[run.folder.name] for run in plan.runs if run.contender == name and run.folder.name in failed]
         for name in names
@@ -192,7 +203,8 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         "failed": failed,
         **({"left_out": trained.left_out, "advice": trained.advice} if trained.left_out else {}),
         "verdicts": judge(runs, names, plan.judged, images=images),
-        "recall": recall(runs, plan.judged, out),
+        "recall": of_classes,
+        **({"all_folds": all_folds} if all_folds else {}),
         "troubles": troubles(runs, reasons, names),
         "data": next((read_data(out / row["folder"]).get("warnings", []) for row in rows), []),
     }
@@ -242,7 +254,7 @@ def recall_table(about: dict[str, Any]) -> list[list[str]]:
 def report(about: dict[str, Any], out: Path) -> dict[Path, Any]:
     """Print the table and the verdict, and write report.html. Return what best checkpoints predicted, by their runs."""
     predicted: dict[Path, Any] = {}
-    what = "settings" if "varied" in about else "mode"
+    what = "settings" if "varied" in about or len(about["compared"]) == 1 else "mode"
     print("\n".join(["", *in_columns(table(by_name(about["runs"]), about["compared"], judged_of(about), what)), ""]))
     if rows := recall_table(about):
         print("\n".join([*in_columns(rows), ""]))
@@ -291,7 +303,7 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
             values = values_of(list(ours.values()), key)
             return form(statistics.median(values)) if values else "-"
 
-        speed = times_as_fast(ours, base, len(names) - 1)
+        speed = times_as_fast(ours, base, max(len(names) - 1, 1))
         last = judged.values(list(ours.values()))
         best = values_of(list(ours.values()), f"best_{judged.metric.name}")
         beside = [Judged(metric, judged.weights).values([*ours.values()]) for metric in usual]
@@ -309,12 +321,18 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
                 str(sum(row["skipped"] for row in ours.values())),
             ]
         )
+    if len(names) == 1:
+        at = rows[0].index("speed")
+        rows = [[*row[:at], *row[at + 1 :]] for row in rows]
     return rows
 
 
 def sentences(about: dict[str, Any]) -> list[str]:
-    """The verdicts, each with its details, and the problems."""
+    """The verdicts, each with its details, or what is known of a single contender; and the problems."""
     lines, rows, judged = in_words(about["verdicts"]), about["runs"], judged_of(about)
+    alone = len(about["compared"]) == 1
+    if alone and rows:
+        lines = of_all_folds(about)
     shares = values_of([row for row in rows if "largest_class_percent" in row], "largest_class_percent")
     means = [
         statistics.fmean(values) for of_one in by_name(rows).values() if (values := judged.values([*of_one.values()]))
@@ -322,10 +340,31 @@ def sentences(about: dict[str, Any]) -> list[str]:
     # Then the comparison tells nothing.
     if judged.metric is ONE_LABEL.best and shares and means and max(means) <= max(shares):
         lines.append(
-            f"none is better than always guessing the largest class, which has {max(shares):.1f} % of the validation "
-            "images: train longer, or judge by another -metric"
+            f"{'this is not' if alone else 'none is'} better than always guessing the largest class, which has "
+            f"{max(shares):.1f} % of the validation images: train longer, or judge by another -metric"
         )
     return [*lines, *about["troubles"], *about["data"]]
+
+
+def of_all_folds(about: dict[str, Any]) -> list[str]:
+    """How good a single recipe is, by all of its folds together."""
+    (name,), rows, folds, judged = about["compared"], about["runs"], about["folds"], judged_of(about)
+    said, values = list[str](), judged.values(rows)
+    if found := about.get("all_folds", {}).get(name):
+        of = f"{found['right']:,} of the {counted(found['images'], 'image')}"
+        of += "" if len(rows) == folds else f" of {len(rows)} of {folds} folds"
+        interval = Interval(found["low"], found["high"]).words()
+        said.append(f"accuracy {found['acc1']:.2f} %, right on {of} (95 % interval {interval})")
+    if values:
+        lowest, highest = map(judged.metric.number, (min(values), max(values)))
+        by_fold = f"{spread(values, judged.digits + 1)} ({lowest} to {highest})"
+        said.append(f"{judged.words}{judged.whose} from fold to fold {by_fold}")
+    part = f"{100 * (folds - 1) / folds:.0f} %"
+    return [
+        f"{name}: {'; '.join(said)}",
+        "  (after the last epoch, each image judged by the model that was not trained on it; this is what the recipe "
+        f"reaches with {part} of the images, on images like these, not what one of its {len(rows)} models does)",
+    ]
 
 
 def notes(about: dict[str, Any]) -> list[str]:
@@ -334,12 +373,14 @@ def notes(about: dict[str, Any]) -> list[str]:
     judged = judged_of(about)
     lines = [
         f"images/s: median over a run's log lines except the first, then over the {by}s",
-        f"speed: geometric mean, over the {by}s, of the ratio to the baseline's images/s",
         f"{judged.words}: after the last epoch{judged.whose}, mean ± standard deviation over the {by}s",
         f"best {judged.metric.words}: over all validations of any of the weights that a run keeps",
     ]
     if about["device"].startswith("cpu"):
         lines.append("memory: peak of the whole process, libraries and data included, because there is no GPU")
+    if len(about["compared"]) == 1:
+        return lines
+    lines.insert(1, f"speed: geometric mean, over the {by}s, of the ratio to the baseline's images/s")
     if noises := [variation(of_one.values()) for of_one in by_name(rows).values() if len(of_one) > 1]:
         lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (max(noises) - 1):.0f} %")
     if 1 < rounds < 5:

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
-from engine.measure.meters import clock
 from tools.common.command_line import ToolLine, check_one_training
 from tools.common.comparison import Judged, is_finished, judged_by, metrics_of, validation_keys
 from tools.common.turns import Budget, alternating_order, progress_bar
@@ -32,7 +31,8 @@ from utils.flags import BY_NAME
 from utils.log import log
 from utils.program import ROOT, as_child, started_as
 from utils.record.history import History
-from utils.text import counted, redacted
+from utils.record.run_folder import CONFIG
+from utils.text import clock, counted, redacted
 from vitamp.files import write_atomically
 from vitamp.metrics import Metric
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "such as -vary DATA.SAMPLER=shuffle,balanced"
 DEFAULT_MODES = "fp32,auto"
+FOR_ONE = "judge one recipe with -folds 5, without -modes"
 SET_BY_MODE = {
     **dict.fromkeys(("AMP.ENABLED", "AMP.DTYPE", "AMP.LEVEL"), "list the precisions to compare in -modes"),
     "AMP.TF32": "list tf32 in -modes",
@@ -53,20 +54,24 @@ SET_PER_RUN = {
     "SEED": "give -seeds",
     "OUTPUT": "give -output DIR, the folder of all runs",
     "TRAIN.LAST_EPOCH": "leave it out, since every run starts at epoch 1",
-    "MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes; or give -epochs auto, too",
 }
 """Settings that compare.py sets for each run -> what to give instead."""
+UNLESS_EPOCHS_AUTO = {"MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes; or give -epochs auto, too"}
 SET_PER_FOLD = {
     "DATA.FOLD": "leave out DATA.FOLD to validate on each fold, or leave out -folds to validate only on this one"
 }
 """The same with -folds."""
-NOT_VARIED = SET_PER_RUN | {
-    "DATA.FOLD": "give -folds",
-    "SAVE": "every run has a folder of its own",
-    **dict.fromkeys(("NGPUS", "DEVICE"), "it is the same for all runs"),
-    "EVAL": "every run trains",
-    "MODEL.RESUME": "every run starts anew",
-}
+NOT_VARIED = (
+    SET_PER_RUN
+    | UNLESS_EPOCHS_AUTO
+    | {
+        "DATA.FOLD": "give -folds",
+        "SAVE": "every run has a folder of its own",
+        **dict.fromkeys(("NGPUS", "DEVICE"), "it is the same for all runs"),
+        "EVAL": "every run trains",
+        "MODEL.RESUME": "every run starts anew",
+    }
+)
 """Settings that -vary refuses -> why, or what to give instead."""
 BEST_BY = "SAVE_BEST_BY"
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
@@ -226,7 +231,7 @@ class Run:
 @dataclass(frozen=True)
 class Plan:
     contenders: tuple[str, ...]
-    """The first is the baseline."""
+    """The first is the baseline. A cross-validation may have a single one."""
     judged: Judged
     folds: int | None
     """Number of folds; None without cross-validation."""
@@ -265,15 +270,12 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
     """Parse -modes. A level alone (`O2`) and `auto` are resolved as by -amp on this device."""
     from tools.common.precisions import modes_named
 
-    named = modes_named(text, config, device)
-    if len(named) < 2:
-        raise UserError(f"-modes {text}: list at least two, such as fp32,bf16; the first is the baseline.")
-    seen: dict[str, str] = {}
+    named, seen = modes_named(text, config, device), dict[str, str]()
     for name, mode in named:
         if mode.name in seen:
             raise UserError(
                 f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} on this device; list others, "
-                "such as -modes fp32,bf16, or compare settings with -vary."
+                f"such as -modes fp32,bf16, compare settings with -vary, or {FOR_ONE}."
             )
         seen[mode.name] = name
     return tuple(mode for _, mode in named)
@@ -295,13 +297,10 @@ def read_rounds(line: ToolLine) -> list[tuple[int, Fold | None]]:
     return [(seeds[0], Fold(number, folds)) for number in range(1, folds + 1)]
 
 
-def check_given(line: ToolLine, axes: Axes, by_modes: bool, fills_time: bool) -> None:
+def check_given(line: ToolLine, refused: Mapping[str, str]) -> None:
     """Refuse what must not be given for all runs: it would win over what varies or is set for each, or be lost."""
-    refused = SET_PER_RUN | (SET_PER_FOLD if line.asked.folds else {}) | (SET_BY_MODE if by_modes else {})
-    refused |= {key: f"it varies ({name})" for name, values in axes.items() for value in values for key in value.keys}
     for key, instead in refused.items():
-        given_by = line.given_by(key)
-        if given_by and not (key == "MAX_TIME" and fills_time):
+        if given_by := line.given_by(key):
             raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
 
 
@@ -325,9 +324,15 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     rounds, varied = read_rounds(line), tuple(axes)
     if "cfg" in axes and line.run.cfg is not None:
         raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
-    base = Contender(tuple(values[0] for values in axes.values())).load(line)
-    modes_text = asked.modes or (None if axes else DEFAULT_MODES)
-    check_given(line, axes, modes_text is not None, base.config.TRAIN.NUM_EPOCHS == AUTO)
+    modes_text = asked.modes or (None if axes or asked.folds else DEFAULT_MODES)
+    if modes_text and len([word for word in modes_text.split(",") if word.strip()]) < 2:
+        such = "such as fp32,bf16; the first is the baseline"
+        raise UserError(f"-modes {modes_text}: list at least two, {such}. Or {FOR_ONE}.")
+    refused = SET_PER_RUN | (SET_PER_FOLD if asked.folds else {}) | (SET_BY_MODE if modes_text else {})
+    refused |= {key: f"it varies ({name})" for name, values in axes.items() for value in values for key in value.keys}
+    check_given(line, refused)
+    base = Contender(tuple(values[0] for values in axes.values())).load(line)  # imports torch, unless it refuses
+    check_given(line, {} if base.config.TRAIN.NUM_EPOCHS == AUTO else UNLESS_EPOCHS_AUTO)
     check_one_training(base, "compare.py")
 
     from engine.machine.device import pick_device
@@ -348,6 +353,9 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
         remarks.append("what varies may change what is validated on: then the metrics cannot be compared")
     if modes:
         axes = {"modes": tuple(map(Value.of_mode, modes)), **axes}
+    elif not axes:
+        recipe = Path(line.run.cfg or base.config.MODEL.NAME).absolute()
+        axes = {"cfg": (Value(recipe.parent.name if recipe.name == CONFIG else recipe.stem),)}
     contenders = tuple(Contender(row) for row in itertools.product(*axes.values()))
     loaded = load_all(contenders, line)
     judged = judged_by(asked.metric, asked.weights, [one.config for one in loaded.values()])

@@ -13,7 +13,7 @@ import pytest
 from engine.amp.health import report_skip
 from engine.amp.overflow import Blame
 from engine.measure import throughput
-from engine.measure.meters import Position, Reading, clock, seconds_of
+from engine.measure.meters import Position, Reading, seconds_of
 from engine.measure.throughput import Perf, Throughput
 from engine.report.reporter import Reporter
 from engine.task.one import Means
@@ -22,6 +22,7 @@ from utils.config import Config
 from utils.distributed.launchers import BY_HAND, SLURM
 from utils.distributed.world import World
 from utils.program import LAUNCHER_PID, start_again
+from utils.text import clock
 from vitamp.metrics import PLAIN
 
 PERF = Perf(images_per_second=1234.56789, data_wait_percent=1.5, peak_memory_gb=0.25, seconds=3725.4)

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from engine.measure.meters import clock
 from engine.measure.throughput import shown_rate
 from engine.report.outcome import flatters, of_groups
 from utils.config import Config, config_of_run
@@ -20,7 +19,7 @@ from utils.errors import UserError
 from utils.program import started_as
 from utils.record.history import History, Line
 from utils.record.run_folder import AS_COPIES, is_run_folder, read_about, read_data
-from utils.text import Interval, counted, wilson
+from utils.text import Interval, clock, counted, wilson
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
 from vitamp.weights import chosen_at

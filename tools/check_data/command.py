@@ -80,35 +80,13 @@ def _check(
 ) -> int:
     """Scan the images, and report, which rank 0 does; returns the exit code."""
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    import torch
-
-    from datasets import auto_workers, has_test, open_dataset, open_test, source_of, warn_of_splits
+    from datasets import auto_workers
     from datasets.examine import series_of
-    from datasets.labels import ANY_LABEL, warn_alike_names
-    from datasets.sources.split import TooFewToSplit
     from tools.check_data import findings as report
 
-    data = config.DATA
-    samples: dict[str, Samples | None] = {}
-    for title in ("training", "validation"):
-        try:
-            # With any label, so that labels out of range are reported with all other defects.
-            split = open_dataset(data, title == "training", ANY_LABEL, config.SEED, torch.device("cpu"))
-            samples[title] = split.single_images()
-        except TooFewToSplit as error:
-            log.warning("%s Here all images are checked as training images.", error)
-    if (test := open_test(data)) is not None:
-        samples["test"] = test
-    warn_of_splits(data, samples["training"], samples.get("validation"))
-    if (training := samples["training"]) is not None:
-        warn_alike_names(training.classes or (), source_of(data))
-    workers = auto_workers(world, data.NUM_WORKERS)
-    splits = []
-    for title, found in samples.items():
-        if found is None:
-            log.info("The %s split of %s is held in memory: there are no files to check.", title, data.DATASET)
-        else:
-            splits.append(report.scan_split(title, found, data, workers, world))
+    data, workers = config.DATA, auto_workers(world, config.DATA.NUM_WORKERS)
+    opened, unread = _open_splits(config)
+    splits = [report.scan_split(title, samples, data, workers, world) for title, samples in opened.items()]
     if not splits or not world.first:
         return EXIT_DONE
     findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data)
@@ -131,17 +109,42 @@ def _check(
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(redacted_values(report.as_json(findings)), indent=1) + "\n")
     result = "No defects." if findings.clean else "There are defects."
-    unread = "test" not in samples and has_test(data) and data.PART in (AUTO, "val")
-    if unread:  # a warning said why
-        result = f"{result} The test split was not checked."
     if alike is not None:
         from tools.check_data.alike import write_alike
 
         if count := write_alike(config, splits, alike):
             others = "no other defects" if findings.clean else "there are others"
             result = f"Defects: {counted(count, 'image')} may be copies; {others}."
-    log.info("\n%s", result)
+    log.info("\n%s%s", result, " The test split was not checked." if unread else "")
     return EXIT_DONE if findings.clean and not unread else EXIT_FAILED
+
+
+def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
+    """The splits whose images are read one by one, by title, and whether a test split could not be opened."""
+    import torch
+
+    from datasets import has_test, open_dataset, open_test, source_of, warn_of_splits
+    from datasets.labels import ANY_LABEL, warn_alike_names
+    from datasets.sources.split import TooFewToSplit
+
+    data = config.DATA
+    samples: dict[str, Samples | None] = {}
+    for title in ("training", "validation"):
+        try:
+            # With any label, so that labels out of range are reported with all other defects.
+            split = open_dataset(data, title == "training", ANY_LABEL, config.SEED, torch.device("cpu"))
+            samples[title] = split.single_images()
+        except TooFewToSplit as error:
+            log.warning("%s Here all images are checked as training images.", error)
+    if (test := open_test(data)) is not None:
+        samples["test"] = test
+    warn_of_splits(data, samples["training"], samples.get("validation"))
+    if (training := samples["training"]) is not None:
+        warn_alike_names(training.classes or (), source_of(data))
+    for title in (title for title, found in samples.items() if found is None):
+        log.info("The %s split of %s is held in memory: there are no files to check.", title, data.DATASET)
+    unread = test is None and has_test(data) and data.PART in (AUTO, "val")  # a warning says why
+    return {title: found for title, found in samples.items() if found is not None}, unread
 
 
 def _what_stays(findings: Findings, fix: Path | None, near: bool) -> Iterator[str]:

@@ -28,6 +28,8 @@ EDITED = 64
 """Images that are edited"""
 AT_ONCE = 1024
 """Images that are compared with all others at once"""
+MOST_VALUES = 1 << 28
+"""In features of the training images, which are compared in memory"""
 
 
 def edited(images: Tensor) -> list[Tensor]:
@@ -80,8 +82,10 @@ def nearest(of: np.ndarray, among: np.ndarray, seconds: float = float("inf")) ->
 def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
     """How many validation images are as similar to a training image as edited copies are, of how many compared.
 
-    `known`: of the training images. A collective call.
+    `known`: of the training images. Empty if these are too many. A collective call.
     """
+    if known.of(pool_of(seeing.model)).size > MOST_VALUES:
+        return []
     data = run.config.DATA.changed(PART="val")
     dataset = open_dataset(data, False, int(run.config.MODEL.NUM_CLASSES), run.config.SEED, run.device)
     found = features_of(seeing, run.config, dataset, data, run.world)

@@ -193,8 +193,8 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
     found = read_data(folder)
     try:
         copies, compared = found["copies"]["found"], found["copies"]["compared"]
-        alike, validation = [*found.get("alike", ()), 0][0], found["images"]["validation"]
-        if images not in (None, validation):
+        alike, of = [*found.get("alike", ()), 0, 0][:2]
+        if images not in (None, found["images"]["validation"]):
             return ""
     except (KeyError, TypeError):  # not looked for, or a damaged file
         return ""
@@ -206,7 +206,7 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
         )
     if alike > copies:
         lines.append(
-            f"{alike:,} of {validation:,} validation images look like training images, {AS_COPIES}, which may raise "
+            f"{alike:,} of {of:,} validation images look like training images, {AS_COPIES}, which may raise "
             f"the metrics, too: `{check} -alike DIR` shows them, and how to train without."
         )
     return " ".join(lines)

@@ -380,9 +380,15 @@ def test_a_test_split_that_cannot_be_read_is_no_clean_end(check: Check, tree: Pa
     assert "No defects. The test split was not checked." in done.out
 
 
-def test_looks_are_compared_with_weights_and_a_second_split(check: Check, tree: Path, tmp_path: Path) -> None:
+def test_looks_are_compared_with_weights_and_a_second_split(
+    check: Check, tree: Path, weights: tuple[object, ...], tmp_path: Path
+) -> None:
     refused, _ = check(tree, "-alike", tmp_path / "alike", code=2)
     assert "-alike compares images by a model's features: give -model NAME -pretrained FILE" in refused.text
+    for name in CLASSES:
+        save_image(tmp_path / "few" / name / "0.jpg", 0)
+    alone, _ = check(tmp_path / "few", "-alike", tmp_path / "alike", *weights, code=2)
+    assert "-alike compares two splits" in alone.text
 
 
 def test_names_do_not_reach_the_terminal_raw(check: Check, tree: Path) -> None:

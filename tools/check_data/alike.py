@@ -16,7 +16,7 @@ import torch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from datasets import ImageDataset, comes_unsplit, open_dataset, source_of
+from datasets import ImageDataset, comes_unsplit, has_labels, open_dataset, source_of
 from datasets.base import Part
 from datasets.exclude import line_of
 from datasets.labels import ANY_LABEL, distinct_names
@@ -130,7 +130,8 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     write_template("alike.html", page, "-alike", **values)
     log.info("Look at them: %s", page)
 
-    if alike and comes_unsplit(images.data) and images.labels.ndim == 1 and splits[0].samples.stored == "files":
+    one_label = images.labels.ndim == 1 and has_labels(images.data)
+    if alike and one_label and comes_unsplit(images.data) and splits[0].samples.stored == "files":
         _write_groups(images, folder / "groups.csv")
     elif alike:
         _write_list(images, folder / "exclude.txt")

@@ -72,6 +72,8 @@ def main(argv: list[str]) -> int:
         config = on_every_rank(world, line.load).config
         if alike is not None and not config.MODEL.PRETRAINED:
             raise UserError("-alike compares images by a model's features: give -model NAME -pretrained FILE.")
+        if alike is not None and config.DATA.RELABEL:
+            raise UserError("DATA.RELABEL: -alike compares all images; leave the table out.")
         return _check(config, fix, json_file, alike, line.asked.near, world)
 
 

@@ -165,6 +165,7 @@ def test_the_only_gif_among_photographs_is_named(check: Check, tree: Path, vitam
     done, found = check(tree, code=1)
     said = "note: perhaps placeholders: in another format than nearly all others:"
     assert f"{said} 1\n" in done.out
+    assert "Look at 1 image in another format: perhaps placeholders." in done.out.splitlines()[-1]
     assert f"{said}\n    train/ant/missing.gif: GIF\n" in done.out
     assert names(found["notes"]["in_another_format"]) == ["train/ant/missing.gif"]
     words = ("-cfg", "vit_digits", "-dataset", "imagefolder", "-data_path", tree, "-num_classes", 3, "-dry_run")

@@ -80,13 +80,17 @@ class Images:
         split = int(np.searchsorted(self.begins, number, side="right")) - 1
         return split, number - int(self.begins[split])
 
+    def nearly_same(self) -> np.ndarray:
+        """As `near_pairs`."""
+        return near_pairs(thumbnails_of([scan for split in self.splits for scan in split.scans]))
+
     def groups(self) -> np.ndarray:
         """The number of each image's group: of DATA.GROUP, joined where images are nearly the same, or as similar as
         edited copies."""
         count = len(self.features)
         given = [group for split in self.splits for group in split.samples.groups or ()]
         groups = np.unique(given, return_inverse=True)[1] if given else np.arange(count)
-        pairs = [near_pairs(thumbnails_of([scan for split in self.splits for scan in split.scans])).T]
+        pairs = [self.nearly_same().T]
         for first in range(0, count, AT_ONCE):
             one, other = np.nonzero(self.features[first : first + AT_ONCE] @ self.features.T >= self.limit)
             pairs.append(np.stack([first + one, other]))
@@ -155,10 +159,13 @@ def _write_groups(images: Images, table: Path) -> None:
 
 
 def _write_list(images: Images, listed: Path) -> None:
-    """Write a list of the training images that are as similar to one of another split."""
+    """Write a list of the training images that are as similar to one of another split, or nearly the same."""
     training = int(images.begins[1])
     place, similar = nearest(images.features[:training], images.features[training:])
-    alike = np.flatnonzero(similar >= images.limit).tolist()
+    same = images.nearly_same()
+    same = same[(same[:, 0] < training) & (same[:, 1] >= training)]
+    place[same[:, 0]] = same[:, 1] - training
+    alike = np.union1d(np.flatnonzero(similar >= images.limit), same[:, 0]).tolist()
     lines = [line_of(images.name(one), f"like {images.name(training + int(place[one]))}", images.data) for one in alike]
     with writing(listed, "-alike"):
         write_atomically(listed, text_of_list(lines, images.data))

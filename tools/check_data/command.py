@@ -117,6 +117,8 @@ def _check(
         if count := write_alike(config, splits, alike):
             others = "no other defects" if findings.clean else "there are others"
             result = f"Defects: {counted(count, 'image')} may be copies; {others}."
+    if doubtful := findings.notes[report.UNLIKE]:
+        result += f" Look at {counted(len(doubtful), 'image')} in another format: perhaps placeholders."
     log.info("\n%s%s", result, " The test split was not checked." if unread else "")
     return EXIT_DONE if findings.clean and not unread else EXIT_FAILED
 

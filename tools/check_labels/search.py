@@ -324,7 +324,10 @@ class Found:
             "average. Some of them may be wrong, and all may be right."
         )
         if not self.verdict.number:
-            nothing = "Nothing found: no label looks wrong, which does not prove that all are right."
+            nothing = (
+                "Nothing found: no label looks wrong, which does not prove that all are right. Images of none of the "
+                "classes are not found this way."
+            )
         if certain := sum(one.certain for one in self.suspects):
             lines.append(f"{counted(certain, 'image')}: a copy, or nearly one, has another label, which is likelier.")
         return [*lines, found if self.verdict.clear else nothing]

@@ -86,7 +86,7 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
 def _gain(trained: Trained, folder: Path, shown: Shown) -> str:
     """What training has gained over the linear probe that it began with; '' if that is unknown."""
     true, predicted = shown["predicted"]
-    if (probe := read_probe(folder, true)) is None:
+    if (probe := read_probe(folder, true)) is None or not trained.config.TRAIN.NUM_EPOCHS:
         return ""
     return beside_probe(true, probe, predicted["guess"]) if trained.chosen.meta["update"] else PROBE_IS_BEST
 

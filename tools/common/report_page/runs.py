@@ -267,9 +267,9 @@ def _remarks(run: Run, found: Headline | None) -> list[str]:
         number = f"{alike[0]:,} of {alike[1]:,}"
         remarks.append(f"{number} validation images look like training images, {AS_COPIES}: expect less on new images.")
     elif copies.get("found") == 0 and data.get("images") == compared:
-        looks = f"{started_as('scripts/check_data.py')} -alike DIR looks for edited copies"
-        looks = "none looks like an edited copy of one" if alike else looks
-        remarks.append(f"No validation image has the bytes of a training image; {looks}.")
+        looks = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
+        show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"
+        remarks.append(f"No validation image has the bytes of a training image, {looks}; {show}.")
     return remarks
 
 

@@ -345,7 +345,7 @@ def test_each_mode_is_trained_on_each_fold(
 
 
 def test_one_recipe_is_judged_by_all_its_folds(compare: Call, trainings: Trainings, tmp_path: Path) -> None:
-    said = compare("-folds", "2", "-budget_min", "0.01")
+    said = compare("-folds", "2", "-budget_min", "0.0001")
     assert trainings.started == ["tiny-fold1"]
     assert "no time for 1 run: tiny, fold 2/2" in said.err
     assert re.search(r"tiny: accuracy \d.*, right on \d+ of the 89\d images of 1 of 2 folds \(95 % interval", said.out)

@@ -328,7 +328,7 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
 
 
 def sentences(about: dict[str, Any]) -> list[str]:
-    """The verdicts, each with its details, or what is known of a single contender; and the problems."""
+    """The verdicts, each with its details, or the sentence about a single contender; and the problems."""
     lines, rows, judged = in_words(about["verdicts"]), about["runs"], judged_of(about)
     alone = len(about["compared"]) == 1
     if alone and rows:

@@ -151,8 +151,9 @@ def series_of(samples: Samples, data: DataConfig) -> str:
     if 2 * together < len(samples) or max(series.values()) > SERIES * len(samples) or not comes_unsplit(data):
         return ""
     return (
-        f"But for a last number, the {len(samples):,} names are {len(series):,}. If those that differ by it alone show "
-        "one thing, 'DATA.GROUP=(.*?)[0-9]*[.][^.]*$' keeps them on one side of the split (docs/splits.md)"
+        f"Without their last number, the {len(samples):,} file names are only {len(series):,}. If images whose names "
+        "differ by it alone show one thing, 'DATA.GROUP=(.*?)[0-9]*[.][^.]*$' keeps them on one side of the split "
+        "(docs/splits.md)"
     )
 
 

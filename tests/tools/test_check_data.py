@@ -364,15 +364,15 @@ def test_series_of_names_are_named(check: Check, tmp_path: Path) -> None:
     for number in range(90):
         save_image(tmp_path / f"data/{CLASSES[number % 3]}/patient{number // 3}_{number}.jpg", number)
     said, _ = check(tmp_path / "data")
-    assert "But for a last number, the 81 names are 81" not in said.out
+    assert "Without their last number" not in said.out, "one image of each name"
     for number in range(90, 180):
         save_image(tmp_path / f"data/{CLASSES[number % 3]}/patient{(number - 90) // 3}_{number}.jpg", number)
     said, _ = check(tmp_path / "data")
-    assert re.search(r"But for a last number, the 162 names are \d\d\. If .* 'DATA\.GROUP=", said.out)
+    assert re.search(r"Without their last number, the 162 file names are only \d\d\. If .* 'DATA\.GROUP=", said.out)
     group = re.search(r"'(DATA\.GROUP=.*?)'", said.out)
     assert group
     grouped, _ = check(tmp_path / "data", group[1])
-    assert "But for a last number" not in grouped.out
+    assert "Without their last number" not in grouped.out
 
 
 def test_a_test_split_that_cannot_be_read_is_no_clean_end(check: Check, tree: Path) -> None:

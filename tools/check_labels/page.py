@@ -10,6 +10,7 @@ import numpy as np
 from datasets import source_of
 from datasets.base import TITLES
 from datasets.exclude import text_of
+from engine.evaluation.alike import directions
 from engine.trained.model import picture_of
 from tools.check_labels.noise import WRONG
 from tools.check_labels.search import Found, Images, rows_of
@@ -44,8 +45,7 @@ def write(images: Images, found: Found, table: Path) -> None:
         with writing(file, "-output"):
             write_atomically(file, content)
 
-    features = found.near - found.near.mean(0)
-    features = features / np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
+    features = directions(found.near, found.near.mean(0))
     suspected = np.zeros(len(images.labels), bool)
     suspected[[one.image for one in found.suspects if one.wrong >= WRONG]] = True
     words = np.array([images.label_words(label) for label in images.labels])
@@ -91,7 +91,7 @@ def write(images: Images, found: Found, table: Path) -> None:
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s" if found.verdict.clear else "Look at the most doubtful images, to decide: %s", page)
     if images.data.PART == "val":
-        log.info("All but copies are kept: most may be mistakes of the model, whose metrics would be too good without.")
+        log.info("Only copies are dropped: the rest may be mistakes of the model, which looks too good without them.")
         log.info("DATA.EXCLUDE=%s leaves out what you drop; DATA.RELABEL changes training alone.", listed)
     elif dropped:
         log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)

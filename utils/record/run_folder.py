@@ -207,6 +207,6 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
     if alike > copies:
         lines.append(
             f"{alike:,} of {of:,} validation images look like training images, {AS_COPIES}, which may raise "
-            f"the metrics, too: `{check} -alike DIR` shows them, and how to train without."
+            f"the metrics: `{check} -alike DIR` shows them, and how to train without."
         )
     return " ".join(lines)

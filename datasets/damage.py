@@ -1,7 +1,5 @@
 """Images that cannot be read: retries, the list of them, and how many are allowed."""
 
-from __future__ import annotations
-
 import errno
 import math
 import time

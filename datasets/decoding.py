@@ -1,7 +1,5 @@
 """Decoding: JPEG files with simplejpeg, all others with PIL. The crop is chosen before pixels are decoded."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

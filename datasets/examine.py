@@ -3,8 +3,6 @@
 Nothing here changes a training. In a large data set, only as much is looked at as a few seconds allow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

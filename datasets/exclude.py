@@ -1,7 +1,5 @@
 """DATA.EXCLUDE, a list of images to leave out, and DATA.RELABEL, a table of training images with wrong labels."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

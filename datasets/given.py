@@ -1,7 +1,5 @@
 """Unlabelled image files, preprocessed exactly as in validation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Data sets that read images one by one and make batches of pixels of them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

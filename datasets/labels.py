@@ -1,7 +1,5 @@
 """Checks of labels and class counts against MODEL.NUM_CLASSES."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence

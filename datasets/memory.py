@@ -3,8 +3,6 @@
 Each sample has its own random numbers, so its pixels do not depend on the rest of its batch.
 """
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

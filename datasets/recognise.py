@@ -1,7 +1,5 @@
 """Recognises the layout of DATA_PATH, for a run without -dataset."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A layout of folders that people have is also recognised (recognise.py) and described in model cards.
 """
 
-from __future__ import annotations
-
 import importlib
 
 import torch

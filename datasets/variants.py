@@ -1,7 +1,5 @@
 """Splits with copies of their samples, or with images that grow."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import numpy as np

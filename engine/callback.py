@@ -1,7 +1,5 @@
 """A callback: what a run may or may not have, such as an EMA. `callbacks` in engine/setup.py has their order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 

@@ -3,8 +3,6 @@
 Heavy packages are imported only once the settings are known to be valid, so a typo is reported at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """What precedes the start of processes: settings that the data and the weights decide, and checks without memory."""
 
-from __future__ import annotations
-
 import resource
 
 import torch

@@ -1,7 +1,5 @@
 """The folder of a run: locked, made, and described by config.yaml and run.json."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

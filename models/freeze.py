@@ -1,7 +1,5 @@
 """MODEL.FREEZE: weights that are not trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from types import MethodType

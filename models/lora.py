@@ -4,8 +4,6 @@ A layer computes W x + factor B A x. Only A and B are trained, whose product has
 at zero, so that training begins at the pretrained model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable

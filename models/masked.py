@@ -4,8 +4,6 @@ The encoder is timm's ViT, with timm's names of its weights, and computes only t
 names of the decoder's weights begin with `decoder.`: fine-tuning leaves them out.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Parts of a model by their names: its blocks, its classifiers, what is trained and what is frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Why a model cannot be built as the MODEL section says, and what to write instead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

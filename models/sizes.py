@@ -1,7 +1,5 @@
 """Sizes of a model: keys of the MODEL section, timm's arguments for them, and what a built model has."""
 
-from __future__ import annotations
-
 from functools import reduce
 from typing import Any, NamedTuple
 

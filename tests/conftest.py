@@ -1,7 +1,5 @@
 """Fixtures for all tests: running the program, and small data to run it on."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import signal

@@ -1,7 +1,5 @@
 """The pages of README and docs: their blocks, the commands in them, their links."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -5,8 +5,6 @@ streams, signals, exit code, and loading processes that are forked. The ranks of
 launcher; where a variable of Python's own is set they are started for real, since only a new Python reads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

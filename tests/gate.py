@@ -3,8 +3,6 @@
 A plugin of pytest, loaded by tests/conftest.py; tests/README.md explains the options.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import zlib

@@ -1,7 +1,5 @@
 """A made data set with several labels per image, whose truth can be seen in the pixels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

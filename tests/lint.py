@@ -1,7 +1,5 @@
 """Checks of many files or names in one test each: one test per file takes longer than most of these checks do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 

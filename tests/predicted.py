@@ -1,7 +1,5 @@
 """Predictions for the validation images of a run, as tests compare them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Saves a checkpoint in the test's own process, and lists those of a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

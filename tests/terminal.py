@@ -1,7 +1,5 @@
 """A terminal for tests: a pseudo-terminal that a program runs on, and what its screen shows in the end."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

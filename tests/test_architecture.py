@@ -1,7 +1,5 @@
 """Rules of the house that no single test of behaviour would notice being broken."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

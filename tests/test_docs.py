@@ -8,8 +8,6 @@ it may say more:
     <!-- not checked: reason -->  left alone
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """The gate: slices of the slow tests, tests of a GPU, skips that fail a run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """What docs/migrating.md says of other programs."""
 
-from __future__ import annotations
-
 import re
 
 from tests.documents import blocks, commands

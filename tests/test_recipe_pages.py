@@ -1,7 +1,5 @@
 """The pages in docs/recipes: their command lines, taken from the pages themselves, run on small made-up data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

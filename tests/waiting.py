@@ -1,7 +1,5 @@
 """Waiting for what another process does, and a port for it to listen on."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A pickle is a program. This unpickler knows dicts and arrays of numbers or text,
 what the file asks for by name is called but the functions here.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections import OrderedDict

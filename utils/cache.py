@@ -1,7 +1,5 @@
 """The cache folder, and a lock so that only one process of a machine prepares what is cached."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ KEY=VALUE words and puts each flag and its value into one word. argparse cannot 
 only some words can be (`-amp O1`, `-amp SEED=1`), distinguishes `-` from `_`, and does not suggest a flag for a typo.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """Exit codes, and errors that the user can fix: they are printed as text, never as a traceback."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The table of flags, read by the parser and -h: names, values, and the settings they set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

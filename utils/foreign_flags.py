@@ -4,8 +4,6 @@ Imported only where there is a mistake. foreign_flags.yaml is the table; docs/mi
 flags of other programs and ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 

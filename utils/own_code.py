@@ -1,7 +1,5 @@
 """The user's own files (-use): executing them, their lines in an error, and their copies in a run's folder."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The names of precisions: the values of -amp and -modes, and the settings of AMP that each stands for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 DTYPES = ("fp16", "bf16", "fp8")

@@ -4,8 +4,6 @@ The texts in the code name the commands of a clone: `python scripts/evaluate.py 
 program, the same command is `vitamp evaluate RUN`: `started_as` for the log, `help_here` for the texts of -h.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

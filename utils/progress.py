@@ -1,7 +1,5 @@
 """How far a long pass is: a bar on a terminal, and a log line now and then elsewhere."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Seeds derived from what the random numbers are for: no generator state is carried from one use to the next."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """Writes that fail: to standard output, one clear error; to the files of a run, lines are kept and written later."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

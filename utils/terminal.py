@@ -1,7 +1,5 @@
 """What a terminal can show, and which log lines one with a table of epochs shows (LOG_STYLE auto)."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Plain text for the log and the console: nouns, intervals, aligned tables; and passwords, which it leaves out."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 A started script finds its packages in its own folder, before all others. Other Python code does not find them at all.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import os

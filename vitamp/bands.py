@@ -3,8 +3,6 @@
 Values stay as they are stored; of DICOM, slope and window are applied. Several files of one image are a zip of them.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import zipfile

@@ -4,8 +4,6 @@ A run with adapters (MODEL.LORA) has its frozen weights in one file beside its c
 trained. meta.json names its hash, so that adapters are never added to other weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """An image of any mode in the colours that a model takes: for `vitamp.load`, and for training."""
 
-from __future__ import annotations
-
 import numpy as np
 from PIL import Image
 

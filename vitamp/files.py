@@ -1,7 +1,5 @@
 """Reads regular files only, and writes files atomically."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

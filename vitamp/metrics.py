@@ -1,7 +1,5 @@
 """Metrics by the labels of a run (one class per image, several, or none), and the sets of weights that have them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Resize decoded images to the model's size: for `vitamp.load`, and for images that training keeps in memory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

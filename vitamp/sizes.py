@@ -1,7 +1,5 @@
 """Size of the model's input: one number for a square, else height and width, as in timm."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 ImageSize = int | tuple[int, int]

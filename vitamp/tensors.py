@@ -1,7 +1,5 @@
 """The tensors of trained weights: joined from shards, and with adapters merged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

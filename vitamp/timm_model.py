@@ -3,8 +3,6 @@
 Only JSON and tensors are read, and nothing is executed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ An epoch is one permutation of the samples (or a balanced draw), cut into micro-
 processes with the same global batch gets the same micro-batches with the same numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence

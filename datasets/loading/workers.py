@@ -4,8 +4,6 @@ torch waits without limit for the rest of a message whose sender died or was sto
 itself holds the pipe open. A signal ends that wait: SIGCHLD, from the system or from the thread that watches.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing

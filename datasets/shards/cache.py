@@ -4,8 +4,6 @@ A thread in each loading process downloads the files that coming batches need; a
 Nobody waits for a download: images of a file that is not there yet are requested by themselves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -4,8 +4,6 @@ An image in a parquet file cannot be read without its neighbours. So the images 
 files, and read from there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib

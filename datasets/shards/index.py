@@ -4,8 +4,6 @@ They are in a local folder, or at a URL that fsspec supports, such as s3://bucke
 the position of each sample is read from the headers once and kept in a file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """`shards`: tar files in WebDataset's layout, on disk or at a URL. Images are read in place."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -4,8 +4,6 @@ Crop and flip do not apply to them: an 8 x 8 digit has no margin to crop, and a 
 SHIFT, ZOOM and ROTATE do apply.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 from functools import cache

@@ -1,7 +1,5 @@
 """Images in files of their own: found in folders by their extensions, or named by lists."""
 
-from __future__ import annotations
-
 import os
 import time
 from array import array

@@ -1,7 +1,5 @@
 """Splits of samples with several labels, and splits that keep groups of samples whole (DATA.GROUP)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

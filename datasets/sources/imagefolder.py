@@ -1,7 +1,5 @@
 """`imagefolder`: class folders in `train/` and `val/`, or class folders alone, which are then split."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`imagenet2012`: train_list.txt and val_list.txt beside the images, or ImageNet's class folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from datasets.base import Part, Parts, Source, parts_read

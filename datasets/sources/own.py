@@ -1,7 +1,5 @@
 """A data set of the user's own: a function that returns the images, labels and classes of a split."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

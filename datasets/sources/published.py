@@ -1,7 +1,5 @@
 """The published data sets, which torchvision can download: caltech101, caltech256, cifar10 and cifar100."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """One listing per machine: its first rank lists the images, and all of its ranks map the table from a file."""
 
-from __future__ import annotations
-
 import mmap
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Splits: named by files and folders, or made by DATA.VAL_FRACTION or DATA.FOLD. For groups see grouped.py."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`synthetic`: random images in device memory, to measure training without data loading. A model can memorise them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

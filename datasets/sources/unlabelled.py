@@ -4,8 +4,6 @@ Those in a folder val (or valid, ...) are for validation, those in a folder test
 training. Without a folder val, DATA.VAL_FRACTION splits them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

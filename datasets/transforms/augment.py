@@ -1,7 +1,5 @@
 """Augmentation of single training images after the crop: RandAugment, AutoAugment, one's own and others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ Numbers come before pixels: the header gives the size, the sample's random numbe
 decoded. The crop and the resizing do not depend on the decoder.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

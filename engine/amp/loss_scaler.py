@@ -4,8 +4,6 @@
 `USE_DYNAMIC_LOSS_SCALING: false` keeps the scale fixed. Counting stays on the device, so the host never waits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

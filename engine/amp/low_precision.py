@@ -3,8 +3,6 @@
 # torch's own optimisers use torch._foreach_*; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase

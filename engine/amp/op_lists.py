@@ -5,8 +5,6 @@ that computes. The lists register their own kernels there. So they act wherever 
 models, under DDP and activation checkpointing. A TorchFunctionMode or TorchDispatchMode would not.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ an update was skipped, the host does not wait: an asynchronous copy brings the f
 replay runs a micro-batch again, forward and backward, and checks every output.
 """
 
-from __future__ import annotations
-
 import contextlib
 from bisect import bisect_right
 from collections import deque

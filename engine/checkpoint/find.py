@@ -3,8 +3,6 @@
 A run resumes from its newest checkpoint; evaluation takes its best one. Rank 0 finds and hashes it for all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Callable

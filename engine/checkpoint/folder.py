@@ -1,7 +1,5 @@
 """Writes the tensors of a checkpoint: its folder appears complete or not at all, with hashes of its files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

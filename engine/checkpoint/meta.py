@@ -1,7 +1,5 @@
 """What a checkpoint's meta.json says: of the training so far, and of the run's data, settings and model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from datasets import data_identity, identity_of

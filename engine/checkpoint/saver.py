@@ -4,8 +4,6 @@ A disk error does not end a run: it is logged, and the next save writes a newer 
 before the new one is safely on the disk. The last state of a run is retried; a run fails only if it would end with it
 unsaved."""
 
-from __future__ import annotations
-
 import errno
 import queue
 import shutil

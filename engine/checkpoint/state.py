@@ -1,7 +1,5 @@
 """What a checkpoint saves: the weights and the training state (`state_of`)."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

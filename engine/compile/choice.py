@@ -1,7 +1,5 @@
 """TRAIN.COMPILE: decide what to compile on this device: nothing, each block, or the whole update."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

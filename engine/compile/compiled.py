@@ -6,8 +6,6 @@ Calls are compiled, and no module is wrapped, so names in checkpoints and in the
 # torch's type stubs lack the compiler's settings.
 # pyright: reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 import logging
 import os
 import re

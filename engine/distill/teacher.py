@@ -5,8 +5,6 @@ targets then have two rows per image, the label's and the teacher's, as a model 
 logits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping

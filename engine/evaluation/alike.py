@@ -4,8 +4,6 @@ How similar is too similar depends on the model and on the images. So some image
 the edited copies to them is the limit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 

@@ -1,7 +1,5 @@
 """The images that a model is evaluated on: DATA.PART, and settings that other data than the run's does not inherit."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validation: each sample counts once, with any number of processes."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Validation without training (-eval)."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ They are computed in blocks, and a second file says which images are complete. S
 number of processes share the work, and memory holds what is read of a map.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

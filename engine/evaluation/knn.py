@@ -3,8 +3,6 @@
 TRAIN.KNN measures so at each validation of a model that learns without labels; evaluate.py -knn does after training.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator

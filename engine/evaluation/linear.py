@@ -1,7 +1,5 @@
 """Linear classifiers of kept features: logistic regression, whose strength folds of the training images choose."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The run of the weights, or the header that one of its tools wrote, says the size
 another file, a timm name or timm's description of the model says the preprocessing alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

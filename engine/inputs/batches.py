@@ -1,7 +1,5 @@
 """What a micro-batch goes through on the device: normalisation. mixing.py erases and mixes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Callbacks for what changes with the epoch: dropped tokens and image sizes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from timm.layers.patch_dropout import PatchDropout

@@ -4,8 +4,6 @@ The random numbers come from generators that are seeded for each micro-batch, so
 the run. Erasing comes before mixing, as in DeiT and Swin.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam

@@ -1,7 +1,5 @@
 """`Run`, which each step of a run needs; the device: choice, settings, description, a notice of an unasked CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

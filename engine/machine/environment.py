@@ -1,7 +1,5 @@
 """Join the processes of a run, check them against each other, and log a table of machines and devices."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any

@@ -6,8 +6,6 @@ from tracing, and timm to exclude functions. The stand-in here serves these thre
 submodule, it imports the real module and gives up its place.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

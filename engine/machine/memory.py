@@ -1,7 +1,5 @@
 """Memory of a device: total, limited and at the peak; and which errors mean out of memory."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import sys

@@ -4,8 +4,6 @@ An image that mixup or cutmix made of two has the label with the larger weight. 
 both, training accuracy stays far below that of validation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

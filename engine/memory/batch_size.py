@@ -4,8 +4,6 @@ They have a model, an optimiser and an EMA of their own, and made-up images: the
 given.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator

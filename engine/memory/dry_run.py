@@ -3,8 +3,6 @@
 Everything is built as for a run, and nothing is written.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

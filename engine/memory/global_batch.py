@@ -1,7 +1,5 @@
 """The global batch of a run, which its accumulation gives (TRAIN.GLOBAL_BATCH) or, in a resumed run, keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Error reports for a device that runs out of memory: what takes it, and ways out."""
 
-from __future__ import annotations
-
 import re
 
 import torch

@@ -1,7 +1,5 @@
 """The optimiser with its parameter groups, learning rates and clipping. timms.py has those that timm alone has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any

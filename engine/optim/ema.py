@@ -6,8 +6,6 @@ The lists of tensors are made once: walking two state dicts at every update cost
 # torch's own optimisers use torch._foreach_*; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

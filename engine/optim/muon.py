@@ -8,8 +8,6 @@ matrix, and q, k and v one by one.
 # torch's own optimisers use torch._foreach_*; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

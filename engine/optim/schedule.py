@@ -6,8 +6,6 @@ Updates that the loss scaler skips do not count: otherwise the first overflows o
 # torch's own optimisers use torch._foreach_*; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 from typing import assert_never
 
 import torch

@@ -1,7 +1,5 @@
 """timm's optimisers, and learning rates by layer as timm groups the weights. Imported where a run asks for them."""
 
-from __future__ import annotations
-
 import math
 from inspect import signature
 from typing import Any

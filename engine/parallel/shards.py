@@ -1,7 +1,5 @@
 """Tensors that FSDP may have sharded, and this rank's shard of them."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Banner that a run logs before it begins: versions, device, precision, model, data, settings of training."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ how frequent a class is. Both are also biased where a class has few images; thei
 the bias. A bootstrap covers too rarely there: if all images of a class are right, it knows no other outcome.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

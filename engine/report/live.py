@@ -3,8 +3,6 @@
 Everything is shown from numbers that the host already has: nothing here waits for the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

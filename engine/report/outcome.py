@@ -1,7 +1,5 @@
 """The end of a run: how far to trust its best metric, and what comes next."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress

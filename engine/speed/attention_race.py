@@ -1,7 +1,5 @@
 """Time the kinds of attention on this GPU, forward and backward at this model's shape, and choose the fastest."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress

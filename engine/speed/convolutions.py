@@ -1,7 +1,5 @@
 """Convolutions that compute faster (SPEED): patches by a matrix product, and the memory format channels_last."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

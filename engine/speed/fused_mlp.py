@@ -3,8 +3,6 @@
 Between an MLP's products only memory is moved, and torch reads it once more than needed. torch computes the products.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

@@ -1,7 +1,5 @@
 """TRAIN.GRAD_CHECKPOINT: activation checkpointing; blocks save their input only and recompute in the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

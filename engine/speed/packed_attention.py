@@ -3,8 +3,6 @@
 torch's kernels take three tensors. In the backward pass of each layer, their three gradients are copied into one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

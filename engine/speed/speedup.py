@@ -3,8 +3,6 @@
 Speed-ups change the model itself, for training, evaluation and tools. tuning.py names them all, in their order.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ from measurements: timing could choose another kernel in the next run, and the s
 a GPU `auto` times the kernels at this model's shape, once, and saves the choice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """The task of a run: what its labels are, and so its loss, its metrics, and what a prediction is."""
 
-from __future__ import annotations
-
 from engine.task.base import Task
 from utils.config import Config
 from vitamp.metrics import NO_LABELS, SEVERAL_LABELS

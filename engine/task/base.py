@@ -1,7 +1,5 @@
 """What every task has: its loss, the targets of mixed images, and metrics of updates and of a validation."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field

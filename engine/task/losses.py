@@ -1,7 +1,5 @@
 """Losses for labels (TRAIN.LOSS) and class weights (TRAIN.CLASS_WEIGHTS). `engine/distill` adds a teacher's loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 

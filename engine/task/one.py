@@ -1,7 +1,5 @@
 """One class per image: accuracy, and metrics that weigh all classes alike. Labels are int64, B."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

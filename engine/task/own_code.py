@@ -1,7 +1,5 @@
 """Code of the user's own while it runs: its metrics of a validation, and a trial on made-up data before the start."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """No labels (MODEL.MAE_PRETRAIN): the model paints in masked patches. It returns its loss per image itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

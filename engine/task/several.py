@@ -1,7 +1,5 @@
 """Several classes per image, or none (DATA.MULTI_LABEL): mAP, AUROC, F1. Labels are rows of zeros and ones, B x C."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Code of the user's own: which files a start executes, and what of it the settings choose."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence

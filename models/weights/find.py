@@ -1,7 +1,5 @@
 """Locating pretrained weights: a file, a folder of a run, or timm's name for weights on the Hugging Face hub."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from dataclasses import dataclass

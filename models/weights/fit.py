@@ -1,7 +1,5 @@
 """Loading pretrained weights into a built model: timm's filters adapt them, then all are loaded or none."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """PaddleViT's weights: reading them, and their conversion to timm's names, by the rules in paddle_rules.yaml."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence

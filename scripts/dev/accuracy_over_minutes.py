@@ -7,8 +7,6 @@ Lines are means over the seeds of a program, areas reach from the lowest to the 
 not those of another: each has axes of its own.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -10,8 +10,6 @@ does not keep shows only there. Each commit uses the ways of its own equality_wa
 renamed is compared under its name. Exits with 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The ways of training that scripts/dev/equality.py compares: one or more per callback that changes numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

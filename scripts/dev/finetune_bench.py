@@ -10,8 +10,6 @@ is validated on others of it; there, timm's learning rate is chosen among three.
 of the pool, with another seed, and are evaluated on those set aside. Runs that the JSON file holds are not run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

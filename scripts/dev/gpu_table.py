@@ -5,8 +5,6 @@ python scripts/dev/gpu_table.py on_gpu            # show it
 python scripts/dev/gpu_table.py on_gpu -write     # put speeds into docs/results, README.md and docs/benchmarks.md
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -6,8 +6,6 @@ A classifier on the frozen features of EfficientNet-Lite0 (FILE: its weights), f
 128 pixels, and small ViTs on 4,000 digits of MNIST (idx files) and on scikit-learn's digits. Rows that are there stay.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

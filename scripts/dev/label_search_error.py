@@ -7,8 +7,6 @@ photographs, icons and others (`features`, `labels`). Each draw is searched with
 changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -9,8 +9,6 @@ They alternate, in reverse order every other round. The output has the medians b
 the ratios taken within a round.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -4,8 +4,6 @@ python scripts/dev/make_config_docs.py            write them
 python scripts/dev/make_config_docs.py --check    write nothing; exit with 1 if they are outdated
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ way, from outside: `observe()` runs first in each of their processes. An image's
 of its own, so what a model is given says which images it has, however they are cropped, flipped and normalised.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

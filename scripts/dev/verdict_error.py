@@ -10,8 +10,6 @@ and -photographs FILE.npz (`features`, `labels`): networks trained on 600 images
 seeds are drawn anew, all give the truth.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -3,8 +3,6 @@
 tests/faults kills runs, tests/cli/test_resume.py has more ways to resume, tests/ddp more processes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bad input is refused before the first update: exit code 2, one clear message, no files."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

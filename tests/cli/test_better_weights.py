@@ -1,7 +1,5 @@
 """Every tool uses the better of the plain weights and their EMA, and says which."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

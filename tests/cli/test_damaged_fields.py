@@ -1,7 +1,5 @@
 """A checkpoint with missing or invalid fields is skipped for the one before it, with a warning that names the field."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Defaults of a run: those of its family, and the scaled learning rate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command lines of PaddleViT's page on mixed precision run on a small synthetic ImageNet."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """-dry_run makes ordinary updates and a validation, keeps nothing, and reports memory and time."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

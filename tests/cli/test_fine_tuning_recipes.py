@@ -1,7 +1,5 @@
 """Fine-tuning in one line: the classes come from the images, the preprocessing from the weights."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """What only complete runs show: the accuracy that README promises, and memory that does not grow with the epochs."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -1,7 +1,5 @@
 """MODEL.LORA in runs: small checkpoints beside one file of frozen weights, exact resume, merged weights for tools."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DATA.MULTI_LABEL, as a user meets it: training, metrics, resuming, processes, precisions, refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

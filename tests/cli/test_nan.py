@@ -1,7 +1,5 @@
 """NaN gradients stop a run without a loss scaler, before bad weights are saved."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

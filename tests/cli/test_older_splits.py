@@ -1,7 +1,5 @@
 """A run of an earlier version, whose images may be split otherwise now."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.program import Vitamp, change_settings, save_image

@@ -1,7 +1,5 @@
 """Code of the user's own (-use): the examples of docs/own_code.md, errors in it, and whose code is executed."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

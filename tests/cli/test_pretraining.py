@@ -1,7 +1,5 @@
 """MODEL.MAE_PRETRAIN, as a user meets it: learning without labels, then fine-tuning."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A run that was stopped or killed, and resumed, equals an uninterrupted run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

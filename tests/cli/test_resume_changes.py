@@ -1,7 +1,5 @@
 """Changed settings between a run and its resume are allowed and logged, or refused; nothing that was saved is lost."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The run folder: its files, and where it is created."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

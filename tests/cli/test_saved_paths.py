@@ -1,7 +1,5 @@
 """A run saves absolute paths, so that its tools find the same files from every folder; and data may move."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

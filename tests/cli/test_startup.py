@@ -1,7 +1,5 @@
 """Start-up imports only what the first update needs."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A training on a terminal: few lines first, one row per epoch, a bar, a short table at the end."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

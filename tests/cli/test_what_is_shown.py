@@ -1,7 +1,5 @@
 """Terminal output: log lines, progress bar, and the flags that only print something."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What the end of a run, evaluate.py and the report say of a figure that flatters, and of doubtful images."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

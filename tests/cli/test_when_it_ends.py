@@ -1,7 +1,5 @@
 """Early ends of a run, reproducibility, and -eval of its weights."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Small generated data sets on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The same images in each layout of a data set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Helpers that open data sets and look into them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Generated pictures and their files, for the tests of decoding."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random

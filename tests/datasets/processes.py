@@ -1,7 +1,5 @@
 """Helpers for loading processes: their ids, whether they have ended, and their batches."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

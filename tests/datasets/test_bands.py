@@ -1,7 +1,5 @@
 """Images of more channels, 16 bits and floats: reading, measuring, augmenting, and runs from training to prediction."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

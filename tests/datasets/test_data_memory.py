@@ -1,7 +1,5 @@
 """A list as long as ImageNet's (1,281,167 images) is shared by loading processes."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

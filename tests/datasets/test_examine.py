@@ -1,7 +1,5 @@
 """What is said of image files before training (DATA.CHECK)."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Images in memory: whole batches at once, with each sample's own random numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

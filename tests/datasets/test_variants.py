@@ -1,7 +1,5 @@
 """Repeated augmentation, and image sizes that the epoch determines (TRAIN.SIZE_SCHEDULE)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixed precision on two processes: one exchange an update, the same weights, and skips together."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path

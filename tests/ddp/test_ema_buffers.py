@@ -1,7 +1,5 @@
 """Batch norm's statistics that differ between processes: those of rank 0 are validated and saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights dealt out over ranks: the same run as with whole ones, saved by one number of ranks and read by any."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """FSDP's memory and traffic, counted in bytes on two processes."""
 
-from __future__ import annotations
-
 import gc
 import json
 from dataclasses import dataclass

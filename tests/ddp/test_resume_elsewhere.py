@@ -1,7 +1,5 @@
 """A run that goes on with another number of processes is the run it would have been."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A training small enough to be looked into, made of the engine's own parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The update does what a loop written down plainly, with timm's model and torch's AdamW, does."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

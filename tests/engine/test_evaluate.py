@@ -1,7 +1,5 @@
 """Validation counts every sample once, whatever fills up the batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

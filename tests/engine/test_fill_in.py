@@ -1,7 +1,5 @@
 """Settings that the data and the weights give, where the user set none."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MODEL.FREEZE: what is frozen does not move, learns nothing by the way, and keeps nothing for the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """An incomplete last micro-batch counts by its images: an update's gradient is the mean over its images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A normal update never makes the host wait for a value of the device's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

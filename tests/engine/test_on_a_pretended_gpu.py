@@ -1,7 +1,5 @@
 """The branches that only a GPU takes, on a pretended one (tests/pretended_gpu.py)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a run lies, and to which run a checkpoint belongs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

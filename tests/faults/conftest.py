@@ -1,7 +1,5 @@
 """What every test of faults needs: runs in the background that leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Runs in the background, made to be killed: starting them, waiting for a moment, and seeing that nothing is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

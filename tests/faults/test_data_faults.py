@@ -1,7 +1,5 @@
 """Broken images and dying loading processes, as the user of a whole run meets them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """A disk that is full, read-only or broken for a while: training says so, goes on, and loses no earlier checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

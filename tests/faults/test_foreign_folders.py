@@ -1,7 +1,5 @@
 """A run's folder from someone else: links and pipes in place of its files, and line breaks in its settings."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ The moments and the ways are drawn from a seed, which is printed: VITAMP_KILL_SE
 `pytest -m slow tests/faults/test_kills.py -s` shows the kills.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Two runs started into one folder: the second is told who the first is, and a dead one locks nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """A run's folder or a file of it that is removed or moved while the run trains."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

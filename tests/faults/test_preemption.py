@@ -1,7 +1,5 @@
 """Told to stop, a run saves and leaves, in whatever phase it is; resumed, it is the run that was not stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Saving beside training, and killed in the middle of it: what is saved is the run as it was, whole or not at all."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import re

@@ -1,7 +1,5 @@
 """Which checkpoints a run keeps: the last, the best by a chosen figure, some for ever; and which -resume takes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

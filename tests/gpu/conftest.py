@@ -1,7 +1,5 @@
 """All tests here are marked `gpu`. They are skipped without a GPU, and where an older one lacks what they use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

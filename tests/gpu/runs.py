@@ -4,8 +4,6 @@
 mistakes of the tests themselves, and nothing of what a GPU does.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Attention on a GPU: the packed kernel near to fp64 and the same bits twice; the race; each kind by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """TRAIN.COMPILE on a GPU: the same training but for rounding, and the same names. A minute each: `-m "not slow"`
 leaves them out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """How images come to the GPU: from its own memory, from loading processes through page-locked memory; and the average
 that stays in the host's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """fused_mlp on a GPU: its kernels' numbers against float64, compiled or not, and the runs that take them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The GPU's memory: batch sizes that fit, out-of-memory errors, and settings that save memory; a run's measurements."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

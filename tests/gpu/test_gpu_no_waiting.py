@@ -1,7 +1,5 @@
 """A normal update never makes the host wait for the GPU, whatever is switched on."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager

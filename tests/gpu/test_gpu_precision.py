@@ -1,7 +1,5 @@
 """Every precision trains on the GPU, and its losses are those of fp32 as far as its digits go."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One process on one GPU, whoever starts it; and two processes on two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

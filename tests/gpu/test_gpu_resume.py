@@ -1,7 +1,5 @@
 """On the GPU, too: with DETERMINISTIC, a run that was killed and gone on with is the run that was never stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

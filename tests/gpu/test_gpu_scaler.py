@@ -1,7 +1,5 @@
 """Loss scaling on the GPU, where an overflow is known there alone: a skipped update leaves no trace but a count."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

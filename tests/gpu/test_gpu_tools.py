@@ -1,7 +1,5 @@
 """The tools around a run, on the GPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from importlib.util import find_spec

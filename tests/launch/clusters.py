@@ -1,7 +1,5 @@
 """Real launchers for tests, and small private clusters for those that need one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A rank is killed under a real launcher: all ranks end soon, and one message names it; or torchrun restarts it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """DATA.SAMPLER by_machine on two machines, which are two torchruns with a cache each."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Two processes have one voice, and give the same losses as one, bit for bit, under every launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

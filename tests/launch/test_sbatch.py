@@ -1,7 +1,5 @@
 """scripts/slurm/train.sbatch: a job warned by SIGUSR1 saves, requeues and resumes; a cancelled one does not."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

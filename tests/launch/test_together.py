@@ -1,7 +1,5 @@
 """Ranks that do not belong together are refused before they train; one that dies or hangs is named, and all end."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Models of images that are not square: as timm builds them, and with weights of other shapes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

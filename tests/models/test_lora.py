@@ -1,7 +1,5 @@
 """MODEL.LORA: which weights are trained, what a layer with adapters computes, and in which models it is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

@@ -1,7 +1,5 @@
 """Masked autoencoders, against plain computations of their own."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MODEL settings give the right timm model with the right rates, or are refused before anything is built."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks of pretrained weights before a model is built."""
 
-from __future__ import annotations
-
 import json
 import time
 import zipfile

@@ -1,7 +1,5 @@
 """Weights are loaded from every kind of file, or refused with the mismatched tensors."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Token drop and size schedule: fewer patches and several image sizes with the weights of the plain model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The command `vitamp`, started as `python -m vitamp` in the clone; and texts in the words of an installed program."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

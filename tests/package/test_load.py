@@ -1,7 +1,5 @@
 """vitamp.load gives the model that predict.py uses, as timm builds it, and the transform of validation."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """vitamp.train in a notebook: its progress, its metrics, predictions, and an error in the program's words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vitamp.load(RUN).predict says what predict.py says; vitamp.train trains as the command line does."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

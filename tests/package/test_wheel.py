@@ -1,7 +1,5 @@
 """The wheel in a fresh environment, beside other packages named `datasets` and `utils`, and in an empty folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Headless Chromium, controlled over its DevTools protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """benchmark_amp.py: contenders alternate, and failures are reported."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

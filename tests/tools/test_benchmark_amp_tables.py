@@ -1,7 +1,5 @@
 """Tables of benchmark_amp.py, each measured once at a small size, with real processes and updates."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

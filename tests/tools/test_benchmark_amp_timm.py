@@ -1,7 +1,5 @@
 """benchmark_amp.py timm: loops with equal losses are measured, and others are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """evaluate.py -calibrate: the temperature of lowest NLL, kept for exactly its weights and applied by other tools."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """scripts/check_data.py reports planted defects and nothing else."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

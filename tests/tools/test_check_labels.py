@@ -1,7 +1,5 @@
 """scripts/check_labels.py finds planted wrong labels, and none where all are right."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """scripts/checkpoint.py: list, verify, average, strip."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """choose_precision.py: it measures the user's own training, and recommends by the results."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

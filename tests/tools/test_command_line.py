@@ -1,7 +1,5 @@
 """What all tools share: flags beside those of the entry scripts, and output files that are checked before the work."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

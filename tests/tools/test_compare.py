@@ -1,7 +1,5 @@
 """compare.py: it trains each run once, resumes, and refuses bad input before training."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """compare.py: metrics read from a run's folder, and the verdict on those of several runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """scripts/evaluate.py: metrics and -knn agree with scikit-learn and validation, on the run's data and on other."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

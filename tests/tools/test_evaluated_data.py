@@ -1,7 +1,5 @@
 """Which images a model is evaluated on: -part, and other data than the run's (evaluate.py and -eval)."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """scripts/export.py: exported files agree with the model, here and elsewhere, and others are not left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

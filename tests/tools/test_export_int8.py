@@ -1,7 +1,5 @@
 """export.py -to onnx -int8: what it costs is what onnxruntime shows, and layers that hurt stay in fp32."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """export.py -to hub, which timm alone loads, and -to onnx -with_resize, which resizes an image as validation does."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

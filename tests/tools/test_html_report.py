@@ -1,7 +1,5 @@
 """scripts/report.py: the page of complete and incomplete runs, its first sentences, its verdict; and in a browser."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -4,8 +4,6 @@ Each file of paddle_logits has the names and shapes of the tensors of one of Pad
 computed in PaddlePaddle 3.3 with the weights and images that `weights_of` and `images_of` make again here.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

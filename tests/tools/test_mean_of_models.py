@@ -1,7 +1,5 @@
 """Several models in evaluate.py and predict.py: the mean of their probabilities, and not of their weights."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The tools and a run with several labels per image: they know it, or refuse it in a sentence."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """scripts/pack_images.py: what it writes, resumes, refuses and verifies."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

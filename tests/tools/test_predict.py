@@ -1,7 +1,5 @@
 """scripts/predict.py predicts images as validation does; -features writes what the classifier sees, as npz."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

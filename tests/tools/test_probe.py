@@ -1,7 +1,5 @@
 """evaluate.py -probe: it agrees with scikit-learn, keeps features, and saves runs like any others."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

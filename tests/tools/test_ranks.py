@@ -1,7 +1,5 @@
 """Tools share their work among the processes of a launcher, and write what one process writes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tables of speeds, and of errors of the verdict and of label searches, on the pages are made of results files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Images that are not square, from the command line to an exported file."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

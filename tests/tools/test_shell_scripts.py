@@ -1,7 +1,5 @@
 """scripts/setup.sh makes an environment; scripts/quickstart.sh trains, reports and passes on signals and exit codes."""
 
-from __future__ import annotations
-
 import os
 import pty
 import shutil

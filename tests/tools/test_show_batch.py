@@ -1,7 +1,5 @@
 """scripts/show_batch.py draws the images that training sees."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

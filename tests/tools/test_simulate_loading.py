@@ -3,8 +3,6 @@
 `python -m tests.tools.test_simulate_loading docs/results/scale.json` compares more of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """The verdict for other images: its error rate, what each image adds to a metric, and the runs' predictions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Classifying images by timm alone, in a process that cannot import vitamp, and comparing the logits."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command line: flags, KEY=VALUE words, -h, -version, and errors for mistakes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

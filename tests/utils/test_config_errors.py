@@ -1,7 +1,5 @@
 """Errors in settings name the place, the key, the value, and what is expected; rules between settings are kept."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """MODEL.TYPE chooses the defaults of settings that are not set, as each of PaddleViT's models has a config.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

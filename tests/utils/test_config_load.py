@@ -1,7 +1,5 @@
 """load_config reads layers, older names, and all forms of values; saved settings load back equal."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

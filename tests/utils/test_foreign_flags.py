@@ -1,7 +1,5 @@
 """Flags of other programs, as unknown flags, get the suggestion of utils/foreign_flags.py."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of PaddleViT's families says what timm's models are, and their files become settings of vitamp."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes that die with the one that started them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What is imported is asked for: a package that only comes along with another one may be gone with its next release."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

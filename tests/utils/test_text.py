@@ -1,7 +1,5 @@
 """Numbers in words: with their nouns, and with Wilson's interval as SciPy computes it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.stats import binomtest

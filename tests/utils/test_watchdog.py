@@ -1,7 +1,5 @@
 """The watchdog names the rank that hangs or died."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

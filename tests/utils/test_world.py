@@ -1,7 +1,5 @@
 """A process reads its rank from its launcher's environment variables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

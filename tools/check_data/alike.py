@@ -1,7 +1,5 @@
 """Images that look like one of another split: a page, and what keeps them on one side of the split."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

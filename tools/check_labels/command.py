@@ -22,8 +22,6 @@ Exit codes: 0 done, also with suspects, or the time of -budget_min is over; 1 a 
 before; 130 interrupted.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -13,8 +13,6 @@ identity, say how many would look so if all were right: fewer where classes diff
 or where the views disagree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What a search writes: two lists, and report.html, in which each suspect is shown and decided about."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each seed has a search of its own. A validation split that no search reads decides, with its labels as given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

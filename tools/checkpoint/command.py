@@ -14,8 +14,6 @@ The header of a written file has class names and input format; -pretrained and t
 Exit codes: 0 done, 1 `verify` found damage, 2 anything wrong with the command, the files, or the disk.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics of runs, read from their folders; the metric that decides; and the verdict on runs of several contenders."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checks a tool's output file or folder before the work begins, and remembers which files were written."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

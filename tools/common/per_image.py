@@ -1,7 +1,5 @@
 """What each validation image adds to a metric of a run: the noise of images comes from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The precisions that the tools compare: names, settings, and the devices they are useful on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The processes of torchrun, srun or mpirun share the work of a tool: each does its part, and rank 0 reports."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Tables on the terminal, names that are safe there, and the settings that results of measurements record."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Progress bars, and alternating measurements: other load on the machine slows all contenders alike."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """scripts/checkpoint.py: list and verify checkpoints, and write weights to a file whose header describes them."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

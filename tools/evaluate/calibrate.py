@@ -1,7 +1,5 @@
 """evaluate.py -calibrate: fits a temperature to a model's weights, measures it by cross-fitting, and keeps it."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

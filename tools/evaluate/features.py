@@ -4,8 +4,6 @@
 computed once and kept.
 """
 
-from __future__ import annotations
-
 import shlex
 from argparse import Namespace
 from dataclasses import replace

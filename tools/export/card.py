@@ -1,7 +1,5 @@
 """The format `hub`, a folder that timm loads by itself, and its model card with metadata for the Hugging Face Hub."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path

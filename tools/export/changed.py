@@ -1,7 +1,5 @@
 """Page of the images whose answers an exported file changes: classes and probabilities of the model and of the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

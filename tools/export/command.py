@@ -30,8 +30,6 @@ Exit codes: 0 done, 1 the model cannot be exported, or the check failed, or tens
 are missing or left over, apart from the classifier's; 2 anything wrong with the command, the files, or the disk.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from importlib.util import find_spec

@@ -3,8 +3,6 @@
 ONNX nodes before the model's resize and crop the image as validation does, and make it grey for a grey model.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Layers that hurt stay in fp32. A verdict on labelled images says what the file costs in accuracy and gains in speed.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """Conversion of PaddleViT weights: choose timm's model, report on every tensor, and write a safetensors file."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

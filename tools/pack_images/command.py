@@ -13,8 +13,6 @@ The processes of torchrun, srun or mpirun share the work.
 -dataset, -cfg and KEY=VALUE work as in main_single_gpu.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tools.common.command_line import Tool, ToolLine, tool

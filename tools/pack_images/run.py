@@ -3,8 +3,6 @@
 A shard appears only when it is complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

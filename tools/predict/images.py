@@ -1,7 +1,5 @@
 """Finds the image files that predict.py is asked for; predicts them, or writes their features; output formats."""
 
-from __future__ import annotations
-
 import csv
 import glob
 import itertools

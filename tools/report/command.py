@@ -9,8 +9,6 @@ Without -out, it is report.html in the run's folder, or for several runs in the 
 (the current folder if that is /). Runs that are still training or were cut off can be reported too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -9,8 +9,6 @@ order. Above each is its label; a mixed image has both labels with their fractio
 Takes the flags and settings of main_single_gpu.py.
 """
 
-from __future__ import annotations
-
 from tools.common.command_line import OVERWRITE, Tool, tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, whole

@@ -1,7 +1,5 @@
 """First images of a training run, augmented as in training, and a picture of them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ training. With -data_path, it reads the index of these tar files; else it imagin
 Takes the flags and settings of main_single_gpu.py, such as -num_workers (1 if open) and DATA.CACHE_GB.
 """
 
-from __future__ import annotations
-
 import json
 
 from tools.common.command_line import OVERWRITE, Tool, above_zero, check_one_process, tool

@@ -3,8 +3,6 @@
 Only store, disk and pixels are missing. Downloads keep up: a tar file is there one batch after it is announced.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -4,8 +4,6 @@ Rules that no table can hold, because they calculate, are here (of growing image
 others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 

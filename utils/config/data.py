@@ -1,7 +1,5 @@
 """The settings of the section DATA."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field

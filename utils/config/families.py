@@ -3,8 +3,6 @@
 ViT's are those of the schema; `paddlevit/families.yaml` has the others.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from utils.config.kinds import AUTO, as_names, one_line

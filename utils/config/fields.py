@@ -5,8 +5,6 @@ the error, the note in the log, and the sentence in docs/config.md. Sections tak
 leaves as strings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """All keys: their settings, older names and values."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Types of settings: ranges of numbers, and lists and other values in all forms in which people write them."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The settings of the section MODEL."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field

@@ -3,8 +3,6 @@
 `docs/config.md` is generated from them.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Annotated, Literal
 

@@ -3,8 +3,6 @@
 It is imported where there is something to say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Starts one process per device on this machine with torchrun's launcher, and exits with their exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

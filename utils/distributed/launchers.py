@@ -1,7 +1,5 @@
 """The launchers: how each gives a process its rank, as the flags -host -port -rank -world_size do, and what it does."""
 
-from __future__ import annotations
-
 import os
 import re
 import zlib

@@ -3,8 +3,6 @@
 Containers and batch systems set their limits, those of memory too, through control groups (cgroups).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

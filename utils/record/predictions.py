@@ -1,7 +1,5 @@
 """predictions.safetensors: what a run's last validation predicted for each image, beside metrics.jsonl."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

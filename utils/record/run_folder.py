@@ -1,7 +1,5 @@
 """The run's folder: finds it, creates it, checks that it is writable and that no other run is overwritten."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

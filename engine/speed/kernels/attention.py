@@ -4,8 +4,6 @@ The kernels are in Triton. It is a custom operator, so autograd, autocast, compi
 and CUDA graphs do not look into it. No two programs add to the same sum, so the same input gives the same bits.
 """
 
-from __future__ import annotations
-
 from math import log2
 from typing import Any
 

@@ -7,8 +7,6 @@ or two, and unnecessary masks are compiled away.
 # tl.constexpr arguments are plain numbers; Triton's compiler evaluates the branches that depend on them.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

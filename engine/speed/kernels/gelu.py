@@ -4,8 +4,6 @@ It is a custom operator, so autograd, autocast, compiled graphs and CUDA graphs 
 order, so the same input gives the same bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

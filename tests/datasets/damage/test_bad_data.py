@@ -1,7 +1,5 @@
 """Bad input: every message says what is wrong, where, and what to do."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Unreadable images and failing storage: replacement in training, log lines, and the limit that ends training."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import struct

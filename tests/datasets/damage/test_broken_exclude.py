@@ -1,7 +1,5 @@
 """DATA.EXCLUDE: forms of a line, and the remaining samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files that are no images, by their names; links in circles; pipes and devices in place of files."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """DATA.RELABEL: training images that are left out or get another label."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

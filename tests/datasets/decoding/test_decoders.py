@@ -1,7 +1,5 @@
 """Decoding: only the rows of a JPEG that the crop needs, and one orientation by all decoders (EXIF_ROTATE)."""
 
-from __future__ import annotations
-
 import random
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """DATA.SAMPLER balanced: classes are equally frequent, whatever reads the samples."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """DATA.SAMPLER by_machine: each machine reads tar files of its own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Fingerprint by which a resumed run recognises its samples and their order."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

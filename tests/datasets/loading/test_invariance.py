@@ -3,8 +3,6 @@
 The tests compare the batches that training gets: its own loader with real worker processes, one loader per rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

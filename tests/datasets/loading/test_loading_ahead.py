@@ -1,7 +1,5 @@
 """Batches of the next epoch and of the next validation are loaded before they are asked for, and nothing else."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

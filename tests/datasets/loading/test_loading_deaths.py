@@ -1,7 +1,5 @@
 """Loading processes that end, are killed, or cannot be started."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Parquet files like those on the hub, and reading them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

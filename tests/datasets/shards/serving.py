@@ -1,7 +1,5 @@
 """Web servers for tests."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Tar files for tests: intact ones in WebDataset's layout, and damaged ones."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """`hf:`: image data sets in parquet files, copied once and then read like other shards."""
 
-from __future__ import annotations
-
 import multiprocessing
 import shutil
 import sys

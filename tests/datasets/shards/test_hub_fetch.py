@@ -1,7 +1,5 @@
 """Data sets of the hub are downloaded once; afterwards they need no network."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Whole tar files of a URL that are kept on this machine, and stores that fail."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

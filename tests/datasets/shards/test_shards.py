@@ -1,7 +1,5 @@
 """Shards: samples, order, and the saved index."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

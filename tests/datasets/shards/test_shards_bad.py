@@ -1,7 +1,5 @@
 """Shards that are damaged, malicious or of another kind."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Shards at a URL and in an object store."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small generated trees in the layouts of the published data sets."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Downloads: one process of a machine downloads, and an interrupted download is never used."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

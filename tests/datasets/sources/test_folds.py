@@ -1,7 +1,5 @@
 """Splits and folds (DATA.VAL_FRACTION, DATA.FOLD) of data that comes without a validation split."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """DATA.GROUP: images of a group are on one side of the split."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

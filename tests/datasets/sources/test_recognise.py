@@ -1,7 +1,5 @@
 """Recognising the layout of DATA_PATH, and counting the classes of a data set (-num_classes auto)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

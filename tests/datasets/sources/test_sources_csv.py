@@ -1,7 +1,5 @@
 """`csv`: tables with one path and target, or several labels (DATA.MULTI_LABEL), per line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

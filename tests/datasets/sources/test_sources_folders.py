@@ -1,7 +1,5 @@
 """Class folders without splits, and warnings of empty classes."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

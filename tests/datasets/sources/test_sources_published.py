@@ -1,7 +1,5 @@
 """Published data sets on small trees in their layouts: images and labels equal torchvision's."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Names of splits, which are the same for every kind of data set, and the split test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """RandAugment, AutoAugment and others: effect, random numbers, and no errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

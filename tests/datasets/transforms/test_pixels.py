@@ -1,7 +1,5 @@
 """Preprocessing of images: all ways of decoding and resizing agree with PIL."""
 
-from __future__ import annotations
-
 import io
 import random
 import warnings

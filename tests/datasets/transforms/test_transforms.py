@@ -1,7 +1,5 @@
 """Crops and affine transforms of training and validation."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DATA.BACKGROUND: what the model sees at transparent pixels, whatever the file and whoever reads it."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The modes of mixed precision as words of a run, and what one update does in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

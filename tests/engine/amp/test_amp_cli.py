@@ -1,7 +1,5 @@
 """Mixed precision from the command line: what is shown, what is refused, and that every mode trains and is saved."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults put into weights and settings: each is named, and survived or stopped as the settings say."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

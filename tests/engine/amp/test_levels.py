@@ -1,7 +1,5 @@
 """What every level of mixed precision means, and that one update is the same story in all of them."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

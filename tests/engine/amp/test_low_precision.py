@@ -1,7 +1,5 @@
 """What AMP makes of a model: half-precision copies over fp32 masters, modules in fp32, fp8 layers, cast weights."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

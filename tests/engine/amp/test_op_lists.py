@@ -1,7 +1,5 @@
 """The lists of operators: each name acts, on the CPU and by CUDA's key, in every way a model is run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

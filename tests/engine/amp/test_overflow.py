@@ -1,7 +1,5 @@
 """When an update is skipped, the log names what overflowed. The replay that finds it leaves no trace, and is rare."""
 
-from __future__ import annotations
-
 import random
 import weakref
 from collections.abc import Callable

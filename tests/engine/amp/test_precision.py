@@ -1,7 +1,5 @@
 """What -amp means where, and what loss scaling does to an update."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

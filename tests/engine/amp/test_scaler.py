@@ -1,7 +1,5 @@
 """The loss scale moves as Paddle describes it, and goes on where it stood."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path

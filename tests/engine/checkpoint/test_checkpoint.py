@@ -1,7 +1,5 @@
 """Checkpoints on disk: complete or not there at all, with damage detected."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Restoring training state: a resumed run equals an uninterrupted one."""
 
-from __future__ import annotations
-
 import math
 from itertools import islice
 from pathlib import Path

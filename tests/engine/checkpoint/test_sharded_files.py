@@ -1,7 +1,5 @@
 """Sharded checkpoints: their files, the ranks that write them, and the units that FSDP shards."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether, and what of, an update is compiled: by the settings, the device, the run's length, and the run before."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import namedtuple

@@ -3,8 +3,6 @@
 But for the slow ones, these tests compile as far as the graphs of forward and backward; machine code takes minutes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack

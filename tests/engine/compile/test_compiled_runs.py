@@ -1,7 +1,5 @@
 """Compiled runs as a user starts them, down to machine code. Compiling takes minutes on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

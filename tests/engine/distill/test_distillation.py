@@ -1,7 +1,5 @@
 """Distillation: DeiT's loss, a frozen teacher that gets the student's images, and reproducible runs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Random erasing, mixup and cutmix: as timm does it, the same in a replay, and never in validation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The table of processes, what is found when all have told their devices, and the notice of a run without a GPU."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

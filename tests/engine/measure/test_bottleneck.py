@@ -1,7 +1,5 @@
 """The bottleneck of a run: the rule, with made-up times, and the log lines for a slow and a fast data source."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The figures of training: what is counted, and what is read back."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """DATA.BATCH_SIZE auto: the batch found fits, and the search leaves no trace."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Out of memory: the error message, and advice that helps."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

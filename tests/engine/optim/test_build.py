@@ -1,7 +1,5 @@
 """Which weights decay, which kernels step, and that timm's optimisers work in the update."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

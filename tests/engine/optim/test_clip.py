@@ -1,7 +1,5 @@
 """Norm and clipping of an update's gradients, to the bit what torch's own clipping gives."""
 
-from __future__ import annotations
-
 import copy
 import math
 

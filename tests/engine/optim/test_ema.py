@@ -1,7 +1,5 @@
 """The moving average of the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

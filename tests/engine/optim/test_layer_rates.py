@@ -1,7 +1,5 @@
 """TRAIN.LAYER_DECAY: which weight learns how fast."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

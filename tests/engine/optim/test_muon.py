@@ -1,7 +1,5 @@
 """Muon: which parameters it updates, and that an update is what its formula says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The learning rate of every update."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 # torch exports its stores for everybody; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """DIST.SYNC_BATCHNORM: batch norms over the images of all processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from timm.layers.norm_act import BatchNormAct2d

@@ -1,7 +1,5 @@
 """curves.png: can be drawn for any run, is never half written, and does not slow training down."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

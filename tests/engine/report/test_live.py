@@ -1,7 +1,5 @@
 """The table of epochs and the bar on a terminal."""
 
-from __future__ import annotations
-
 import io
 import logging
 import math

@@ -1,7 +1,5 @@
 """MLflow: metrics are sent once, to the same run after a resume. The package itself is tried if it is installed."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

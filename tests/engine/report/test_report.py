@@ -1,7 +1,5 @@
 """Reports of a run: metrics.jsonl, log lines, the measured time, and the command that resumes it."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

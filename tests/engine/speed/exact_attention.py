@@ -1,7 +1,5 @@
 """Attention over a packed product in fp64, for comparison."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

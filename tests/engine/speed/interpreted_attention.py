@@ -3,8 +3,6 @@
 TRITON_INTERPRET=1 python -m pytest tests/engine/speed/interpreted_attention.py runs these tests by hand.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Triton takes up its interpreter when it is imported: test_kernels.py runs these 
 TRITON_INTERPRET=1 python -m pytest tests/engine/speed/interpreted_gelu.py does so by hand.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Who decides how attention is computed, the race that decides it on a GPU, and the layers and calls packed is for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

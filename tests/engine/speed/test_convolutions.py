@@ -1,7 +1,5 @@
 """channels_last: channels of a pixel side by side. linear_patches: windows side by side, as a matrix product."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

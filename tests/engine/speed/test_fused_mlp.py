@@ -1,7 +1,5 @@
 """fused_mlp: where bias and GELU of MLPs become one operator, and where they stay two."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from types import SimpleNamespace

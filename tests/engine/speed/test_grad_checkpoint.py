@@ -1,7 +1,5 @@
 """TRAIN.GRAD_CHECKPOINT: less is kept for the backward pass, and the same comes of it, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

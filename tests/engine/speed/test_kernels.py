@@ -1,7 +1,5 @@
 """The kernels without a GPU: carried out by Triton's interpreter, and compiled for GPUs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

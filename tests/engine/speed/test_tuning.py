@@ -1,7 +1,5 @@
 """Speed-ups of a model: which of them are asked, and what is recorded of the others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """TRAIN.LOSS bce is timm's binary cross-entropy, and TRAIN.CLASS_WEIGHTS torch's weighted one of the global batch."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Metrics of several labels per sample equal scikit-learn's, on one process and on several."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

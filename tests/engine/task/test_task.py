@@ -1,7 +1,5 @@
 """That every metric which is computed has a name and words in utils/record/tasks.py."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

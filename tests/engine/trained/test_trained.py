@@ -1,7 +1,5 @@
 """Loading a trained model from a run, a checkpoint or stripped weights, and errors of wrong paths."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

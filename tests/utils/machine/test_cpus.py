@@ -1,7 +1,5 @@
 """cores() follows the limits of containers and batch systems; keep_freed_memory keeps freed blocks in the process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

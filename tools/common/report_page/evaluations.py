@@ -3,8 +3,6 @@
 Each evaluation is what its template shows, by name; `predicted` is for `values_of_images`.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections import Counter

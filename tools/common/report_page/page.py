@@ -1,7 +1,5 @@
 """Report of one or several runs as one HTML file, which needs no network and runs no script."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

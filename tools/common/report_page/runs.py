@@ -1,7 +1,5 @@
 """Runs as the report reads them: settings, metrics and environment from the files in a run's folder, in words."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Sequence

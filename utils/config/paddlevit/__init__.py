@@ -1,7 +1,5 @@
 """PaddleViT's files: keys that have one value here, and its model families besides ViT, DeiT and Swin."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

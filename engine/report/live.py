@@ -72,15 +72,16 @@ class Live:
             self._bar.set_description_str(self._place(position), refresh=False)
         self._bar.update(position.step - self._bar.n)
 
-    def reported(self, reading: Reading, perf: Perf, left: float) -> None:
-        """The metrics of an update were read. `left`: seconds of the run."""
+    def reported(self, reading: Reading, perf: Perf, left: float | None) -> None:
+        """The metrics of an update were read. `left`: seconds of the run; None where no pace is known yet."""
         if self._table is not None:
             if self._resumed and self._table.rate is None:  # its count is of the whole run
                 self._table.skipped_before = reading.skipped
             self._table.lr, self._table.rate = reading.lr, perf.images_per_second
             self._table.skipped = reading.skipped
         rate = f"{shown_rate(perf.images_per_second)} images/s"
-        words = [f"run {clock(left)} left", f"loss {reading.update.loss:.4f}", rate]
+        words = [] if left is None else [f"run {clock(left)} left"]
+        words += [f"loss {reading.update.loss:.4f}", rate]
         while len(words) > 1 and len(", ".join(words)) > terminal_width() - BESIDE_WORDS:
             words.pop()
         self._bar.set_postfix_str(", ".join(words), refresh=False)

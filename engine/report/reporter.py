@@ -47,6 +47,7 @@ class Reporter:
         self._tracked = tracked
         self._last_verdict: Bottleneck | None = None
         self._first_update, self._epochs_before = start.update, start.epoch - 1 + start.step / max(per_epoch, 1)
+        self._paced_from: tuple[float, float] | None = None  # seconds and epochs at the first row
         if folder:
             with os_errors_as_user_errors(folder):
                 self._metrics = MetricsFile(folder, partial(_is_repeated, start))
@@ -81,15 +82,18 @@ class Reporter:
     ) -> None:
         """`figures`: those of the run's callbacks."""
         now, figures = reading.update, figures or {}
-        # At the mean pace of this start, validation and saving included.
         at = self._epochs_before + (position.update - self._first_update) / self.per_epoch
         end = at + updates_left(self.config, position, self.per_epoch) / self.per_epoch
-        before, done, all_work = work_until(self.config, (self._epochs_before, at, end))
-        left = perf.seconds * (all_work - done) / max(done - before, 1e-9)
+        # At the mean pace since the first row, validation and saving included. The first row itself says nothing of
+        # the pace: workers started, kernels were chosen or compiled.
+        self._paced_from = self._paced_from or (perf.seconds, at)
+        begun, work_begun = self._paced_from
+        before, done, all_work = work_until(self.config, (work_begun, at, end))
+        left = (perf.seconds - begun) * (all_work - done) / (done - before) if done > before else None
         health = (
             f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
             f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
-            f"Time: {clock(perf.seconds)}, Left: {clock(left)}{perf.words()}"
+            f"Time: {clock(perf.seconds)}{'' if left is None else f', Left: {clock(left)}'}{perf.words()}"
         ) + "".join(f", {one.words}" for one in figures.values())
         if self._fleet:
             log.info(f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {now.fleet()}")

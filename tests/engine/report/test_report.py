@@ -54,7 +54,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     ("start", "settings", "hours"),
     [
         (Position(), {}, 9),
-        (Position(1, 50, 50), {}, 18),  # the hour went into half an epoch
+        (Position(1, 50, 50), {}, 18),  # the hour went into half an epoch; a start of ten minutes does not count
         (Position(), {"SIZE_SCHEDULE": [[0, 112], [0.4, 224]]}, 3 + 6 * 4),
         (Position(), {"SIZE_SCHEDULE": [[0, 112], [0.4, 224]], "MAX_UPDATES": 500}, 3 + 4),
         (Position(), {"TOKEN_DROP": 0.5, "TOKEN_DROP_TAIL": 2}, 7 + 2 * 2),
@@ -65,16 +65,22 @@ def test_time_left_counts_the_pixels_and_tokens_of_later_epochs(
     said: pytest.LogCaptureFixture, start: Position, settings: dict[str, Any], hours: int
 ) -> None:
     config = {"TRAIN": {"NUM_EPOCHS": 10, "WARMUP_EPOCHS": 0, **settings}, "DATA": {"IMAGE_SIZE": 224}}
-    reporter(None, start, **config).train(Position(2, 0, 100), READING, replace(PERF, seconds=3600.0))
-    assert f"Time: 1:00:00, Left: {hours}:00:00" in said.text
+    report = reporter(None, start, **config)
+    report.train(start, READING, replace(PERF, seconds=600.0))
+    assert "Time: 0:10:00" in said.text
+    assert "Left" not in said.text, "the first row knows no pace"
+    report.train(Position(2, 0, 100), READING, replace(PERF, seconds=4200.0))
+    assert f"Time: 1:10:00, Left: {hours}:00:00" in said.text
 
 
 def test_time_left_of_a_dry_run_that_begins_its_epoch_again(said: pytest.LogCaptureFixture) -> None:
     """A dry run from the end of an epoch makes the first updates of the same epoch."""
     start = Position(1, 100, 100)
     again = Position(1, 20, 120)
-    reporter(None, start, TRAIN={"NUM_EPOCHS": 2}).train(again, READING, replace(PERF, seconds=20.0))
-    assert "Time: 0:00:20, Left: 0:01:20" in said.text
+    report = reporter(None, start, TRAIN={"NUM_EPOCHS": 2})
+    report.train(Position(1, 0, 100), READING, replace(PERF, seconds=1.0))
+    report.train(again, READING, replace(PERF, seconds=21.0))
+    assert "Time: 0:00:21, Left: 0:01:20" in said.text
 
 
 def test_train_line_has_exactly_its_fields(tmp_path: Path) -> None:

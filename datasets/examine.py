@@ -29,7 +29,7 @@ from utils.config.data import DataConfig
 from utils.config.train import LOSSES
 from utils.log import IN_FULL, log
 from utils.program import tool
-from utils.record.run_folder import AS_COPIES, CONFIG, DATA, write_json
+from utils.record.run_folder import CONFIG, DATA, alike_in_words, write_json
 from utils.text import some_of
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS
 
@@ -374,6 +374,5 @@ def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
                 lists = f"`{check} -fix exclude.txt` lists the copies, and with -near edited ones, too; train with "
                 lists += "DATA.EXCLUDE=exclude.txt"
             yield f"Copies of {other} images, on which a model does better than on new ones: {of}. {lists}."
-    if found.alike and found.alike[0]:
-        few = f"{found.alike[0]:,} of {found.alike[1]:,}"
-        yield f"Validation images that look like training images, {AS_COPIES}: {few}. `{check} -alike DIR` shows them."
+    if words := alike_in_words(found.alike):
+        yield f"{words}. `{check} -alike DIR` shows them."

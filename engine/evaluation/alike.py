@@ -6,6 +6,7 @@ the edited copies to them is the limit.
 
 import contextlib
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,20 +66,35 @@ def similarity_of_edited(seeing: Seeing, dataset: ImageDataset, mean: np.ndarray
     return float(np.median(np.concatenate(found)))
 
 
-def nearest(of: np.ndarray, among: np.ndarray, seconds: float = float("inf")) -> tuple[np.ndarray, np.ndarray]:
-    """Of each direction the nearest one of others, and how similar; of the first ones, if time is short."""
-    places, similarities, end = list[np.ndarray](), list[np.ndarray](), time.monotonic() + seconds
+class Nearest(NamedTuple):
+    """Of each direction, among others:"""
+
+    place: np.ndarray
+    """The most similar one"""
+    similar: np.ndarray
+    """How similar that is"""
+    alike: np.ndarray
+    """How many are as similar as the limit"""
+
+    def count(self) -> tuple[int, int, int]:
+        """How many have any that is alike, of how many, and how many such a one has (the median)."""
+        some = self.alike[self.alike > 0]
+        return len(some), len(self.alike), int(np.median(some)) if len(some) else 0
+
+
+def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = float("inf")) -> Nearest:
+    """Of the first ones alone, if time is short."""
+    blocks, end = list[Nearest](), time.monotonic() + seconds
     for first in range(0, len(of), AT_ONCE):
         similar = of[first : first + AT_ONCE] @ among.T
-        places.append(similar.argmax(1))
-        similarities.append(similar.max(1))
+        blocks.append(Nearest(similar.argmax(1), similar.max(1), (similar >= limit).sum(1)))
         if time.monotonic() > end:
             break
-    return np.concatenate(places), np.concatenate(similarities)
+    return Nearest(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
 def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
-    """How many validation images are as similar to a training image as edited copies are, of how many compared.
+    """`Nearest.count` of validation images among training images.
 
     `known`: of the training images. Empty if these are too many. A collective call.
     """
@@ -93,5 +109,4 @@ def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
     mean = training.mean(0)
     limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
     seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
-    _, similar = nearest(directions(validation, mean), directions(training, mean), seconds)
-    return [int((similar >= limit).sum()), len(similar)]
+    return [*nearest(directions(validation, mean), directions(training, mean), limit, seconds).count()]

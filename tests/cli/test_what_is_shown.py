@@ -40,7 +40,9 @@ def test_fleet_log_lines_count_from_0(vitamp: Vitamp, tiny: Path, tmp_path: Path
     words = ("LOG_STYLE=fleet", "REPORT_FREQ=20", "TRAIN.NUM_EPOCHS=1")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert len(lines_like(FLEET, done.out)) == 4
-    assert len(lines_like(r"Lr: \d\.\d{6}e-\d\d, " + HEALTH, done.out)) == 3, "the first knows no pace, so it ends before Left"
+    assert len(lines_like(r"Lr: \d\.\d{6}e-\d\d, " + HEALTH, done.out)) == 3, (
+        "the first knows no pace, so it ends before Left"
+    )
     summary = (
         r"----- Epoch 0, {0} Loss: \d+\.\d{{4}}, {0} {1}: \d+\.\d{{4}}, {0} Acc@5: \d+\.\d{{4}}, time: \d+\.\d\d{2}"
     )

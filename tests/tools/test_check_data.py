@@ -304,7 +304,7 @@ def test_edited_copies_of_another_split_are_left_out(check: Check, weights: tupl
     edit(root / "train/bee/1.png", root / "val/cat/blurred.png", blurred)
     edit(root / "train/bee/1.png", root / "train/bee/again.png", cropped)
     done, _ = check(root, "-alike", out, *weights)
-    assert "2 of 22 images are as similar to one of another split" in done.out
+    assert "2 of 22 images look like one of another split, as edited copies do" in done.out
     assert lines_of(out / "exclude.txt") == {"train/ant/0.png", "train/bee/1.png", "train/bee/again.png"}
     page = (out / "alike.html").read_text()
     assert page.count("<figure") == 22, "each validation image beside the nearest one, to see where copies end"
@@ -313,7 +313,24 @@ def test_edited_copies_of_another_split_are_left_out(check: Check, weights: tupl
     labels = {text: text.count('class="bad"') for text in (first, second)}
     assert sorted(labels.values()) == [0, 2], "the blurred one has another label"
     again, _ = check(root, "-alike", out, *weights, f"DATA.EXCLUDE={out / 'exclude.txt'}")
-    assert "0 of 22 images are as similar" in again.out
+    assert "No image looks like one of another split" in again.out
+
+
+def test_images_that_look_like_many_others_are_no_copies(
+    check: Check, weights: tuple[object, ...], tmp_path: Path
+) -> None:
+    root, out = tmp_path / "data", tmp_path / "alike"
+    write_photographs(root / "train", range(60))
+    write_photographs(root / "val", range(60, 80))
+    for number in range(15):
+        edit(root / "train/bee/1.png", root / f"train/bee/like{number}.png", cropped)
+    edit(root / "train/bee/1.png", root / "val/bee/like.png", cropped)
+    done, _ = check(root, "-alike", out, *weights)
+    assert (
+        "1 of 21 images look like one of another split, half of them like 15 or more: too many for copies" in done.out
+    )
+    assert "Defects: " not in done.out
+    assert [file.name for file in out.iterdir()] == ["alike.html"], "no list"
 
 
 def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[object, ...], tmp_path: Path) -> None:
@@ -322,7 +339,7 @@ def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[o
     for number in range(0, 30, 3):
         edit(root / f"ant/{number}.png", root / f"ant/copy{number}.png", blurred)
     done, _ = check(root, "-alike", out, *weights, "DATA.VAL_FRACTION=0.4")
-    assert " 0 of " not in done.out
+    assert "No image looks" not in done.out
     rows = list(csv.DictReader((out / "groups.csv").read_text().splitlines()))
     groups = {row["path"]: row["group"] for row in rows}
     assert (len(rows), len(set(groups.values()))) == (70, 60)
@@ -331,7 +348,7 @@ def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[o
     shutil.copy(out / "groups.csv", root)
     words = "-alike", out, *weights, "DATA.VAL_FRACTION=0.4", "DATA.GROUP=group"
     split, _ = check(root / "groups.csv", *words, dataset="csv")
-    assert "\n0 of " in split.out
+    assert "No image looks" in split.out
 
 
 def test_training_says_unasked_that_copies_are_edited(
@@ -344,7 +361,7 @@ def test_training_says_unasked_that_copies_are_edited(
     words = "-dataset", "imagefolder", "-data_path", root, *weights, "MODEL.NEW_CLASSIFIER=probe", "-output", run
     trained = vitamp(*words, "-epochs", 1, "TRAIN.WARMUP_EPOCHS=0", "-batch_size", 20)
     assert "look like training images, as edited copies do" in trained.text
-    assert "1 of 21. `" in trained.text
+    assert "one thing or place. `" in trained.text
     ended = "1 of 21 validation images look like training images"
     assert ended in trained.text.partition("Top-1")[2]
     (step,) = (run / "checkpoints").glob("step-*3")

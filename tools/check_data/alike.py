@@ -18,7 +18,7 @@ from datasets import ImageDataset, comes_unsplit, has_labels, open_dataset, sour
 from datasets.base import Part
 from datasets.exclude import line_of
 from datasets.labels import ANY_LABEL, distinct_names
-from engine.evaluation.alike import AT_ONCE, EDITS, directions, nearest, similarity_of_edited
+from engine.evaluation.alike import AT_ONCE, EDITS, Nearest, directions, nearest, similarity_of_edited
 from engine.evaluation.features import features_of
 from engine.trained.model import pretrained
 from tools.check_data.findings import Split, near_pairs, text_of_list, thumbnails_of
@@ -30,6 +30,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import log
+from utils.record.run_folder import MANY, alike_in_words
 from utils.text import counted
 from vitamp.files import write_atomically
 from vitamp.pooling import pool_of
@@ -101,21 +102,21 @@ class Images:
 def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     """Write the page of the most similar images of two splits, and a table that keeps them out of one of them.
 
-    Returns how many are as similar as edited copies.
+    Returns how many may be copies: none, where they are alike to too many images.
     """
     if len(splits) < 2:
         raise UserError(f"-alike compares two splits whose images are files; {source_of(config.DATA)} has not two.")
     images = Images(config, splits)
-    likest, similar = np.zeros(len(images.features), np.int64), np.full(len(images.features), -1.0)
-    for begin, end in itertools.pairwise(images.begins[1:].tolist()):  # of each split, among those before it
-        likest[begin:end], similar[begin:end] = nearest(images.features[begin:end], images.features[:begin])
-    order = np.argsort(-similar, kind="stable")[: len(similar) - images.begins[1]]
-    alike = int((similar >= images.limit).sum())
-    number = f"{alike:,} of {counted(len(order), 'image')}"
-    found = (
-        f"{number} are as similar to one of another split as edited copies are. They may be edited copies of it, or "
-        "photographs of one thing or place."
-    )
+    training, features = int(images.begins[1]), images.features
+    by_split = [  # of each split, among those before it
+        nearest(features[begin:end], features[:begin], images.limit)
+        for begin, end in itertools.pairwise(images.begins[1:].tolist())
+    ]
+    likest = Nearest(*map(np.concatenate, zip(*by_split, strict=True)))
+    order = np.argsort(-likest.similar, kind="stable")
+    count = alike, _, each = likest.count()
+    found = alike_in_words(count, "images look like one of another split")
+    found = f"{found or 'No image looks like one of another split as edited copies do'}."
     about = (
         f"The median similarity of validation images to edited copies ({EDITS}) is {images.limit:.2f}; half of such "
         "copies are less similar, so look further down the page."
@@ -126,12 +127,17 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     with writing(page, "-alike"):
         folder.mkdir(parents=True, exist_ok=True)
     shown = progress_bar(order[:MOST_SHOWN].tolist(), "pictures")
-    pairs = [(similar[one], [images.shown(one), images.shown(int(likest[one]))]) for one in shown]
+    pairs = [
+        (likest.similar[one], [images.shown(training + one), images.shown(int(likest.place[one]))]) for one in shown
+    ]
     title = f"Images of {source_of(images.data)} that look like one of another split"
     values = {"title": title, "found": found, "about": about, "pairs": pairs, "limit": images.limit}
     write_template("alike.html", page, "-alike", **values)
     log.info("Look at them: %s", page)
 
+    if each >= MANY:
+        log.info("No list is written: it would leave out too many images, or join them to a few groups.")
+        return 0
     one_label = images.labels.ndim == 1 and has_labels(images.data)
     if alike and one_label and comes_unsplit(images.data) and splits[0].samples.stored == "files":
         _write_groups(images, folder / "groups.csv")
@@ -159,7 +165,7 @@ def _write_groups(images: Images, table: Path) -> None:
 def _write_list(images: Images, listed: Path) -> None:
     """Write a list of the training images that are as similar to one of another split, or nearly the same."""
     training = int(images.begins[1])
-    place, similar = nearest(images.features[:training], images.features[training:])
+    place, similar, _ = nearest(images.features[:training], images.features[training:], images.limit)
     same = images.nearly_same()
     same = same[(same[:, 0] < training) & (same[:, 1] >= training)]
     place[same[:, 0]] = same[:, 1] - training

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,25 @@ def read_data(folder: Path) -> dict[str, Any]:
     return {}
 
 
-AS_COPIES = "as edited copies do, or photographs of one thing or place"
+MANY = 10
+"""Images that an image looks like, for which copies are an unlikely cause"""
+
+
+def alike_in_words(alike: Sequence[int], look: str = "validation images look like training images") -> str:
+    """What was counted of images that look like others (`Nearest.count`); '' for none.
+
+    That is their number, of how many, and, unless by an earlier version, how many others such a one looks like.
+    """
+    found, of, each = [*alike, 0, 0, 0][:3]
+    if not found:
+        return ""
+    what = f"{found:,} of {of:,} {look}, "
+    if each < MANY:
+        return f"{what}as edited copies do, or photographs of one thing or place"
+    return (
+        f"{what}half of them like {each:,} or more: too many for copies. Either they are series of one thing, which "
+        "DATA.GROUP keeps together, or the model hardly tells such images apart"
+    )
 
 
 def copies_in_words(folder: Path, images: int | None = None) -> str:
@@ -191,7 +209,7 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
     found = read_data(folder)
     try:
         copies, compared = found["copies"]["found"], found["copies"]["compared"]
-        alike, of = [*found.get("alike", ()), 0, 0][:2]
+        alike = found.get("alike") or [0]
         if images not in (None, found["images"]["validation"]):
             return ""
     except (KeyError, TypeError):  # not looked for, or a damaged file
@@ -202,9 +220,6 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
             f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics: `{check} "
             "-fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them."
         )
-    if alike > copies:
-        lines.append(
-            f"{alike:,} of {of:,} validation images look like training images, {AS_COPIES}, which may raise "
-            f"the metrics: `{check} -alike DIR` shows them, and how to train without."
-        )
+    if alike[0] > copies:
+        lines.append(f"{alike_in_words(alike)}. This may raise the metrics; `{check} -alike DIR` shows them.")
     return " ".join(lines)

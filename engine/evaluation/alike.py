@@ -76,7 +76,7 @@ class Nearest(NamedTuple):
     alike: np.ndarray
     """How many are as similar as the limit"""
 
-    def count(self) -> tuple[int, int, int]:
+    def counted(self) -> tuple[int, int, int]:
         """How many have any that is alike, of how many, and how many such a one has (the median)."""
         some = self.alike[self.alike > 0]
         return len(some), len(self.alike), int(np.median(some)) if len(some) else 0
@@ -94,7 +94,7 @@ def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = fl
 
 
 def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
-    """`Nearest.count` of validation images among training images.
+    """`Nearest.counted` of validation images among training images.
 
     `known`: of the training images. Empty if these are too many. A collective call.
     """
@@ -109,4 +109,4 @@ def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
     mean = training.mean(0)
     limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
     seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
-    return [*nearest(directions(validation, mean), directions(training, mean), limit, seconds).count()]
+    return [*nearest(directions(validation, mean), directions(training, mean), limit, seconds).counted()]

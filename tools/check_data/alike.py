@@ -114,7 +114,7 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     ]
     likest = Nearest(*map(np.concatenate, zip(*by_split, strict=True)))
     order = np.argsort(-likest.similar, kind="stable")
-    count = alike, _, each = likest.count()
+    count = alike, _, each = likest.counted()
     found = alike_in_words(count, "images look like one of another split")
     found = f"{found or 'No image looks like one of another split as edited copies do'}."
     about = (

@@ -185,7 +185,7 @@ MANY = 10
 
 
 def alike_in_words(alike: Sequence[int], look: str = "validation images look like training images") -> str:
-    """What was counted of images that look like others (`Nearest.count`); '' for none.
+    """What was counted of images that look like others (`Nearest.counted`); '' for none.
 
     That is their number, of how many, and, unless by an earlier version, how many others such a one looks like.
     """

@@ -18,6 +18,7 @@ LAYOUTS = """Expected layout, one of:
   {root}/train/<class>/1.jpg, {root}/val/<class>/2.jpg    class folders (imagefolder)
   {root}/<class>/1.jpg                              class folders, to be split (imagefolder)"""
 
+TABLES = ".csv", ".tsv"
 UNLABELLED = "all images below the folder are used, without labels"
 
 
@@ -26,7 +27,7 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
     if "://" in place:
         return "shards", "a URL is read as tar files"
     path = Path(place).expanduser()
-    if path.suffix.lower() in (".csv", ".tsv") and path.is_file():
+    if path.suffix.lower() in TABLES and path.is_file():
         return "csv", "a table"
     if not path.is_dir():
         return None
@@ -36,7 +37,7 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
     if not found:
         raise UserError(
             f"DATA.DATA_PATH (-data_path): the layout of {path} is not recognised. Name the data set with -dataset "
-            f"(docs/datasets.md). {LAYOUTS.format(root=path)}"
+            f"(docs/datasets.md). {LAYOUTS.format(root=path)}{''.join(_tables(path))}"
         )
     (name, what), *others = found.items()
     more = "".join(f"; it also has {what}, which -dataset {other} reads" for other, what in others)
@@ -48,9 +49,16 @@ def offering_layout(error: UserError, data: DataConfig) -> UserError:
     root = Path(data.DATA_PATH or "").expanduser()
     found = _layouts(root) if data.DATA_PATH and root.is_dir() and os.access(root, os.R_OK | os.X_OK) else {}
     found.pop(data.DATASET, None)
-    offers = [f"{data.DATA_PATH} has {what}: -dataset {name} reads them." for name, what in found.items()]
-    error.args = ("\n".join([str(error), *offers]),)
+    offers = [f"\n{data.DATA_PATH} has {what}: -dataset {name} reads them." for name, what in found.items()]
+    if data.DATASET == "imagefolder":
+        offers += _tables(root)
+    error.args = ("".join([str(error), *offers]),)
     return error
+
+
+def _tables(root: Path) -> list[str]:
+    tables = sorted(one for one in root.glob("*") if one.suffix.lower() in TABLES)
+    return [f"\n{root} has the table {one.name}, which -data_path {one} reads." for one in tables]
 
 
 def _layouts(root: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Images in files of their own: found in folders by their extensions, or named by lists."""
 
+import glob
 import os
 import time
 from array import array
@@ -231,8 +232,10 @@ def in_any_case(folder: Path, name: str) -> Path:
 
 def no_file(path: Path) -> str:
     """Half a sentence for a path that is not a file: 'there is no file X' or 'X is a folder, not a file'."""
-    kind = kind_of_path(path)
-    return f"{path} is {kind}, not a file" if kind else f"there is no file {path}"
+    if kind := kind_of_path(path):
+        return f"{path} is {kind}, not a file"
+    below = next(path.parent.glob(f"*/{glob.escape(path.name)}"), None)
+    return f"there is no file {path}{f' (there is {below})' if below else ''}"
 
 
 PROBED = 8

@@ -69,7 +69,10 @@ def with_classes(loaded: Loaded) -> Loaded:
     number = max(number, 1)  # the check of the data reports negative labels, with their lines
     name = source_of(config.DATA)
     if number == 1 and config.task == ONE_LABEL and not config.EVAL:
-        raise UserError(f"{name} has one class, so there is nothing to learn. Give the data with all classes.")
+        from datasets.recognise import offering_layout
+
+        one = UserError(f"{name} has one class, so there is nothing to learn. Give the data with all classes.")
+        raise offering_layout(one, config.DATA)
     note = f"{CLASSES} {number}: classes of {name}"
     return loaded.with_values({CLASSES: number}, f"classes of {name}", [note])
 

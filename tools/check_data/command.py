@@ -84,6 +84,7 @@ def _check(
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import auto_workers
     from datasets.examine import series_of
+    from datasets.sources.files import no_file
     from tools.check_data import findings as report
 
     data, workers = config.DATA, auto_workers(world, config.DATA.NUM_WORKERS)
@@ -91,6 +92,10 @@ def _check(
     splits = [report.scan_split(title, samples, data, workers, world) for title, samples in opened.items()]
     if not splits or not world.first:
         return EXIT_DONE
+    for split in splits:
+        if all(scan.problem == "missing" for scan in split.scans):
+            where = no_file(Path(split.samples.name(0)))
+            raise UserError(f"None of {counted(len(split.scans), f'{split.title} image')} exists: {where}.")
     findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data)
     if not data.is_plain:
         found = Counter(scan.header.size for split in splits for scan in split.scans if not scan.problem).most_common(5)

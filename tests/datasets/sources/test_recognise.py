@@ -9,7 +9,7 @@ from datasets.recognise import recognise
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import settings
 from tests.datasets.shards.tar_files import write_tar
-from tests.program import save_image
+from tests.program import Vitamp, save_image
 from tests.refused import refusal
 from utils.errors import UserError
 
@@ -76,6 +76,22 @@ def test_unknown_layout_is_an_error_with_the_known_ones(tmp_path: Path) -> None:
     assert f"the layout of {tmp_path} is not recognised. Name the data set with -dataset" in said
     assert all(word in said for word in ("train_list.txt", "train.csv", "0000.tar", "<class>"))
     assert recognise(str(tmp_path / "nowhere")) is None, "the data set's own check reports it"
+
+
+@pytest.mark.parametrize("below", ["", "images"])
+def test_a_table_beside_its_images_is_offered(tmp_path: Path, vitamp: Vitamp, below: str) -> None:
+    table = tmp_path / "labels.csv"
+    table.write_text("id,kind\n" + "".join(f"{number}.jpg,{'cat' if number % 2 else 'dog'}\n" for number in range(20)))
+    for number in range(20):
+        save_image(tmp_path / below / f"{number}.jpg", number, (8, 8))
+    done = vitamp("-data_path", tmp_path, "-num_classes", "auto", code=2)
+    assert f"{tmp_path} has the table labels.csv, which -data_path {table} reads." in done.err
+    words = "-data_path", table, "-columns", "file=id,label=kind"
+    checked = vitamp(*words, "-fix", tmp_path / "fix.txt", script="scripts/check_data.py", code=2 if below else 0)
+    if below:
+        where = f"there is no file {tmp_path}/0.jpg (there is {tmp_path}/images/0.jpg)"
+        assert f"None of 18 training images exists: {where}" in checked.err
+        assert not (tmp_path / "fix.txt").exists(), "no list of all images"
 
 
 def test_synthetic_images_have_no_number_of_classes() -> None:

@@ -406,7 +406,7 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
     trained: Any = SimpleNamespace(
         names=lambda: [*"abc"],
         name_of=lambda label: "abc"[label],
-        chosen=SimpleNamespace(choices={}, meta={}, which=PLAIN),
+        chosen=SimpleNamespace(choices={}, meta={}, which=PLAIN, calibration=None),
         config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3), DATA=None),
     )
     images: Any = SimpleNamespace(sample_labels=lambda: None)

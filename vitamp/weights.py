@@ -69,6 +69,8 @@ class Fitted(Calibration):
     """NLL and ECE (in percent) of the uncalibrated model"""
     crossfitted: dict[str, float]
     """The same, of images that the temperature was not fitted on"""
+    after: dict[str, float] | None = None
+    """The same with the temperature, of the images that it was fitted on; None: in a file of an earlier version"""
     input: dict[str, Any] | None = None
     """As in meta.json; None: not known, in a file of an earlier version"""
 

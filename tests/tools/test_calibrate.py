@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from engine.trained.model import load_trained
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp
+from tools.common.evaluation import Chance, calibration
 from tools.common.report_page import evaluations
 from tools.evaluate import command as evaluate
-from tools.evaluate.calibrate import fit_temperature, measure
+from tools.evaluate.calibrate import fit_temperature
 from utils.errors import UserError
 from vitamp.metrics import TOP1
 
@@ -34,10 +35,30 @@ def test_fit_finds_the_temperature_of_lowest_nll() -> None:
     assert found == pytest.approx(3, rel=0.05)
     losses = [float(F.cross_entropy(logits.double() / (found * factor), labels)) for factor in (0.999, 1, 1.001)]
     assert losses[1] == min(losses)
-    before, after = (measure(logits, labels, torch.full((len(labels),), t, dtype=torch.float64)) for t in (1, 3))
-    assert (after["nll"], after["ece"]) < (before["nll"], before["ece"])
-    assert after["nll"] == pytest.approx(float(F.cross_entropy(logits.double() / 3, labels)))
-    assert before["ece"] > 10 > 3 > after["ece"]
+    guess, errors = logits.argmax(1), []
+    for one in (logits, logits / found):
+        confidence = one.double().softmax(1).max(1).values
+        errors.append(calibration(confidence, guess == labels)[0])
+        expected = Chance.of(confidence)
+        assert (errors[-1] > expected.percentile_95) is (one is logits)
+        beyond = "is no more than" if errors[1:] else "is more than"
+        assert f"{beyond} chance explains: " in expected.words(errors[-1])
+    assert errors[0] > 10 > 3 > errors[1]
+
+
+def test_chance_covers_the_errors_of_calibrated_models() -> None:
+    """Labels are drawn by the probabilities themselves; 95 of 100 errors are below the percentile."""
+    generator = torch.Generator().manual_seed(3)
+    below, means = [], []
+    for _ in range(150):
+        probabilities = (2 * torch.randn(150, 2, generator=generator)).double().softmax(1)
+        labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        confidence, guess = probabilities.max(1)
+        error, expected = calibration(confidence, guess == labels)[0], Chance.of(confidence)
+        below.append(error <= expected.percentile_95)
+        means.append(error - expected.mean)
+    assert 0.9 < np.mean(below) < 0.99
+    assert np.mean(means) == pytest.approx(0, abs=0.3)
 
 
 def test_fit_without_a_minimum_is_refused() -> None:
@@ -77,8 +98,9 @@ def test_temperature_is_crossfitted_kept_and_applied(
     assert kept["crossfitted"]["nll"] == pytest.approx(np.mean(nll))
     assert kept["before"]["nll"] == pytest.approx(float(F.cross_entropy(logits, labels)))
     assert kept["crossfitted"]["nll"] < kept["before"]["nll"]
-    assert "by cross-fitting" in out
-    assert f"{kept['crossfitted']['nll']:.4f}" in out
+    columns = {line.split("  ")[1]: line.split()[-2:] for line in out.splitlines() if line.startswith("  ")}
+    assert columns["NLL, cross-fitted"] == [f"{kept[which]['nll']:.4f}" for which in ("before", "crossfitted")]
+    assert columns["NLL"] == [f"{kept[which]['nll']:.4f}" for which in ("before", "after")]
 
     told = {}
     for name, weights, *words in (("after", "model"), ("left_out", "model", "-no_calibration"), ("ema", "ema")):
@@ -87,9 +109,13 @@ def test_temperature_is_crossfitted_kept_and_applied(
         assert written["temperature"] == {weights: temperature if name == "after" else 1}
         told[name] = done.out, written["figures"][weights]
     assert f"calibrated (temperature {temperature:.4g}, fitted on 360 images)" in told["after"][0]
-    numbers = "calibration error {ece:.2f} %, NLL {nll:.4f}.".format(**kept["crossfitted"])
     line = "The temperature was fitted on these images"
-    assert f"{line}: cross-fitted, {numbers}" in told["after"][0], "those of the table are too low"
+    assert f"{line}, so calibration error and NLL are a little too low; cross-fitted, the NLL is " in told["after"][0]
+    assert f" {kept['crossfitted']['nll']:.4f}.\n" in told["after"][0]
+    shown = {name: re.findall(r"  calibration error +(.*?) %(?: +(.*) %)?\n", told[name][0])[0][0] for name in told}
+    assert re.findall(r"  calibration error +(.*) % +(.*) %\n", out) == [(shown["left_out"], shown["after"])], (
+        "one number"
+    )
     others = say(run, "-weights", "model", "-part", "train", code=0)
     assert not any(line in text for text in (others.out, told["left_out"][0], told["ema"][0]))
     for word in ("--tta=flip", "--amp=off", "DATA.INTERPOLATION=bilinear"):
@@ -98,6 +124,10 @@ def test_temperature_is_crossfitted_kept_and_applied(
     assert "of other weights" in told["ema"][0], "another set of weights has no temperature"
     scaled = float(F.cross_entropy(logits / temperature, labels))
     assert told["after"][1]["nll"] == pytest.approx(scaled, rel=1e-6)
+    assert told["after"][1]["ece"] == pytest.approx(kept["after"]["ece"], abs=1e-4)
+    chance = told["after"][1]["ece_by_chance"]
+    assert chance["images"] == 360
+    assert 0 < chance["mean"] < chance["percentile_95"]
     assert told["left_out"][1]["nll"] == pytest.approx(kept["before"]["nll"], rel=1e-6)
     assert told["after"][1]["acc1"] == told["left_out"][1]["acc1"]
     averaged = validation_predictions(load_trained(run, "ema"), workers=0).logits
@@ -105,8 +135,10 @@ def test_temperature_is_crossfitted_kept_and_applied(
 
     page = evaluations.evaluate(load_trained(run, "model").chosen.file, "val", TOP1)
     assert isinstance(page, dict)
-    fitted = f"; calibrated (temperature {temperature:.4g}, fitted on 360 images); if it was fitted on these"
-    assert fitted in page["weights"]
+    assert page["weights"].endswith(f"; calibrated (temperature {temperature:.4g}, fitted on 360 images)")
+    about = page["reliability"].about_error
+    assert " % on average on 360 images, and up to " in about
+    assert "If the temperature was fitted on these images, the error is a little too low." in about
     assert page["reliability"].ece == pytest.approx(told["after"][1]["ece"])
 
     guessed = vitamp(run, "-weights", "model", *PREDICT, script="scripts/predict.py")
@@ -116,13 +148,21 @@ def test_temperature_is_crossfitted_kept_and_applied(
 
 
 @pytest.mark.parametrize(
-    ("sharpness", "wanted"), [(1.3, "which may be chance"), (1.0, "the NLL does not fall."), (3.0, "Kept in ")]
+    ("sharpness", "wanted", "earlier", "fate"),
+    [
+        (1.3, "which may be chance", 1.2, ", stays: with it, the NLL is "),
+        (1.0, "the NLL does not fall.", 0.2, ", is removed, since it makes the NLL of these images higher"),
+        (3.0, "Kept in ", 2.0, "replaces the earlier temperature 2, fitted on 90 images."),
+    ],
 )
 def test_a_gain_that_may_be_chance_keeps_no_temperature(
     sharpness: float,
     wanted: str,
+    earlier: float,
+    fate: str,
     say: Callable[..., Result],
     digits_run: Path,
+    run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,8 +179,17 @@ def test_a_gain_that_may_be_chance_keeps_no_temperature(
     assert ("-calibrate fits" in advice) is (sharpness > 1), "of a calibrated model it is chance"
     said = say(copy, "-calibrate", "-weights", "model", code=0).out
     assert wanted in said
+    assert "earlier" not in said
     kept = json.loads((copy / FILE).read_text())["temperatures"]
     assert ("Not kept: temperature" in said, len(kept)) == ((False, 1) if sharpness == 3 else (True, 0))
+
+    own = {**kept_in(run), "temperature": earlier, "images": 90}
+    assert own["sha256"] == load_trained(copy, "model").chosen.hashes
+    of_others = {**own, "sha256": ["0" * 64], "temperature": 7.0}
+    (copy / FILE).write_text(json.dumps({"temperatures": [own, of_others]}))
+    assert fate in say(copy, "-calibrate", "-weights", "model", code=0).out
+    after = [one["temperature"] for one in json.loads((copy / FILE).read_text())["temperatures"]]
+    assert after == {1.3: [earlier, 7.0], 1.0: [7.0], 3.0: [7.0, *(one["temperature"] for one in kept)]}[sharpness]
 
 
 def test_a_large_calibration_error_names_the_remedy(
@@ -152,7 +201,8 @@ def test_a_large_calibration_error_names_the_remedy(
     monkeypatch.setattr("tools.evaluate.calibrate.LARGE_ECE", 0.5)
     said = say(digits_run, code=0).out
     assert re.search(r"\nThe model is (over|under)confident: mean confidence [0-9.]+ %, top-1 [0-9.]+ %\.\n", said)
-    assert re.search(rf"\nA calibration error beyond the [0-9.]+ % .* on 360 images: {hint}\n", said)
+    assert f"\n{hint}\n" in said
+    assert re.search(r"\nThe calibration error is more than chance explains: .* on 360 images, and up to ", said)
     assert hint not in say(run, "-weights", "model", "-no_calibration", code=0).out, "it has one"
     assert hint not in say(digits_run, "-part", "train", code=0).out, "-calibrate refuses training images"
 
@@ -182,7 +232,9 @@ def test_exports_are_calibrated(export_tool: Callable[..., str], run: Path, tmp_
     assert "fitted on 360 images" in card
 
 
-def test_what_cannot_be_calibrated_is_refused(say: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_calibrated_is_refused(
+    say: Callable[..., Result], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = (run / FILE).read_bytes()
     lone = Path(shutil.copytree(next((run / "checkpoints").glob("step-*")), tmp_path / "lone"))
     for model, words, wanted in (
@@ -192,4 +244,7 @@ def test_what_cannot_be_calibrated_is_refused(say: Callable[..., Result], run: P
     ):
         done = say(model, "-calibrate", *words, code=2)
         assert wanted in done.text
+    monkeypatch.setattr("tools.evaluate.calibrate.FEWEST", 361)
+    monkeypatch.setattr("tools.evaluate.calibrate.with_bar", lambda *_: pytest.fail("before images are predicted"))
+    assert "-calibrate: 360 images are too few" in say(run, "-calibrate", code=2).text
     assert (run / FILE).read_bytes() == before

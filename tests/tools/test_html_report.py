@@ -316,7 +316,7 @@ def test_legend_names_only_what_a_chart_shows(page: Page, tmp_path: Path) -> Non
 
 
 def test_reliability_diagram_has_accuracy_and_confidence_of_each_bin() -> None:
-    diagram = Reliability([Bin(0, 0.0, 0.0), Bin(30, 75.0, 50.0)], 25.0)
+    diagram = Reliability([Bin(0, 0.0, 0.0), Bin(30, 75.0, 50.0)], 25.0, "More than chance.")
     (bar,) = diagram.bars()
     assert (bar["accuracy"], bar["confidence"]) == (100, 150)
     assert bar["words"] == "30 images: accuracy 50.0 %, confidence 75.0 %"
@@ -406,7 +406,7 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
     trained: Any = SimpleNamespace(
         names=lambda: [*"abc"],
         name_of=lambda label: "abc"[label],
-        chosen=SimpleNamespace(choices={}, meta={}, which=PLAIN),
+        chosen=SimpleNamespace(choices={}, meta={}, which=PLAIN, calibration=None),
         config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3), DATA=None),
     )
     images: Any = SimpleNamespace(sample_labels=lambda: None)

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +133,8 @@ MOST_IN_JSON = 1000
 """Most classes for which the JSON file has the confusion matrix"""
 BINS = 15
 """Of the calibration error"""
+DRAWS = 200
+"""Of labels, for the calibration error that chance alone gives"""
 INTERVALS = "In brackets: 95 % interval of the metric, as chance in which images are evaluated gives it."
 
 
@@ -222,6 +225,31 @@ class Bin(NamedTuple):
     accuracy: float
 
 
+class Chance(NamedTuple):
+    """ECE in percent of perfectly calibrated models on as many images: their labels are drawn by the probabilities."""
+
+    images: int
+    mean: float
+    percentile_95: float
+
+    @classmethod
+    def of(cls, confidence: Tensor) -> Chance:
+        generator = torch.Generator().manual_seed(0)
+        draws = (torch.rand(len(confidence), generator=generator) < confidence for _ in range(DRAWS))
+        errors = torch.tensor([calibration(confidence, right)[0] for right in draws], dtype=torch.float64)
+        return cls(len(confidence), float(errors.mean()), float(errors.quantile(0.95)))
+
+    def words(self, ece: float) -> str:
+        """Whether `ece` is beyond chance; '' if it is not known."""
+        if not math.isfinite(ece):
+            return ""
+        return (
+            f"The calibration error is {'more' if ece > self.percentile_95 else 'no more'} than chance explains: a "
+            f"perfectly calibrated model that is as sure has {self.mean:.2f} % on average on {self.images:,} images, "
+            f"and up to {self.percentile_95:.2f} % in 95 of 100 cases."
+        )
+
+
 class Rows(NamedTuple):
     """Columns of values per image with one label, on the host."""
 
@@ -279,6 +307,10 @@ class OneLabel(Evaluation):
         bad = int((~rows.nll.isfinite()).sum())
         found = calibration(rows.confidence, hit)
         return cls(images, support, predicted, right, values, intervals, bad, rows, nll, brier, *found)
+
+    @cached_property
+    def chance(self) -> Chance:
+        return Chance.of(self.rows.confidence)
 
     @property
     def largest_class_percent(self) -> float:
@@ -347,6 +379,7 @@ class OneLabel(Evaluation):
             "nll": self.nll,
             "brier": self.brier,
             "ece": self.ece,
+            "ece_by_chance": self.chance._asdict(),
             "largest_class_percent": self.largest_class_percent,
             "bins": [bin._asdict() for bin in self.bins],
             "confusion": self.confusion(range(len(self.support))).tolist() if whole else None,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine.evaluation.data import copies_of_training
 from engine.inputs.batches import input_of
-from engine.trained.model import Trained, guesses
+from engine.trained.model import Trained
 from tools.common import command_line
 from tools.common.differences import interval
-from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, calibration, open_part, with_bar
+from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, open_part, with_bar
 from tools.common.tables import in_columns
 from utils.cli import CommandLine
 from utils.errors import UserError
@@ -30,16 +30,20 @@ FEWEST = 50
 SMALLEST, LARGEST = 0.01, 100.0
 MOST_COPIES = 5.0
 """Percent of images with the bytes of training images, above which a temperature would be of those"""
-LARGE_ECE = 10.0
-"""Percent, from which on the log names -calibrate"""
-DRAWS = 400
-"""Of which images are right, if the probabilities are: they give the calibration errors that are chance"""
+LARGE_ECE = 2.0
+"""Percent, from which on the log names -calibrate, if it is beyond chance"""
+AT_ONCE = 1024
+"""Images of which metrics are computed together"""
 
 
 def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     """Fit a temperature to the weights, keep it in the run if it surely helps on other images, and log both."""
     file = _file_for(trained)
     part, notes = open_part(trained, given)
+    if (images := len(part.dataset)) < FEWEST:
+        raise UserError(
+            f"-calibrate: {images} images are too few ({part.title}); a temperature needs {FEWEST} or more."
+        )
     log.setLevel("INFO")
     log.info("%s: %s", path, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
@@ -52,19 +56,21 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
     if not bool(logits.isfinite().all()):
         raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
-    if len(labels) < FEWEST:
-        raise UserError(f"-calibrate: {len(labels)} images are too few; a temperature needs at least {FEWEST}.")
     # Two random halves, the same each time: a data set is often in the order of its classes.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     halves = order[::2], order[1::2]
     fitted = [fit_temperature(logits[half], labels[half], f"one half of these {len(labels):,}") for half in halves]
-    of_others = torch.empty(len(labels), dtype=torch.float64)
-    for half, temperature in zip(halves, reversed(fitted), strict=True):
-        of_others[half] = temperature
-    ones = torch.ones_like(of_others)
-    before, after = (measure(logits, labels, each) for each in (ones, of_others))
-    gain = interval((_losses(logits, labels, ones) - _losses(logits, labels, of_others)).tolist(), 1)
+    of_others = torch.empty(len(labels), 1, dtype=torch.float64)
+    for half, other in zip(halves, reversed(fitted), strict=True):
+        of_others[half] = other
     temperature, chosen = fit_temperature(logits, labels), trained.chosen
+
+    def measure(temperatures: Tensor | float) -> OneLabel:
+        scaled = logits.double() / temperatures
+        return OneLabel.of(trained, zip(scaled.split(AT_ONCE), labels.split(AT_ONCE), strict=True))
+
+    before, after, crossfitted = measure(1.0), measure(temperature), measure(of_others)
+    gain = interval((before.rows.nll - crossfitted.rows.nll).tolist(), 1)
     helps = gain.seen and gain.value > 0
     kept = Fitted(
         temperature=temperature,
@@ -74,18 +80,19 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         weights=chosen.which.name,
         data=part.title,
         precision=trained.precision.name,
-        before=before,
-        crossfitted=after,
+        before={"nll": before.nll, "ece": before.ece},
+        after={"nll": after.nll, "ece": after.ece},
+        crossfitted={"nll": crossfitted.nll, "ece": crossfitted.ece},
         input=input_of(trained.config.DATA),
     )
-    others = [one for one in read_calibrations(chosen.place) if one.sha256 != chosen.hashes]
-    write_json(file, {"temperatures": [one.model_dump() for one in (*others, *((kept,) if helps else ()))]})
     table = [
-        ["", "before", "after"],
-        ["calibration error", f"{before['ece']:.2f} %", f"{after['ece']:.2f} %"],
-        ["NLL", f"{before['nll']:.4f}", f"{after['nll']:.4f}"],
+        ["", "uncalibrated", f"temperature {temperature:.4g}"],
+        ["calibration error", f"{before.ece:.2f} %", f"{after.ece:.2f} %"],
+        ["by chance: mean", f"{before.chance.mean:.2f} %", f"{after.chance.mean:.2f} %"],
+        ["by chance: 95 of 100 cases below", *(f"{one.chance.percentile_95:.2f} %" for one in (before, after))],
+        ["NLL", f"{before.nll:.4f}", f"{after.nll:.4f}"],
+        ["NLL, cross-fitted", f"{before.nll:.4f}", f"{crossfitted.nll:.4f}"],
     ]
-    first, second = (f"{one:.4g}" for one in fitted)
     none = f"Not kept: {kept.words}. On images that it was not fitted on, the NLL"
     if helps:
         verdict = (
@@ -99,47 +106,56 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         )
     else:
         verdict = f"{none} does not fall."
+    temperatures, earlier = read_calibrations(chosen.place), chosen.calibration
+    harms = False
+    if earlier and helps:
+        verdict += f" It replaces the earlier {earlier.words}."
+    elif earlier:
+        with_earlier = measure(earlier.temperature)
+        harm = interval((with_earlier.rows.nll - before.rows.nll).tolist(), 1)
+        harms = harm.seen and harm.value > 0
+        what = "is removed, since it makes the NLL of these images higher, beyond chance" if harms else "stays"
+        verdict += f" The earlier {earlier.words}, {what}: with it, the NLL is {with_earlier.nll:.4f}."
+    if helps or harms:
+        temperatures = [one for one in temperatures if one.sha256 != chosen.hashes]
+    if helps:
+        temperatures.append(kept)
+    write_json(file, {"temperatures": [one.model_dump() for one in temperatures]})
+    first, second = (f"{one:.4g}" for one in fitted)
     text = [
         trained.words(),
         f"{part.title}: {len(labels):,} images; calibration in {BINS} bins",
         "",
         *in_columns(table),
-        "",
-        "After: by cross-fitting. Each half of the images is measured with the temperature fitted on the other half "
-        f"({first} and {second}).",
+        f"Cross-fitted: each half of the images with the temperature of the other half ({first} and {second}). "
+        f"Else {temperature:.4g} is measured on the images that it was fitted on, as evaluate.py does. "
+        "By chance: the calibration error of a perfectly calibrated model that is as sure, on as many images.",
         verdict,
     ]
     log.info("%s", "\n".join(text))
 
 
-def about_temperature(trained: Trained, part: Part, found: Evaluation) -> list[str]:
-    """Whether the metrics `found` are too good because of the temperature, or would be better with one."""
-    if trained.others:
+def about_calibration(trained: Trained, part: Part, found: Evaluation) -> list[str]:
+    """Whether the calibration error is chance, is too low because of the temperature, or would be lower with one."""
+    if not isinstance(found, OneLabel):
         return []
-    said, kept = [], trained.chosen.calibration
+    said, kept = [*filter(None, [found.chance.words(found.ece)])], trained.chosen.calibration
+    if trained.others:
+        return said
     if trained.calibrated and isinstance(kept, Fitted) and (kept.data, kept.images) == (part.title, len(part.dataset)):
         words, now = "", json.loads(json.dumps(input_of(trained.config.DATA)))  # JSON has no tuples
         if not trained.flip and (kept.precision, kept.input) == (trained.precision.name, now):
-            words = ": cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}".format_map(kept.crossfitted)
+            words = ", so calibration error and NLL are a little too low; cross-fitted, the NLL is {nll:.4f}"
+            words = words.format_map(kept.crossfitted)
         said.append(f"The temperature was fitted on these images{words}.")
     # What -calibrate does not refuse
     fits = found.images >= FEWEST and trained.config.DATA.PART not in command_line.MEMORISED
-    if fits and isinstance(found, OneLabel) and found.ece >= LARGE_ECE and not kept:
-        chance = _ece_by_chance(found.rows.confidence)
-        if found.ece > chance:
-            sure, right = 100 * float(found.rows.confidence.mean()), found.values[TOP1]
-            how = "overconfident" if sure > right else "underconfident"
-            said.append(f"The model is {how}: mean confidence {sure:.1f} %, top-1 {right:.1f} %.")
-            what = f"A calibration error beyond the {chance:.1f} % that chance may give on {found.images:,} images"
-            said.append(f"{what}: -calibrate fits a temperature, and keeps it if it surely helps.")
+    if fits and found.ece > max(LARGE_ECE, found.chance.percentile_95) and not kept:
+        sure, right = 100 * float(found.rows.confidence.mean()), found.values[TOP1]
+        how = "overconfident" if sure > right else "underconfident"
+        said.append(f"The model is {how}: mean confidence {sure:.1f} %, top-1 {right:.1f} %.")
+        said.append("-calibrate fits a temperature, and keeps it if it surely helps.")
     return said
-
-
-def _ece_by_chance(confidence: Tensor) -> float:
-    """The ECE in percent that 97.5 % of draws stay below, if each image is right as often as the model says."""
-    generator = torch.Generator().manual_seed(0)
-    draws = (torch.rand(len(confidence), generator=generator) < confidence for _ in range(DRAWS))
-    return float(torch.tensor([calibration(confidence, right)[0] for right in draws]).quantile(0.975))
 
 
 def _file_for(trained: Trained) -> Path:
@@ -165,8 +181,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, which: str = "these") -> flo
     from scipy.optimize import minimize_scalar  # takes a while to import
 
     def nll(log_temperature: float) -> float:
-        temperatures = torch.full((len(labels),), math.exp(log_temperature), dtype=torch.float64)
-        return float(_losses(logits, labels, temperatures).mean())
+        return float(F.cross_entropy(logits.double() / math.exp(log_temperature), labels))
 
     bounds = math.log(SMALLEST), math.log(LARGEST)
     found: Any = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
@@ -183,16 +198,3 @@ def fit_temperature(logits: Tensor, labels: Tensor, which: str = "these") -> flo
             "when they are classified at random, or nearly all correctly. Use more images."
         )
     return math.exp(log_temperature)
-
-
-def measure(logits: Tensor, labels: Tensor, temperatures: Tensor) -> dict[str, float]:
-    """NLL, and ECE in percent, if the logits of each image are divided by its temperature."""
-    guess, probabilities = guesses(logits)[:, 0], (logits.double() / temperatures[:, None]).softmax(1)
-    confidence = probabilities.gather(1, guess[:, None])[:, 0]
-    nll = float(_losses(logits, labels, temperatures).mean())
-    return {"nll": nll, "ece": calibration(confidence, guess == labels)[0]}
-
-
-def _losses(logits: Tensor, labels: Tensor, temperatures: Tensor) -> Tensor:
-    """Negative log likelihood of each image."""
-    return F.cross_entropy(logits.double() / temperatures[:, None], labels, reduction="none")

@@ -204,7 +204,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     from engine.evaluation.data import copies_evaluated, validations_of, warn_of_images
     from engine.report.outcome import flatters, of_groups
     from tools.common.evaluation import evaluation_of, open_part, table_of, with_bar
-    from tools.evaluate.calibrate import about_temperature
+    from tools.evaluate.calibrate import about_calibration
 
     chosen, config = trained.chosen, trained.config
     data, notes = open_part(trained, given)
@@ -229,7 +229,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     if trained.others:
         what, title = f"Mean of the probabilities of these {len(models)} models", "mean"
     words = f"{what}, in {trained.precision.name}{thresholds}\n{data.title}: {found.words()}\n"
-    metrics = [*table_of(found, title), *about_temperature(trained, data, found), ""]
+    metrics = [*table_of(found, title), *about_calibration(trained, data, found), ""]
     log.info("%s", "\n".join([words, *metrics, *found.class_table(trained)]))
     best_of = [validations_of(config, one.chosen) for one in models]
     flattered = flatters(max(best_of), Path(asked.models[0]), config.DATA)

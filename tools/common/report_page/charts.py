@@ -165,6 +165,8 @@ class Reliability:
     bins: Sequence[Bin]
     ece: float
     """Mean distance between accuracy and confidence in percent, weighted by images"""
+    about_error: str
+    """Sentences"""
 
     bottom_of_plot = TOP + PLOT
     height = TOP + PLOT + GAP + COUNTS + BOTTOM

@@ -66,8 +66,6 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
         weights = f"{trained.words()}: {trained.chosen.words}"
         if calibration := trained.chosen.describe_calibration(applied=True):
             weights += f"; {calibration}"
-            if (kept := trained.chosen.calibration) is not None and kept.images == len(dataset):
-                weights += "; if it was fitted on these images, their calibration errors are too low"
         shown = kind(trained, dataset, image, deciding)
         if headline := shown["headline"]:
             said = [of_groups(dataset.group_count(), len(dataset))]
@@ -139,6 +137,9 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         which = f": {', '.join(never)}" if len(never) <= MOST_NAMED else ""
         words = f"{counted(len(never), 'class')} of {len(found.present):,} {'is' if len(never) == 1 else 'are'}"
         remarks.append(f"{words} never recognised{which}.")
+    about_error = found.chance.words(found.ece)
+    if (kept := trained.chosen.calibration) is not None and kept.images == found.images:
+        about_error += " If the temperature was fitted on these images, the error is a little too low."
     headline = Headline(
         metric, found.values[metric], found.intervals[metric.name], found.images, image, guess_of, always, remarks
     )
@@ -156,7 +157,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         "matrix": [list(zip(*rows, strict=True)) for rows in zip(matrix.tolist(), percents.tolist(), strict=True)],
         "has_all_classes": len(chosen) == len(found.support),
         "pairs": pairs,
-        "reliability": Reliability(found.bins, found.ece),
+        "reliability": Reliability(found.bins, found.ece, about_error),
         "mistakes": mistakes,
         "wrong": len(wrong),
     }

@@ -190,8 +190,9 @@ def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data:
         return found
     divisor = min((2**step for step in range(1, 11)), key=loss)
     log.info(
-        "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %d, for loss %.2f. If "
-        "flips or small crops show something else, set DATA.FLIP=0 DATA.CROP_SCALE=[0.6,1].",
+        "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %d, for loss %.2f, "
+        "and too unsure of whole images: should it stay the best checkpoint, calibrate it (evaluate.py). If flips "
+        "or small crops show something else, set DATA.FLIP=0 DATA.CROP_SCALE=[0.6,1].",
         *(loss(1), loss(math.inf), divisor, loss(divisor)),
     )
     return found._replace(weight=found.weight / divisor, bias=found.bias / divisor)

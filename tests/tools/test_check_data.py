@@ -174,6 +174,20 @@ def test_the_only_gif_among_photographs_is_named(check: Check, tree: Path, vitam
     )
 
 
+def test_colours_that_tell_a_class_or_that_a_split_lacks_are_named(check: Check, tree: Path) -> None:
+    for number in range(20):
+        save_image(tree / "train/ant" / f"grey{number}.jpg", 1000 + number)
+        Image.open(tree / "train/ant" / f"grey{number}.jpg").convert("L").save(tree / "train/ant" / f"grey{number}.jpg")
+    for number in range(12):
+        save_image(tree / "val/bee" / f"more{number}.jpg", 2000 + number)
+    done, found = check(tree)
+    assert "note: perhaps of another source, by their format, colours or size: 2\n" in done.out
+    assert found["notes"]["of_another_source"] == [
+        "colours grey: 20 of 20 images are ant, of the others 24%; a model may take the one for the other",
+        "colours grey: none of 20 images in validation, where chance puts 6",
+    ]
+
+
 def test_turned_and_large_images_are_named(check: Check, tree: Path) -> None:
     for number in range(90):
         shutil.copy(tree / "train" / "ant" / "0.jpg", tree / "train" / "ant" / f"copy{number}.jpg")

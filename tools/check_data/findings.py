@@ -38,7 +38,7 @@ from vitamp.sizes import ImageSize, sides
 SIDE, CELLS, BLOCKS = 32, 16, 8
 """Pixels along each side of a thumbnail; its cells, compared in lightness, and its blocks, compared in colour"""
 FLAT = 6.0
-"""Contrast (standard deviation within a channel, of 255 shades) of images of one colour, which have no near copies"""
+"""Contrast (standard deviation in a channel, of 255 shades) of images almost of one colour: they have no near copies"""
 MOST_APART = {1: 30.0, 2: 9.0, 4: 4.0}
 MOST_IN_COLOUR = 9.0
 """Most shades by which near copies of SIDE x SIDE pixels differ: in lightness, in squares of so many cells along each
@@ -322,6 +322,9 @@ EMPTY_CLASSES, UNVALIDATED = "empty classes", "classes without validation images
 TINY = "tiny classes"
 SMALL, MODES, BLANK = "smaller than IMAGE_SIZE", "not plain", "blank bands"
 UNLIKE, LARGE, TURNED = "in another format", "much larger", "to be turned"
+SOURCES = "of another source"
+AT_LEAST = 20
+"""Images of a format, of colours or of a size, from which on these are compared with classes and splits"""
 TIMES_LARGER = 4
 """Side of an image over the median, from which on it is called much larger, if few are"""
 NEAR_CONFLICTS = "nearly the same with conflicting labels"
@@ -333,6 +336,10 @@ FEW = 5
 class _Image(NamedTuple):
     split: Split
     number: int
+
+    @property
+    def header(self) -> decoding.Header:
+        return self.split.scans[self.number].header
 
     @property
     def label(self) -> str:
@@ -392,9 +399,38 @@ def find_problems(splits: list[Split], num_classes: int, data: DataConfig) -> Fi
             findings.notes[LARGE].append(image.found(size))
         if header.turned and not data.EXIF_ROTATE:
             findings.notes[TURNED].append(image.found(size))
+    findings.notes[SOURCES] = [*_sources(splits, "grey" if data.IMAGE_CHANNELS == 1 else "RGB")]
     _add_copies(findings, splits)
     _add_near(findings, splits)
     return findings
+
+
+def _sources(splits: list[Split], usual: str) -> Iterator[str]:
+    """Formats, colours and sizes that tell a class, or that a split has not: those of another camera or website.
+
+    `usual`: the colours that the model takes.
+    """
+    images = [_Image(split, index) for split in splits for index in range(len(split.scans))]
+    images = [image for image in images if image.header.format]
+    labels, titles = np.array([image.label for image in images]), np.array([image.split.title for image in images])
+    for what, values in (
+        ("format", [image.header.format for image in images]),
+        ("colours", [image.header.mode or usual for image in images]),
+        ("size", [f"{image.header.size[0]} x {image.header.size[1]}" for image in images]),
+    ):
+        for value, count in Counter(values).items():
+            if not AT_LEAST <= count <= len(values) / 2:
+                continue
+            have = np.array(values) == value
+            ((label, most),) = Counter(labels[have].tolist()).most_common(1)
+            others = float((labels[~have] == label).mean())
+            if most >= 0.9 * count and others <= 0.5:
+                many = f"{most:,} of {count:,} images are {label}, of the others {others:.0%}"
+                yield f"{what} {value}: {many}; a model may take the one for the other"
+            for split in splits:
+                expected = count * float((titles == split.title).mean())
+                if expected >= FEW and split.title not in titles[have]:
+                    yield f"{what} {value}: none of {count:,} images in {split.title}, where chance puts {expected:.0f}"
 
 
 def _counts(splits: list[Split], num_classes: int) -> dict[str, dict[str, int]]:
@@ -454,7 +490,7 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
     images = list(by_digest.values())
     thumbnails = thumbnails_of([one.split.scans[one.number] for one in images])
     for index in np.flatnonzero(thumbnails.flat).tolist():
-        findings.notes[FLAT_IMAGES].append(images[index].found("of one colour, as the model sees it"))
+        findings.notes[FLAT_IMAGES].append(images[index].found("almost of one colour, as the model sees it"))
     reported: set[tuple[int, str]] = set()
     for first, second in near_pairs(thumbnails).tolist():
         one, other = images[first], images[second]
@@ -486,8 +522,9 @@ HEADINGS = {
     OVERLAP: "in two splits (training images in another, or validation images in test)",
     NEAR_OVERLAP: "nearly the same in two splits (encoded again, resized)",
     NEAR_DUPLICATES: "nearly the same within a split",
-    FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",
+    FLAT_IMAGES: "almost of one colour; if they should not be, see DATA.BACKGROUND",
     UNLIKE: "perhaps placeholders: in another format than nearly all others",
+    SOURCES: "perhaps of another source, by their format, colours or size",
     LARGE: f"at least {TIMES_LARGER} times as large as most others",
     TURNED: "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them",
     MODES: "colours are converted when read (transparent parts become DATA.BACKGROUND)",

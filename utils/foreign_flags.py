@@ -18,6 +18,8 @@ from utils.config.words import allowed, suggest
 from utils.errors import UserError, closest, either, nearest
 from utils.flags import BY_NAME, IGNORED, Flag
 from utils.precisions import AMP_WORDS, amp_settings_of
+from utils.program import tool
+from utils.record.run_folder import is_run_folder
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 INSTEAD: dict[str, list[str]] = TABLE["instead"]
@@ -154,6 +156,9 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
         advice = f" Did you mean -{text if separator else name}?"
     elif separator and takes_settings:
         advice = by_table(name, value, known) or _similar_setting(key, value)
+    elif is_run_folder(Path(text)):
+        read_by = f"`{tool('evaluate')} {text}` evaluates it, `{tool('report')} RUN RUN` compares two"
+        advice = f" It is a run: training takes it as -resume {text}, {read_by}."
     elif "data_path" in known and ("/" in text or Path(text).exists()):
         advice = f" Did you mean -data_path {text}?"
     elif before is not None and before.name == "amp":

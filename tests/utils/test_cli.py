@@ -1,5 +1,6 @@
 """The command line: flags, KEY=VALUE words, -h, -version, and errors for mistakes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,11 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
 )
 def test_mistake_gets_a_suggestion(line: str, message: str) -> None:
     assert message in error_of(line)
+
+
+def test_a_run_as_an_argument_gets_the_commands_that_read_one(tmp_path: Path) -> None:
+    (tmp_path / "run.json").touch()
+    assert f"It is a run: training takes it as -resume {tmp_path}, `python " in error_of(f"{tmp_path}")
 
 
 def test_unknown_flags_of_a_timm_command_are_reported_together() -> None:

@@ -8,8 +8,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from datasets import data_identity
 from engine.checkpoint.state import keep_base
 from engine.machine import stopping
@@ -22,12 +20,12 @@ from engine.report.banner import banner
 from engine.report.outcome import (
     ALIKE,
     FOLDS,
-    PROBE_IS_BEST,
     beside_probe,
     flatters,
     in_context,
     in_folds_instead,
     next_commands,
+    probe_is_best,
     strange,
 )
 from engine.report.reporter import Reporter
@@ -239,9 +237,6 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
     config, folder = run.config, trainer.folder
     if trainer.broken is not None and (lost := trainer.broken.summary()):
         log.warning(lost)
-    untrained = trainer.best.figure is not None and trainer.best.update == 0 < trainer.position.update
-    if config.MODEL.starts_at_probe and untrained:
-        log.info(PROBE_IS_BEST)
     place, clocked = "", "total time"
     if run.world.first:
         history = History.of_run(folder)
@@ -253,28 +248,25 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         context = in_context(by, figure, largest_class(ready), labels, guesses, ready.val_set.group_count())
         said = [context]
         if trainer.probe is not None and guesses is not None and trainer.best.update:
-            said.append(beside_probe(labels, trainer.probe, guesses))
+            said.append(beside_probe(by, history, labels, trainer.probe, guesses))
+        elif config.MODEL.starts_at_probe and figure is not None and trainer.best.update == 0 < trainer.position.update:
+            said.append(probe_is_best(by, history))
         if context and figure is not None:
             said.append(flatters(len(history.of("val")), folder, config.DATA))
             said.append(in_folds_instead(len(labels), folder, config.DATA))
+        table = read_predictions(folder, trainer.position.update) or {}  # of the last validation
+        seen = table.get("guess", table.get(f"{AVERAGE.prefix}guess")) if guesses is None else guesses
+        if seen is not None:
+            names, folds = ready.val_set.classes or [], ready.choices.get(FOLDS)
+            said += strange(labels.astype(int), seen.astype(int), names, folds, trainer.probe)
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
-        log_lines((*said, *_strange(ready, folder, guesses), copies_in_words(folder), commands))
+        log_lines((*said, copies_in_words(folder), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best.words_after(": best "), clock(time.monotonic() - stopping.BEGAN)
     log.info("%s%s; %s %s%s", words, best, clocked, total, place)
     if run.world.first and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_bytes(os.fsencode(f"{folder}\n"))
-
-
-def _strange(ready: ReadyToTrain, folder: Path, best: np.ndarray | None) -> list[str]:
-    """What looks wrong with the validation images, by the best weights' guesses; None: by the last validation's."""
-    table = read_predictions(folder, ready.position.update) or {}
-    guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess")) if best is None else best
-    if guesses is None:
-        return []
-    columns = ready.val_set.sample_labels().astype(int), guesses.astype(int)
-    return strange(*columns, ready.val_set.classes or [], ready.choices.get(FOLDS))
 
 
 def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:

@@ -296,7 +296,8 @@ class Trainer:
             self.best_metrics = metrics[better]
         else:
             if self.config.MODEL.starts_at_probe and self.best.update == 0 and not self.best.stale:
-                log.info("Not better than the linear probe that training began with: often so in the first epochs.")
+                words = "Not better than the linear probe that training began with (%s): often so in the first epochs."
+                log.info(words, metric_named(by).words)
             self.best.stale += 1
         return improved
 

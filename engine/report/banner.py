@@ -111,7 +111,7 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
         words.append(f"{weighed}, {where}in the training loss only")
     if words:
         by = metric_named(config.SAVE_BEST_BY)
-        instead = " (SAVE_BEST_BY=balanced_acc weighs classes alike there, too)" if by is TOP1 else ""
+        instead = " (SAVE_BEST_BY=balanced_acc weighs classes alike there, but may lower top-1)" if by is TOP1 else ""
         words.append(f"best checkpoint by {by.words}{instead}")
     return "; ".join(words)
 

@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from utils.text import Interval, Z, wilson
+from vitamp.metrics import BALANCED, TOP1, Metric
 
 ADDED = 2
 """Images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
@@ -32,6 +33,33 @@ def paired_interval(first: np.ndarray, second: np.ndarray) -> tuple[float, float
     middle = (one - other) / count
     reach = float(ndtri(0.975)) * math.sqrt((one + other - count * middle**2) / count**2)
     return (lost - won) / len(first), middle - reach, middle + reach
+
+
+def variance_of_mean(apart: np.ndarray) -> float:
+    """Of the mean difference of two models. `apart`: what each image adds to it."""
+    # Two made-up images, one for each side, as Bonett and Price (2012) do: few images that differ are no certainty.
+    # Their size is a mean that large differences dominate: that of rare images in which a class has all its weight.
+    squares = apart**2
+    size = math.sqrt((squares**2).sum() / (squares.sum() or 1.0))
+    return float(np.append(apart, [size, -size]).var(ddof=1)) / len(apart)
+
+
+def of_each_image(metric: Metric, labels: np.ndarray, guesses: np.ndarray) -> np.ndarray:
+    """What each image adds to top-1, balanced accuracy or macro F1, in percent."""
+    if metric is TOP1:
+        return 100.0 * (labels == guesses)
+    classes, hits = int(max(labels.max(), guesses.max())) + 1, labels == guesses
+    right, images = (np.bincount(each, minlength=classes) for each in (labels[hits], labels))
+    if metric is BALANCED:
+        of_class, known = right / np.maximum(images, 1), images > 0
+        influence = (hits - of_class[labels]) / images[labels]
+    else:
+        sizes = images + np.bincount(guesses, minlength=classes)
+        of_class, known = 2 * right / np.maximum(sizes, 1), sizes > 0
+        pull = of_class / np.maximum(sizes, 1)  # of another image or prediction of the class
+        influence = np.where(hits, 2 / sizes[labels] - 2 * pull[labels], -pull[labels] - pull[guesses])
+    influence *= np.sqrt(images / np.maximum(images - 1, 1))[labels]  # as an unbiased variance is larger
+    return 100 * (float(of_class[known].mean()) + len(labels) * influence / np.count_nonzero(known))
 
 
 def difference_interval(percents: tuple[float, float], images: tuple[int, int], z: float = Z) -> tuple[float, float]:

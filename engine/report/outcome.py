@@ -1,5 +1,6 @@
 """The end of a run: how far to trust its best metric, and what comes next."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,12 +11,13 @@ import numpy as np
 from datasets import comes_unsplit, has_test
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
-from engine.report.intervals import balanced_accuracy_interval, macro_f1_interval, paired_interval
+from engine.report import intervals
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
+from utils.record.history import History
 from utils.record.run_folder import CONFIG
-from utils.text import counted, wilson
+from utils.text import Z, counted, some_of, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, always_guessing
 
 SAME = 1e-6
@@ -29,9 +31,7 @@ FOLDS = "probe_in_folds"
 ALIKE = "alike_in_validation"
 """Key under which they keep how many validation images look like training images, of how many compared"""
 TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
-PROBE_IS_BEST = (
-    f"Training did not improve on the linear probe that it began with: the best checkpoint is that probe. {TO_GAIN}"
-)
+PROBE_IS_BEST = "Training did not improve on the linear probe that it began with: the best checkpoint is that probe."
 
 
 def against_guessing(guess: float | None, top1: float | None) -> str:
@@ -65,11 +65,9 @@ def in_context(
     """
     parts, grouped, by_class = [], "", metric in (BALANCED, MACRO_F1)
     if (metric.counts_images or by_class) and value is not None:
-        how = (
-            _of_classes(metric, labels, guesses)
-            if by_class
-            else f": 95 % interval {wilson(value, len(labels)).words()}"
-        )
+        how = f": 95 % interval {wilson(value, len(labels)).words()}"
+        if by_class:
+            how = _of_classes(metric, labels, guesses)
         parts.append(f"{metric.words} {metric.number(value)} on {counted(len(labels), 'image')}{how}")
         grouped = of_groups(groups, len(labels))
     if guess is not None and not by_class:
@@ -84,20 +82,43 @@ def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None) 
     sizes = np.bincount(labels)
     present, how = sizes[sizes > 0], f"`{tool('evaluate')}` computes its interval"
     if guesses is not None:
-        compute = balanced_accuracy_interval if metric is BALANCED else macro_f1_interval
+        compute = intervals.balanced_accuracy_interval if metric is BALANCED else intervals.macro_f1_interval
         found = compute(labels, guesses, int(max(labels.max(), guesses.max())) + 1)
         how = f"95 % interval {found.words()}" if found else "too few images per class for an interval"
     guessing = f"; always guessing one class: {100 / len(present):.1f} %" if metric is BALANCED else ""
     return f", of which the smallest of {len(present)} classes has {present.min()}: {how}{guessing}"
 
 
-def beside_probe(labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray) -> str:
-    """Whether training has improved on the linear probe by more than chance."""
-    gain, low, high = (len(labels) * one for one in paired_interval(guesses == labels, probe == labels))
-    chance = "which may be chance" if low <= 0 <= high else "which is beyond chance"
-    more = f"{abs(gain):.0f} {'more' if gain >= 0 else 'fewer'} of {counted(len(labels), 'image')}"
-    interval = f"95 % interval {low:+.0f} to {high:+.0f}"
-    words = f"Right on {more} than the linear probe that training began with ({interval}), {chance}."
+def probe_is_best(by: Metric, history: History) -> str:
+    """That training has not improved on the linear probe. `by`: of SAVE_BEST_BY."""
+    words, best = PROBE_IS_BEST, history.best(TOP1)
+    if by is not TOP1 and best is not None and best.line["update"]:
+        before, after = (TOP1.number(value) for value in (history.of("val")[0][TOP1.name], best.value))
+        words += f" It is the best by {by.words}; top-1 rose from {before} to {after} (epoch {best.line['epoch']})."
+    return f"{words} {TO_GAIN}"
+
+
+def beside_probe(by: Metric, history: History, labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray) -> str:
+    """Whether training improved on the linear probe by more than chance, by SAVE_BEST_BY; '' without metrics.jsonl."""
+    than, begun = "the linear probe that training began with", (history.of("val") or [{}])[0]
+    if by is TOP1:
+        gain, low, high = (len(labels) * one for one in intervals.paired_interval(guesses == labels, probe == labels))
+        more = f"{abs(gain):.0f} {'more' if gain >= 0 else 'fewer'} of {counted(len(labels), 'image')}"
+        words, top1 = f"Right on {more} than {than} (95 % interval {low:+.0f} to {high:+.0f})", ""
+    else:
+        values = [value for metric in (by, TOP1) for _, value in history.best_point(metric.name, by)]
+        if len(values) < 2 or begun.get(by.name) is None:
+            return ""
+        now, hits = values
+        words = f"By {by.words}, {by.number(now)} against {by.number(begun[by.name])} of {than}"
+        top1 = f"; top-1 {TOP1.number(hits)} against {TOP1.number(begun[TOP1.name])}"
+        if by not in (BALANCED, MACRO_F1):
+            return f"{words}{top1}."
+        ours, theirs = (intervals.of_each_image(by, labels, one) for one in (guesses, probe))
+        gain, reach = now - begun[by.name], Z * math.sqrt(intervals.variance_of_mean(ours - theirs))
+        low, high = gain - reach, gain + reach
+        words += f" ({gain:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f})"
+    words += f", which {'may be' if low <= 0 <= high else 'is beyond'} chance{top1}."
     return words if low > 0 else f"{words} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
 
 
@@ -132,13 +153,24 @@ def in_folds_instead(images: int, run: Path, data: DataConfig) -> str:
     return f"{few}. To judge by all images, each once, train on five folds: `{tool('compare')} {words}`."
 
 
-def strange(labels: np.ndarray, guesses: np.ndarray, names: Sequence[str], in_folds: float | None) -> list[str]:
-    """What looks wrong with images rather than with the model, and what it may be.
+def strange(
+    labels: np.ndarray,
+    guesses: np.ndarray,
+    names: Sequence[str],
+    in_folds: float | None,
+    probe: np.ndarray | None = None,
+) -> list[str]:
+    """What looks wrong with images rather than with the model, and what it may be; and classes never recognised.
 
-    `in_folds`: percent, top-1 of a classifier on training images that it did not see. Of a class that is taken for
-    another nothing is said if the other classes are not recognised either, as by a model that has learnt little.
+    `in_folds`: percent, top-1 of a classifier on training images that it did not see. `probe`: its guesses, where
+    training may have lowered top-1. Of a class that is taken for another nothing is said if the other classes are not
+    recognised either, as by a model that has learnt little.
     """
-    said, hit, top1 = [], labels == guesses, 100 * float((labels == guesses).mean())
+    said, hit, top1 = [], labels == guesses, 100 * float((labels == (guesses if probe is None else probe)).mean())
+
+    def called(label: int) -> str:
+        return names[label] if label < len(names) else str(label)
+
     if in_folds is not None and wilson(top1, len(labels)).high < in_folds - FAR:
         said.append(
             f"Only {top1:.1f} % of these images are recognised, and {in_folds:.1f} % in folds of the training images: "
@@ -150,13 +182,16 @@ def strange(labels: np.ndarray, guesses: np.ndarray, names: Sequence[str], in_fo
         if one != other and images[one] >= FEWEST_IMAGES and times >= NEARLY_ALL * images[one]:
             taken[one] = other, int(times)
     for one, (other, times) in taken.items():
-        name, another = (names[label] if label < len(names) else str(label) for label in (one, other))
-        words = f"{times} of {images[one]} images of {name} are taken for {another}"
+        words = f"{times} of {images[one]} images of {called(one)} are taken for {called(other)}"
         back, others = taken.get(other, (None, 0))
         if back == one and one < other:
             said.append(f"{words}, and {others} the other way: are their folders swapped?")
         elif back != one and np.count_nonzero(images) > 2 and hit[labels != one].mean() > 0.5:
             said.append(f"{words}: are they of that class, or from another source?")
+    unseen = np.flatnonzero((images > 0) & (np.bincount(labels[hit], minlength=len(images)) == 0)).tolist()
+    if unseen:
+        words = f"{counted(len(unseen), 'class')} of {np.count_nonzero(images):,} {'is' if len(unseen) == 1 else 'are'}"
+        said.append(f"{words} never recognised: {some_of([called(label) for label in unseen])}.")
     return said
 
 

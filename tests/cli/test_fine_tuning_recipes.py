@@ -180,7 +180,7 @@ def test_training_from_a_probe_is_never_worse_and_zeros_guess_nothing(
     words = ("-cfg", tiny, "-pretrained", digits_run, cache, "TRAIN.BASE_LR=1", "TRAIN.GRAD_CLIP=null", "-output")
     short = ("TRAIN.WARMUP_EPOCHS=0", "TRAIN.NUM_EPOCHS=1")
     done = vitamp(*words, tmp_path / "run", "MODEL.NEW_CLASSIFIER=probe", *short, code=0)
-    assert done.text.count("Not better than the linear probe that training began with") == 1
+    assert done.text.count("Not better than the linear probe that training began with (top-1)") == 1
     first, last = metrics(tmp_path / "run", "val")
     assert (first["update"], first["acc1"]) == (0, acc1)
     assert last["acc1"] < acc1

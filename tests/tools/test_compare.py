@@ -300,8 +300,8 @@ def test_grid_of_settings(compare: Call, trainings: Trainings, tmp_path: Path) -
     assert f'<td class="n">{shown}</td>' in page
     assert shown in said
     assert "<h3>Balanced accuracy of each setting (%)</h3>" in page
-    assert '<th scope="col" class="n">best balanced accuracy</th>' in page
-    assert '<th scope="col" class="n">best top-1</th>' not in page
+    assert '<th scope="col" class="n">balanced accuracy of the best checkpoint</th>' in page
+    assert '<th scope="col" class="n">top-1 of the best checkpoint</th>' not in page
     judged = [one.get("last_ema_balanced_acc") or one["last_balanced_acc"] for one in results["runs"]]
     best = next(one["mode"] for one in results["runs"] if max(judged) in one.values())
     assert re.search(rf'class="contender hue\d shade\d best"><span class="who">{re.escape(best)}<', page)

@@ -119,9 +119,17 @@ def page(tmp_path: Path) -> Page:
 def test_metrics_of_one_run(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "night", best=97.5, seconds=3725)
     text = page(run).text
-    for said in ("97.50 % best validation top-1, epoch 4", "1:02:05 training time", "fp16 precision", "finished"):
+    for said in (
+        "97.50 % validation top-1 of the best checkpoint, epoch 4",
+        "1:02:05 training time",
+        "fp16 precision",
+        "finished",
+    ):
         assert said in text
     assert "compute-bound: the CPU waited" in text
+    with (run / "config.yaml").open("a") as settings:
+        settings.write("SAVE_BEST_BY: loss\n")
+    assert "top-1 of the best checkpoint 94.50 % (epoch 1)" in page(run).text, "that of the checkpoint that tools take"
     metrics = run / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     for line in lines:
@@ -237,7 +245,7 @@ def test_missing_weights_leave_the_rest_of_the_page(digits_run: Path, page: Page
         page(copied, predictions=True)
     text = (tmp_path / "page.html").read_text()
     assert "The model could not be evaluated:" in text
-    assert "best top-1" in text
+    assert "top-1 of the best checkpoint" in text
 
 
 def test_runs_of_the_same_data_share_its_notes(page: Page, tmp_path: Path) -> None:
@@ -407,7 +415,7 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
         names=lambda: [*"abc"],
         name_of=lambda label: "abc"[label],
         chosen=SimpleNamespace(choices={}, meta={}, which=PLAIN, calibration=None),
-        config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3), DATA=None),
+        config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3), DATA=None, SAVE_BEST_BY="acc1"),
     )
     images: Any = SimpleNamespace(sample_labels=lambda: None)
     monkeypatch.setattr(evaluations, "split_of_run", lambda *_: images)
@@ -484,6 +492,11 @@ def test_one_seed_each_is_judged_by_the_number_of_images(report: Report, first: 
     assert words in page
     far = copied(first, "c", 99.0, RATE)
     assert "is more than the choice of images explains" in report(low, far)[0]
+    by_classes = copied(first, "d", 80.0, "SAVE_BEST_BY: acc1 -> SAVE_BEST_BY: balanced_acc", RATE)
+    said, page = report(low, by_classes)
+    assert "accuracy after the last epoch 10.00 points lower" in said
+    assert ": balanced accuracy after the last epoch equal, with one seed each." in said
+    assert "top-1 of the best checkpoint" in page
 
 
 def test_three_settings_are_drawn_and_the_best_two_compared_first(report: Report, first: Path) -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from engine.report.outcome import TO_GAIN, beside_probe, in_context
+from engine.report.outcome import PROBE_IS_BEST, TO_GAIN, beside_probe, in_context, probe_is_best
+from utils.record.history import History
 from utils.text import counted, wilson
 from vitamp.metrics import BALANCED, LOSS, MACRO_F1, MAP, TOP1
 
@@ -59,4 +60,35 @@ def test_words_for_the_gain_over_the_probe(wrong: int, said: str) -> None:
     images = np.arange(100)
     advice = f"The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
     said = said.format("the linear probe that training began with", advice)
-    assert beside_probe(np.zeros(100, int), images < 20, images < wrong) == f"Right on {said}"
+    assert beside_probe(TOP1, validated(), np.zeros(100, int), images < 20, images < wrong) == f"Right on {said}"
+
+
+def validated(**values: tuple[float, float]) -> History:
+    """Of a run that began with a probe and was validated once more; in metrics.jsonl."""
+    each = [{name: both[at] for name, both in values.items()} for at in (0, 1)]
+    return History([{"event": "val", "update": 9 * at, "epoch": at, **each[at]} for at in (0, 1)])
+
+
+@pytest.mark.parametrize("images", [20, 400])
+def test_gain_over_the_probe_is_judged_by_the_metric_that_chose_the_best(images: int) -> None:
+    """The probe is right on all of the large class and none of the small; training on 3 in 4 and 1 in 2."""
+    number = np.arange(images)
+    labels, probe = np.where(number < images * 4 // 5, 0, 1), np.zeros(images, int)
+    guesses = np.where(labels == 0, number % 4 == 0, number % 2)
+    history = validated(acc1=(80.0, 70.0), balanced_acc=(50.0, 62.5), loss=(0.7, 0.5))
+    said = beside_probe(BALANCED, history, labels, probe, guesses)
+    assert said.startswith("By balanced accuracy, 62.50 % against 50.00 % of the linear probe that training began with")
+    assert "(+12.50 points, 95 % interval " in said
+    assert ("may be chance; top-1 70.00 % against 80.00 %. The probe alone" in said) is (images == 20)
+    assert said.endswith("which is beyond chance; top-1 70.00 % against 80.00 %.") is (images == 400)
+    said = "By loss, 0.5000 against 0.7000 of the linear probe that training began with; top-1 70.00 % against 80.00 %."
+    assert beside_probe(LOSS, history, labels, probe, guesses) == said
+    assert beside_probe(LOSS, History([]), labels, probe, guesses) == "", "metrics.jsonl was lost"
+
+
+def test_a_probe_that_stays_the_best_by_its_metric_alone_is_said_with_top1() -> None:
+    history = validated(acc1=(36.0, 80.0), balanced_acc=(40.0, 30.0))
+    rose = "It is the best by balanced accuracy; top-1 rose from 36.00 % to 80.00 % (epoch 1)."
+    assert probe_is_best(BALANCED, history) == f"{PROBE_IS_BEST} {rose} {TO_GAIN}"
+    for by, top1 in ((TOP1, 80.0), (BALANCED, 30.0)):
+        assert probe_is_best(by, validated(acc1=(36.0, top1))) == f"{PROBE_IS_BEST} {TO_GAIN}"

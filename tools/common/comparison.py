@@ -495,14 +495,25 @@ class Finished(NamedTuple):
 def verdict_of(folders: Sequence[Path]) -> list[str]:
     """Sentences about these runs, the first of which is the baseline; none about a single run.
 
-    Of three or more contenders, the first sentence compares the best two.
+    By the task's metric, and by those of SAVE_BEST_BY. Of three or more contenders, the first compares the best two.
     """
     if len(folders) < 2:
         return []
     found = contenders_of(folders)
     if isinstance(found, str):
         return [f"No verdict: {found}"]
-    runs, names, judged, _ = found
+    runs, names, judged, of = found
+    lines = _verdict_by(runs, names, judged)
+    said = {"images_per_second": None, "peak_memory_gb": None, "device": ""}
+    runs = {name: {at: row | said for at, row in rows.items()} for name, rows in runs.items()}
+    for metric in dict.fromkeys(metric_named(config_of_run(folder).SAVE_BEST_BY) for folder in of):
+        own = replace(judged, metric=metric)
+        if metric != judged.metric and all(own.of(row) is not None for rows in runs.values() for row in rows.values()):
+            lines += _verdict_by(runs, names, own)
+    return lines
+
+
+def _verdict_by(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
     images = images_of(runs, judged)
     base, *others = names
     best = best_two(runs, names, judged) if len(others) > 1 else []

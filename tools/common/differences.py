@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.report.intervals import variance_of_mean
+
 CONFIDENCE = 0.95
 POWER = 0.8
 """Chance with which so many seeds, as are named, would show a difference of the size that was found."""
@@ -116,13 +118,7 @@ def noise_of(ours: np.ndarray, theirs: np.ndarray, every: np.ndarray) -> Noise:
     """
     apart = ours - theirs
     seeds, images = apart.shape
-    columns = apart.mean(0)
-    # Two made-up images, one for each side, as Bonett and Price (2012) do: few images that differ are no certainty.
-    # Their size is a mean that large differences dominate: that of rare images in which a class has all its weight.
-    squares = columns**2
-    size = math.sqrt((squares**2).sum() / (squares.sum() or 1.0))
-    columns = np.append(columns, [size, -size])
-    by_image = float(columns.var(ddof=1)) / images
+    by_image = variance_of_mean(apart.mean(0))
     if seeds == 1:
         return Noise(1, images, 0.0, by_image, 0.0, 0.0)
     rows = apart.mean(1, keepdims=True)

@@ -319,24 +319,23 @@ class OneLabel(Evaluation):
 
     def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
         chosen = trained.chosen
-        folds = chosen.choices.get(FOLDS) if in_folds is None else in_folds
+        lowers_top1 = trained.config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
+        folds = in_folds if in_folds is not None or lowers_top1 else chosen.choices.get(FOLDS)
         said = strange(self.rows.label.numpy(), self.rows.guess.numpy(), trained.names(), folds)
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
         if in_folds is None and validated is not None:
             images = chosen.meta.get("val_images") or self.images, self.images  # older checkpoints do not know theirs
             low, high = difference_interval((validated, self.values[TOP1]), images)
+            had, explained = f"Validation had top-1 {validated:.1f} %,", "that here, more than chance explains:"
             if low > 0:
                 said.append(
-                    f"Validation had top-1 {validated:.1f} %, {low:.1f} to {high:.1f} points above that here, more "
-                    "than chance explains: the best of several validations flatters; those images may resemble the "
-                    "training images more than these do, as near copies or photographs of one place (DATA.GROUP keeps "
-                    "such images together); or these are from another source."
+                    f"{had} {low:.1f} to {high:.1f} points above {explained} the best of several validations flatters; "
+                    "those images may resemble the training images more than these do, as near copies or photographs "
+                    "of one place (DATA.GROUP keeps such images together); or these are from another source."
                 )
             if high < 0 and trained.config.DATA.PART not in MEMORISED:
-                said.append(
-                    f"Validation had top-1 {validated:.1f} %, {-high:.1f} to {-low:.1f} points below that here, more "
-                    "than chance explains: these images are easier, or training has seen them or near copies of them."
-                )
+                easier = "these images are easier, or training has seen them or near copies of them."
+                said.append(f"{had} {-high:.1f} to {-low:.1f} points below {explained} {easier}")
         return said
 
     def words(self) -> str:

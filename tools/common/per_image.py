@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.report.intervals import of_each_image
 from utils.record.history import History
 from utils.record.predictions import read_predictions
 from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
@@ -40,8 +41,7 @@ def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.n
     if metric is TOP5:
         return 100.0 * columns["in_top5"]
     if metric in (TOP1, BALANCED, MACRO_F1) and "guess" in columns:
-        guesses = columns["guess"].astype(np.int64)
-        return 100.0 * (labels == guesses) if metric is TOP1 else _of_classes(metric, labels, guesses)
+        return of_each_image(metric, labels, columns["guess"].astype(np.int64))
     if metric.name == "exact_match":
         return 100.0 * ((columns["logits"] >= 0) == labels).all(1)
     if metric in (MAP, AUROC):
@@ -50,26 +50,6 @@ def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.n
         found = ranking_of(columns["logits"].astype(np.float32), labels > 0)
         if found is not None:
             by_metric = {MAP: (found.precision, found.of_precision), AUROC: (found.area, found.of_area)}
-            return _around(*by_metric[metric])
+            value, influence = by_metric[metric]
+            return 100 * (value + len(influence) * influence)
     return None
-
-
-def _around(value: float, influence: np.ndarray) -> np.ndarray:
-    """In percent. `influence`: of each image on the metric; together 0."""
-    return 100 * (value + len(influence) * influence)
-
-
-def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray) -> np.ndarray:
-    """Balanced accuracy or macro F1."""
-    classes, hits = int(max(labels.max(), guesses.max())) + 1, labels == guesses
-    right, images = (np.bincount(each, minlength=classes) for each in (labels[hits], labels))
-    if metric is BALANCED:
-        of_class, known = right / np.maximum(images, 1), images > 0
-        influence = (hits - of_class[labels]) / images[labels]
-    else:
-        sizes = images + np.bincount(guesses, minlength=classes)
-        of_class, known = 2 * right / np.maximum(sizes, 1), sizes > 0
-        pull = of_class / np.maximum(sizes, 1)  # of another image or prediction of the class
-        influence = np.where(hits, 2 / sizes[labels] - 2 * pull[labels], -pull[labels] - pull[guesses])
-    influence *= np.sqrt(images / np.maximum(images - 1, 1))[labels]  # as an unbiased variance is larger
-    return _around(float(of_class[known].mean()), influence / np.count_nonzero(known))

@@ -18,7 +18,7 @@ from datasets.decoding import Reader
 from datasets.labels import images_of_classes
 from datasets.transforms.pixels import middle_view
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
-from engine.report.outcome import PROBE_IS_BEST, beside_probe, flatters, of_groups
+from engine.report.outcome import beside_probe, flatters, of_groups, probe_is_best
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
@@ -26,10 +26,11 @@ from tools.common.report_page.runs import Headline
 from utils.cli import CommandLine
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
+from utils.record.history import History
 from utils.record.predictions import read_probe
-from utils.text import counted, some_of, wilson
+from utils.text import some_of, wilson
 from vitamp.bands import picture_of_bands, shown_bands
-from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing
+from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing, metric_named
 
 IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
 MOST_ROWS = 100
@@ -39,8 +40,6 @@ MOST_CLASSES = 20
 MOST_PAIRS, MOST_MISTAKES = 15, 12
 NOTABLE_IMAGES, NOTABLE_PERCENT = 2, 5.0
 """Images, and percent of its class, from which on a confusion is named at the top"""
-MOST_NAMED = 3
-"""Classes that are never recognised, of which the names are listed at the top"""
 MOST_EXAMPLES, MOST_WRONG = 12, 9
 """Example images, and how many of them may have a wrong label while others have none"""
 PAINTED = 8
@@ -84,7 +83,10 @@ def _gain(trained: Trained, folder: Path, shown: Shown) -> str:
     true, predicted = shown["predicted"]
     if (probe := read_probe(folder, true)) is None or not trained.config.TRAIN.NUM_EPOCHS:
         return ""
-    return beside_probe(true, probe, predicted["guess"]) if trained.chosen.meta["update"] else PROBE_IS_BEST
+    by, history = metric_named(trained.config.SAVE_BEST_BY), History.of_run(folder)
+    if trained.chosen.meta["update"]:
+        return beside_probe(by, history, true, probe, predicted["guess"])
+    return probe_is_best(by, history)
 
 
 def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
@@ -133,10 +135,6 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         ]
         remarks.append(f"{'Frequent mistakes' if each[1:] else 'A frequent mistake'}: {some_of(each, 3, '; ')}.")
     remarks += found.strange(trained)
-    if never := [row["name"] for row in classes if not row["recall"]]:  # these come first
-        which = f": {', '.join(never)}" if len(never) <= MOST_NAMED else ""
-        words = f"{counted(len(never), 'class')} of {len(found.present):,} {'is' if len(never) == 1 else 'are'}"
-        remarks.append(f"{words} never recognised{which}.")
     about_error = found.chance.words(found.ece)
     if (kept := trained.chosen.calibration) is not None and kept.images == found.images:
         about_error += " If the temperature was fitted on these images, the error is a little too low."

@@ -25,7 +25,7 @@ from vitamp.weights import chosen_at
 T = TypeVar("T")
 Row = tuple[str, list[str]]
 """Title, and one text per run"""
-NOTHING = "-"
+NOTHING, AT_BEST = "-", "{} of the best checkpoint"
 LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")
 """Values of DATA.DATASET that say how images are stored: the folder's name says more"""
 MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
@@ -134,7 +134,7 @@ def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list
         for title in columns[0]
     }
     rows = {title: texts for title, texts in rows.items() if any(text != NOTHING for text in texts)}
-    first = [f"best {metric.words}" for metric in deciding]
+    first = [AT_BEST.format(metric.words) for metric in deciding]
     if judged:
         first = [f"last {judged.words}", *first, f"last {runs[0].history.task.best.words}"]
     return [*rows.items()], [(title, rows[title]) for title in dict.fromkeys((*first, *MAIN_FIGURES)) if title in rows]
@@ -144,12 +144,13 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     """What is known of a run, by title; None or '' where it is not."""
     history, config, about = run.history, run.config, run.about
     found: dict[str, Any] = {}
+    best, prefix, at = history.best(run.deciding), "", ""
+    if best:
+        prefix, mark = best.which.prefix, f", {best.which.mark}" if best.which.mark else ""
+        at = (f"epoch {best.line['epoch']}" if best.line["epoch"] else "before training") + mark
     for metric in metrics:
-        best = history.best(metric)
-        mark = f", {best.which.mark}" if best and best.which.mark else ""
-        epoch = best and (f"epoch {best.line['epoch']}" if best.line["epoch"] else "before training")
-        text = f"{metric.number(best.value)} ({epoch}{mark})" if best else ""
-        found[f"best {metric.words}"] = text
+        value = best and best.line.get(f"{prefix}{metric.name}")
+        found[AT_BEST.format(metric.words)] = "" if value is None else f"{metric.number(value)} ({at})"
         last = history.last(metric).items()
         found[f"last {metric.words}"] = ", ".join(which.marked(metric.number(value)) for which, value in last)
     begun = about.get("begun", about)
@@ -301,5 +302,4 @@ def _validated(run: Run) -> Headline | None:
         guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
     said = [flatters(len(run.history.of("val")), run.folder, run.config.DATA)] if run.config else []
     said += [of_groups(run.about.get("val_groups", 0), images)] if images else []
-    remarks = [*filter(None, said)]
-    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, remarks)
+    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, [*filter(None, said)])

@@ -91,9 +91,14 @@ def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None) 
 
 def probe_is_best(by: Metric, history: History) -> str:
     """That training has not improved on the linear probe. `by`: of SAVE_BEST_BY."""
+    validated = history.of("val")
+    if validated and not any(line["update"] for line in validated):
+        return (
+            "The best checkpoint is the linear probe that training began with: nothing was validated after an update."
+        )
     words, best = PROBE_IS_BEST, history.best(TOP1)
     if by is not TOP1 and best is not None and best.line["update"]:
-        before, after = (TOP1.number(value) for value in (history.of("val")[0][TOP1.name], best.value))
+        before, after = (TOP1.number(value) for value in (validated[0][TOP1.name], best.value))
         words += f" It is the best by {by.words}; top-1 rose from {before} to {after} (epoch {best.line['epoch']})."
     return f"{words} {TO_GAIN}"
 

@@ -92,3 +92,5 @@ def test_a_probe_that_stays_the_best_by_its_metric_alone_is_said_with_top1() -> 
     assert probe_is_best(BALANCED, history) == f"{PROBE_IS_BEST} {rose} {TO_GAIN}"
     for by, top1 in ((TOP1, 80.0), (BALANCED, 30.0)):
         assert probe_is_best(by, validated(acc1=(36.0, top1))) == f"{PROBE_IS_BEST} {TO_GAIN}"
+    stopped = History([{"event": "val", "update": 0, "epoch": 0, "acc1": 36.0}])
+    assert "nothing was validated after an update" in probe_is_best(TOP1, stopped)

@@ -107,9 +107,25 @@ def task_of(lines: Iterable[Mapping[str, Any]]) -> TaskKind:
     return next((kind for kind in TASKS if any(metric.name in measured for metric in kind.metrics)), ONE_LABEL)
 
 
-def always_guessing(percent: float) -> str:
-    """`percent`: share of the largest class among the images, the top-1 of a model that looks at none of them."""
-    return f"always guessing the largest class: {percent:.1f} % top-1"
+SAME = 1e-6
+"""Percent within which two accuracies are equal"""
+
+
+def against_guessing(guess: float | None, top1: float | None) -> str:
+    """'as good as' or 'worse than' always guessing the largest class; '' for a better model, or if one is unknown.
+
+    `guess`: the top-1 of such guessing, in percent, as `top1` is.
+    """
+    if guess is None or top1 is None or not top1 <= guess + SAME:
+        return ""
+    return "worse than" if top1 < guess - SAME else "as good as"
+
+
+def always_guessing(guess: float, top1: float | None = None) -> str:
+    """What guessing would reach; and that a model does not surpass it, if so."""
+    against = against_guessing(guess, top1)
+    words = f"always guessing the largest class: {guess:.1f} % top-1"
+    return f"{words}: this model is {against} guessing" if against else words
 
 
 class WeightSet(NamedTuple):

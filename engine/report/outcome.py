@@ -18,10 +18,8 @@ from utils.program import start_again, tool
 from utils.record.history import History
 from utils.record.run_folder import CONFIG
 from utils.text import Z, counted, some_of, wilson
-from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, always_guessing
+from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, against_guessing, always_guessing
 
-SAME = 1e-6
-"""Percent within which two accuracies are equal"""
 FEWEST_IMAGES, NEARLY_ALL, FAR = 10, 0.9, 15.0
 """Strange: so many images of a class, of which this fraction is taken for one other; points below the folds"""
 FEW = 100
@@ -32,16 +30,6 @@ ALIKE = "alike_in_validation"
 """Key under which they keep how many validation images look like training images, of how many compared"""
 TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
 PROBE_IS_BEST = "Training did not improve on the linear probe that it began with: the best checkpoint is that probe."
-
-
-def against_guessing(guess: float | None, top1: float | None) -> str:
-    """'as good as' or 'worse than' always guessing the largest class; '' for a better model, or if one is unknown.
-
-    `guess`: the top-1 of such guessing, in percent, as `top1` is.
-    """
-    if guess is None or top1 is None or not top1 <= guess + SAME:
-        return ""
-    return "worse than" if top1 < guess - SAME else "as good as"
 
 
 def mark_of_best(guess: float | None, top1: float | None) -> str:
@@ -71,8 +59,7 @@ def in_context(
         parts.append(f"{metric.words} {metric.number(value)} on {counted(len(labels), 'image')}{how}")
         grouped = of_groups(groups, len(labels))
     if guess is not None and not by_class:
-        against = against_guessing(guess, value) if metric == TOP1 else ""
-        parts.append(always_guessing(guess) + (f": this model is {against} guessing" if against else ""))
+        parts.append(always_guessing(guess, value if metric == TOP1 else None))
     words = "; ".join(parts)
     return f"{words[0].upper()}{words[1:]}. {grouped}".rstrip() if words else ""
 

@@ -341,7 +341,7 @@ class OneLabel(Evaluation):
     def words(self) -> str:
         """What was evaluated."""
         of = f"{self.images:,} images of {len(self.present)} classes; calibration in {len(self.bins)} bins"
-        return f"{of}; {always_guessing(self.largest_class_percent)}"
+        return f"{of}; {always_guessing(self.largest_class_percent, self.values[TOP1])}"
 
     def remarks(self) -> list[str]:
         absent = int(((self.predicted > 0) & (self.support == 0)).sum())

@@ -148,7 +148,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         "tiles": [(one.words, one.number(value), found.intervals[one.name]) for one, value in found.shown.items()],
         "evaluated": found.images,
         "remarks": found.remarks(),
-        "guessing": always_guessing(found.largest_class_percent),
+        "guessing": always_guessing(found.largest_class_percent, found.values[TOP1]),
         "classes": classes[:MOST_ROWS],
         "left_out": max(0, len(classes) - MOST_ROWS),
         "names": [trained.name_of(label) for label in chosen],

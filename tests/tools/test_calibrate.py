@@ -150,7 +150,7 @@ def test_temperature_is_crossfitted_kept_and_applied(
 @pytest.mark.parametrize(
     ("sharpness", "wanted", "earlier", "fate"),
     [
-        (1.3, "which may be chance", 1.2, ", stays: with it, the NLL is "),
+        (1.3, "which may be chance", 1.2, ", stays: it changes the NLL by "),
         (1.0, "the NLL does not fall.", 0.2, ", is removed, since it makes the NLL of these images higher"),
         (3.0, "Kept in ", 2.0, "replaces the earlier temperature 2, fitted on 90 images."),
     ],

@@ -13,7 +13,7 @@ from engine.evaluation.data import copies_of_training
 from engine.inputs.batches import input_of
 from engine.trained.model import Trained
 from tools.common import command_line
-from tools.common.differences import interval
+from tools.common.differences import Difference, interval
 from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, open_part, with_bar
 from tools.common.tables import in_columns
 from utils.cli import CommandLine
@@ -23,7 +23,7 @@ from utils.record.run_folder import write_json
 from vitamp.checkpoints import run_folder_of
 from vitamp.files import try_to_write
 from vitamp.metrics import ONE_LABEL, TOP1
-from vitamp.weights import CALIBRATION, Fitted, read_calibrations
+from vitamp.weights import CALIBRATION, Chosen, Fitted, read_calibrations
 
 FEWEST = 50
 """Images. With fewer, the temperature is mostly noise."""
@@ -71,7 +71,9 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
 
     before, after, crossfitted = measure(1.0), measure(temperature), measure(of_others)
     gain = interval((before.rows.nll - crossfitted.rows.nll).tolist(), 1)
-    helps = gain.seen and gain.value > 0
+    harm = None
+    if chosen.calibration:
+        harm = interval((measure(chosen.calibration.temperature).rows.nll - before.rows.nll).tolist(), 1)
     kept = Fitted(
         temperature=temperature,
         images=len(labels),
@@ -93,34 +95,6 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         ["NLL", f"{before.nll:.4f}", f"{after.nll:.4f}"],
         ["NLL, cross-fitted", f"{before.nll:.4f}", f"{crossfitted.nll:.4f}"],
     ]
-    none = f"Not kept: {kept.words}. On images that it was not fitted on, the NLL"
-    if helps:
-        verdict = (
-            f"Kept in {file}: {kept.words}, all of these. predict.py, export.py and evaluate.py "
-            "divide the logits of these weights by it; -no_calibration leaves it out."
-        )
-    elif gain.value > 0:
-        verdict = (
-            f"{none} falls by {gain.value:.4f} (95 % interval {gain.low:.4f} to {gain.high:.4f}), which may be "
-            "chance. More images would tell."
-        )
-    else:
-        verdict = f"{none} does not fall."
-    temperatures, earlier = read_calibrations(chosen.place), chosen.calibration
-    harms = False
-    if earlier and helps:
-        verdict += f" It replaces the earlier {earlier.words}."
-    elif earlier:
-        with_earlier = measure(earlier.temperature)
-        harm = interval((with_earlier.rows.nll - before.rows.nll).tolist(), 1)
-        harms = harm.seen and harm.value > 0
-        what = "is removed, since it makes the NLL of these images higher, beyond chance" if harms else "stays"
-        verdict += f" The earlier {earlier.words}, {what}: with it, the NLL is {with_earlier.nll:.4f}."
-    if helps or harms:
-        temperatures = [one for one in temperatures if one.sha256 != chosen.hashes]
-    if helps:
-        temperatures.append(kept)
-    write_json(file, {"temperatures": [one.model_dump() for one in temperatures]})
     first, second = (f"{one:.4g}" for one in fitted)
     text = [
         trained.words(),
@@ -130,9 +104,43 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         f"Cross-fitted: each half of the images with the temperature of the other half ({first} and {second}). "
         f"Else {temperature:.4g} is measured on the images that it was fitted on, as evaluate.py does. "
         "By chance: the calibration error of a perfectly calibrated model that is as sure, on as many images.",
-        verdict,
+        _keep(file, trained.chosen, kept, gain, harm),
     ]
     log.info("%s", "\n".join(text))
+
+
+def _keep(file: Path, chosen: Chosen, new: Fitted, gain: Difference, harm: Difference | None) -> str:
+    """Keep the new temperature if it surely helps, remove an earlier one that surely harms, and say both.
+
+    `gain`: how much the new one lowers the NLL, by cross-fitting. `harm`: how much the earlier one raises it.
+    """
+    helps, harms = gain.seen and gain.value > 0, harm is not None and harm.seen and harm.value > 0
+    none = f"Not kept: {new.words}. On images that it was not fitted on, the NLL"
+    if helps:
+        words = (
+            f"Kept in {file}: {new.words}, all of these. predict.py, export.py and evaluate.py "
+            "divide the logits of these weights by it; -no_calibration leaves it out."
+        )
+    elif gain.value > 0:
+        words = (
+            f"{none} falls by {gain.value:.4f} (95 % interval {gain.low:.4f} to {gain.high:.4f}), which may be "
+            "chance. More images would tell."
+        )
+    else:
+        words = f"{none} does not fall."
+    earlier = chosen.calibration
+    if earlier and helps:
+        words += f" It replaces the earlier {earlier.words}."
+    elif earlier and harm is not None:
+        what = "is removed, since it makes the NLL of these images higher, beyond chance" if harms else "stays"
+        words += f" The earlier {earlier.words}, {what}: it changes the NLL by {harm.value:+.4f}."
+    temperatures = read_calibrations(chosen.place)
+    if helps or harms:
+        temperatures = [one for one in temperatures if one.sha256 != chosen.hashes]
+    if helps:
+        temperatures.append(new)
+    write_json(file, {"temperatures": [one.model_dump() for one in temperatures]})
+    return words
 
 
 def about_calibration(trained: Trained, part: Part, found: Evaluation) -> list[str]:

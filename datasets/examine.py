@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -30,7 +30,7 @@ from utils.config.train import LOSSES
 from utils.log import IN_FULL, log
 from utils.program import tool
 from utils.record.run_folder import AS_COPIES, CONFIG, DATA, write_json
-from utils.text import some_of
+from utils.text import counted, some_of
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS
 
 Item = TypeVar("Item")
@@ -50,11 +50,13 @@ MEASURED = 100
 """Images whose sides give `median_side`."""
 RARE = 100
 """Images among which one in a format of its own is called unlike the others"""
-NUMBERED = re.compile(r"[0-9]+(?=[.][^./]*$)")
-"""The last number of a file's name"""
-SERIES, MOST_NAMES = 0.05, 200_000
-"""Largest fraction of the images that differ by that number alone, for their names to say what they show; and most
-images whose names are read"""
+SERIES = "([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$"
+"""A file's name without its last number; of a number alone, its folder"""
+OF_IMAGES, OF_CLASS, TORN = 0.05, 0.25, 0.1
+"""Most of all images, and of those of a class, that have one such name, for it to say what they show: not IMG_ nor that
+of the class. Least of a split that other splits have too, for a note"""
+MOST_NAMES = 200_000
+"""Images whose names are read"""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
 
@@ -92,7 +94,7 @@ class Findings:
     copies_in_test: dict[str, Copies] = field(default_factory=dict)
     """Of images of each other split in the test split"""
     series: str = ""
-    """That names look like those of several images of each thing"""
+    """That images of a group, or whose names look like those of one thing, are in several splits"""
     alike: list[int] = field(default_factory=list)
     """Validation images that look like a training image, as edited copies do, and those compared; empty if unknown"""
     looked_at: int = 0
@@ -135,24 +137,54 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
                 findings.copies_in_test[title] = find_copies(of, test, seconds)
     if train.stored != "pixels":
         _look_at_headers(findings, train, data)
-    findings.series = series_of(train, data)
+    findings.series = series_of(splits, data)
     return findings
 
 
-def series_of(samples: Samples, data: DataConfig) -> str:
-    """A sentence, if names look like those of several images of each thing that a split would tear apart."""
-    if samples.stored != "files" or data.GROUP or not 0 < len(samples) <= MOST_NAMES:
+def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
+    """A sentence, if images of one group are in several splits; without DATA.GROUP, of those that names hint at."""
+    if data.GROUP is not None:
+        groups = {title: samples.groups or [] for title, samples in splits.items()}
+    elif sum(map(len, splits.values())) <= MOST_NAMES and all(one.stored == "files" for one in splits.values()):
+        groups = _series_in_names(splits)
+    else:
         return ""
-    series = Counter(NUMBERED.sub("", samples.name(index)) for index in range(len(samples)))
-    together = sum(count for count in series.values() if count > 1)
-    # A large series, such as all images of a class as img_1.jpg and so on, is none of one thing.
-    if 2 * together < len(samples) or max(series.values()) > SERIES * len(samples) or not comes_unsplit(data):
+    earlier, torn, counts, fraction = set[str](), set[str](), list[str](), 0.0
+    for title, of_images in groups.items():
+        both = earlier & {*of_images} - {""}
+        if number := sum(group in both for group in of_images):
+            counts.append(f"{number:,} of {len(of_images):,} {title} images")
+            fraction = max(fraction, number / len(of_images))
+        torn |= both
+        earlier |= {*of_images}
+    if data.GROUP is not None and torn:
+        return (
+            f"DATA.GROUP {data.GROUP}: {counted(len(torn), 'group')} in more than one split, such as {min(torn)}: "
+            f"{', '.join(counts)}. Metrics are better there than on new groups (docs/splits.md)"
+        )
+    if fraction < TORN:
         return ""
+    keeps = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
     return (
-        f"Without their last number, the {len(samples):,} file names are only {len(series):,}. If images whose names "
-        "differ by it alone show one thing, 'DATA.GROUP=(.*?)[0-9]*[.][^.]*$' keeps them on one side of the split "
-        "(docs/splits.md)"
+        f"Without their last number, the names of {', '.join(counts)} are also those of images in another split, such "
+        f"as {min(torn)}. If such images show one thing, 'DATA.GROUP={SERIES}' {keeps} (docs/splits.md)"
     )
+
+
+def _series_in_names(splits: Mapping[str, Samples]) -> dict[str, list[str]]:
+    """Of each image, by split, the name without its last number; '' where it says nothing."""
+    pattern, found = re.compile(f"(?:.*/)?{SERIES}"), dict[str, list[str]]()
+    for title, of in splits.items():
+        matches = (pattern.match(of.name(index)) for index in range(len(of)))
+        found[title] = [match[1] if match else "" for match in matches]
+    series = [name for names in found.values() for name in names]
+    labels = [label for of in splits.values() for label in (of.labels if of.labels.ndim == 1 else [0] * len(of))]
+    of_class = Counter(labels)
+    nothing = {name for name, images in Counter(series).items() if images > OF_IMAGES * len(series)}
+    for (name, label), images in Counter(zip(series, labels, strict=True)).items():
+        if images > OF_CLASS * of_class[label]:
+            nothing.add(name)
+    return {title: ["" if name in nothing else name for name in names] for title, names in found.items()}
 
 
 def _look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> None:
@@ -325,7 +357,7 @@ def _of_classes(found: Findings, config: Config) -> Iterator[str]:
 def _of_storage(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"
-    if found.series:
+    if found.series and data.GROUP is None:
         yield found.series
     if found.unlike:
         yield f"Perhaps placeholders, in another format than the others {of}: {some_of(found.unlike)}"
@@ -359,6 +391,8 @@ def _of_search(found: Findings, check: str) -> Iterator[str]:
 def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     """What makes the metrics of a validation wrong, and what mends it."""
     training, validation = found.classes["training"], found.classes["validation"]
+    if found.series and data.GROUP is not None:
+        yield f"{found.series}."
     missing = [name for name, count in training.items() if count and not validation[name]]
     # Of a validation split that comes with the data, these have warned, before DATA.EXCLUDE.
     warned = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from datasets import open_dataset
 from datasets.sources.grouped import split_by_group
+from engine.evaluation.linear import folds_of
 from tests.program import Result, Vitamp, write_meta
 from utils.config.data import DataConfig
 
@@ -87,6 +90,36 @@ def test_paths_and_columns_name_groups(vitamp: Vitamp, tiny: Path, tmp_path: Pat
     table = ("-dataset", "csv", "-data_path", tmp_path / "all.csv")
     done = train(vitamp, tiny, *table, "DATA.GROUP=who", "DATA.FOLD=2/3", code=0)
     assert "32 training and 16 validation images" in done.out
+
+
+@pytest.mark.parametrize("kind", ["csv", "imagefolder"])
+def test_groups_of_given_splits_are_compared_and_kept_whole_in_folds(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, kind: str
+) -> None:
+    patients(root := tmp_path / "data")
+    rows = ["path,target,who,split"]
+    for file in sorted(root.glob("*/*.png")):
+        patient, shot = file.stem[7], file.stem[9]
+        split = "val" if patient == "5" or (patient, shot) == ("4", "3") else "train"
+        rows.append(f"{file.relative_to(root)},{file.parent.name},{patient},{split}")
+        if kind == "imagefolder":
+            (to := root / split / file.parent.name).mkdir(parents=True, exist_ok=True)
+            file.rename(to / file.name)
+    (root / "all.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    path, group = (root / "all.csv", "who") if kind == "csv" else (root, "patient([0-9])")
+    place = ("-dataset", kind, "-data_path", path, f"DATA.GROUP={group}", "-num_classes", "auto")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *place, "-batch_size", "8", "-epochs", "1", code=0)
+    torn = f"DATA.GROUP {group}: 1 group in more than one split, such as 4: 2 of 10 validation images."
+    assert torn in done.err
+    assert "The 10 images are 2 groups (DATA.GROUP)" in done.text
+    assert torn in vitamp(*place, script="scripts/check_data.py").err
+
+    data = DataConfig(DATASET=kind, DATA_PATH=str(path), GROUP=group)
+    train = open_dataset(data, True, 2, 0, torch.device("cpu"))
+    samples = train.single_images()
+    assert samples is not None
+    fold_of, _ = folds_of(train, train.sample_labels(), data)
+    assert len({*fold_of.tolist()}) == len({*zip(samples.groups or (), fold_of.tolist(), strict=True)}) == 5
 
 
 @pytest.mark.parametrize(

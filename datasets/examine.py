@@ -149,21 +149,20 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
         groups = _series_in_names(splits)
     else:
         return ""
-    earlier, torn, counts, fraction = set[str](), set[str](), list[str](), 0.0
+    first, torn, counts, most = dict[str, str](), set[str](), list[str](), 0.0
     for title, of_images in groups.items():
-        both = earlier & {*of_images} - {""}
-        if number := sum(group in both for group in of_images):
-            counts.append(f"{number:,} of {len(of_images):,} {title} images")
-            fraction = max(fraction, number / len(of_images))
-        torn |= both
-        earlier |= {*of_images}
-    if data.GROUP is not None and torn:
+        shared = [group for group in of_images if group and first.setdefault(group, title) != title]
+        if shared:
+            torn.update(shared)
+            counts.append(f"{len(shared):,} of {len(of_images):,} {title} images")
+            most = max(most, len(shared) / len(of_images))
+    if not torn or (data.GROUP is None and most < TORN):
+        return ""
+    if data.GROUP is not None:
         return (
             f"DATA.GROUP {data.GROUP}: {counted(len(torn), 'group')} in more than one split, such as {min(torn)}: "
             f"{', '.join(counts)}. Metrics are better there than on new groups (docs/splits.md)"
         )
-    if fraction < TORN:
-        return ""
     keeps = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
     return (
         f"Without their last number, the names of {', '.join(counts)} are also those of images in another split, such "
@@ -179,11 +178,9 @@ def _series_in_names(splits: Mapping[str, Samples]) -> dict[str, list[str]]:
         found[title] = [match[1] if match else "" for match in matches]
     series = [name for names in found.values() for name in names]
     labels = [label for of in splits.values() for label in (of.labels if of.labels.ndim == 1 else [0] * len(of))]
-    of_class = Counter(labels)
+    of_class, of_both = Counter(labels), Counter(zip(series, labels, strict=True))
     nothing = {name for name, images in Counter(series).items() if images > OF_IMAGES * len(series)}
-    for (name, label), images in Counter(zip(series, labels, strict=True)).items():
-        if images > OF_CLASS * of_class[label]:
-            nothing.add(name)
+    nothing |= {name for (name, label), images in of_both.items() if images > OF_CLASS * of_class[label]}
     return {title: ["" if name in nothing else name for name in names] for title, names in found.items()}
 
 

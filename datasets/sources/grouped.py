@@ -68,8 +68,7 @@ def groups_in_paths(paths: Iterable[str], data: DataConfig) -> list[str]:
     for path in paths:
         if (found := pattern.search(path)) is None or found[pattern.groups] is None:
             raise UserError(
-                f"{what}: not found in {path!r}. Name a pattern of every path, as (patient[0-9]+)_, or a "
-                "column of the csv table."
+                f"{what}: not found in {path!r}. Name a pattern of every path, as (id[0-9]+)_, or a column."
             )
         groups.append(found[pattern.groups])
     return groups

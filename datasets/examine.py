@@ -52,11 +52,10 @@ RARE = 100
 """Images among which one in a format of its own is called unlike the others"""
 SERIES = "([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$"
 """A file's name without its last number; of a number alone, its folder"""
-OF_IMAGES, OF_CLASS, TORN = 0.05, 0.25, 0.1
-"""Most of all images, and of those of a class, that have one such name, for it to say what they show: not IMG_ nor that
-of the class. Least of a split that other splits have too, for a note"""
-MOST_NAMES = 200_000
-"""Images whose names are read"""
+OF_IMAGES, OF_CLASS = 0.05, 0.25
+"""Most of all images, and of those of a class, with one such name, for it to say what they show: not IMG_, no class"""
+TORN, MOST_NAMES = 0.1, 200_000
+"""Least fraction of a split whose names other splits have too, for a note; most images whose names are read"""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
 
@@ -124,13 +123,11 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
         title: dict(zip(names, images_of_classes(samples.labels, len(names)).tolist(), strict=True))
         for title, samples in splits.items()
     }
-    share = None
-    if validation.labels.ndim == 1 and len(validation):
-        share = 100 * max(by_class["validation"].values(), default=0) / len(validation)
+    one_label = validation.labels.ndim == 1 and len(validation)
+    share = 100 * max(by_class["validation"].values(), default=0) / len(validation) if one_label else None
     findings = Findings({title: len(samples) for title, samples in splits.items()}, by_class, share)
-    quick = data.CHECK == "quick"
     if not any(samples.stored == "pixels" or samples.remote for samples in splits.values()):
-        seconds = QUICK_SECONDS / (1 if test is None else 3) if quick else float("inf")
+        seconds = QUICK_SECONDS / (1 if test is None else 3) if data.CHECK == "quick" else float("inf")
         findings.copies = find_copies(train, validation, seconds)
         if test is not None:
             for title, of in (("training", train), ("validation", validation)):
@@ -143,12 +140,20 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
 
 def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
     """A sentence, if images of one group are in several splits; without DATA.GROUP, of those that names hint at."""
-    if data.GROUP is not None:
-        groups = {title: samples.groups or [] for title, samples in splits.items()}
-    elif sum(map(len, splits.values())) <= MOST_NAMES and all(one.stored == "files" for one in splits.values()):
-        groups = _series_in_names(splits)
-    else:
-        return ""
+    groups = {title: samples.groups or [] for title, samples in splits.items()}
+    if data.GROUP is None:
+        if sum(map(len, splits.values())) > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
+            return ""
+        pattern, names, labels = re.compile(f"(?:.*/)?{SERIES}"), list[str](), list[int]()
+        for title, of in splits.items():
+            matches = (pattern.match(of.name(index)) for index in range(len(of)))
+            groups[title] = [match[1] if match else "" for match in matches]
+            names += groups[title]
+            labels += of.labels.tolist() if of.labels.ndim == 1 else [0] * len(of)
+        of_class, of_both = Counter(labels), Counter(zip(names, labels, strict=True))
+        nothing = {name for name, images in Counter(names).items() if images > OF_IMAGES * len(names)}
+        nothing |= {name for (name, label), images in of_both.items() if images > OF_CLASS * of_class[label]}
+        groups = {title: ["" if name in nothing else name for name in of] for title, of in groups.items()}
     first, torn, counts, most = dict[str, str](), set[str](), list[str](), 0.0
     for title, of_images in groups.items():
         shared = [group for group in of_images if group and first.setdefault(group, title) != title]
@@ -156,32 +161,18 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
             torn.update(shared)
             counts.append(f"{len(shared):,} of {len(of_images):,} {title} images")
             most = max(most, len(shared) / len(of_images))
-    if not torn or (data.GROUP is None and most < TORN):
-        return ""
-    if data.GROUP is not None:
+    if torn and data.GROUP is not None:
         return (
             f"DATA.GROUP {data.GROUP}: {counted(len(torn), 'group')} in more than one split, such as {min(torn)}: "
             f"{', '.join(counts)}. Metrics are better there than on new groups (docs/splits.md)"
         )
+    if most < TORN:
+        return ""
     keeps = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
     return (
         f"Without their last number, the names of {', '.join(counts)} are also those of images in another split, such "
         f"as {min(torn)}. If such images show one thing, 'DATA.GROUP={SERIES}' {keeps} (docs/splits.md)"
     )
-
-
-def _series_in_names(splits: Mapping[str, Samples]) -> dict[str, list[str]]:
-    """Of each image, by split, the name without its last number; '' where it says nothing."""
-    pattern, found = re.compile(f"(?:.*/)?{SERIES}"), dict[str, list[str]]()
-    for title, of in splits.items():
-        matches = (pattern.match(of.name(index)) for index in range(len(of)))
-        found[title] = [match[1] if match else "" for match in matches]
-    series = [name for names in found.values() for name in names]
-    labels = [label for of in splits.values() for label in (of.labels if of.labels.ndim == 1 else [0] * len(of))]
-    of_class, of_both = Counter(labels), Counter(zip(series, labels, strict=True))
-    nothing = {name for name, images in Counter(series).items() if images > OF_IMAGES * len(series)}
-    nothing |= {name for (name, label), images in of_both.items() if images > OF_CLASS * of_class[label]}
-    return {title: ["" if name in nothing else name for name in names] for title, names in found.items()}
 
 
 def _look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> None:

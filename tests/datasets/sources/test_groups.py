@@ -116,6 +116,8 @@ def test_groups_of_given_splits_are_compared_and_kept_whole_in_folds(
     assert torn in done.err
     assert "The 10 images are 2 groups (DATA.GROUP)" in done.text
     assert torn in vitamp(*place, script="scripts/check_data.py").err
+    every = vitamp(tmp_path / "run", "-part", "all", script="scripts/evaluate.py", code=0).text
+    assert "The 48 images are 6 groups (DATA.GROUP)" in every
 
     data = DataConfig(DATASET=kind, DATA_PATH=str(path), GROUP=group)
     train = open_dataset(data, True, 2, 0, torch.device("cpu"))

@@ -301,6 +301,5 @@ def _validated(run: Run) -> Headline | None:
     guess, guessing = deciding.without_learning or (None, "")
     if deciding is TOP1:
         guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
-    said = [flatters(len(run.history.of("val")), run.folder, run.config.DATA)] if run.config else []
-    remarks = [*filter(None, said)]
-    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, remarks)
+    said = flatters(len(run.history.of("val")), run.folder, run.config.DATA) if run.config else ""
+    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, [said] if said else [])

@@ -260,10 +260,10 @@ class ImageDataset(Dataset[Batch]):
         """The samples of this split if images are read one by one; None if batches come from memory."""
         return None
 
-    def group_count(self) -> int:
-        """Number of groups that DATA.GROUP names; 0 without."""
+    def groups(self) -> list[str]:
+        """Those of all samples, if DATA.GROUP names them; else empty."""
         samples = self.single_images()
-        return len({*(samples.groups or ())}) if samples is not None else 0
+        return (samples.groups if samples is not None else None) or []
 
     def take_broken(self) -> list[Broken]:
         """Images that this process could not read since the last call."""

@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -30,7 +30,7 @@ from utils.config.train import LOSSES
 from utils.log import IN_FULL, log
 from utils.program import tool
 from utils.record.run_folder import CONFIG, DATA, alike_in_words, write_json
-from utils.text import some_of
+from utils.text import counted, some_of
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS
 
 Item = TypeVar("Item")
@@ -50,11 +50,12 @@ MEASURED = 100
 """Images whose sides give `median_side`."""
 RARE = 100
 """Images among which one in a format of its own is called unlike the others"""
-NUMBERED = re.compile(r"[0-9]+(?=[.][^./]*$)")
-"""The last number of a file's name"""
-SERIES, MOST_NAMES = 0.05, 200_000
-"""Largest fraction of the images that differ by that number alone, for their names to say what they show; and most
-images whose names are read"""
+SERIES = "([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$"
+"""A file's name without its last number; of a number alone, its folder"""
+OF_IMAGES, OF_CLASS = 0.05, 0.25
+"""Most of all images, and of those of a class, with one such name, for it to say what they show: not IMG_, no class"""
+TORN, MOST_NAMES = 0.1, 200_000
+"""Least fraction of a split whose names other splits have too, for a note; most images whose names are read"""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
 
@@ -92,7 +93,7 @@ class Findings:
     copies_in_test: dict[str, Copies] = field(default_factory=dict)
     """Of images of each other split in the test split"""
     series: str = ""
-    """That names look like those of several images of each thing"""
+    """That images of a group, or whose names look like those of one thing, are in several splits"""
     alike: list[int] = field(default_factory=list)
     """Validation images that look like a training image, as edited copies do, and those compared; empty if unknown"""
     looked_at: int = 0
@@ -122,36 +123,55 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
         title: dict(zip(names, images_of_classes(samples.labels, len(names)).tolist(), strict=True))
         for title, samples in splits.items()
     }
-    share = None
-    if validation.labels.ndim == 1 and len(validation):
-        share = 100 * max(by_class["validation"].values(), default=0) / len(validation)
+    one_label = validation.labels.ndim == 1 and len(validation)
+    share = 100 * max(by_class["validation"].values(), default=0) / len(validation) if one_label else None
     findings = Findings({title: len(samples) for title, samples in splits.items()}, by_class, share)
-    quick = data.CHECK == "quick"
     if not any(samples.stored == "pixels" or samples.remote for samples in splits.values()):
-        seconds = QUICK_SECONDS / (1 if test is None else 3) if quick else float("inf")
+        seconds = QUICK_SECONDS / (1 if test is None else 3) if data.CHECK == "quick" else float("inf")
         findings.copies = find_copies(train, validation, seconds)
         if test is not None:
             for title, of in (("training", train), ("validation", validation)):
                 findings.copies_in_test[title] = find_copies(of, test, seconds)
     if train.stored != "pixels":
         _look_at_headers(findings, train, data)
-    findings.series = series_of(train, data)
+    findings.series = series_of(splits, data)
     return findings
 
 
-def series_of(samples: Samples, data: DataConfig) -> str:
-    """A sentence, if names look like those of several images of each thing that a split would tear apart."""
-    if samples.stored != "files" or data.GROUP or not 0 < len(samples) <= MOST_NAMES:
+def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
+    """A sentence, if images of one group are in several splits; without DATA.GROUP, of those that names hint at."""
+    groups = {title: samples.groups or [] for title, samples in splits.items()}
+    if data.GROUP is None:
+        if sum(map(len, splits.values())) > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
+            return ""
+        pattern, names, labels = re.compile(f"(?:.*/)?{SERIES}"), list[str](), list[int]()
+        for title, of in splits.items():
+            matches = (pattern.match(of.name(index)) for index in range(len(of)))
+            groups[title] = [match[1] if match else "" for match in matches]
+            names += groups[title]
+            labels += of.labels.tolist() if of.labels.ndim == 1 else [0] * len(of)
+        of_class, of_both = Counter(labels), Counter(zip(names, labels, strict=True))
+        nothing = {name for name, images in Counter(names).items() if images > OF_IMAGES * len(names)}
+        nothing |= {name for (name, label), images in of_both.items() if images > OF_CLASS * of_class[label]}
+        groups = {title: ["" if name in nothing else name for name in of] for title, of in groups.items()}
+    first, torn, counts, most = dict[str, str](), set[str](), list[str](), 0.0
+    for title, of_images in groups.items():
+        shared = [group for group in of_images if group and first.setdefault(group, title) != title]
+        if shared:
+            torn.update(shared)
+            counts.append(f"{len(shared):,} of {len(of_images):,} {title} images")
+            most = max(most, len(shared) / len(of_images))
+    if torn and data.GROUP is not None:
+        return (
+            f"DATA.GROUP {data.GROUP}: {counted(len(torn), 'group')} in more than one split, such as {min(torn)}: "
+            f"{', '.join(counts)}. Metrics are better there than on new groups (docs/splits.md)"
+        )
+    if most < TORN:
         return ""
-    series = Counter(NUMBERED.sub("", samples.name(index)) for index in range(len(samples)))
-    together = sum(count for count in series.values() if count > 1)
-    # A large series, such as all images of a class as img_1.jpg and so on, is none of one thing.
-    if 2 * together < len(samples) or max(series.values()) > SERIES * len(samples) or not comes_unsplit(data):
-        return ""
+    keeps = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
     return (
-        f"Without their last number, the {len(samples):,} file names are only {len(series):,}. If images whose names "
-        "differ by it alone show one thing, 'DATA.GROUP=(.*?)[0-9]*[.][^.]*$' keeps them on one side of the split "
-        "(docs/splits.md)"
+        f"Without their last number, the names of {', '.join(counts)} are also those of images in another split, such "
+        f"as {min(torn)}. If such images show one thing, 'DATA.GROUP={SERIES}' {keeps} (docs/splits.md)"
     )
 
 
@@ -325,7 +345,7 @@ def _of_classes(found: Findings, config: Config) -> Iterator[str]:
 def _of_storage(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"
-    if found.series:
+    if found.series and data.GROUP is None:
         yield found.series
     if found.unlike:
         yield f"Perhaps placeholders, in another format than the others {of}: {some_of(found.unlike)}"
@@ -359,6 +379,8 @@ def _of_search(found: Findings, check: str) -> Iterator[str]:
 def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     """What makes the metrics of a validation wrong, and what mends it."""
     training, validation = found.classes["training"], found.classes["validation"]
+    if found.series and data.GROUP is not None:
+        yield f"{found.series}."
     missing = [name for name, count in training.items() if count and not validation[name]]
     # Of a validation split that comes with the data, these have warned, before DATA.EXCLUDE.
     warned = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")

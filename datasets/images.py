@@ -142,6 +142,7 @@ class Joined(Samples):
         self.splits = splits
         self.labels = np.concatenate([split.labels for split in splits])
         self.classes, self.stored, self.remote = splits[0].classes, splits[0].stored, splits[0].remote
+        self.groups = [group for split in splits for group in split.groups or ()] or None
         self._begins = np.cumsum([0, *(len(split) for split in splits)])
 
     def read(self, index: int) -> Encoded:

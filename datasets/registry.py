@@ -214,10 +214,8 @@ def source_of(data: DataConfig) -> str:
 
 
 def _check_fold(source: Source, data: DataConfig) -> None:
-    # With several labels, it also says which column of a table is no class.
-    if data.GROUP is not None and not (source.groups and (data.MULTI_LABEL or source.is_unsplit(data))):
-        why = "comes with its own validation split" if source.groups else "names no groups"
-        raise UserError(f"DATA.GROUP {data.GROUP}: the data set {source_of(data)} {why}. Leave DATA.GROUP out.")
+    if data.GROUP is not None and not source.groups:
+        raise UserError(f"DATA.GROUP {data.GROUP}: the data set {source_of(data)} names no groups. Leave it out.")
     if data.fold is not None and not source.is_unsplit(data):
         raise UserError(
             f"DATA.FOLD {data.fold}: the data set {source_of(data)} comes with its own validation split. Leave "

@@ -245,7 +245,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         by, figure = metric_named(trainer.best.by), trainer.best.figure
         known, labels = trainer.best_metrics, ready.val_set.sample_labels()
         guesses = known.predictions.get("guess") if known and known.value(by.name) == figure else None
-        context = in_context(by, figure, largest_class(ready), labels, guesses, ready.val_set.group_count())
+        context = in_context(by, figure, largest_class(ready), labels, guesses, ready.val_set.groups())
         said = [context]
         if trainer.probe is not None and guesses is not None and trainer.best.update:
             said.append(beside_probe(by, history, labels, trainer.probe, guesses))

@@ -98,7 +98,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
         **describe_run(describe_devices(run.device, world, threads), choices, config.TAG),
         "samples": {name: len(split) for name, split in splits.items() if split is not None},
         **({"relabel": images.relabel} if images and images.relabel else {}),
-        **({"val_groups": groups} if (groups := ready.val_set.group_count()) else {}),
+        **({"val_groups": groups} if (groups := len({*ready.val_set.groups()})) else {}),
         "largest_class_percent": largest_class(ready),
         "parameters": dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True)),
     }

@@ -301,5 +301,5 @@ def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, Any]:
         "order": digest.hexdigest(),
         "data": data_identity(dataset),
         **({"relabel": samples.relabel} if samples and samples.relabel else {}),
-        **({"groups": groups} if (groups := dataset.group_count()) else {}),
+        **({"groups": groups} if (groups := len({*dataset.groups()})) else {}),
     }

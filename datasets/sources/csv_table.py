@@ -241,7 +241,7 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     training = _read(files.get("all") or files["train"], data)
     if "all" in files:
         return split_files(training.labelled(training, num_classes), data, part)
-    return _read_part(files, part, training, data).labelled(training, num_classes)
+    return split_files(_read_part(files, part, training, data).labelled(training, num_classes), data, None)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -250,14 +250,10 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     first = _read(given.get("all") or given["train"], data)
     if first.columns is None:
         first.log_separator()
-    if data.GROUP is not None and "all" not in given and not first.groups:
-        why = f"no column of {first.file}, which comes with its own validation split"
-        raise UserError(f"DATA.GROUP {data.GROUP}: {why}. Leave DATA.GROUP out.")
     if train and not any(first.sets):
         raise UserError(f"The table {first.file}: no image has a label.")
     files = first.labelled(first, num_classes)
-    if "all" in given:
-        split_files(files, data, parts[-1])
+    split_files(files, data, parts[-1] if "all" in given else None)
     read = [first] if "all" in given else [_read_part(given, part, first, data) for part in parts]
     classes = first.classes()
     log_unused_outputs(len(classes), num_classes, f"The table {first.file}")
@@ -266,7 +262,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     row_of: dict[str, tuple[_Table, int]] = {}
     for table in read:
         if table is not first:
-            table.labelled(first, num_classes)
+            split_files(table.labelled(first, num_classes), data, None)
         for row, path in enumerate(table.paths):
             other, before = row_of.setdefault(path, (table, row))
             if {*other.sets[before]} != {*table.sets[row]}:

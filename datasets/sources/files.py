@@ -193,11 +193,16 @@ class FileSamples(Samples):
         yield from (self.paths.block, self.paths.ends.data)
 
 
-def split_files(files: FileSamples, data: DataConfig, part: Part) -> FileSamples:
-    """One split of these files, as `split_rows` chooses it. Without `groups` of its own, DATA.GROUP is in the paths."""
+def split_files(files: FileSamples, data: DataConfig, part: Part | None) -> FileSamples:
+    """One split of these files, as `split_rows` chooses it; None: they are one already.
+
+    Without `groups` of a column, DATA.GROUP is in the paths.
+    """
+    if data.GROUP is not None and files.groups is None:
+        files.groups = groups_in_paths(files.paths, data)
+    if part is None:
+        return files
     paths, groups = files.paths, files.groups
-    if data.GROUP is not None and groups is None:
-        groups = groups_in_paths(paths, data)
     chosen = split_rows(files.labels, data, part, files.root, groups)
     found = FileSamples(files.root, map(paths.__getitem__, chosen), files.labels[chosen], files.classes)
     found.groups = groups and [groups[index] for index in chosen]

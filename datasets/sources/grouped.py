@@ -67,7 +67,9 @@ def groups_in_paths(paths: Iterable[str], data: DataConfig) -> list[str]:
     groups = []
     for path in paths:
         if (found := pattern.search(path)) is None or found[pattern.groups] is None:
-            raise UserError(f"{what}: not found in {path!r}. Name a pattern of every path, as (patient[0-9]+)_.")
+            raise UserError(
+                f"{what}: not found in {path!r}. Name a pattern of every path, as (id[0-9]+)_, or a column."
+            )
         groups.append(found[pattern.groups])
     return groups
 

@@ -55,7 +55,7 @@ def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     files = class_files(folder, classes, endings_of(data))
     if not len(files):
         raise _no_images(folder, root)
-    return split_files(files, data, part) if folder == root else files
+    return split_files(files, data, part if folder == root else None)
 
 
 def check(data: DataConfig, num_classes: int, train: bool) -> None:

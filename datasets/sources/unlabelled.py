@@ -31,7 +31,7 @@ def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
         if not paths:
             raise UserError(f"DATA.DATA_PATH (-data_path): {root / folder} has no images ({' '.join(ENDINGS)}).")
     files = FileSamples(root, paths, np.zeros(len(paths), dtype=np.int64), None)
-    return split_files(files, data, part) if validation is None and part != "test" else files
+    return split_files(files, data, part if validation is None and part != "test" else None)
 
 
 def _validation_folder(root: Path) -> str | None:

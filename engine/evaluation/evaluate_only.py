@@ -75,7 +75,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     values = {which: means.value(by.name) for which, means in metrics.items()}
     better = best_set(values, by) or PLAIN
     guesses = metrics[better].predictions.get("guess")
-    labels, groups = ready.val_set.sample_labels(), ready.val_set.group_count()
+    labels, groups = ready.val_set.sample_labels(), ready.val_set.groups()
     context = in_context(by, values[better], largest_class(ready), labels, guesses, groups)
     log_lines((context, copies_evaluated(config, saved, len(ready.val_set))))
     # All metrics of the better weights; of the others, the one that they are compared by.

@@ -70,6 +70,8 @@ class Features(NamedTuple):
     """As in `Samples.labels`"""
     pools: dict[str, slice]
     """The columns of each pooling"""
+    groups: list[str]
+    """As `ImageDataset.groups`"""
 
     def of(self, pool: str) -> np.ndarray:
         return self.table[:, self.pools[pool]]
@@ -173,7 +175,8 @@ def features_of(
                 broken.raise_together(ALONE)
             except AllRanksError as error:  # nothing is trained yet; a TrainingError ends others at once
                 raise (UserError if world.size == 1 else TrainingError)(str(error)) from None
-        return Features(table, labels.astype(np.int64 if labels.ndim == 1 else np.float32), _pools(model, shape[1]))
+        labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
+        return Features(table, labels, _pools(model, shape[1]), dataset.groups())
 
 
 def _about(seeing: Seeing, config: Config, data: DataConfig) -> dict[str, Any]:

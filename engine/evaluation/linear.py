@@ -47,8 +47,7 @@ def folds_of(
 
     `rows`: of these images alone, with these labels.
     """
-    samples, fold_of = dataset.single_images(), np.zeros(len(labels), dtype=np.int64)
-    groups = (samples.groups if samples is not None else None) or ()
+    groups, fold_of = dataset.groups(), np.zeros(len(labels), dtype=np.int64)
     groups = groups if rows is None or not groups else [groups[row] for row in rows]
     if (folds := min(FOLDS, len({*groups} or labels))) < 2:
         raise UserError(f"{source_of(data)}: a probe needs two images or groups; MODEL.NEW_CLASSIFIER=zero needs none.")

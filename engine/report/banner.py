@@ -95,7 +95,7 @@ def _data(config: Config, ready: Ready) -> str:
         return f"{text}; validation on fold {config.DATA.FOLD}{groups}"
     # The digits have folds, but one fixed split.
     if config.DATA.PART == "all" or config.DATA.DATASET == "digits" or not comes_unsplit(config.DATA):
-        return text
+        return f"{text}{groups}"
     less = ", then without those in DATA.EXCLUDE" if config.DATA.EXCLUDE is not None else ""
     return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}{groups}{less}"
 

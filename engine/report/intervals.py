@@ -8,6 +8,7 @@ the bias. A bootstrap covers too rarely there: if all images of a class are righ
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -62,7 +63,28 @@ def of_each_image(metric: Metric, labels: np.ndarray, guesses: np.ndarray) -> np
     return 100 * (float(of_class[known].mean()) + len(labels) * influence / np.count_nonzero(known))
 
 
-def difference_interval(percents: tuple[float, float], images: tuple[int, int], z: float = Z) -> tuple[float, float]:
+def independent_images(right: np.ndarray, groups: Sequence[str]) -> float:
+    """How many independent images tell as much of the share that is `right` as these do, which are in groups.
+
+    Images of a group are alike by the intraclass correlation of one-way analysis of variance. Few groups know it, and
+    the variance, badly: Student's t, by the effective number of groups, takes the place of the normal distribution.
+    """
+    _, of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    images, number = len(of), len(sizes)
+    if number in (0, images):
+        return len(right)
+    from scipy.stats import t  # a second to import
+
+    share, size = np.bincount(of, right) / sizes, float((sizes**2).sum()) / images
+    between = float((sizes * (share - right.mean()) ** 2).sum()) / max(number - 1, 1)
+    within = float((sizes * share * (1 - share)).sum()) / (images - number)
+    total = between + ((images - size) / max(number - 1, 1) - 1) * within
+    alike = max(0.0, (between - within) / total) if total > 0 else 1.0  # unknown if all are right, or of one group
+    reach = float(t.ppf(0.975, max(images / size - 1, 1)))
+    return images / (1 + (size - 1) * alike) * (Z / reach) ** 2
+
+
+def difference_interval(percents: tuple[float, float], images: Sequence[float], z: float = Z) -> tuple[float, float]:
     """Newcombe's interval of the difference of two shares of different images, in percentage points."""
     (ours, theirs), (one, other) = percents, (wilson(*each, z) for each in zip(percents, images, strict=True))
     low = ours - theirs - math.hypot(ours - one.low, other.high - theirs)

@@ -28,6 +28,7 @@ FOLDS = "probe_in_folds"
 """Key under which a run's choices keep the top-1 that its probe had in folds"""
 ALIKE = "alike_in_validation"
 """Key under which they keep how many validation images look like training images, of how many compared"""
+COMPUTED = f"`{tool('evaluate')}` computes its interval"
 TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
 PROBE_IS_BEST = "Training did not improve on the linear probe that it began with: the best checkpoint is that probe."
 
@@ -44,20 +45,23 @@ def in_context(
     guess: float | None,
     labels: np.ndarray,
     guesses: np.ndarray | None = None,
-    groups: int = 0,
+    groups: Sequence[str] = (),
 ) -> str:
     """How far noise may have moved a metric, and what guessing would reach; '' if there is nothing to say.
 
-    `labels`, `guesses`: of each image; a resumed run does not know the latter of an earlier validation. `groups`: of
-    DATA.GROUP.
+    `labels`, `guesses`, `groups`: of each image; a resumed run does not know the guesses of an earlier validation.
     """
     parts, grouped, by_class = [], "", metric in (BALANCED, MACRO_F1)
     if (metric.counts_images or by_class) and value is not None:
-        how = f": 95 % interval {wilson(value, len(labels)).words()}"
         if by_class:
             how = _of_classes(metric, labels, guesses)
+        elif groups and (guesses is None or metric is not TOP1):
+            how = f": {COMPUTED}"
+        else:
+            images = len(labels) if guesses is None else intervals.independent_images(guesses == labels, groups)
+            how = f": 95 % interval {wilson(value, images).words()}"
         parts.append(f"{metric.words} {metric.number(value)} on {counted(len(labels), 'image')}{how}")
-        grouped = of_groups(groups, len(labels))
+        grouped = of_groups(groups)
     if guess is not None and not by_class:
         parts.append(always_guessing(guess, value if metric == TOP1 else None))
     words = "; ".join(parts)
@@ -67,7 +71,7 @@ def in_context(
 def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None) -> str:
     """The smallest class, the interval of balanced accuracy or macro F1, and what guessing would reach."""
     sizes = np.bincount(labels)
-    present, how = sizes[sizes > 0], f"`{tool('evaluate')}` computes its interval"
+    present, how = sizes[sizes > 0], COMPUTED
     if guesses is not None:
         compute = intervals.balanced_accuracy_interval if metric is BALANCED else intervals.macro_f1_interval
         found = compute(labels, guesses, int(max(labels.max(), guesses.max())) + 1)
@@ -114,13 +118,13 @@ def beside_probe(by: Metric, history: History, labels: np.ndarray, probe: np.nda
     return words if low > 0 else f"{words} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
 
 
-def of_groups(groups: int, images: int) -> str:
+def of_groups(groups: Sequence[str]) -> str:
     """A sentence about intervals where images resemble each other in groups (DATA.GROUP); '' without groups."""
-    if not 0 < groups < images:
+    if not 0 < (number := len({*groups})) < len(groups):
         return ""
     return (
-        f"The {images:,} images are {counted(groups, 'group')} (DATA.GROUP), but intervals count each image as "
-        "independent: the true ones are wider."
+        f"The {len(groups):,} images are {counted(number, 'group')} (DATA.GROUP). Intervals of top-1 and top-5 allow "
+        "for it; others count each image as independent, and the true ones are wider."
     )
 
 

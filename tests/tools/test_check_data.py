@@ -389,19 +389,36 @@ def test_training_says_unasked_that_copies_are_edited(
     assert "look like training images" not in off.text
 
 
-def test_series_of_names_are_named(check: Check, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["IMG_{0}", "{0:04}", "{class_name}_{0}", "{class_name}/{0}", "shot{0}_of_a_person"], ids=str
+)
+def test_names_with_nothing_but_a_number_of_their_own_are_no_series(check: Check, tmp_path: Path, name: str) -> None:
     for number in range(90):
-        save_image(tmp_path / f"data/{CLASSES[number % 3]}/patient{number // 3}_{number}.jpg", number)
+        class_name = CLASSES[number % 3]
+        save_image(tmp_path / f"data/{class_name}/{name.format(number, class_name=class_name)}.jpg", number)
     said, _ = check(tmp_path / "data")
-    assert "Without their last number" not in said.out, "one image of each name"
-    for number in range(90, 180):
-        save_image(tmp_path / f"data/{CLASSES[number % 3]}/patient{(number - 90) // 3}_{number}.jpg", number)
+    assert "Without their last number" not in said.out
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", ["patient{0}_{1}", "{0}-{1}", "patient{0}/{1}"])
+def test_series_of_names_in_several_splits_are_named(check: Check, tmp_path: Path, split: bool, name: str) -> None:
+    for number in range(180):
+        part = ("val" if number % 5 == 0 else "train") if split else "."
+        # A third of the images are of one person, of whom alone no split would have much to say.
+        person = 0 if number % 3 == 0 else number // 6
+        save_image(tmp_path / "data" / part / CLASSES[number % 4 % 3] / f"{name.format(person, number)}.jpg", number)
     said, _ = check(tmp_path / "data")
-    assert re.search(r"Without their last number, the 162 file names are only \d\d\. If .* 'DATA\.GROUP=", said.out)
-    group = re.search(r"'(DATA\.GROUP=.*?)'", said.out)
-    assert group
-    grouped, _ = check(tmp_path / "data", group[1])
+    images, does = ("36", "names them; split by them") if split else ("18", "keeps them on one side of the split")
+    hint = re.search(
+        r"the names of (\d+) of (\d+) validation images are also .* '(DATA\.GROUP=.*?)' (.*) \(docs", said.out
+    )
+    assert hint
+    assert (hint[2], hint[4]) == (images, does)
+    assert 0.4 < int(hint[1]) / int(hint[2]) < 0.7
+    grouped, _ = check(tmp_path / "data", hint[3])
     assert "Without their last number" not in grouped.out
+    assert ("in more than one split, such as" in grouped.err) == split
 
 
 def test_a_test_split_that_cannot_be_read_is_no_clean_end(check: Check, tree: Path) -> None:

@@ -417,7 +417,7 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
         chosen=SimpleNamespace(choices={}, meta={}, which=PLAIN, calibration=None),
         config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3), DATA=None, SAVE_BEST_BY="acc1"),
     )
-    images: Any = SimpleNamespace(sample_labels=lambda: None)
+    images: Any = SimpleNamespace(sample_labels=lambda: None, groups=list)
     monkeypatch.setattr(evaluations, "split_of_run", lambda *_: images)
     monkeypatch.setattr(evaluations, "pictured", lambda *_: {})
 

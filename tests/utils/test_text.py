@@ -33,7 +33,11 @@ def test_words_for_the_end_of_a_run() -> None:
     assert in_context(TOP1, 90.0, guess, images) == (
         "Top-1 90.00 % on 100 images: 95 % interval 82.56 to 94.48 %; always guessing the largest class: 34.9 % top-1."
     )
-    assert in_context(TOP1, 90.0, guess, images, groups=100) == in_context(TOP1, 90.0, guess, images), "none are alike"
+    singles = [f"{number}" for number in range(100)]
+    assert in_context(TOP1, 90.0, guess, images, images, singles) == in_context(TOP1, 90.0, guess, images), "not alike"
+    unknown = in_context(TOP1, 90.0, guess, images, groups=["a", "b"] * 50)
+    assert "on 100 images: `" in unknown
+    assert "evaluate.py` computes its interval; always" in unknown, "of an earlier start"
     assert in_context(TOP1, 34.9, guess, images).endswith("34.9 % top-1: this model is as good as guessing.")
     assert in_context(LOSS, 0.5, guess, images) == "Always guessing the largest class: 34.9 % top-1."
     assert in_context(TOP1, None, None, images) == in_context(MAP, 80.0, None, images) == ""

@@ -109,7 +109,10 @@ def _check(
         how = f"; to exclude them, add DATA.EXCLUDE={fix}" if count else ""
         advice.append(f"{counted(count, 'image')} to exclude{how}")
     advice += _what_stays(findings, fix, near)
-    if series := series_of(splits[0].samples, data):
+    series = series_of({split.title: split.samples for split in splits}, data)
+    if series and data.GROUP is not None:
+        log.warning("%s.", series)
+    elif series:
         advice.append(f"{series}.")
     log.info(report.text(findings, data, advice))
     if json_file is not None:

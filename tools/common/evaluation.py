@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from engine.report.intervals import (
     around,
     balanced_accuracy_interval,
     difference_interval,
+    independent_images,
     macro_f1_interval,
     of_variance,
 )
@@ -276,6 +277,8 @@ class Rows(NamedTuple):
 class OneLabel(Evaluation):
     rows: Rows
     """Of the images, in their order"""
+    independent: float
+    """See `independent_images`, by top-1"""
     nll: float
     """Mean negative log-likelihood: the validation loss without label smoothing."""
     brier: float
@@ -284,7 +287,7 @@ class OneLabel(Evaluation):
     bins: list[Bin]
 
     @classmethod
-    def of(cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]]) -> OneLabel:
+    def of(cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()) -> OneLabel:
         rows = Rows(*(torch.cat(column) for column in zip(*(Rows.of(*batch) for batch in outputs), strict=True)))
         images, classes, hit = len(rows.label), int(trained.config.MODEL.NUM_CLASSES), rows.label == rows.guess
         seen = rows.label.numpy(), rows.guess.numpy(), classes
@@ -298,15 +301,17 @@ class OneLabel(Evaluation):
             BALANCED: 100 * counts.balanced_accuracy(),
             MACRO_F1: 100 * counts.macro_f1(),
         }
+        independent, of_five = (independent_images(one.numpy(), groups) for one in (hit, rows.among_five))
         intervals = {
-            **{metric.name: wilson(values[metric], images) for metric in (TOP1, TOP5)},
+            TOP1.name: wilson(values[TOP1], independent),
+            TOP5.name: wilson(values[TOP5], of_five),
             BALANCED.name: balanced_accuracy_interval(*seen),
             MACRO_F1.name: macro_f1_interval(*seen),
         }
         nll, brier = (float(column.sum()) / images for column in (rows.nll, rows.brier))
         bad = int((~rows.nll.isfinite()).sum())
         found = calibration(rows.confidence, hit)
-        return cls(images, support, predicted, right, values, intervals, bad, rows, nll, brier, *found)
+        return cls(images, support, predicted, right, values, intervals, bad, rows, independent, nll, brier, *found)
 
     @cached_property
     def chance(self) -> Chance:
@@ -325,7 +330,8 @@ class OneLabel(Evaluation):
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
         if in_folds is None and validated is not None:
             images = chosen.meta.get("val_images") or self.images, self.images  # older checkpoints do not know theirs
-            low, high = difference_interval((validated, self.values[TOP1]), images)
+            independent = [one * self.independent / self.images for one in images]  # as if groups there were as here
+            low, high = difference_interval((validated, self.values[TOP1]), independent)
             had, explained = f"Validation had top-1 {validated:.1f} %,", "that here, more than chance explains:"
             if low > 0:
                 said.append(
@@ -508,9 +514,12 @@ class SeveralLabels(Evaluation):
         return plain(found)
 
 
-def evaluation_of(trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]]) -> OneLabel | SeveralLabels:
-    """`outputs`: logits and labels, batch by batch."""
-    return (OneLabel if trained.task.kind == ONE_LABEL else SeveralLabels).of(trained, outputs)
+def evaluation_of(
+    trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()
+) -> OneLabel | SeveralLabels:
+    """`outputs`: logits and labels, batch by batch. `groups`: of the images."""
+    several = trained.task.kind != ONE_LABEL
+    return SeveralLabels.of(trained, outputs) if several else OneLabel.of(trained, outputs, groups)
 
 
 def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:

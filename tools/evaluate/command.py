@@ -222,7 +222,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     if asked.tta:
         log.info("-tta %s: mean of the probabilities of each image and its mirror image.", asked.tta)
     batches = ((logits, data.labels(labels)) for logits, labels in with_bar(trained, data.dataset))
-    found = evaluation_of(trained, batches)
+    found = evaluation_of(trained, batches, data.dataset.groups())
     thresholds = "" if trained.task.kind == ONE_LABEL else f"; {trained.thresholds()[1]}"
     places, title = [f"{one.chosen.place}" for one in models], chosen.which.mark or chosen.which.name
     what = f"{config.MODEL.NAME} of {chosen.place}"
@@ -234,7 +234,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     best_of = [validations_of(config, one.chosen) for one in models]
     flattered = flatters(max(best_of), Path(asked.models[0]), config.DATA)
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
-    said = of_groups(data.dataset.group_count(), found.images), flattered, *found.strange(trained)
+    said = of_groups(data.dataset.groups()), flattered, *found.strange(trained)
     log_lines((*said, *dict.fromkeys(copies), _in_this_evaluation(trained, given)))
     return {
         "model": config.MODEL.NAME,

@@ -18,6 +18,7 @@ from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import AT_ONCE, Features, features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
 from engine.evaluation.linear import STRENGTHS, UNWEIGHTED, fit, folds_of
+from engine.report.intervals import independent_images
 from engine.report.outcome import of_groups
 from engine.trained.model import Trained
 from models.parts import count_parameters
@@ -89,7 +90,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         if asked.knn is not None:
             found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
         found["neighbours"] = neighbours
-    said += filter(None, [of_groups(images.group_count(), len(images))])
+    said += filter(None, [of_groups(seen.groups)])
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
     if asked.out:
         save_probe(trained, data, found["chosen"], asked.out)
@@ -132,9 +133,10 @@ def _probes(
     found, said = dict[str, Any](), dict[str, list[str]]()
     for pool in progress_bar(pools, "poolings"):
         one, of_others = fit(known.of(pool), known.labels, fold_of, number, trained.precision.device)
-        result = evaluation_of(trained, [(one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))])
+        outputs = one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels)
+        result = evaluation_of(trained, [outputs], seen.groups)
         parts = (torch.from_numpy(array).split(AT_ONCE) for array in (of_others, known.labels))
-        of_folds = evaluation_of(trained, zip(*parts, strict=True))
+        of_folds = evaluation_of(trained, zip(*parts, strict=True), known.groups)
         for metric in metrics:
             values = (measured(each.values[metric], each.intervals[metric.name]) for each in (of_folds, result))
             rows.append([f"linear {metric.words}, {pool}", f"{one.strength:.2g}", *values])
@@ -155,8 +157,9 @@ def _neighbours(
     found = {}
     for pool in pools:
         guesses, truth = classify(seen.rows(pool, device), known.rows(pool, device), count)
-        top1 = 100 * int((guesses == truth).sum()) / len(truth)
-        interval = wilson(top1, len(truth))
+        right = (guesses == truth).cpu().numpy()
+        top1 = 100 * int(right.sum()) / len(right)
+        interval = wilson(top1, independent_images(right, seen.groups))
         rows.append([f"{KNN.words}, {pool}", f"{count} nearest", "", measured(top1, interval)])
         found[pool] = {"images": len(truth), TOP1.name: top1, "intervals": {TOP1.name: list(interval)}}
     return found

@@ -130,8 +130,8 @@ class DataConfig(Section):
     )
     GROUP: str | None = setting(
         None,
-        "Keeps images of a group, such as a patient or a video, on one side of the split by VAL_FRACTION or FOLD. A "
-        "column of a csv table, or a regular expression that finds the group in each path.",
+        "Keeps images of a group, such as a patient or a video, on one side of the split by VAL_FRACTION or FOLD, and "
+        "of folds for probes. A column of a csv table, or a regular expression that finds the group in each path.",
     )
     SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
     MULTI_LABEL: bool = setting(False, "Images may have several labels, or none (a csv table; docs/several_labels.md).")

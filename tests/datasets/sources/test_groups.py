@@ -1,15 +1,21 @@
 """DATA.GROUP: images of a group are on one side of the split."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from datasets import open_dataset
 from datasets.sources.grouped import split_by_group
+from engine.evaluation.linear import folds_of
+from engine.report.intervals import independent_images
 from tests.program import Result, Vitamp, write_meta
 from utils.config.data import DataConfig
+from utils.text import wilson
 
 
 def made(groups: int, classes: int = 4, seed: int = 0) -> tuple[np.ndarray, list[str]]:
@@ -89,6 +95,38 @@ def test_paths_and_columns_name_groups(vitamp: Vitamp, tiny: Path, tmp_path: Pat
     assert "32 training and 16 validation images" in done.out
 
 
+@pytest.mark.parametrize("kind", ["csv", "imagefolder"])
+def test_groups_of_given_splits_are_compared_and_kept_whole_in_folds(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, kind: str
+) -> None:
+    patients(root := tmp_path / "data")
+    rows = ["path,target,who,split"]
+    for file in sorted(root.glob("*/*.png")):
+        patient, shot = file.stem[7], file.stem[9]
+        split = "val" if patient == "5" or (patient, shot) == ("4", "3") else "train"
+        rows.append(f"{file.relative_to(root)},{file.parent.name},{patient},{split}")
+        if kind == "imagefolder":
+            (to := root / split / file.parent.name).mkdir(parents=True, exist_ok=True)
+            file.rename(to / file.name)
+    (root / "all.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    path, group = (root / "all.csv", "who") if kind == "csv" else (root, "patient([0-9])")
+    place = ("-dataset", kind, "-data_path", path, f"DATA.GROUP={group}", "-num_classes", "auto")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *place, "-batch_size", "8", "-epochs", "1", code=0)
+    torn = f"DATA.GROUP {group}: 1 group in more than one split, such as 4: 2 of 10 validation images."
+    assert torn in done.err
+    assert "The 10 images are 2 groups (DATA.GROUP)" in done.text
+    assert torn in vitamp(*place, script="scripts/check_data.py").err
+    every = vitamp(tmp_path / "run", "-part", "all", script="scripts/evaluate.py", code=0).text
+    assert "The 48 images are 6 groups (DATA.GROUP)" in every
+
+    data = DataConfig(DATASET=kind, DATA_PATH=str(path), GROUP=group)
+    train = open_dataset(data, True, 2, 0, torch.device("cpu"))
+    samples = train.single_images()
+    assert samples is not None
+    fold_of, _ = folds_of(train, train.sample_labels(), data)
+    assert len({*fold_of.tolist()}) == len({*zip(samples.groups or (), fold_of.tolist(), strict=True)}) == 5
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -125,23 +163,60 @@ def test_a_run_is_not_resumed_with_another_split(vitamp: Vitamp, tiny: Path, tmp
     assert f"label 0 was ill in training, but is well in imagefolder in {tmp_path / 'data'}. Restore" in again.err
 
 
-def test_intervals_are_said_to_be_too_narrow_and_splits_of_earlier_versions_are_refused(
+@pytest.mark.parametrize(("images", "groups", "accuracy", "alike"), [(150, 30, 0.9, 0.2), (500, 60, 0.75, 0.4)])
+def test_intervals_of_groups_hold_as_often_as_they_promise(
+    images: int, groups: int, accuracy: float, alike: float
+) -> None:
+    random, held = np.random.default_rng(0), {"wilson": 0, "by group": 0}
+    for _ in range(400):
+        sizes = random.lognormal(0, 1, groups)
+        of = np.repeat(np.arange(groups), np.maximum(1, sizes / sizes.sum() * images).astype(int))
+        easy = random.beta(accuracy * (1 / alike - 1), (1 - accuracy) * (1 / alike - 1), groups)
+        right = random.random(len(of)) < easy[of]
+        for kind, number in (("wilson", len(of)), ("by group", independent_images(right, [f"{one}" for one in of]))):
+            low, high = wilson(100 * right.mean(), number)
+            held[kind] += low <= 100 * accuracy <= high
+    assert held["wilson"] < 0.85 * 400
+    assert 0.93 * 400 <= held["by group"] <= 0.98 * 400
+
+
+def test_groups_count_as_one_image_at_least_and_none_as_more() -> None:
+    right, pairs = np.arange(100) % 4 > 0, [f"{number // 2}" for number in range(100)]
+    assert independent_images(right, []) == independent_images(right, [f"{number}" for number in range(100)]) == 100
+    doubled = independent_images(right.repeat(2), [f"{number // 2}" for number in range(200)])
+    assert 90 < doubled < 100, "each group is of equal images; Student's t is a little wider"
+    assert 90 < independent_images(right, pairs) < 100, "no more alike than others"
+    assert 40 < independent_images(np.ones(100, bool), pairs) < 50, "nothing shows how alike they are"
+    assert independent_images(right, ["one"] * 100) < 1
+
+
+def test_intervals_allow_for_groups_and_splits_of_earlier_versions_are_refused(
     vitamp: Vitamp, tiny: Path, tmp_path: Path
 ) -> None:
     patients(tmp_path / "data")
-    run, left_out = tmp_path / "run", tmp_path / "left_out.txt"
+    run, left_out, found = tmp_path / "run", tmp_path / "left_out.txt", tmp_path / "found.json"
     left_out.write_text("ill/patient0_0.png\n")
     place = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", f"DATA.EXCLUDE={left_out}")
     small = ("-num_classes", "auto", "-batch_size", "8", "-epochs", "1")
     split = ("DATA.GROUP=patient[0-9]", "DATA.VAL_FRACTION=0.3")
-    said = "The 16 images are 2 groups (DATA.GROUP), but intervals count each image as independent: the true ones are"
-    assert said in vitamp("-cfg", tiny, "-output", run, *place, *small, *split, code=0).text
-    assert said in vitamp("-eval", "-resume", run, "-output", tmp_path / "eval", code=0).text
-    for flags in ((), ("-probe",)):
-        assert said in vitamp(run, *flags, script="scripts/evaluate.py", code=0).text
-    for flags, times in (((), 2), (("-no_predictions",), 1)):
+    said = "The 16 images are 2 groups (DATA.GROUP). Intervals of top-1 and top-5 allow for it; others count each image"
+    trained = vitamp("-cfg", tiny, "-output", run, *place, *small, *split, code=0).text
+    interval = re.search(r"95 % interval ([\d.]+) to ([\d.]+) %", trained)
+    assert interval
+    for text in (trained, vitamp("-eval", "-resume", run, "-output", tmp_path / "eval", code=0).text):
+        assert said in text
+        assert interval[0] in text
+    for flags, fields in (((), ("figures",)), (("-probe",), ("probes", "neighbours"))):
+        assert said in vitamp(run, *flags, "-json", found, "-overwrite", script="scripts/evaluate.py", code=0).text
+        for one in (one for field in fields for one in json.loads(found.read_text())[field].values()):
+            low, high = one["intervals"]["acc1"]
+            assert high - low > 60 > np.diff(wilson(one["acc1"], 16)), "two groups know little"
+            assert flags or (low, high) == pytest.approx([float(interval[1]), float(interval[2])], abs=0.01)
+    for flags, times in (((), 2), (("-no_predictions",), 0)):
         vitamp(run, *flags, "-out", tmp_path / f"{times}.html", script="scripts/report.py", code=0)
-        assert (tmp_path / f"{times}.html").read_text().count(said) == times
+        page = (tmp_path / f"{times}.html").read_text()
+        assert page.count(said) == times
+        assert (f"{interval[1]} to {interval[2]} %" in page) == ("95 % interval" in page) == bool(times), "else unknown"
 
     for file in run.glob("checkpoints/*/meta.json"):
         meta = json.loads(file.read_text())

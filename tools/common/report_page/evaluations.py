@@ -67,7 +67,7 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
             weights += f"; {calibration}"
         shown = kind(trained, dataset, image, deciding)
         if headline := shown["headline"]:
-            said = [of_groups(dataset.group_count(), len(dataset))]
+            said = [of_groups(dataset.groups())]
             shown["remarks"] += filter(None, said)
             if part == "val":
                 number = validations_of(trained.config, trained.chosen)
@@ -90,7 +90,7 @@ def _gain(trained: Trained, folder: Path, shown: Shown) -> str:
 
 
 def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
-    found = OneLabel.of(trained, with_bar(trained, dataset))
+    found = OneLabel.of(trained, with_bar(trained, dataset), dataset.groups())
     classes = _rows_of_classes(trained, found)
     for row in classes:
         row["mistaken_for"] = found.mistaken_for(trained, row["label"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine.measure.throughput import shown_rate
-from engine.report.outcome import flatters, of_groups
+from engine.report.outcome import flatters
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
@@ -296,10 +296,10 @@ def _validated(run: Run) -> Headline | None:
     if best is None:
         return None
     images = run.about.get("samples", {}).get("val")
-    interval = wilson(best.value, images) if images and deciding.counts_images else None
+    groups = run.about.get("val_groups", 0)  # only predictions give an interval by them
+    interval = wilson(best.value, images) if images and deciding.counts_images and not groups else None
     guess, guessing = deciding.without_learning or (None, "")
     if deciding is TOP1:
         guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
     said = [flatters(len(run.history.of("val")), run.folder, run.config.DATA)] if run.config else []
-    said += [of_groups(run.about.get("val_groups", 0), images)] if images else []
     return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, [*filter(None, said)])

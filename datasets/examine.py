@@ -138,22 +138,28 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
     return findings
 
 
+def _named_alike(splits: Mapping[str, Samples]) -> dict[str, list[str]]:
+    """Of each image, by split, its file's name without the last number; '' where it says nothing, as many have it."""
+    pattern, names, labels = re.compile(f"(?:.*/)?{SERIES}"), dict[str, list[str]](), list[int]()
+    for title, of in splits.items():
+        matches = (pattern.match(of.name(index)) for index in range(len(of)))
+        names[title] = [match[1] if match else "" for match in matches]
+        labels += of.labels.tolist() if of.labels.ndim == 1 else [0] * len(of)
+    everywhere = [name for of_split in names.values() for name in of_split]
+    of_class, of_both = Counter(labels), Counter(zip(everywhere, labels, strict=True))
+    nothing = {name for name, images in Counter(everywhere).items() if images > OF_IMAGES * len(everywhere)}
+    nothing |= {name for (name, label), images in of_both.items() if images > OF_CLASS * of_class[label]}
+    return {title: ["" if name in nothing else name for name in of_split] for title, of_split in names.items()}
+
+
 def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
     """A sentence, if images of one group are in several splits; without DATA.GROUP, of those that names hint at."""
-    groups = {title: samples.groups or [] for title, samples in splits.items()}
-    if data.GROUP is None:
-        if sum(map(len, splits.values())) > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
-            return ""
-        pattern, names, labels = re.compile(f"(?:.*/)?{SERIES}"), list[str](), list[int]()
-        for title, of in splits.items():
-            matches = (pattern.match(of.name(index)) for index in range(len(of)))
-            groups[title] = [match[1] if match else "" for match in matches]
-            names += groups[title]
-            labels += of.labels.tolist() if of.labels.ndim == 1 else [0] * len(of)
-        of_class, of_both = Counter(labels), Counter(zip(names, labels, strict=True))
-        nothing = {name for name, images in Counter(names).items() if images > OF_IMAGES * len(names)}
-        nothing |= {name for (name, label), images in of_both.items() if images > OF_CLASS * of_class[label]}
-        groups = {title: ["" if name in nothing else name for name in of] for title, of in groups.items()}
+    if data.GROUP is not None:
+        groups = {title: samples.groups or [] for title, samples in splits.items()}
+    elif sum(map(len, splits.values())) <= MOST_NAMES and all(one.stored == "files" for one in splits.values()):
+        groups = _named_alike(splits)
+    else:
+        return ""
     first, torn, counts, most = dict[str, str](), set[str](), list[str](), 0.0
     for title, of_images in groups.items():
         shared = [group for group in of_images if group and first.setdefault(group, title) != title]

@@ -5,12 +5,13 @@ Nothing here changes a training. In a large data set, only as much is looked at 
 
 import contextlib
 import hashlib
+import os
 import re
 import shlex
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
@@ -92,6 +93,8 @@ class Findings:
     """Of training images in validation; None where they were not looked for"""
     copies_in_test: dict[str, Copies] = field(default_factory=dict)
     """Of images of each other split in the test split"""
+    companions: str = ""
+    """That images may be masks of others, by their names"""
     series: str = ""
     """That images of a group, or whose names look like those of one thing, are in several splits"""
     alike: list[int] = field(default_factory=list)
@@ -134,8 +137,26 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
                 findings.copies_in_test[title] = find_copies(of, test, seconds)
     if train.stored != "pixels":
         _look_at_headers(findings, train, data)
-    findings.series = series_of(splits, data)
+    findings.series, findings.companions = series_of(splits, data), companions_of(splits)
     return findings
+
+
+def companions_of(splits: Mapping[str, Samples]) -> str:
+    """A sentence, if many images have the name of another one but for its ending, as masks have."""
+    if sum(map(len, splits.values())) > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
+        return ""
+    names = [of.name(index) for of in splits.values() for index in range(len(of))]
+    by_stem = defaultdict[str, list[str]](list)
+    for name in names:
+        by_stem[os.path.splitext(name)[0]].append(name)
+    pairs = [same for same in by_stem.values() if len(same) > 1]
+    if sum(map(len, pairs)) < TORN * len(names):
+        return ""
+    first, second, *_ = map(os.path.basename, sorted(pairs[0]))
+    return (
+        f"{sum(map(len, pairs)):,} of {len(names):,} images have the name of another one but for the ending, such as "
+        f"{first} and {second}. If one is the other's mask, list the masks in a file for DATA.EXCLUDE"
+    )
 
 
 def _named_alike(splits: Mapping[str, Samples]) -> dict[str, list[str]]:
@@ -167,6 +188,11 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
             torn.update(shared)
             counts.append(f"{len(shared):,} of {len(of_images):,} {title} images")
             most = max(most, len(shared) / len(of_images))
+    number = sum(map(len, groups.values()))
+    if data.GROUP is not None and len({*first}) == number:
+        return (
+            f"DATA.GROUP {data.GROUP}: each of {counted(number, 'image')} is a group of its own, which changes nothing"
+        )
     if torn and data.GROUP is not None:
         return (
             f"DATA.GROUP {data.GROUP}: {counted(len(torn), 'group')} in more than one split, such as {min(torn)}: "
@@ -387,6 +413,8 @@ def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     training, validation = found.classes["training"], found.classes["validation"]
     if found.series and data.GROUP is not None:
         yield f"{found.series}."
+    if found.companions:
+        yield f"{found.companions}."
     missing = [name for name, count in training.items() if count and not validation[name]]
     # Of a validation split that comes with the data, these have warned, before DATA.EXCLUDE.
     warned = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")

@@ -18,6 +18,7 @@ from datasets.examine import QUICK_SECONDS
 from engine.evaluation.features import Features, Seeing, columns_of, features_of
 from engine.machine.device import Run
 from models.parts import in_eval_mode
+from utils.config.data import DataConfig
 from utils.progress import Progress
 from utils.seeding import generator_of
 from vitamp.pooling import pool_of
@@ -93,6 +94,16 @@ def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = fl
     return Nearest(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
+def count_alike(
+    seeing: Seeing, dataset: ImageDataset, of: np.ndarray, among: np.ndarray, data: DataConfig
+) -> list[int]:
+    """`Nearest.counted` of the images of `dataset`. `of`, `among`: their features, and those of training images."""
+    mean = among.mean(0)
+    limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
+    seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
+    return [*nearest(directions(of, mean), directions(among, mean), limit, seconds).counted()]
+
+
 def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
     """`Nearest.counted` of validation images among training images.
 
@@ -106,7 +117,4 @@ def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
     if not run.world.first:
         return []
     training, validation = (np.asarray(one.of(pool_of(seeing.model))) for one in (known, found))
-    mean = training.mean(0)
-    limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
-    seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
-    return [*nearest(directions(validation, mean), directions(training, mean), limit, seconds).counted()]
+    return count_alike(seeing, dataset, validation, training, data)

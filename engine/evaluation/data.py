@@ -205,7 +205,8 @@ def warn_of_images(config: Config, saved: Chosen | None, dataset: ImageDataset) 
 
 def copies_of_training(config: Config, saved: Chosen | None, dataset: ImageDataset) -> tuple[str, float] | None:
     """What to say of such images, and their percentage of those that were compared; None without any."""
-    if saved is None or whose_data(config, saved) in OF_RUN or "DATA.DATASET" not in settings_of(saved):
+    own_images = config.DATA.PART != "test" and saved is not None and whose_data(config, saved) in OF_RUN
+    if saved is None or own_images or "DATA.DATASET" not in settings_of(saved):
         return None
     train, evaluated = None, dataset.single_images()
     with unheard(), suppress(UserError):  # it may be gone, or on another machine

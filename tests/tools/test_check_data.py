@@ -188,6 +188,30 @@ def test_colours_that_tell_a_class_or_that_a_split_lacks_are_named(check: Check,
     ]
 
 
+def test_masks_beside_their_images_are_named(check: Check, tree: Path, vitamp: Vitamp) -> None:
+    said = "images have the name of another one but for the ending, such as 0.jpg and 0.png. If one is the other's mask"
+    assert said not in check(tree)[0].text
+    for photograph in [*tree.rglob("*.jpg")]:
+        Image.new("L", (40, 36)).save(photograph.with_suffix(".png"))
+    assert f"60 of 60 {said}" in check(tree, code=1)[0].err
+    words = ("-cfg", "vit_digits", "-dataset", "imagefolder", "-data_path", tree, "-num_classes", 3, "-dry_run")
+    assert f"60 of 60 {said}" in vitamp(*words, "DATA.IMAGE_CHANNELS=3", code=0).err
+
+
+def test_what_the_validation_crop_keeps_is_said(check: Check, tree: Path) -> None:
+    assert "The crop of validation" not in check(tree)[0].out
+    for number in range(40):
+        save_image(tree / "train/ant" / f"wide{number}.jpg", 9000 + number, size=(80, 40))
+    said = "The crop of validation (CROP_PCT 0.875) keeps 38% of an image (the median; the least: 38%)."
+    assert said in check(tree)[0].out
+    assert "The crop of validation" not in check(tree, "DATA.CROP_MODE=squash")[0].out
+
+
+def test_a_group_for_each_image_changes_nothing(check: Check, tree: Path) -> None:
+    said = "DATA.GROUP [a-z]+/[0-9]+: each of 24 images is a group of its own, which changes nothing"
+    assert said in check(tree / "train", "DATA.GROUP=[a-z]+/[0-9]+")[0].err
+
+
 def test_turned_and_large_images_are_named(check: Check, tree: Path) -> None:
     for number in range(90):
         shutil.copy(tree / "train" / "ant" / "0.jpg", tree / "train" / "ant" / f"copy{number}.jpg")
@@ -345,6 +369,18 @@ def test_images_that_look_like_many_others_are_no_copies(
     )
     assert "Defects: " not in done.out
     assert [file.name for file in out.iterdir()] == ["alike.html"], "no list"
+
+
+def test_no_table_where_most_images_would_be_one_group(
+    check: Check, weights: tuple[object, ...], tmp_path: Path
+) -> None:
+    root, out = tmp_path / "data", tmp_path / "alike"
+    write_photographs(root, range(60))
+    for number in range(11):  # so few of them are in training that they may be copies
+        edit(root / "ant/0.png", root / f"ant/series{number}.png", lambda image: image)
+    done, _ = check(root, "-alike", out, *weights, "DATA.VAL_FRACTION=0.4", code=1)
+    assert "No table is written: 12 of 71 images, each like the next, would be one group." in done.out
+    assert not (out / "groups.csv").exists()
 
 
 def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[object, ...], tmp_path: Path) -> None:

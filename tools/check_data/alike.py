@@ -147,8 +147,13 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
 
 
 def _write_groups(images: Images, table: Path) -> None:
-    """Write a table of all images, with their groups, which a split keeps whole."""
+    """Write a table of all images, with their groups, which a split keeps whole; none if one group would have most."""
     groups, text = images.groups(), io.StringIO()
+    largest = int(np.bincount(groups).max())
+    if largest > max(MANY, len(groups) / MANY):
+        joined = f"{largest:,} of {len(groups):,} images, each like the next,"
+        log.info("No table is written: %s would be one group. What they show may be a group: DATA.GROUP.", joined)
+        return
     root = Path(images.data.DATA_PATH or "").expanduser()
     root = root if root.is_dir() else root.parent
     rows = csv.writer(text, lineterminator="\n")
@@ -157,8 +162,8 @@ def _write_groups(images: Images, table: Path) -> None:
         rows.writerow([os.path.relpath(images.name(number), root), images.label(number), group])
     with writing(table, "-alike"):
         write_atomically(table, text.getvalue())
-    largest, copied = counted(int(np.bincount(groups).max()), "image"), shlex.quote(str(root / table.name))
-    log.info("%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, largest)
+    of, copied = counted(largest, "image"), shlex.quote(str(root / table.name))
+    log.info("%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, of)
     log.info("copy it to %s, train with -data_path %s DATA.GROUP=group, and check that split again.", root, copied)
 
 

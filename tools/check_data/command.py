@@ -83,7 +83,7 @@ def _check(
     """Scan the images, and report, which rank 0 does; returns the exit code."""
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import auto_workers
-    from datasets.examine import series_of
+    from datasets.examine import companions_of, series_of
     from datasets.sources.files import no_file
     from tools.check_data import findings as report
 
@@ -101,6 +101,8 @@ def _check(
         found = Counter(scan.header.size for split in splits for scan in split.scans if not scan.problem).most_common(5)
         sizes = ", ".join(f"{wide} x {high} ({count:,})" for (wide, high), count in found)
         log.info("Images of %d channels, DATA.BITS %s, by size: %s", data.IMAGE_CHANNELS, data.BITS, sizes)
+    if kept := report.kept_by_crop(splits, data):
+        log.info("%s", kept)
     content, words, count = report.exclude_list(findings, splits, data, near)
     advice = [f"Excluded by {fix or 'the list that -fix FILE writes'}:", words] if count else []
     if fix is not None:
@@ -109,7 +111,10 @@ def _check(
         how = f"; to exclude them, add DATA.EXCLUDE={fix}" if count else ""
         advice.append(f"{counted(count, 'image')} to exclude{how}")
     advice += _what_stays(findings, fix, near)
-    series = series_of({split.title: split.samples for split in splits}, data)
+    by_title = {split.title: split.samples for split in splits}
+    series = series_of(by_title, data)
+    if companions := companions_of(by_title):
+        log.warning("%s.", companions)
     if series and data.GROUP is not None:
         log.warning("%s.", series)
     elif series:

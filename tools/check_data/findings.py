@@ -433,6 +433,26 @@ def _sources(splits: list[Split], usual: str) -> Iterator[str]:
                     yield f"{what} {value}: none of {count:,} images in {split.title}, where chance puts {expected:.0f}"
 
 
+MOST_KEPT = 0.6
+"""Fraction of an image that a validation crop keeps, from which on nothing is said of it"""
+
+
+def kept_by_crop(splits: list[Split], data: DataConfig) -> str:
+    """How much of the images a square validation crop keeps; '' if it is most of them."""
+    sizes = np.array([scan.header.size for split in splits for scan in split.scans if min(scan.header.size) > 0])
+    high, wide = sides(data.IMAGE_SIZE)
+    if not len(sizes) or high != wide or data.CROP_MODE != "center" or data.CROP == "none":
+        return ""
+    shorter = sizes.min(1) * min(data.CROP_PCT, 1)
+    kept = np.minimum(shorter**2 / sizes.prod(1), 1)
+    if (median := float(np.median(kept))) > MOST_KEPT:
+        return ""
+    return (
+        f"The crop of validation (CROP_PCT {data.CROP_PCT:g}) keeps {median:.0%} of an image (the median; the least: "
+        f"{kept.min():.0%}). Where what counts may be at the margin, DATA.CROP_MODE=squash DATA.CROP_PCT=1 keeps all."
+    )
+
+
 def _counts(splits: list[Split], num_classes: int) -> dict[str, dict[str, int]]:
     """Images per class, by split: by name, with the label where classes share one, and by label where it has no class.
 

@@ -244,10 +244,10 @@ class Chance(NamedTuple):
         """Whether `ece` is beyond chance; '' if it is not known."""
         if not math.isfinite(ece):
             return ""
+        verdict = "is more than chance explains" if ece > self.percentile_95 else "may be chance"
         return (
-            f"The calibration error is {'more' if ece > self.percentile_95 else 'no more'} than chance explains: a "
-            f"perfectly calibrated model that is as sure has {self.mean:.2f} % on average on {self.images:,} images, "
-            f"and up to {self.percentile_95:.2f} % in 95 of 100 cases."
+            f"The calibration error {verdict}: a perfectly calibrated model that is as sure has {self.mean:.2f} % on "
+            f"average on {self.images:,} images, and up to {self.percentile_95:.2f} % in 95 of 100 cases."
         )
 
 

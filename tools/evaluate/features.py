@@ -14,6 +14,7 @@ import torch
 
 from datasets import has_labels, source_of
 from datasets.base import TITLES, part_of
+from engine.evaluation.alike import MOST_VALUES, count_alike
 from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import AT_ONCE, Features, features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
@@ -22,6 +23,7 @@ from engine.report.intervals import independent_images
 from engine.report.outcome import of_groups
 from engine.trained.model import Trained
 from models.parts import count_parameters
+from tools.common.command_line import MEMORISED
 from tools.common.evaluation import INTERVALS, evaluation_of, measured
 from tools.common.tables import in_columns
 from tools.common.turns import progress_bar
@@ -33,6 +35,7 @@ from utils.config.read import Kind, Source
 from utils.distributed.world import ALONE, World
 from utils.log import log, log_lines, quiet_terminal
 from utils.program import tool
+from utils.record.run_folder import alike_in_words
 from utils.text import wilson
 from vitamp.metrics import BALANCED, KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
@@ -90,6 +93,12 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         if asked.knn is not None:
             found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
         found["neighbours"] = neighbours
+    if asked.probe and data.PART not in MEMORISED and data.CHECK != "off" and images.single_images() is not None:
+        of, among = (np.asarray(one.of(pools[0])) for one in (seen, known))
+        look = f"images of the {TITLES[part_of(data, False)]} look like training images"
+        with trained.computing(data.val_batch):
+            alike = count_alike(trained, images, of, among, data) if among.size <= MOST_VALUES else []
+        said += [f"{words}. This may raise the metrics." for words in filter(None, [alike_in_words(alike, look)])]
     said += filter(None, [of_groups(seen.groups)])
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
     if asked.out:

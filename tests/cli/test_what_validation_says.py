@@ -58,6 +58,11 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
     grouped = vitamp(run, "-part", "test", "DATA.GROUP=^[a-z]+", script=evaluate, code=0).out
     assert "The 36 images are 3 groups" in grouped
     assert "points below that here" not in grouped, "three groups are few"
+    copy = run.parent / "flowers" / "test" / "sky" / "copy.png"
+    shutil.copy(next((run.parent / "flowers" / "train" / "sky").iterdir()), copy)
+    found = vitamp(run, "-part", "test", script=evaluate, code=0).err
+    copy.unlink()
+    assert "1 of 37 compared images have the bytes of training images" in found
     (tmp_path / "others").mkdir()
     for one, other in (("leaf", "rose"), ("rose", "sky"), ("sky", "leaf")):
         (tmp_path / "others" / other).symlink_to((run.parent / "flowers" / "test" / one).resolve())

@@ -419,6 +419,8 @@ def test_training_says_unasked_that_copies_are_edited(
     assert ended in resumed.text, "though no features were computed"
     evaluated = vitamp(run, script="scripts/evaluate.py")
     assert ended in evaluated.text
+    probed = vitamp(*words[:-2], "-probe", script="scripts/evaluate.py")
+    assert "1 of 21 images of the validation split look like training images, as edited" in probed.text
     vitamp(run, script="scripts/report.py")
     assert ended in (run / "report.html").read_text()
     off = vitamp(*words[:-1], tmp_path / "off", "-epochs", 0, "DATA.CHECK=off")

@@ -34,7 +34,8 @@ def named_parts(names: Sequence[str], where: object, read: Part = "val") -> dict
             warn_once(
                 f"{where}: the split test is used for validation, because no other split is read for it. It "
                 "then chooses the best checkpoint, so accuracy on it is a little too high for a test result. To keep "
-                "it for the end, give -data_path the training split alone, or make a split val of training images."
+                "it for the end, give -data_path the training split alone and measure by `evaluate.py RUN -data_path "
+                "PATH -part test` with this PATH, or make a split val of training images."
             )
     if len(validation) > 1:
         warn_once(f"{where}: {validation[0]} is the validation split; {', '.join(validation[1:])} not read.")

@@ -50,6 +50,8 @@ SMALLEST, LARGEST = 16, 128
 """Pixels of a shorter side between which the limits shrink"""
 FAINT = 15.0
 """Contrast of blocks below which the limits shrink with it"""
+CORRELATED = 0.999
+"""Of the thumbnails of two images that are not small, from which on they may be twice as far apart: by resizing"""
 LIGHTNESS = {1: np.ones(1, np.float32), 3: np.array([0.299, 0.587, 0.114], np.float32)}
 """Weights of channels, by their number: JPEG keeps lightness better than colour. Bands count alike."""
 SHADES = 48
@@ -72,7 +74,7 @@ class Thumbnails:
     """
 
     def __init__(self, thumbnails: np.ndarray, sides: np.ndarray) -> None:
-        self.sides = sides
+        self.sides, self.pixels = sides, thumbnails
         count, channels = thumbnails.shape[:2]
         self.flat = np.zeros(count, bool)
         self.brightness, self.contrast = np.zeros(count, np.float32), np.zeros(count, np.float32)
@@ -98,6 +100,13 @@ class Thumbnails:
         scale = np.sqrt(self.contrast[other] / self.contrast[one])[:, None, None, None]
         level = self.brightness[:, None, None, None]
         return (planes[one] - level[one]) * scale - (planes[other] - level[other]) / scale
+
+    def correlation(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Of the pixels of pairs."""
+        first, second = (self.pixels[images].astype(np.float32) for images in (one, other))
+        first, second = (planes - planes.mean((1, 2, 3), keepdims=True) for planes in (first, second))
+        both, each, of_other = (planes.sum((1, 2, 3)) for planes in (first * second, first**2, second**2))
+        return both / np.sqrt(each * of_other)
 
     def limits(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Factors of the limits of pairs. Images that are both enlarged to thumbnails lose nothing by that."""
@@ -160,7 +169,13 @@ def _alike(thumbnails: Thumbnails, one: np.ndarray, other: np.ndarray) -> Pairs:
         light, colour = (thumbnails.difference(planes, *both) for planes in (thumbnails.cells, thumbnails.blocks))
         compared = [(light, side, most) for side, most in MOST_APART.items()] + [(colour, 2, MOST_IN_COLOUR)]
         apart = [np.abs(_squares(planes, side)).max((1, 2, 3)) / most for planes, side, most in compared]
-        kept.append(pairs[np.max(apart, axis=0) < thumbnails.limits(*both)])
+        most, limits = np.max(apart, axis=0), thumbnails.limits(*both)
+        same = most < limits
+        large = np.minimum(*(thumbnails.sides[images] for images in both)) >= LARGEST
+        large &= np.minimum(*(contrast[images] for images in both)) >= FAINT
+        rest = np.flatnonzero(large & ~same & (most < 2 * limits))
+        same[rest] = thumbnails.correlation(*(images[rest] for images in both)) >= CORRELATED
+        kept.append(pairs[same])
     pairs = np.concatenate(kept)
     return one[pairs], other[pairs]
 

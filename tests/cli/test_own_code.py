@@ -190,7 +190,7 @@ def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, fi
     assert metrics(run, "val")[-1]["kappa"] > line["kappa"]
     vitamp(run, script="scripts/report.py", code=0)
     page = (run / "report.html").read_text()
-    assert "best kappa" in page
+    assert "kappa of the best checkpoint" in page
     assert ">near<" in page
     judged = judged_by("near", "model", [config_of_run(run)])
     assert judged.of(metrics_of(run)) == metrics(run, "val")[-1]["near"]

@@ -183,7 +183,7 @@ def test_colours_that_tell_a_class_or_that_a_split_lacks_are_named(check: Check,
     done, found = check(tree)
     assert "note: perhaps of another source, by their format, colours or size: 2\n" in done.out
     assert found["notes"]["of_another_source"] == [
-        "colours grey: 20 of 20 images are ant, of the others 24%; a model may take the one for the other",
+        "colours grey: 20 of 20 images are ant, of the others 24 %; a model may take the one for the other",
         "colours grey: none of 20 images in validation, where chance puts 6",
     ]
 
@@ -202,7 +202,7 @@ def test_what_the_validation_crop_keeps_is_said(check: Check, tree: Path) -> Non
     assert "The crop of validation" not in check(tree)[0].out
     for number in range(40):
         save_image(tree / "train/ant" / f"wide{number}.jpg", 9000 + number, size=(80, 40))
-    said = "The crop of validation (CROP_PCT 0.875) keeps 38% of an image (the median; the least: 38%)."
+    said = "The crop of validation (CROP_PCT 0.875) keeps 38 % of an image (the median; the least: 38 %)."
     assert said in check(tree)[0].out
     assert "The crop of validation" not in check(tree, "DATA.CROP_MODE=squash")[0].out
 

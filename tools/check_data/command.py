@@ -93,7 +93,7 @@ def _check(
     if not splits or not world.first:
         return EXIT_DONE
     for split in splits:
-        if all(scan.problem == "missing" for scan in split.scans):
+        if split.scans and all(scan.problem == "missing" for scan in split.scans):
             where = no_file(Path(split.samples.name(0)))
             raise UserError(f"None of {counted(len(split.scans), f'{split.title} image')} exists: {where}.")
     findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data)
@@ -112,8 +112,8 @@ def _check(
         advice.append(f"{counted(count, 'image')} to exclude{how}")
     advice += _what_stays(findings, fix, near)
     by_title = {split.title: split.samples for split in splits}
-    series = series_of(by_title, data)
-    if companions := companions_of(by_title):
+    series, companions = series_of(by_title, data), companions_of(by_title)
+    if companions:
         log.warning("%s.", companions)
     if series and data.GROUP is not None:
         log.warning("%s.", series)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch.utils.data import DataLoader, Dataset
 
 from datasets import decoding
@@ -427,24 +428,30 @@ def _sources(splits: list[Split], usual: str) -> Iterator[str]:
     """
     images = [_Image(split, index) for split in splits for index in range(len(split.scans))]
     images = [image for image in images if image.header.format]
-    labels, titles = np.array([image.label for image in images]), np.array([image.split.title for image in images])
-    for what, values in (
+    if not images:  # unknown of arrays and bands
+        return
+    labels, label_of = np.unique([image.label for image in images], return_inverse=True)
+    part_of = np.repeat(range(len(splits)), [sum(bool(scan.header.format) for scan in split.scans) for split in splits])
+    for what, of_images in (
         ("format", [image.header.format for image in images]),
         ("colours", [image.header.mode or usual for image in images]),
         ("size", [f"{image.header.size[0]} x {image.header.size[1]}" for image in images]),
     ):
-        for value, count in Counter(values).items():
-            if not AT_LEAST <= count <= len(values) / 2:
-                continue
-            have = np.array(values) == value
-            ((label, most),) = Counter(labels[have].tolist()).most_common(1)
-            others = float((labels[~have] == label).mean())
+        values, value_of, counts = np.unique(of_images, return_inverse=True, return_counts=True)
+        ones = np.ones(len(images), np.int64)
+        by_class = csr_array((ones, (value_of, label_of)), (len(values), len(labels)))  # ImageNet has many of both
+        by_part = csr_array((ones, (value_of, part_of)), (len(values), len(splits))).toarray()
+        of_class, of_part = by_class.sum(0), by_part.sum(0)
+        for at in np.flatnonzero((counts >= AT_LEAST) & (counts <= len(images) / 2)).tolist():
+            value, count, row = values[at], counts[at], by_class[[at]].toarray()[0]
+            most, label = row.max(), row.argmax()
+            others = (of_class[label] - most) / (len(images) - count)
             if most >= 0.9 * count and others <= 0.5:
-                many = f"{most:,} of {count:,} images are {label}, of the others {others:.0%}"
+                many = f"{most:,} of {count:,} images are {labels[label]}, of the others {100 * others:.0f} %"
                 yield f"{what} {value}: {many}; a model may take the one for the other"
-            for split in splits:
-                expected = count * float((titles == split.title).mean())
-                if expected >= FEW and split.title not in titles[have]:
+            for split, has, size in zip(splits, by_part[at], of_part, strict=True):
+                expected = count * size / len(images)
+                if expected >= FEW and not has:
                     yield f"{what} {value}: none of {count:,} images in {split.title}, where chance puts {expected:.0f}"
 
 
@@ -463,8 +470,9 @@ def kept_by_crop(splits: list[Split], data: DataConfig) -> str:
     if (median := float(np.median(kept))) > MOST_KEPT:
         return ""
     return (
-        f"The crop of validation (CROP_PCT {data.CROP_PCT:g}) keeps {median:.0%} of an image (the median; the least: "
-        f"{kept.min():.0%}). Where what counts may be at the margin, DATA.CROP_MODE=squash DATA.CROP_PCT=1 keeps all."
+        f"The crop of validation (CROP_PCT {data.CROP_PCT:g}) keeps {100 * median:.0f} % of an image (the median; the "
+        f"least: {100 * kept.min():.0f} %). Where what counts may be at the margin, DATA.CROP_MODE=squash "
+        "DATA.CROP_PCT=1 keeps all."
     )
 
 

@@ -98,7 +98,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         look = f"images of the {TITLES[part_of(data, False)]} look like training images"
         with trained.computing(data.val_batch):
             alike = count_alike(trained, images, of, among, data) if among.size <= MOST_VALUES else []
-        said += [f"{words}. This may raise the metrics." for words in filter(None, [alike_in_words(alike, look)])]
+        if words := alike_in_words(alike, look):
+            said.append(f"{words}. This may raise the metrics.")
     said += filter(None, [of_groups(seen.groups)])
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
     if asked.out:

@@ -72,7 +72,7 @@ def part_of(data: DataConfig, train: bool) -> Part:
 
 
 Parts = Mapping[Part, object]
-"""The splits that a data set has, and where each is; `all` alone if it comes without a validation split"""
+"""The splits that a data set has, and where each is; `all`, perhaps with `test`, if it comes without one to validate"""
 
 
 SPLIT: Parts = {"train": "train", "val": "val"}
@@ -89,7 +89,12 @@ def parts_read(data: DataConfig, train: bool, parts: Parts) -> list[Part]:
     if train:
         return ["train", "val"]
     part = part_of(data, False)
-    return distinct(parts) if part == "all" else [part]
+    return distinct(parts) if part == "all" and part not in parts else [part]
+
+
+def part_made(parts: Parts, part: Part) -> Part | None:
+    """The split to make of `all`; None if the data has this one."""
+    return None if "all" not in parts or (part == "test" and part in parts) else part
 
 
 class Samples(ABC):

@@ -219,7 +219,8 @@ def _check_fold(source: Source, data: DataConfig) -> None:
     if data.fold is not None and not source.is_unsplit(data):
         raise UserError(
             f"DATA.FOLD {data.fold}: the data set {source_of(data)} comes with its own validation split. Leave "
-            "DATA.FOLD out, or use data that names no splits: class folders alone, one csv file, or tar files."
+            f"DATA.FOLD out{', or make folds of train by DATA.KEEP_TEST=true' if validates_on_test(data) else ''}, or "
+            "use data that names no splits: class folders alone, one csv file, or tar files."
         )
 
 

@@ -5,7 +5,7 @@ import resource
 import torch
 
 from datasets import check_dataset, source_of
-from datasets.registry import comes_unsplit, unread_path
+from datasets.registry import comes_unsplit, has_test, unread_path, validates_on_test
 from engine.amp.precision import check_amp
 from engine.inputs.batches import shortcuts_of
 from engine.machine.memory import total_memory
@@ -155,12 +155,17 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
 
 
 def _with_typed_data(loaded: Loaded, given: set[str]) -> Loaded:
-    """Refuse a DATA_PATH of the command line that is not read, and warn of a VAL_FRACTION without effect."""
+    """Refuse a DATA_PATH of the command line that is not read, and warn of splits that are not made."""
     config = loaded.config
     if "DATA.DATA_PATH" in given and not config.EVAL and (unread := unread_path(config.DATA)):
         raise UserError(unread)
-    if not (config.EVAL or config.TRAIN.KNN) and "DATA.VAL_FRACTION" in given and not comes_unsplit(config.DATA):
-        return loaded.with_warning(
-            f"DATA.VAL_FRACTION has no effect: {source_of(config.DATA)} comes with its own validation split"
+    made = comes_unsplit(config.DATA)
+    if not (config.EVAL or config.TRAIN.KNN) and "DATA.VAL_FRACTION" in given and not made:
+        kept = "; DATA.KEEP_TEST=true makes one of train" if validates_on_test(config.DATA) else ""
+        loaded = loaded.with_warning(
+            f"DATA.VAL_FRACTION has no effect: {source_of(config.DATA)} comes with its own validation split{kept}"
         )
+    if config.DATA.KEEP_TEST and not config.EVAL and not (made and has_test(config.DATA)):
+        why = "has no split test" if made else "comes with its own validation split"
+        loaded = loaded.with_warning(f"DATA.KEEP_TEST has no effect: {source_of(config.DATA)} {why}")
     return loaded

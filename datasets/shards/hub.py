@@ -20,7 +20,7 @@ from datasets.base import HUB_PREFIX
 from datasets.shards.index import Folder, TarWriter
 from datasets.shards.source import MANIFEST, ShardSet, finish_set, shard_source
 from datasets.sources.files import images_below
-from datasets.sources.split import SPLIT_NAMES, TEST, named_parts, split_named_in, warn_of_skipped
+from datasets.sources.split import SPLIT_NAMES, TEST, TRAIN, named_parts, split_named_in, warn_of_skipped
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -47,11 +47,12 @@ class Columns(NamedTuple):
     """Of the classes, if the label column holds names, not numbers"""
 
 
-def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, list[Path]]:
+def choose_files(root: Path, paths: Iterable[Path], data: DataConfig) -> dict[str, list[Path]]:
     """Those of these parquet files below `root` (which need not exist yet) that each split has.
 
     All are 'train' if no name says which is which.
     """
+    dataset = data.DATASET
     files = sorted(path for path in paths if not any(of.startswith(".") for of in path.relative_to(root).parts))
     if not files:
         raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
@@ -59,9 +60,10 @@ def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, l
     for path in files:
         words = map(split_named_in, reversed(path.relative_to(root).parts))  # of the file, else of its nearest folder
         named[next(filter(None, words), "")].append(path)
-    parts = named_parts([name for name in SPLIT_NAMES if name in named], root)
+    parts = named_parts([name for name in SPLIT_NAMES if name in named], root, data)
     # A test split that validates too is kept as what it is, so that DATA.PART=test finds it.
-    splits = {part: named[name] for part, name in parts.items() if (part, name) != ("val", TEST)}
+    kept = {part: name for part, name in parts.items() if (part, name) != ("val", TEST)}
+    splits = {"train" if name == TRAIN else part: named[name] for part, name in kept.items()}
     if not splits:
         splits = {"train": named[""]}
     else:
@@ -215,7 +217,7 @@ def _download(place: str, data: DataConfig) -> Path:
         if not sizes and revision is None:
             revision, sizes = CONVERTED, _parquet_files(name, inside, CONVERTED)
         # Before anything is fetched: a data set can have a hundred configurations.
-        splits = choose_files(Path(name, inside), [Path(name, file) for file in sizes], data.DATASET)
+        splits = choose_files(Path(name, inside), [Path(name, file) for file in sizes], data)
         files = [str(file.relative_to(name)) for of_split in splits.values() for file in of_split]
         size = sum(sizes[file] for file in files) / 1e9
         log.info("Fetching %d parquet files (%.2f GB) of %s from the Hugging Face hub.", len(files), size, place)
@@ -246,7 +248,7 @@ def _parquet_files(name: str, inside: str, revision: str | None) -> dict[str, in
 
 def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     """Copy into a temporary folder beside `folder`, and rename it when the copy is complete."""
-    splits = choose_files(source, map(source.joinpath, images_below(str(source), endings=PARQUET)), data.DATASET)
+    splits = choose_files(source, map(source.joinpath, images_below(str(source), endings=PARQUET)), data)
     columns = columns_of(source, splits, data.DATASET)
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)  # of an interrupted copy

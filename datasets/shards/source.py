@@ -23,7 +23,6 @@ from datasets.base import (
     Samples,
     Source,
     Unreadable,
-    part_of,
     parts_read,
     shuffled_by_file,
 )
@@ -31,7 +30,15 @@ from datasets.labels import check_class_count, check_label, log_unused_outputs, 
 from datasets.shards.cache import HASH, ShardCache
 from datasets.shards.index import Folder, Remote, ShardFile, ShardIndex, Store, from_bytes, make_index, open_store
 from datasets.sources.files import leads_out
-from datasets.sources.split import SPLIT_NAMES, named_parts, no_such_part, split_named_in, split_rows, warn_of_skipped
+from datasets.sources.split import (
+    SPLIT_NAMES,
+    TRAIN,
+    named_parts,
+    no_such_part,
+    split_named_in,
+    split_rows,
+    warn_of_skipped,
+)
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -78,10 +85,11 @@ class ShardSet:
     def split(self, part: Part) -> tuple[str, bool]:
         """Name of the stored split to read, and whether training and validation share it."""
         # Some of the hub's data sets have a test split, and no other for validation.
-        names = {"val": ("val", "test", "train", "all"), "test": ("test",)}
+        validating = ("val",) if self.data.KEEP_TEST and "train" in self.splits else ("val", "test")
+        names = {"val": (*validating, "train", "all"), "test": ("test",)}
         for name in names.get(part, ("train", "all")):
             if name in self.splits:
-                return name, name == "all" or (name == "train" and not {"val", "test"} & self.splits.keys())
+                return name, name == "all" or (name == "train" and not {*validating} & self.splits.keys())
         if part == "test" and self.splits:
             raise no_such_part(part, self.store.root)
         what = "no tar file for training" if self.splits else "no tar file"
@@ -92,9 +100,9 @@ class ShardSet:
     def parts(self) -> Parts:
         """See `Source.parts`."""
         validation, shared = self.split("val")
-        if shared:
-            return {"all": "all"}
         names: dict[Part, str] = {"train": "train", "val": validation, "test": "test"}
+        if shared:
+            names = {"all": validation, "test": "test"}
         return {part: self.splits[name] for part, name in names.items() if name in self.splits}
 
     def index(self, split: str) -> ShardIndex:
@@ -201,11 +209,11 @@ class ShardSet:
                 (named[split] if split else others).append(file)
         elif not self.store.remote:  # a server may list the folders of the splits and refuse to list the one above
             others = self.store.tars()
-        parts = named_parts([one for one, files in named.items() if files], self.store.root, part_of(self.data, False))
+        parts = named_parts([one for one, files in named.items() if files], self.store.root, self.data)
         if not parts:
             return {"all": others} if others else {}
         warn_of_skipped(self.store.root, [file.name for file in others])
-        return {part: named[name] for part, name in parts.items()}
+        return {"train" if name == TRAIN else part: named[name] for part, name in parts.items()}
 
 
 def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]) -> int:

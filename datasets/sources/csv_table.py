@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Part, Source, part_of, parts_read
+from datasets.base import Part, Source, part_made, parts_read
 from datasets.decoding import ENDINGS
 from datasets.labels import (
     ANY_LABEL,
@@ -239,9 +239,9 @@ class _Table:
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     files = _files(data)
     training = _read(files.get("all") or files["train"], data)
-    if "all" in files:
-        return split_files(training.labelled(training, num_classes), data, part)
-    return split_files(_read_part(files, part, training, data).labelled(training, num_classes), data, None)
+    made = part_made(files, part)
+    table = training if made else _read_part(files, part, training, data)
+    return split_files(table.labelled(training, num_classes), data, made)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -253,8 +253,8 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     if train and not any(first.sets):
         raise UserError(f"The table {first.file}: no image has a label.")
     files = first.labelled(first, num_classes)
-    split_files(files, data, parts[-1] if "all" in given else None)
-    read = [first] if "all" in given else [_read_part(given, part, first, data) for part in parts]
+    split_files(files, data, part_made(given, parts[-1]))
+    read = [first if part_made(given, part) else _read_part(given, part, first, data) for part in parts]
     classes = first.classes()
     log_unused_outputs(len(classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, classes, f"The table {first.file}")
@@ -279,7 +279,7 @@ def _files(data: DataConfig) -> dict[Part, tuple[Path, str]]:
     if root.is_file():
         return {part: (root, name) for part, name in _splits_in(root, data).items()}
     parts = parts_in_files(root, data, table_name)
-    if missing := next((part for part in ("train", "val") if part not in parts), None):
+    if missing := next((part for part in ("train", "val") if parts.keys().isdisjoint((part, "all"))), None):
         problem = no_file(root / table_name(missing) if root.is_dir() else root)
         raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
     return {part: (root / file, "") for part, file in parts.items()}
@@ -304,7 +304,7 @@ def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
         raise UserError(f"{file}:{line_of[wrong]}: {column} holds {wrong!r}; it must hold train, val or test.")
     names = [name for name in SPLIT_NAMES if name in line_of]
     warn_once(f"{file}: {column} says which split an image is in: {', '.join(names)}.", logging.INFO)
-    return named_parts(names, file, part_of(data, False))
+    return named_parts(names, file, data)
 
 
 def _split_named(fields: list[str], place: int) -> str:

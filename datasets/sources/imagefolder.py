@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import TITLES, UNSPLIT, Part, Parts, Source, part_of, parts_read
+from datasets.base import TITLES, UNSPLIT, Part, Parts, Source, part_made, parts_read
 from datasets.decoding import ARRAYS, ENDINGS, endings_of
 from datasets.labels import check_class_count, log_unused_outputs, warn_alike_names, warn_empty_classes
 from datasets.sources.files import (
@@ -55,7 +55,7 @@ def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     files = class_files(folder, classes, endings_of(data))
     if not len(files):
         raise _no_images(folder, root)
-    return split_files(files, data, part if folder == root else None)
+    return split_files(files, data, part_made(parts(data), part))
 
 
 def check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -71,6 +71,8 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
             if not len(with_images):
                 raise _no_images(folder, root)
             warn_empty_classes(with_images, classes, str(folder))
+            if part_made(parts(data), part):
+                samples(data, part, num_classes)
     else:
         classes = subfolders(root)
         files = samples(data, "all", num_classes)
@@ -166,7 +168,7 @@ def _split_folders(root: Path) -> list[str]:
 
 def _named(root: Path, data: DataConfig) -> dict[Part, str]:
     names = _split_folders(root) or subfolders(root)  # if no folder has images, the error names those that exist
-    return named_parts([name for name in SPLIT_NAMES if name in names], root, part_of(data, False))
+    return named_parts([name for name in SPLIT_NAMES if name in names], root, data)
 
 
 def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
@@ -177,12 +179,13 @@ def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
     if not _has_splits(root):
         return root, subfolders(root)
     found = _named(root, data)
-    if part not in found:
+    stored = "all" if part_made(found, part) else part
+    if stored not in found:
         if part == "test":
             raise no_such_part(part, root)
         expected = " or ".join(str(root / name) for name in ((TRAIN,) if part == "train" else VALIDATION_NAMES))
         raise _no_images(expected, root)
-    folder, train = root / found[part], root / TRAIN
+    folder, train = root / found[stored], root / TRAIN
     classes = subfolders(train if train.is_dir() else folder)
     if not classes:
         raise _no_images(train if train.is_dir() else folder, root)

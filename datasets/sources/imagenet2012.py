@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from datasets.base import Part, Parts, Source, parts_read
+from datasets.base import Part, Parts, Source, part_made, parts_read
 from datasets.labels import ANY_LABEL, check_gaps, log_unused_outputs, warn_empty_classes
 from datasets.sources import imagefolder
-from datasets.sources.files import FileSamples, check_first_files, data_folder, no_file, read_list
+from datasets.sources.files import FileSamples, check_first_files, data_folder, no_file, read_list, split_files
 from datasets.sources.split import SPLIT_NAMES, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -25,7 +25,7 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     if not (lists := _lists(data)):
         return imagefolder.samples(data, part, num_classes)
     file = _list_file(data, lists, part)
-    return FileSamples(file.parent, *read_list(file, num_classes), None)
+    return split_files(FileSamples(file.parent, *read_list(file, num_classes), None), data, part_made(lists, part))
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -55,7 +55,7 @@ def _list_file(data: DataConfig, lists: dict[Part, str], part: Part) -> Path:
     root = data_folder(data)
     if part == "test" and part not in lists:
         raise no_such_part(part, root)
-    file = root / lists.get(part, list_name(part))
+    file = root / lists.get("all" if part_made(lists, part) else part, list_name(part))
     if not file.is_file():
         raise _missing(file)
     return file

@@ -22,20 +22,21 @@ VALIDATION_NAMES = ("val", "valid", "validation", "dev")
 SPLIT_NAMES = (TRAIN, *VALIDATION_NAMES, TEST)
 
 
-def named_parts(names: Sequence[str], where: object, read: Part = "val") -> dict[Part, str]:
-    """Which of the names that `where` has is which split. They are in the order of SPLIT_NAMES. `read`: to evaluate."""
+def named_parts(names: Sequence[str], where: object, data: DataConfig) -> dict[Part, str]:
+    """Which of the names that `where` has is which split. They are in the order of SPLIT_NAMES."""
     parts: dict[Part, str] = {"train": TRAIN} if TRAIN in names else {}
     validation = [name for name in names if name not in (TRAIN, TEST)]
     if validation:
         parts["val"] = validation[0]
+    elif parts and TEST in names and data.KEEP_TEST:
+        parts = {"all": TRAIN}
     elif TEST in names:
         parts["val"] = TEST
-        if TRAIN in names and read == "val":
+        if TRAIN in names and part_of(data, False) == "val":
             warn_once(
-                f"{where}: the split test is used for validation, because no other split is read for it. It "
-                "then chooses the best checkpoint, so accuracy on it is a little too high for a test result. To keep "
-                "it for the end, give -data_path the training split alone and measure by `evaluate.py RUN -data_path "
-                "PATH -part test` with this PATH, or make a split val of training images."
+                f"{where}: the split test is used for validation, because no other split is read for it. It then "
+                "chooses the best checkpoint, so accuracy on it is a little too high for a test result. "
+                "DATA.KEEP_TEST=true keeps it for the end, and validates on a part of train."
             )
     if len(validation) > 1:
         warn_once(f"{where}: {validation[0]} is the validation split; {', '.join(validation[1:])} not read.")
@@ -46,7 +47,7 @@ def named_parts(names: Sequence[str], where: object, read: Part = "val") -> dict
 
 def parts_in_files(root: Path, data: DataConfig, file_name: Callable[[str], str]) -> dict[Part, str]:
     """The files in `root` that are splits. `file_name`: of a split, from its name."""
-    parts = named_parts([one for one in SPLIT_NAMES if (root / file_name(one)).is_file()], root, part_of(data, False))
+    parts = named_parts([one for one in SPLIT_NAMES if (root / file_name(one)).is_file()], root, data)
     return {part: file_name(name) for part, name in parts.items()}
 
 

@@ -345,7 +345,7 @@ def check_samples(
     """
     settings, data = checkpoint.meta["settings"], config.DATA
     unsplit = comes_unsplit(data)
-    of_split = ["DATA.FOLD", "DATA.GROUP"]
+    of_split = ["DATA.FOLD", "DATA.GROUP", "DATA.KEEP_TEST"]
     if data.FOLD is not None or data.DATASET != "digits":  # whose own split is always the same
         of_split += ["DATA.SPLIT_SEED", *(["DATA.VAL_FRACTION"] if data.FOLD is None else [])]
     for key in of_split if unsplit else ():

@@ -37,7 +37,7 @@ PART, CROP = "DATA.PART", "DATA.CROP"
 OF_RUN = ("same place", "moved")
 """What `whose_data` says of the run's own images"""
 Origin = Literal["same place", "moved", "other", "unknown"]
-OF_SPLIT = ("FOLD", "SPLIT_SEED", "VAL_FRACTION", "GROUP")
+OF_SPLIT = ("FOLD", "SPLIT_SEED", "VAL_FRACTION", "GROUP", "KEEP_TEST")
 
 
 def settings_for_evaluation(

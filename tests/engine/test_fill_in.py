@@ -212,4 +212,7 @@ def test_a_fraction_for_validation_without_effect_is_named(tmp_path: Path) -> No
     for folder, warned in (("", 1), ("/train", 0)):
         words = {"DATA.DATA_PATH": f"{tmp_path}{folder}", "DATA.VAL_FRACTION": "0.5"}
         said = fill_in(load_config(None, words=words)).warnings
-        assert sum("comes with its own validation split" in one for one in said) == warned
+        assert sum("own validation split; DATA.KEEP_TEST=true makes one of train" in one for one in said) == warned
+        said = fill_in(load_config(None, words={**words, "DATA.KEEP_TEST": "true"})).warnings
+        assert sum(one.startswith("DATA.KEEP_TEST has no effect") for one in said) == 1 - warned
+        assert not any("VAL_FRACTION" in one for one in said)

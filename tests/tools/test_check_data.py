@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -398,6 +399,20 @@ def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[o
     shutil.copy(out / "groups.csv", root)
     words = "-alike", out, *weights, "DATA.VAL_FRACTION=0.4", "DATA.GROUP=group"
     split, _ = check(root / "groups.csv", *words, dataset="csv")
+    assert "No image looks" in split.out
+    # A test split that is kept stays; what training has of it goes.
+    write_photographs(tmp_path / "kept/test", range(90, 96))
+    edit(root / "ant/copy0.png", tmp_path / "kept/test/ant/0.png", lambda image: image.crop((1, 1, 94, 63)))
+    shutil.copytree(root, tmp_path / "kept/train", ignore=lambda *_: ["groups.csv"])
+    root = tmp_path / "kept"
+    words = "-alike", out, *weights, "DATA.VAL_FRACTION=0.4", "DATA.KEEP_TEST=true"
+    done, _ = check(root, *words)
+    assert "it leaves out 2 images like test images" in done.out
+    rows = list(csv.DictReader((out / "groups.csv").read_text().splitlines()))
+    assert Counter(row["split"] for row in rows) == {"train": 68, "test": 7}
+    assert {f"train/ant/{name}.png" for name in ("0", "copy0")}.isdisjoint(row["path"] for row in rows)
+    shutil.copy(out / "groups.csv", root)
+    split, _ = check(root / "groups.csv", *words, "DATA.GROUP=group", dataset="csv")
     assert "No image looks" in split.out
 
 

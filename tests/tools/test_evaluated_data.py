@@ -117,6 +117,17 @@ def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Vitamp, tmp_path: 
         assert ("all images: 16 images" if "all" in words else "test split: 4 images") in done.text
         assert done.text.count("the split test is used for validation") == times
         assert "cannot be read" not in done.text
+    # A run that keeps test for the end names the command; a run that does not would be split otherwise.
+    words = "-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "kept", "-epochs", 2, "DATA.KEEP_TEST=true"
+    kept = vitamp(*words, code=0)
+    assert "split at random" in kept.text
+    assert f"`python scripts/evaluate.py {tmp_path / 'kept'} -part test`" in kept.text
+    for words, counted in ((), "validation split: 3 images"), (("-part", "test"), "test split: 4 images"):
+        assert counted in vitamp(tmp_path / "kept", *words, script="scripts/evaluate.py", code=0).text
+    refused = vitamp(tmp_path / "run", "DATA.KEEP_TEST=true", script="scripts/evaluate.py", code=2)
+    assert "would now be split otherwise than in its training" in refused.text
+    refused = vitamp("-resume", tmp_path / "run", "-epochs", 2, "DATA.KEEP_TEST=true", code=2)
+    assert "trained with DATA.KEEP_TEST false; with true it would be validated on images" in refused.text
 
 
 def test_eval_refuses_classes_with_other_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:

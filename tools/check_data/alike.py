@@ -18,6 +18,7 @@ from datasets import ImageDataset, comes_unsplit, has_labels, open_dataset, sour
 from datasets.base import Part
 from datasets.exclude import line_of
 from datasets.labels import ANY_LABEL, distinct_names
+from datasets.sources.split import TEST, TRAIN
 from engine.evaluation.alike import AT_ONCE, EDITS, Nearest, directions, nearest, similarity_of_edited
 from engine.evaluation.features import features_of
 from engine.trained.model import pretrained
@@ -157,13 +158,22 @@ def _write_groups(images: Images, table: Path) -> None:
     root = Path(images.data.DATA_PATH or "").expanduser()
     root = root if root.is_dir() else root.parent
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["path", "target", "group"])
+    kept = len(images.splits) > 2
+    rows.writerow(["path", "target", "group", *(["split"] if kept else [])])
+    # Where the data keeps its test split, training images that look like its images are in no split.
+    tests = images.begins[2] if kept else len(groups)
+    of_test = np.isin(groups[:tests], groups[tests:])
     for number, group in enumerate(groups.tolist()):
-        rows.writerow([os.path.relpath(images.name(number), root), images.label(number), group])
+        if number >= tests or not of_test[number]:
+            split = [TEST if number >= tests else TRAIN] if kept else []
+            rows.writerow([os.path.relpath(images.name(number), root), images.label(number), group, *split])
     with writing(table, "-alike"):
         write_atomically(table, text.getvalue())
     of, copied = counted(largest, "image"), shlex.quote(str(root / table.name))
     log.info("%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, of)
+    if kept:
+        log.info("it leaves out %s like test images, and keeps test for the end;", counted(int(of_test.sum()), "image"))
+        copied += " DATA.KEEP_TEST=true"
     log.info("copy it to %s, train with -data_path %s DATA.GROUP=group, and check that split again.", root, copied)
 
 

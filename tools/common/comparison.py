@@ -409,7 +409,7 @@ PLACES = ("SAVE", "TAG", "DATA.CACHE")
 """Settings that do not make another contender of a run, beside those of one start."""
 VALIDATION = (
     *("DATA.DATASET", "DATA.DATA_PATH", "DATA.VAL_FRACTION", "DATA.SPLIT_SEED"),
-    *("DATA.GROUP", "DATA.COLUMNS", "DATA.EXCLUDE"),
+    *("DATA.GROUP", "DATA.COLUMNS", "DATA.EXCLUDE", "DATA.KEEP_TEST"),
 )
 HIDDEN = ("MODEL.MASK_RATIO", "MODEL.PATCH_SIZE", "DATA.IMAGE_SIZE")
 """They choose the patches that a run without labels hides, and is validated on."""

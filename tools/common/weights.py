@@ -50,7 +50,7 @@ PRIVATE = (
 )
 """Settings and choices with private paths, which the header does not get."""
 Shapes = dict[str, tuple[int, ...]]
-OF_SPLIT = ("DATA.FOLD", "DATA.SPLIT_SEED", "DATA.VAL_FRACTION", "DATA.GROUP")
+OF_SPLIT = ("DATA.FOLD", "DATA.SPLIT_SEED", "DATA.VAL_FRACTION", "DATA.GROUP", "DATA.KEEP_TEST")
 
 
 def list_checkpoints(path: Path) -> int:

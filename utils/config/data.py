@@ -133,6 +133,9 @@ class DataConfig(Section):
         "Keeps images of a group, such as a patient or a video, on one side of the split by VAL_FRACTION or FOLD, and "
         "of folds for probes. A column of a csv table, or a regular expression that finds the group in each path.",
     )
+    KEEP_TEST: bool = setting(
+        False, "Without a split val, keep test for the end, and take VAL_FRACTION or FOLD of train for validation."
+    )
     SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
     MULTI_LABEL: bool = setting(False, "Images may have several labels, or none (a csv table; docs/several_labels.md).")
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")

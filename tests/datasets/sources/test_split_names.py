@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from datasets import check_dataset, open_dataset
+from datasets import check_dataset, comes_unsplit, has_test, open_dataset
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, settings
 from tests.datasets.shards.parquet_files import write as write_parquet
@@ -57,7 +57,29 @@ def test_test_validates_only_where_nothing_else_does_and_this_is_logged(
     parts = ("val", "all") if kind == "parquet" else ("val", "test", "all")
     assert [count(settings(**given, PART=part)) for part in parts] == [4, 4, 10][-len(parts) :]
     assert said.text.count(f"{tmp_path / 'a'}: the split test is used for validation, because no other split") == 1
-    assert "To keep it for the end, give -data_path the training split alone" in said.text
+    assert "DATA.KEEP_TEST=true keeps it for the end, and validates on a part of train." in said.text
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_test_split_that_is_kept_is_read_only_when_it_is_asked_for(
+    kind: str, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    given = {**make(kind, tmp_path / "a", "train", "test"), "KEEP_TEST": True}
+    counts = {part: count(settings(**given, PART=part)) for part in ("train", "val", "test", "all")}
+    assert counts == {"train": 3, "val": 3, "test": 4, "all": 6}, "each of 3 classes gives one"
+    assert count(settings(**given), train=True) == 3
+    folds = [count(settings(**given, FOLD=f"{number}/2")) for number in (1, 2)]
+    assert folds == [3, 3]
+    assert comes_unsplit(settings(**given))
+    assert has_test(settings(**given))
+    assert "used for validation" not in said.text
+    # Where a split validates, it still does.
+    own = {**make(kind, tmp_path / "b", "train", "val", "test"), "KEEP_TEST": True}
+    assert [count(settings(**own, PART=part)) for part in ("train", "val", "test", "all")] == [6, 3, 4, 13]
+    with pytest.raises(UserError, match=r"comes with its own validation split\. Leave DATA\.FOLD out, or use"):
+        count(settings(**own, FOLD="1/2"))
+    with pytest.raises(UserError, match=r"or make folds of train by DATA\.KEEP_TEST=true, or use"):
+        count(settings(**{**given, "KEEP_TEST": False}, FOLD="1/2"))
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "shards"])

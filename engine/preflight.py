@@ -159,13 +159,14 @@ def _with_typed_data(loaded: Loaded, given: set[str]) -> Loaded:
     config = loaded.config
     if "DATA.DATA_PATH" in given and not config.EVAL and (unread := unread_path(config.DATA)):
         raise UserError(unread)
-    made = comes_unsplit(config.DATA)
-    if not (config.EVAL or config.TRAIN.KNN) and "DATA.VAL_FRACTION" in given and not made:
+    if config.EVAL:
+        return loaded
+    if not config.TRAIN.KNN and "DATA.VAL_FRACTION" in given and not comes_unsplit(config.DATA):
         kept = "; DATA.KEEP_TEST=true makes one of train" if validates_on_test(config.DATA) else ""
         loaded = loaded.with_warning(
             f"DATA.VAL_FRACTION has no effect: {source_of(config.DATA)} comes with its own validation split{kept}"
         )
-    if config.DATA.KEEP_TEST and not config.EVAL and not (made and has_test(config.DATA)):
-        why = "has no split test" if made else "comes with its own validation split"
+    if config.DATA.KEEP_TEST and not (comes_unsplit(config.DATA) and has_test(config.DATA)):
+        why = "has no split test" if comes_unsplit(config.DATA) else "comes with its own validation split"
         loaded = loaded.with_warning(f"DATA.KEEP_TEST has no effect: {source_of(config.DATA)} {why}")
     return loaded

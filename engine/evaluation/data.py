@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from datasets import check_dataset, comes_unsplit, has_labels, identity_of, source_of, validates_on_test
+from datasets import check_dataset, comes_unsplit, has_labels, has_test, identity_of, source_of, validates_on_test
 from datasets.base import TITLES, ImageDataset
 from datasets.examine import QUICK_SECONDS, find_copies
 from datasets.exclude import Remaining, excluded, read_rows
@@ -182,7 +182,8 @@ def data_for_evaluation(
 def title_of(data: DataConfig) -> str:
     """'imagefolder in /data/flowers, validation split'."""
     part = "val" if data.PART == AUTO else data.PART
-    return f"{source_of(data)}, {TITLES['test' if part == 'val' and validates_on_test(data) else part]}"
+    kept = " but those of test" if part == "all" and comes_unsplit(data) and has_test(data) else ""
+    return f"{source_of(data)}, {TITLES['test' if part == 'val' and validates_on_test(data) else part]}{kept}"
 
 
 def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:

@@ -124,6 +124,8 @@ def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Vitamp, tmp_path: 
     assert f"`python scripts/evaluate.py {tmp_path / 'kept'} -part test`" in kept.text
     for words, counted in ((), "validation split: 3 images"), (("-part", "test"), "test split: 4 images"):
         assert counted in vitamp(tmp_path / "kept", *words, script="scripts/evaluate.py", code=0).text
+    whole = vitamp(tmp_path / "kept", "-part", "all", script="scripts/evaluate.py", code=0)
+    assert "all images but those of test: 12 images" in whole.text
     refused = vitamp(tmp_path / "run", "DATA.KEEP_TEST=true", script="scripts/evaluate.py", code=2)
     assert "would now be split otherwise than in its training" in refused.text
     refused = vitamp("-resume", tmp_path / "run", "-epochs", 2, "DATA.KEEP_TEST=true", code=2)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine.measure.throughput import shown_rate
-from engine.report.outcome import flatters
+from engine.report.outcome import favoured, flatters
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
@@ -268,7 +268,9 @@ def _remarks(run: Run, found: Headline | None) -> list[str]:
         looks = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
         show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"
         remarks.append(f"No validation image has the bytes of a training image, {looks}; {show}.")
-    return remarks
+    if found and run.config:
+        remarks.append(favoured(run.folder, run.history, run.config.MODEL.starts_at_probe))
+    return [*filter(None, remarks)]
 
 
 def _learnt(run: Run) -> str:

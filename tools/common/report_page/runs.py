@@ -223,7 +223,7 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
     """First sentences of the report of one run: what was learnt, how well, and how far to trust that.
 
     `headline`: of the evaluation; None: as the run's own validation measured it. `before`, `figure` and `after` are one
-    sentence about the figure, which is missing if nothing was measured.
+    sentence about the figure, which is missing if nothing was measured; the page lists the `remarks`.
     """
     found, learnt = headline or _validated(run), _learnt(run)
     remarks = _remarks(run, found)
@@ -239,7 +239,8 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
             after += f", which is no better than {found.guessing} ({guess})"
         else:
             doubt = found.interval is not None and found.interval.low <= found.guess
-            after += f"; {found.guessing} gives {guess}{', so it may be no better than that' if doubt else ''}"
+            gives = f"{found.guessing[0].upper()}{found.guessing[1:]} gives {guess}"
+            remarks.insert(0, f"{gives}{', so the model may be no better than that' if doubt else ''}.")
     before = f"Its {found.metric.plain_words or found.metric.words} is "
     figure = found.metric.number(found.value)
     return {"learnt": learnt, "before": before, "figure": figure, "after": f"{after}.", "remarks": remarks}

@@ -22,7 +22,6 @@ from datasets.examine import HEADER_SECONDS, QUICK_SECONDS
 from engine.checkpoint.saver import estimate_seconds
 from engine.compile import choice
 from engine.evaluation.evaluate import on_device, validate
-from engine.inputs.batches import shortcuts_of
 from engine.machine import stopping
 from engine.machine.device import Run, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, take_peak, total_memory
@@ -32,7 +31,7 @@ from engine.memory.out_of_memory import describe, ways_out
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, build_for_training, build_train_state, setting_of, tuned_model
 from engine.update import TrainState, train_update
-from models.build import build_without_weights, check_model
+from models.build import build_without_weights, timm_call
 from utils.config import Config
 from utils.config.train import TrainConfig
 from utils.distributed.world import all_gather, broadcast, on_every_rank
@@ -363,18 +362,14 @@ def _costs(
 
 def smaller_size(config: Config) -> ImageSize | None:
     """An image size of about half the pixels, a multiple of 32; None if the model or its weights do not take it."""
-    size = config.DATA.IMAGE_SIZE
+    model, size, channels = config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
     smaller = size_of([STEP * round(side / math.sqrt(2) / STEP) for side in sides(size)])
     if min(sides(smaller)) == 0 or math.prod(sides(smaller)) >= math.prod(sides(size)):
         return None
     with suppress(UserError):
-        changed = config.changed(DATA={"IMAGE_SIZE": smaller})
-        check_model(changed.MODEL, smaller, changed.DATA.IMAGE_CHANNELS, shortcuts_of(changed))
-        shapes = []
-        for one in (size, smaller):
-            module = build_without_weights(config.MODEL, one, config.DATA.IMAGE_CHANNELS)
-            shapes.append([weight.shape for weight in module.state_dict().values()])
-        # Given weights fit a model of equal shapes, or one whose position embeddings timm resizes.
-        fits = shapes[0] == shapes[1] or hasattr(module, "set_input_size")
-        return smaller if fits or not config.MODEL.PRETRAINED else None
+        if "img_size" not in timm_call(model, smaller, channels)[1] or not model.PRETRAINED:
+            return smaller
+        # timm resizes given weights of models with this method.
+        if hasattr(build_without_weights(model, smaller, channels), "set_input_size"):
+            return smaller
     return None

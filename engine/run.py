@@ -21,6 +21,7 @@ from engine.report.outcome import (
     ALIKE,
     FOLDS,
     beside_probe,
+    favoured,
     flatters,
     in_context,
     in_folds_instead,
@@ -252,6 +253,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         elif config.MODEL.starts_at_probe and figure is not None and trainer.best.update == 0 < trainer.position.update:
             said.append(probe_is_best(by, history))
         if context and figure is not None:
+            said.append(favoured(folder, history, config.MODEL.starts_at_probe))
             said.append(flatters(len(history.of("val")), folder, config.DATA))
             said.append(in_folds_instead(len(labels), folder, config.DATA))
         table = read_predictions(folder, trainer.position.update) or {}  # of the last validation

@@ -15,6 +15,7 @@ import torch
 
 from datasets.base import StorageKind
 from engine.machine.memory import peak_memory_gb
+from utils.machine.cpus import core_seconds
 from utils.program import started_as
 from utils.text import counted
 
@@ -79,6 +80,9 @@ class Tally:
     seconds: float = 0.0
     waited: float = 0.0
     stages: StageTimes = NOT_MEASURED
+    idle: float = 0.0
+    others: float = 0.0
+    """Of `core_seconds`, where a CPU trains"""
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -87,6 +91,8 @@ class Tally:
             self.seconds + other.seconds,
             self.waited + other.waited,
             self.stages + other.stages,
+            self.idle + other.idle,
+            self.others + other.others,
         )
 
     @property
@@ -130,8 +136,8 @@ class Throughput:
 
     def __init__(self, device: torch.device, stages: Stages | None = None) -> None:
         self._device, self._stages = device, stages or Stages()
-        self._began = self._last = time.perf_counter()
-        self._images = self._updates = 0
+        self._began = time.perf_counter()
+        self._reset()
         self._first, self._later, self._started = Tally(), Tally(), False
 
     def count(self, images: int) -> None:
@@ -147,8 +153,9 @@ class Throughput:
 
     def read(self, waited: float) -> Perf:
         """Speed and memory since the last call. `waited`: seconds that the host waited for data."""
-        passed = max(time.perf_counter() - self._last, 1e-9)
-        now = Tally(self._updates, self._images, passed, waited, self._stages.take())
+        passed, cores = max(time.perf_counter() - self._last, 1e-9), self._core_seconds()
+        idle, others = (after - before for before, after in zip(self._cores, cores, strict=True))
+        now = Tally(self._updates, self._images, passed, waited, self._stages.take(), idle, others)
         if self._started:
             self._later += now
         else:
@@ -164,6 +171,10 @@ class Throughput:
 
     def _reset(self) -> None:
         self._last, self._images, self._updates = time.perf_counter(), 0, 0
+        self._cores = self._core_seconds()
+
+    def _core_seconds(self) -> tuple[float, float]:
+        return core_seconds() if self._device.type == "cpu" else (0.0, 0.0)
 
     @property
     def total(self) -> float:
@@ -174,6 +185,8 @@ class Throughput:
 INPUT, COPYING, OPTIMISING, LOOP, COMPUTE = "input", "copy", "optimiser", "loop", "compute"
 THRESHOLDS = {INPUT: 15.0, COPYING: 10.0, OPTIMISING: 25.0, LOOP: 20.0}
 """Percent of the time above which a stage is a bottleneck; of several, the largest is reported."""
+TAKEN, IDLE = 0.1, 0.2
+"""Of the time of this process's cores: others slow it if they use at least that, and no more is left idle"""
 STAGE_OF = {INPUT: DATA, COPYING: COPY, OPTIMISING: OPTIMISER, LOOP: OTHER}
 
 
@@ -253,7 +266,11 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bott
         text = f"compute-bound: the {device} waited for data {longest:.0f} % of the time"
         if stages:
             text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
-        text = f"{text}. {advise_faster_computing(setting)}; see docs/performance.md."
+        every, others = tally.seconds * setting.cores, ""
+        if len(waited) == 1 and tally.others >= max(TAKEN * every, 1e-9) and tally.idle <= IDLE * every:
+            used = f"{tally.others / tally.seconds:.1f} of the {counted(setting.cores, 'core')}"
+            others = f"Other programs used {used}: without them, training is faster"
+        text = f"{text}. {advise_faster_computing(setting, others)}; see docs/performance.md."
     else:
         text = f"{bound}-bound: {_OTHERWISE[bound].format(device, percents[bound])}; see docs/performance.md."
     computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0) if stages else 100 - longest
@@ -266,7 +283,8 @@ def shown_rate(images_per_second: float) -> str:
     return f"{images_per_second:,.0f}" if images_per_second >= 10 else f"{images_per_second:.2g}"
 
 
-def advise_faster_computing(setting: Setting) -> str:
+def advise_faster_computing(setting: Setting, others: str) -> str:
+    """`others`: what other programs took of the cores, which a smaller model would not change; '' for little."""
     ways = [*setting.faster]
     if not setting.amp:
         ways.append(f"-amp ({started_as('scripts/choose_precision.py')} measures the gain)")
@@ -275,8 +293,8 @@ def advise_faster_computing(setting: Setting) -> str:
     if setting.device == "cpu" and setting.threads > 1:
         ways.append("THREADS=1 (faster for a small model or on a busy CPU; -dry_run measures it)")
     if not ways:
-        return "Only a smaller model, smaller images or more devices would help"
-    return f"To speed up, try {' and '.join(ways)}"
+        return others or "Only a smaller model, smaller images or more devices would help"
+    return f"{others}. To speed up, try {' and '.join(ways)}".removeprefix(". ")
 
 
 def advise_faster_loading(setting: Setting) -> str:

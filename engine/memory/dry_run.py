@@ -11,6 +11,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -30,6 +31,7 @@ from engine.memory.out_of_memory import describe, ways_out
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, build_for_training, build_train_state, setting_of, tuned_model
 from engine.update import TrainState, train_update
+from models.build import build_without_weights, timm_call
 from utils.config import Config
 from utils.config.train import TrainConfig
 from utils.distributed.world import all_gather, broadcast, on_every_rank
@@ -37,7 +39,7 @@ from utils.errors import TrainingError, UserError
 from utils.log import log, unheard
 from utils.seeding import fork_host_rng
 from utils.text import clock, counted
-from vitamp.sizes import ImageSize
+from vitamp.sizes import ImageSize, sides, size_of
 
 SET_UP = 3
 """First updates, which allocate and start processes: they are not timed."""
@@ -45,6 +47,8 @@ LEAST_UPDATES, MOST_UPDATES, MOST_SECONDS = 5, 20, 30.0
 MOST_BATCHES, SHORT = 20, 5.0
 """Of a validation: a longer one is estimated; one of fewer seconds is timed again, without the start of processes."""
 NEARLY_FULL = 0.9
+LONG, STEP = 3600.0, 32
+"""Seconds from which on a run is long, and a smaller image size is named: of sides divisible by that"""
 MOST_SECONDS_IN_ALL, LEAST_SECONDS = 60.0, 20.0
 """Of a dry run since the program began; but so long for the trial itself, in which one update may take longer"""
 MOST_SECONDS_ALONE = 40.0
@@ -337,10 +341,35 @@ def _costs(
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) if updates else 0
     validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)
     more = "; longer if other programs take the cores" if device.type == "cpu" else ""
+    shortest = math.inf
     for name, (update, validation) in costs.items():
         left = computed * update + validations * validation
+        shortest = min(shortest, left)
         yield (
             f"{name:<11}{update:.3g} s per update, about {clock(validation)} per validation; "
             f"{counted(updates, 'update')} to go ({epochs:,.1f} epochs): about {clock(left)}, until "
             f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M} if started now{more}"
         )
+    may_change = config.MODEL.RESUME is None and not config.TRAIN.SIZE_SCHEDULE
+    if shortest > LONG and may_change and (size := smaller_size(config)):
+        now, then = (math.prod(sides(one)) for one in (config.DATA.IMAGE_SIZE, size))
+        shown = ",".join(map(str, sides(size))) if isinstance(size, tuple) else size
+        yield (
+            f"long?      -image_size {shown} computes about {now / then:.1f} times as fast, if the images still show "
+            "enough; a smaller -model may gain more (docs/which_model.md)"
+        )
+
+
+def smaller_size(config: Config) -> ImageSize | None:
+    """An image size of about half the pixels, a multiple of 32; None if the model or its weights do not take it."""
+    model, size, channels = config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
+    smaller = size_of([STEP * round(side / math.sqrt(2) / STEP) for side in sides(size)])
+    if min(sides(smaller)) == 0 or math.prod(sides(smaller)) >= math.prod(sides(size)):
+        return None
+    with suppress(UserError):
+        if "img_size" not in timm_call(model, smaller, channels)[1] or not model.PRETRAINED:
+            return smaller
+        # timm resizes given weights of models with this method.
+        if hasattr(build_without_weights(model, smaller, channels), "set_input_size"):
+            return smaller
+    return None

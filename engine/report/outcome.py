@@ -16,7 +16,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
 from utils.record.history import History
-from utils.record.run_folder import CONFIG
+from utils.record.run_folder import CONFIG, known_to_training, read_data
 from utils.text import Z, counted, some_of, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, against_guessing, always_guessing
 
@@ -138,6 +138,15 @@ def flatters(validations: int, run: Path, data: DataConfig) -> str:
             command = f"{tool('evaluate')} {shlex.quote(str(run))} -part test"
             return f"{words}. Measure on the test images, which chose nothing, once you have decided: `{command}`."
     return f"{words}. Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)."
+
+
+def favoured(folder: Path, history: History, of_probe: bool) -> str:
+    """A sentence, if known images favour what is chosen on validation. `of_probe`: training began with a probe."""
+    known = known_to_training(read_data(folder))
+    if len(history.of("val")) < 2 or not known:
+        return ""
+    probe = "the probe, which works like nearest neighbours, and " if of_probe else ""
+    return f"{known}. That favours {probe}checkpoints that remember them: on new images, others may be better."
 
 
 def in_folds_instead(images: int, run: Path, data: DataConfig) -> str:

@@ -117,6 +117,28 @@ def test_dry_run_says_the_time_left_and_warns_of_little_memory(tiny: Path, monke
     assert "later epochs" not in costs
 
 
+@pytest.mark.parametrize(
+    ("model", "size", "smaller"),
+    [
+        ("resnet18", "224", "160 computes about 2.0 times"),
+        ("resnet18", "96,192", "64,128 computes about 2.2 times"),
+        ("resnet18", "24", None),
+        ("swin_tiny_patch4_window7_224", "224", "160 computes about 2.0 times"),
+        ("vit_tiny_patch16_224", "224", "160 computes about 2.0 times"),
+        ("mixer_s16_224", "224", None),
+    ],
+)
+def test_dry_run_of_a_long_run_names_a_smaller_image_size(model: str, size: str, smaller: str | None) -> None:
+    words = {"MODEL.NAME": model, "DATA.IMAGE_SIZE": f"[{size}]" if "," in size else size, "TRAIN.NUM_EPOCHS": "10"}
+    words["MODEL.PRETRAINED"] = "weights.pth"
+    config, loader = load_config(words=words).config, SimpleNamespace(order=SimpleNamespace(updates=100))
+    ready: Any = SimpleNamespace(precision=SimpleNamespace(device=CPU), train_loader=loader, position=Position())
+    costs = "\n".join(dry_run._costs(config, ready, {"time": (3.6, 1.0)}, 1000))
+    assert (f"-image_size {smaller}" in costs) if smaller else ("-image_size" not in costs)
+    short = {"time": (3.6, 1.0), "THREADS=1": (3.5, 1.0)}
+    assert "-image_size" not in "\n".join(dry_run._costs(config, ready, short, 1000)), "less than an hour"
+
+
 @pytest.mark.parametrize(("batch", "updates"), [(32, 44), (359, 4), (700, 2), (1400, 1)])
 def test_auto_counts_the_wait_that_every_epoch_begins_with(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, batch: int, updates: int

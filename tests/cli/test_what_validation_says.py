@@ -80,8 +80,8 @@ def test_the_best_of_several_validations_and_swapped_folders_are_named(
         assert (f"Validation had top-1 {value:.1f} %, " in others) == said
     vitamp(run, script="scripts/report.py", code=0)
     page = (run / "report.html").read_text()
-    assert SWAPPED in page
-    assert flatters in page
+    assert f"<li>{SWAPPED}</li>" in page, "each remark is a line of its own"
+    assert f"<li>{flatters}" in page
     assert "12 of 24 mistakes. Click an image" in page
 
 

@@ -109,6 +109,7 @@ def test_few_wrong_labels_are_to_be_looked_at(check: Call, digits_run: Path, tmp
         assert "Too few to tell from chance: 2 labels look wrong; 2 of them by their nearest images, too, where" in said
         assert re.search(r"would if all were right, about \d\.\d on average\. .* and all may be right\.", said)
         assert "Nothing found" not in said
+        assert re.search(r"Of 5 labels that were changed on purpose, 2\s% at a time, [1-5] look wrong to this", said)
     assert [row["decision"] for row in listed(tmp_path / "labels")] == ["keep"] * 20
     assert {row["path"] for row in listed(tmp_path / "labels")[:2]} == planted.keys()
     assert re.findall(r"looks like \w+: (\d+) image", done.out) == ["1", "1"], "others do not look wrong"
@@ -164,12 +165,34 @@ def test_nearly_equal_images_of_two_classes_are_suspects(check: Call, digits_run
         Image.fromarray(pixels).save(tmp_path / "data" / "cat" / f"{number}_again.png")
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
     assert "0 copies of others, 0 of them with another label; 2 pairs nearly the same, with diff" in done.out
-    assert "2 images: a copy, or nearly one, has another label, which is likelier." in done.out
+    said = "2 images have a copy, or nearly one, with another, likelier label; none is known to be right."
+    page = (tmp_path / "labels" / "report.html").read_text()
+    assert said in done.out
+    assert said in page
+    assert page.count("these 2 images look alike and have 2 labels") == 2
+    assert 'class="bad"' not in page, "it accuses none of them"
     assert "Too few to tell from chance" in done.out
     one, other, *doubtful = [(row["path"], row["proposed"], row["decision"]) for row in listed(tmp_path / "labels")]
     assert {one, other} == {("cat/30_again.png", "ant", "drop"), ("cat/31_again.png", "bee", "drop")}
     assert {decision for _, _, decision in doubtful} == {"keep"}
     assert excluded(tmp_path / "labels") == {one[0], other[0]}
+
+
+def test_images_that_show_one_thing_with_several_labels_are_counted() -> None:
+    def counted(groups: list[str], alike: int = 1) -> str:
+        labels, likeness = np.array([0, 1, 1, 1, 2, 2, 2, 2]), np.zeros(8)
+        likeness[:alike] = 0.9
+        samples: Any = SimpleNamespace(groups=groups)
+        none: Any = None
+        numbers = np.arange(8)
+        images = search.Images(none, none, samples, [*"abc"], labels, numbers, numbers)
+        return images.same_thing(0, likeness, 0.8)[1]
+
+    assert counted([]) == counted([*"abcdefgh"]) == ""
+    assert counted([], alike=2) == "these 2 images look alike and have 2 labels"
+    assert counted([*"aaabbccc"]) == "", "most groups have several labels"
+    assert counted([*"aaabccdd"]) == "the 3 images of its group have 2 labels"
+    assert counted([*"aaabccdd"], alike=6) == "these 6 images look alike and have 3 labels"
 
 
 def test_swapped_classes_of_the_validation_split_are_found(check: Call, digits_run: Path, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     after = "With 95 % intervals, on 360 validation images. Always guessing the largest class: "
     assert re.search(f"{best:.2f} % top-1 {at} {others} {after}", seen.text)
     first = f"Its accuracy \\(top-1\\) is {best:.2f} % on 360 validation images \\(95 % interval {at}\\)"
-    assert re.search(f"tiny was trained on 1,437 images of digits to tell 10 classes apart. {first}; always", seen.text)
+    assert re.search(f"tiny was trained on 1,437 images of digits to tell 10 classes apart. {first}. Always", seen.text)
     assert re.search(r"class recall training images validation images prevalence precision F1", seen.text)
     assert re.search(r"3 [\d.]+ % \d+ to \d+ 146 37 10.3 % [\d.]+ % [\d.]+ %", seen.text)
     parts = ["Predictions", "Curves", "Where the time went", "Mixed precision", "Details of the run"]
@@ -356,7 +356,7 @@ def change(run: Path, name: str, edit: Callable[[str], str]) -> None:
 def test_run_without_predictions_is_judged_by_its_validation(run: Path) -> None:
     text = said(run)
     assert "on 100 images of digits" in text
-    assert "accuracy (top-1) is 90.00 % on 400 validation images (95 % interval 86.67 to 92.57 %); always" in text
+    assert "accuracy (top-1) is 90.00 % on 400 validation images (95 % interval 86.67 to 92.57 %). Always" in text
     assert "guessing the largest class gives 60.00 %." in text
     assert "not finished" not in text
     change(run, "config.yaml", lambda _: "{ no end")
@@ -365,7 +365,7 @@ def test_run_without_predictions_is_judged_by_its_validation(run: Path) -> None:
 
 def test_figure_that_guessing_also_reaches_is_named_so(run: Path) -> None:
     change(run, "run.json", lambda text: text.replace("60.0", "88.0"))
-    assert "; always guessing the largest class gives 88.00 %, so it may be no better than that." in said(run)
+    assert " Always guessing the largest class gives 88.00 %, so the model may be no better than that." in said(run)
     change(run, "run.json", lambda text: text.replace("88.0", "90.0"))
     assert ", which is no better than always guessing the largest class (90.00 %)." in said(run)
 
@@ -387,9 +387,10 @@ def test_unfinished_run_says_so(run: Path) -> None:
 
 
 def test_copies_of_training_images_are_named(run: Path) -> None:
-    def of(found: int, compared: int, training: int = 900) -> str:
-        copies = {"found": found, "compared": compared, "training": training}
-        (run / "data.json").write_text(json.dumps({"images": {"training": 900, "validation": 400}, "copies": copies}))
+    def of(found: int, compared: int, training: int = 900, alike: Sequence[int] = ()) -> str:
+        about = {"images": {"training": 900, "validation": 400}, "alike": alike}
+        about["copies"] = {"found": found, "compared": compared, "training": training}
+        (run / "data.json").write_text(json.dumps(about))
         return said(run)
 
     assert "23 validation images have a copy in training: expect less on new images." in of(23, 400)
@@ -397,6 +398,13 @@ def test_copies_of_training_images_are_named(run: Path) -> None:
     assert "No validation image has the bytes of a training image, edited copies were not counted; " in of(0, 400)
     assert "copy" not in of(0, 9), "most were not compared"
     assert "copy" not in of(0, 400, 256), "nor most of the training images"
+    favoured = "of 400 validation images are copies of training images or look like them. That favours "
+    assert f" 23 {favoured}checkpoints that remember them: on new images, others may be better." in of(23, 400)
+    assert favoured not in of(19, 400), "fewer than 5 %"
+    assert favoured not in of(9, 400, alike=(200, 400, 10)), "the model may hardly tell them apart"
+    change(run, "config.yaml", lambda text: f"{text}MODEL: {{NEW_CLASSIFIER: probe, PRETRAINED: w.pth}}\n")
+    alike = of(9, 400, alike=(20, 400, 2))
+    assert f"20 {favoured}the probe, which works like nearest neighbours, and checkpoints" in alike
 
 
 def test_few_images_are_named(run: Path) -> None:

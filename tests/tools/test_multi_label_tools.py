@@ -157,8 +157,9 @@ def test_stripped_weights_keep_their_thresholds_and_averaged_ones_lose_them(
 def test_report_has_average_precision_of_each_class(tool: Tool, run: Path, tmp_path: Path) -> None:
     tool("report", run, "-out", tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
-    assert "to tell 4 classes apart, several per image. Its mean average precision (mAP) is " in page
-    assert "ordering the images at random gives 39.75\N{NO-BREAK SPACE}%" in page, "the mean prevalence of the classes"
+    assert "to tell 4 classes apart, several per image.</p>" in page
+    assert "Its mean average precision (mAP) is <b>" in page
+    assert "Ordering the images at random gives 39.75\N{NO-BREAK SPACE}%" in page, "the mean prevalence of the classes"
     assert "Weakest class: north (average precision " in page
     assert "Classes, lowest average precision first" in page
     assert "1 of 4 classes keep a threshold of 0.5, with fewer than 20 validation images: north" in page

@@ -37,6 +37,8 @@ DOUBTFUL = 20
 LEARNT = 0.25
 """Fraction of a class's images that the logits must recognise for its labels to count: most of a class that models did
 not learn, because it is rare, looks like others"""
+CHANGED, DRAWS = 0.02, 5
+"""Fraction of the labels that are changed, so many times, to see how many of them would look wrong"""
 ROUNDS, UPDATES, STEPS = 40, 8, 6
 """Of calibration and Q in turn; updates of Q and steps of L-BFGS in each"""
 EQUAL_SCALES = 2.0
@@ -71,6 +73,10 @@ class Wrong(NamedTuple):
     """Mean of the numbers of which that is the largest"""
     calibrations: list[Calibration]
     """With several labels per image, one for each class"""
+    changed: int = 0
+    """Labels that were changed to see how many of these would look wrong"""
+    changed_found: int = 0
+    """Of them"""
     surer: Sequence[tuple[int, int, int]] = ()
     """The three numbers at `SURER`; none without features"""
 
@@ -124,6 +130,7 @@ def find_wrong(
         wrong = _by_all([_fit(view, again, of_view) for view, of_view in views]) * counts[again]
         redrawn.append((wrong >= levels).sum(1))
     agreed, if_right = (_by_all(fits) * counts[given] >= levels).sum(1), torch.stack(redrawn).amax(0)
+    changed, changed_found = _changed(*views[0], given, seed)
     numbers = (probability >= levels).sum(1)
     (number, both, chance), *surer = zip(numbers.tolist(), agreed.tolist(), if_right.tolist(), strict=True)
     return Wrong(
@@ -135,8 +142,27 @@ def find_wrong(
         if_right=chance,
         expected=float(torch.stack(redrawn)[:, 0].double().mean()),
         calibrations=[calibration],
+        changed=changed,
+        changed_found=changed_found,
         surer=surer,
     )
+
+
+def _changed(logits: Tensor, known: Calibration | None, given: Tensor, seed: int) -> tuple[int, int]:
+    """How many labels were changed at random, some at a time, and how many of these look wrong then.
+
+    The logits stay as they are: models that had learnt from the few changed labels would hardly differ.
+    """
+    present, found, generator = given.unique(), 0, generator_of(seed, "changed labels")
+    if len(present) < 2:
+        return 0, 0
+    each = max(1, round(CHANGED * len(given)))
+    rows = torch.from_numpy(generator.permutation(len(given))[: DRAWS * each])
+    for some in rows.split(each):
+        labels, steps = given.clone(), torch.from_numpy(generator.integers(1, len(present), len(some)))
+        labels[some] = present[(torch.searchsorted(present, given[some]) + steps) % len(present)]
+        found += int((_fit(logits, labels, known).wrong[some] >= WRONG).sum())
+    return len(rows), found
 
 
 class Fit(NamedTuple):

@@ -53,15 +53,18 @@ def write(images: Images, found: Found, table: Path) -> None:
         decisions[images.name(one.image)] = row, "drop" if one.certain else decision, images.line(one)
     for one in progress_bar(found.suspects[:MOST_SHOWN], "pictures"):
         likeness = features @ features[one.image]
-        # A copy of the image says nothing of its label.
-        likeness[suspected | (images.copy_of == images.copy_of[one.image])] = -np.inf
+        same, differ = images.same_thing(one.image, likeness, found.limit)
+        # A copy of the image says nothing of its label; those with other labels are shown.
+        hidden = suspected | (images.copy_of == images.copy_of[one.image])
+        likeness[hidden & ~same if differ else hidden] = -np.inf
+        likeness[one.image] = -np.inf
         near = {}
         for name in (one.given, one.proposed):
             members = np.flatnonzero((words == name) & np.isfinite(likeness))
             nearest = members[np.argsort(-likeness[members], kind="stable")[:NEIGHBOURS]]
             near[name] = [data_uri(picture_of(images.dataset, index), SMALL) for index in nearest.tolist()]
         file = images.name(one.image)
-        about = {**one._asdict(), "name": file, "row": decisions.pop(file, None), "near": near}
+        about = {**one._asdict(), "name": file, "row": decisions.pop(file, None), "near": near, "differ": differ}
         shown.append({**about, **pictured(images.dataset, one.image, images.data)})
     pairs = Counter((one.given, one.proposed) for one in found.suspects if one.wrong >= WRONG)
     write_template(

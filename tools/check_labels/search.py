@@ -7,6 +7,7 @@ import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,14 @@ from datasets import ImageDataset, auto_workers, comes_unsplit, open_dataset, so
 from datasets.base import TITLES, Part, Samples
 from datasets.exclude import line_of, path_in_list, text_of
 from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
+from engine.evaluation.alike import similarity_of_edited
 from engine.evaluation.data import data_for_evaluation
 from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
 from tools.check_data.findings import near_pairs, scan_split, thumbnails_of
-from tools.check_labels.noise import LEARNT, WRONG, Calibration, Wrong, find_wrong, nearest
+from tools.check_labels.noise import CHANGED, LEARNT, WRONG, Calibration, Wrong, find_wrong, nearest
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
 from tools.common.turns import Budget
@@ -34,6 +36,7 @@ from utils.config.kinds import Fold
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
+from utils.record.run_folder import MANY
 from utils.text import counted, wilson
 from vitamp.checkpoints import read_index
 from vitamp.files import write_atomically
@@ -83,6 +86,37 @@ class Images:
 
     def name(self, index: int) -> str:
         return path_in_list(self.samples.name(index), self.data)
+
+    @cached_property
+    def kinds(self) -> np.ndarray:
+        """The number of each image's label, or of its labels together."""
+        return np.unique(self.labels, axis=0, return_inverse=True)[1].reshape(-1)
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """The number of each image's group, if most groups have one label; else none shares its number."""
+        groups = np.unique(self.samples.groups or [""], return_inverse=True)[1]
+        if self.samples.groups:
+            kinds = np.unique(np.stack([groups, self.kinds]), axis=1)[0]  # of each group, once per label
+            if (np.bincount(kinds) > 1).sum() < (np.bincount(groups) > 1).sum() / 2:
+                return groups
+        return np.arange(len(self.labels))
+
+    def same_thing(self, index: int, likeness: np.ndarray, limit: float) -> tuple[np.ndarray, str]:
+        """Which images show what that one shows, and in words that they have several labels; '' if they have one.
+
+        These are its copies, with images as similar as `limit`, unless they are many; else those of its group.
+        `likeness`: of all images to that one.
+        """
+        copies, similar = self.copy_of == self.copy_of[index], likeness >= limit
+        alike = copies | similar if similar.sum() < MANY else copies
+        for same, said in (
+            (alike, "these {} images look alike and have {} labels"),
+            (self.groups == self.groups[index], "the {} images of its group have {} labels"),
+        ):
+            if (labels := len(np.unique(self.kinds[same]))) > 1:
+                return same, said.format(same.sum(), labels)
+        return alike, ""
 
     def line(self, one: Suspect) -> str:
         return line_of(self.samples.name(one.image), f"labelled {one.given}, looks like {one.proposed}", self.data)
@@ -199,6 +233,14 @@ class ByFeatures:
         log.info("A linear classifier of %d features (%s), strength %.2g. %s", width, self.pool, strength, words)
         return logits
 
+    def similarity_of_edited(self, images: Images) -> float:
+        """As `Found.limit`, of the pooling that edited copies are compared by."""
+        if self.features is None or self.pool != pool_of(self.trained.model):
+            return np.inf
+        batch = self.trained.config.DATA.val_batch
+        with self.trained.computing(batch):
+            return similarity_of_edited(self.trained, images.dataset, np.asarray(self.features).mean(0), batch)
+
     def logits_of_others(self, images: Images) -> np.ndarray:
         """Of images that were not searched."""
         assert self.classifier is not None
@@ -266,6 +308,9 @@ class ByTraining:
         assert np.isfinite(found).all()
         return found
 
+    def similarity_of_edited(self, _images: Images) -> float:
+        return np.inf
+
     def logits_of_others(self, images: Images) -> np.ndarray:
         of_models = [
             torch.cat([logits for logits, _, _ in batches_of(trained, images.dataset)])
@@ -303,6 +348,8 @@ class Found:
     """Classes that the models do not recognise, and how many of their images they do"""
     near: np.ndarray = field(repr=False)
     """Features of all images, in which those are near that look alike"""
+    limit: float = np.inf
+    """How similar they are to their edited copies, if known: as similar ones may show the same"""
 
     def words(self) -> list[str]:
         lines = [self.accuracy]
@@ -329,7 +376,14 @@ class Found:
                 "classes are not found this way."
             )
         if certain := sum(one.certain for one in self.suspects):
-            lines.append(f"{counted(certain, 'image')}: a copy, or nearly one, has another label, which is likelier.")
+            have = "has" if certain == 1 else "have"
+            likelier = "a copy, or nearly one, with another, likelier label; none is known to be right"
+            lines.append(f"{counted(certain, 'image')} {have} {likelier}.")
+        if self.verdict.changed and not self.verdict.clear:
+            changed = (
+                f"Of {self.verdict.changed:,} labels that were changed on purpose, {100 * CHANGED:.0f} % at a time"
+            )
+            lines.append(f"{changed}, {self.verdict.changed_found:,} look wrong to this search.")
         return [*lines, found if self.verdict.clear else nothing]
 
 
@@ -352,7 +406,8 @@ def find(images: Images, method: Method, seed: int) -> Found:
         hits = np.bincount(labels[distinct.argmax(1) == labels], minlength=len(counts))
         for label in np.flatnonzero((hits < LEARNT * counts) & ~np.isin(np.arange(len(counts)), few)):
             not_learnt.append(f"{images.classes[label]} ({hits[label]} of {counted(int(counts[label]), 'image')})")
-    return Found(suspects, verdict, accuracy, [images.classes[label] for label in few], not_learnt, near)
+    few_classes = [images.classes[label] for label in few]
+    return Found(suspects, verdict, accuracy, few_classes, not_learnt, near, method.similarity_of_edited(images))
 
 
 def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:
@@ -408,6 +463,8 @@ def suspects_of(
         sum(one.if_right for label, one in enumerate(each) if label not in few),
         sum(one.expected for label, one in enumerate(each) if label not in few),
         [one.calibrations[0] for one in each],
+        sum(one.changed for label, one in enumerate(each) if label not in few),
+        sum(one.changed_found for label, one in enumerate(each) if label not in few),
     )
     found.probability[:, few] = -1
     of_labels = np.where(images.labels, found.right, 1 - found.right)

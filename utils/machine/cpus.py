@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import logging
 import math
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -28,6 +29,28 @@ def cores() -> int:
         logging.INFO,
     )
     return math.ceil(quota)  # a fraction of a core is worth a thread, which then idles at times
+
+
+def core_seconds() -> tuple[float, float]:
+    """Seconds that this process's cores have been idle so far, and have worked for others than it and its workers.
+
+    Zeros where that is unknown: not on Linux, or where a quota limits the process rather than the cores it may use.
+    """
+    try:
+        lines = [line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()]
+        own = [Path(f"/proc/{child.pid}/stat") for child in multiprocessing.active_children()]
+        workers = [file.read_text(errors="replace").rpartition(")")[2].split() for file in own]
+    except OSError:
+        return 0.0, 0.0
+    allowed = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    if (cpu_quota() or (math.inf,))[0] < len(allowed):
+        return 0.0, 0.0
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    ticks = [[int(field) for field in line[1:9]] for line in lines if line and line[0] in allowed]
+    idle, every = sum(sum(one[3:5]) for one in ticks), sum(map(sum, ticks))
+    times, second = os.times(), os.sysconf("SC_CLK_TCK")
+    ours = sum(times[:4]) + sum(int(one[11]) + int(one[12]) for one in workers) / second
+    return idle / second, (every - idle) / second - ours
 
 
 def cpu_quota() -> tuple[float, Path] | None:

@@ -201,6 +201,24 @@ def alike_in_words(alike: Sequence[int], look: str = "validation images look lik
     )
 
 
+KNOWN = 0.05
+"""Fraction of the validation images, from which on those known to training make choices on them doubtful"""
+
+
+def known_to_training(data: dict[str, Any]) -> str:
+    """How many validation images training knows, if they are `KNOWN`; '' for fewer. `data`: of `read_data`.
+
+    That is the larger number of those with the bytes of a training image and of those that look like one, unless they
+    look like so `MANY` that the model may hardly tell them apart.
+    """
+    copies, (alike, of, each) = data.get("copies") or {}, [*(data.get("alike") or []), 0, 0, 0][:3]
+    counts = [(copies.get("found", 0), copies.get("compared", 0)), (alike if each < MANY else 0, of)]
+    known, compared = max(counts, key=lambda count: count[0] / max(count[1], 1))
+    if not known or known < KNOWN * compared:
+        return ""
+    return f"{known:,} of {compared:,} validation images are copies of training images or look like them"
+
+
 def copies_in_words(folder: Path, images: int | None = None) -> str:
     """One line for the end of a run or an evaluation, if validation images of the run are also in training.
 

@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -116,6 +119,28 @@ def test_advice_for_a_compute_bound_run(device: str, amp: bool, compiled: bool, 
     shared = bottleneck(tally(waited=2.0), replace(setting, threads=2))
     assert ("THREADS=1 (faster for a small model" in shared.text) == (device == "cpu")
     assert "forward pass took 30 % and the backward pass 68 %" in in_stages.text
+
+
+def test_other_programs_that_use_the_cores_are_named() -> None:
+    """Of a process that may use two cores, over 100 seconds."""
+    on_a_cpu, alone = Setting("cpu", amp=True, compiled=True, workers=0, cores=2), "Only a smaller model"
+    made = bottleneck(replace(tally(waited=2.0), others=90.0), on_a_cpu)
+    assert "Other programs used 0.9 of the 2 cores: without them, training is faster; see docs" in made.text
+    assert alone not in made.text
+    for few in ({"others": 19.0}, {"others": 90.0, "idle": 41.0}, {"others": 0.0}):
+        assert alone in bottleneck(replace(tally(waited=2.0), **few), on_a_cpu).text
+    made = bottleneck(replace(tally(waited=2.0), others=90.0), replace(on_a_cpu, threads=2))
+    assert "training is faster. To speed up, try THREADS=1" in made.text
+
+
+def test_work_of_other_programs_is_counted() -> None:
+    own, end = Throughput(CPU), time.monotonic() + 60
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        while own.tally.others < 0.2 and time.monotonic() < end:
+            time.sleep(0.1)
+            own.read(0.0)
+        other.kill()
+    assert own.tally.others >= 0.2
 
 
 @pytest.mark.parametrize(

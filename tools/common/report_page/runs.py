@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine.measure.throughput import shown_rate
-from engine.report.outcome import flatters
+from engine.report.outcome import favoured, flatters
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
@@ -223,7 +223,7 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
     """First sentences of the report of one run: what was learnt, how well, and how far to trust that.
 
     `headline`: of the evaluation; None: as the run's own validation measured it. `before`, `figure` and `after` are one
-    sentence about the figure, which is missing if nothing was measured.
+    sentence about the figure, which is missing if nothing was measured; the page lists the `remarks`.
     """
     found, learnt = headline or _validated(run), _learnt(run)
     remarks = _remarks(run, found)
@@ -239,7 +239,8 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
             after += f", which is no better than {found.guessing} ({guess})"
         else:
             doubt = found.interval is not None and found.interval.low <= found.guess
-            after += f"; {found.guessing} gives {guess}{', so it may be no better than that' if doubt else ''}"
+            gives = f"{found.guessing[0].upper()}{found.guessing[1:]} gives {guess}"
+            remarks.insert(0, f"{gives}{', so the model may be no better than that' if doubt else ''}.")
     before = f"Its {found.metric.plain_words or found.metric.words} is "
     figure = found.metric.number(found.value)
     return {"learnt": learnt, "before": before, "figure": figure, "after": f"{after}.", "remarks": remarks}
@@ -268,7 +269,9 @@ def _remarks(run: Run, found: Headline | None) -> list[str]:
         looks = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
         show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"
         remarks.append(f"No validation image has the bytes of a training image, {looks}; {show}.")
-    return remarks
+    if found and run.config:
+        remarks.append(favoured(run.folder, run.history, run.config.MODEL.starts_at_probe))
+    return [*filter(None, remarks)]
 
 
 def _learnt(run: Run) -> str:

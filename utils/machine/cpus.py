@@ -38,10 +38,12 @@ def core_seconds() -> tuple[float, float]:
     """
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()]
-        own = [Path(f"/proc/{child.pid}/stat") for child in multiprocessing.active_children()]
-        workers = [file.read_text(errors="replace").rpartition(")")[2].split() for file in own]
     except OSError:
         return 0.0, 0.0
+    workers = list[list[str]]()
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError):  # it has just ended
+            workers.append(Path(f"/proc/{child.pid}/stat").read_text(errors="replace").rpartition(")")[2].split())
     allowed = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     if (cpu_quota() or (math.inf,))[0] < len(allowed):
         return 0.0, 0.0

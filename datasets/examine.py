@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -51,8 +51,11 @@ MEASURED = 100
 """Images whose sides give `median_side`."""
 RARE = 100
 """Images among which one in a format of its own is called unlike the others"""
-SERIES = "([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$"
-"""A file's name without its last number; of a number alone, its folder"""
+NAMED = {
+    "Without their last number": "([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$",  # of a number alone, the folder
+    "Up to their first -, _ or blank": "([^/_ -]+)[^/]*$",
+}
+"""Part of a file's name -> a pattern for DATA.GROUP"""
 OF_IMAGES, OF_CLASS = 0.05, 0.25
 """Most of all images, and of those of a class, with one such name, for it to say what they show: not IMG_, no class"""
 TORN, MOST_NAMES = 0.1, 200_000
@@ -159,9 +162,9 @@ def companions_of(splits: Mapping[str, Samples]) -> str:
     )
 
 
-def _named_alike(splits: Mapping[str, Samples]) -> dict[str, list[str]]:
-    """Of each image, by split, its file's name without the last number; '' where it says nothing, as many have it."""
-    pattern, names, labels = re.compile(f"(?:.*/)?{SERIES}"), dict[str, list[str]](), list[int]()
+def _named_alike(splits: Mapping[str, Samples], group: str) -> dict[str, list[str]]:
+    """Of each image, by split, what this pattern finds in its name; '' where it says nothing, as many have it."""
+    pattern, names, labels = re.compile(f"(?:.*/)?{group}"), dict[str, list[str]](), list[int]()
     for title, of in splits.items():
         matches = (pattern.match(of.name(index)) for index in range(len(of)))
         names[title] = [match[1] if match else "" for match in matches]
@@ -175,12 +178,34 @@ def _named_alike(splits: Mapping[str, Samples]) -> dict[str, list[str]]:
 
 def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
     """A sentence, if images of one group are in several splits; without DATA.GROUP, of those that names hint at."""
+    number = sum(map(len, splits.values()))
     if data.GROUP is not None:
         groups = {title: samples.groups or [] for title, samples in splits.items()}
-    elif sum(map(len, splits.values())) <= MOST_NAMES and all(one.stored == "files" for one in splits.values()):
-        groups = _named_alike(splits)
-    else:
+        if len({group for of_split in groups.values() for group in of_split}) == number:
+            each = f"each of {counted(number, 'image')} is a group of its own, which changes nothing"
+            return f"DATA.GROUP {data.GROUP}: {each}"
+        torn, counts, _ = _in_several(groups)
+        if not torn:
+            return ""
+        return (
+            f"DATA.GROUP {data.GROUP}: {counted(len(torn), 'group')} in more than one split, such as {min(torn)}: "
+            f"{counts}. Metrics are better there than on new groups (docs/splits.md)"
+        )
+    if number > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
         return ""
+    for what, pattern in NAMED.items():
+        torn, counts, most = _in_several(_named_alike(splits, pattern))
+        if most >= TORN:
+            keeps = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
+            return (
+                f"{what}, the names of {counts} are also those of images in another split, such as {min(torn)}. If "
+                f"such images show one thing, 'DATA.GROUP={pattern}' {keeps} (docs/splits.md)"
+            )
+    return ""
+
+
+def _in_several(groups: Mapping[str, Sequence[str]]) -> tuple[set[str], str, float]:
+    """The groups that several splits have; how many images these have of each, in words; and the largest fraction."""
     first, torn, counts, most = dict[str, str](), set[str](), list[str](), 0.0
     for title, of_images in groups.items():
         shared = [group for group in of_images if group and first.setdefault(group, title) != title]
@@ -188,23 +213,7 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
             torn.update(shared)
             counts.append(f"{len(shared):,} of {len(of_images):,} {title} images")
             most = max(most, len(shared) / len(of_images))
-    number = sum(map(len, groups.values()))
-    if data.GROUP is not None and len({*first}) == number:
-        return (
-            f"DATA.GROUP {data.GROUP}: each of {counted(number, 'image')} is a group of its own, which changes nothing"
-        )
-    if torn and data.GROUP is not None:
-        return (
-            f"DATA.GROUP {data.GROUP}: {counted(len(torn), 'group')} in more than one split, such as {min(torn)}: "
-            f"{', '.join(counts)}. Metrics are better there than on new groups (docs/splits.md)"
-        )
-    if most < TORN:
-        return ""
-    keeps = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
-    return (
-        f"Without their last number, the names of {', '.join(counts)} are also those of images in another split, such "
-        f"as {min(torn)}. If such images show one thing, 'DATA.GROUP={SERIES}' {keeps} (docs/splits.md)"
-    )
+    return torn, ", ".join(counts), most
 
 
 def _look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> None:
@@ -349,8 +358,10 @@ def _of_classes(found: Findings, config: Config) -> Iterator[str]:
     text = f"Data: {', '.join(f'{count:,} {title}' for title, count in found.images.items())} images"
     if training:
         smallest, largest = (pick(training, key=lambda name: training[name]) for pick in (min, max))
-        text += f" in {len(training):,} classes, from {training[smallest]:,} ({smallest}) to {training[largest]:,} "
-        text += f"({largest}) training images"
+        of_each = f"from {training[smallest]:,} ({smallest}) to {training[largest]:,} ({largest}) training images"
+        if training[smallest] == training[largest]:
+            of_each = f"each of {counted(training[largest], 'training image')}"
+        text += f" in {len(training):,} classes, {of_each}"
         if found.largest_class_percent is not None:
             text += f". Always guessing the largest class would give {found.largest_class_percent:.1f} % in validation"
     yield text

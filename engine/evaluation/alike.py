@@ -77,10 +77,13 @@ class Nearest(NamedTuple):
     alike: np.ndarray
     """How many are as similar as the limit"""
 
-    def counted(self) -> tuple[int, int, int]:
-        """How many have any that is alike, of how many, and how many such a one has (the median)."""
-        some = self.alike[self.alike > 0]
-        return len(some), len(self.alike), int(np.median(some)) if len(some) else 0
+    def counted(self, labels: np.ndarray, of_others: np.ndarray) -> tuple[int, int, int, int]:
+        """How many have any that is alike, of how many; how many such a one has (the median); and how many of them
+        have the label of the most similar one."""
+        some = self.alike > 0
+        same = (labels[: len(some)] == of_others[self.place]).reshape(len(some), -1).all(1)
+        each = int(np.median(self.alike[some])) if some.any() else 0
+        return int(some.sum()), len(some), each, int((some & same).sum())
 
 
 def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = float("inf")) -> Nearest:
@@ -95,13 +98,18 @@ def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = fl
 
 
 def count_alike(
-    seeing: Seeing, dataset: ImageDataset, of: np.ndarray, among: np.ndarray, data: DataConfig
+    seeing: Seeing, dataset: ImageDataset, seen: Features, known: Features, pool: str, data: DataConfig
 ) -> list[int]:
-    """`Nearest.counted` of the images of `dataset`. `of`, `among`: their features, and those of training images."""
+    """`Nearest.counted` of the images of `dataset`, with the features `seen`, among training images; empty if these
+    are too many."""
+    of, among = (np.asarray(one.of(pool)) for one in (seen, known))
+    if among.size > MOST_VALUES:
+        return []
     mean = among.mean(0)
     limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
     seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
-    return [*nearest(directions(of, mean), directions(among, mean), limit, seconds).counted()]
+    found = nearest(directions(of, mean), directions(among, mean), limit, seconds)
+    return [*found.counted(seen.labels, known.labels)]
 
 
 def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
@@ -109,12 +117,10 @@ def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
 
     `known`: of the training images. Empty if these are too many. A collective call.
     """
-    if known.of(pool_of(seeing.model)).size > MOST_VALUES:
+    pool = pool_of(seeing.model)
+    if known.of(pool).size > MOST_VALUES:
         return []
     data = run.config.DATA.changed(PART="val")
     dataset = open_dataset(data, False, int(run.config.MODEL.NUM_CLASSES), run.config.SEED, run.device)
     found = features_of(seeing, run.config, dataset, data, run.world)
-    if not run.world.first:
-        return []
-    training, validation = (np.asarray(one.of(pool_of(seeing.model))) for one in (known, found))
-    return count_alike(seeing, dataset, validation, training, data)
+    return count_alike(seeing, dataset, found, known, pool, data) if run.world.first else []

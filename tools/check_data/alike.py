@@ -31,7 +31,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import log
-from utils.record.run_folder import MANY, alike_in_words
+from utils.record.run_folder import MANY, alike_in_words, share_a_style
 from utils.text import counted
 from vitamp.files import write_atomically
 from vitamp.pooling import pool_of
@@ -103,7 +103,7 @@ class Images:
 def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     """Write the page of the most similar images of two splits, and a table that keeps them out of one of them.
 
-    Returns how many may be copies: none, where they are alike to too many images.
+    Returns how many may be copies: none, where they are alike to too many images, or mostly to those of other labels.
     """
     if len(splits) < 2:
         raise UserError(f"-alike compares two splits whose images are files; {source_of(config.DATA)} has not two.")
@@ -115,7 +115,7 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     ]
     likest = Nearest(*map(np.concatenate, zip(*by_split, strict=True)))
     order = np.argsort(-likest.similar, kind="stable")
-    count = alike, _, each = likest.counted()
+    count = alike, _, each, _ = likest.counted(images.labels[training:], images.labels)
     found = alike_in_words(count, "images look like one of another split")
     found = f"{found or 'No image looks like one of another split as edited copies do'}."
     about = (
@@ -136,6 +136,9 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     write_template("alike.html", page, "-alike", **values)
     log.info("Look at them: %s", page)
 
+    if share_a_style(count):
+        log.info("No list is written: it would leave out images, or join them, that are no copies.")
+        return 0
     if each >= MANY:
         log.info("No list is written: it would leave out too many images, or join them to a few groups.")
         return 0

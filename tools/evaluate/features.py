@@ -14,7 +14,7 @@ import torch
 
 from datasets import has_labels, source_of
 from datasets.base import TITLES, part_of
-from engine.evaluation.alike import MOST_VALUES, count_alike
+from engine.evaluation.alike import count_alike
 from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import AT_ONCE, Features, features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
@@ -35,7 +35,7 @@ from utils.config.read import Kind, Source
 from utils.distributed.world import ALONE, World
 from utils.log import log, log_lines, quiet_terminal
 from utils.program import tool
-from utils.record.run_folder import alike_in_words
+from utils.record.run_folder import alike_in_words, share_a_style
 from utils.text import wilson
 from vitamp.metrics import BALANCED, KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
@@ -94,12 +94,11 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
             found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
         found["neighbours"] = neighbours
     if asked.probe and data.PART not in MEMORISED and data.CHECK != "off" and images.single_images() is not None:
-        of, among = (np.asarray(one.of(pools[0])) for one in (seen, known))
         look = f"images of the {TITLES[part_of(data, False)]} look like training images"
         with trained.computing(data.val_batch):
-            alike = count_alike(trained, images, of, among, data) if among.size <= MOST_VALUES else []
+            alike = count_alike(trained, images, seen, known, pools[0], data)
         if words := alike_in_words(alike, look):
-            said.append(f"{words}. This may raise the metrics.")
+            said.append(f"{words}.{'' if share_a_style(alike) else ' This may raise the metrics.'}")
     said += filter(None, [of_groups(seen.groups)])
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
     if asked.out:

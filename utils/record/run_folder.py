@@ -184,20 +184,29 @@ MANY = 10
 """Images that an image looks like, for which copies are an unlikely cause"""
 
 
-def alike_in_words(alike: Sequence[int], look: str = "validation images look like training images") -> str:
-    """What was counted of images that look like others (`Nearest.counted`); '' for none.
+def share_a_style(alike: Sequence[int]) -> bool:
+    """Whether images that look like others are hardly copies, because most of these have another label.
 
-    That is their number, of how many, and, unless by an earlier version, how many others such a one looks like.
+    `alike`: as `Nearest.counted`, or less of it, as an earlier version counted; empty: not counted.
     """
-    found, of, each = [*alike, 0, 0, 0][:3]
-    if not found:
+    return len(alike) > 3 and alike[2] < MANY and 2 * alike[3] < alike[0]
+
+
+def alike_in_words(alike: Sequence[int], look: str = "validation images look like training images") -> str:
+    """What was counted of images that look like others (as `share_a_style` takes it); '' for none."""
+    if not alike or not alike[0]:
         return ""
-    what = f"{found:,} of {of:,} {look}, "
-    if each < MANY:
+    what = f"{alike[0]:,} of {alike[1]:,} {look}, "
+    if share_a_style(alike):
+        return (
+            f"{what}but only {alike[3]:,} of them like one of their own label: if labels are right, they share a style "
+            "or a background, and are no copies"
+        )
+    if len(alike) < 3 or alike[2] < MANY:
         return f"{what}as edited copies do, or photographs of one thing or place"
     return (
-        f"{what}half of them like {each:,} or more: too many for copies. Either they are series of one thing, which "
-        "DATA.GROUP keeps together, or the model hardly tells such images apart"
+        f"{what}half of them like {alike[2]:,} or more: too many for copies. Either they are series of one thing, "
+        "which DATA.GROUP keeps together, or the model hardly tells such images apart"
     )
 
 
@@ -209,10 +218,12 @@ def known_to_training(data: dict[str, Any]) -> str:
     """How many validation images training knows, if they are `KNOWN`; '' for fewer. `data`: of `read_data`.
 
     That is the larger number of those with the bytes of a training image and of those that look like one, unless they
-    look like so `MANY` that the model may hardly tell them apart.
+    look like so `MANY` that the model may hardly tell them apart, or share a style.
     """
-    copies, (alike, of, each) = data.get("copies") or {}, [*(data.get("alike") or []), 0, 0, 0][:3]
-    counts = [(copies.get("found", 0), copies.get("compared", 0)), (alike if each < MANY else 0, of)]
+    copies, alike = data.get("copies") or {}, data.get("alike") or []
+    found, of, each = [*alike, 0, 0, 0][:3]
+    look = 0 if each >= MANY or share_a_style(alike) else found
+    counts = [(copies.get("found", 0), copies.get("compared", 0)), (look, of)]
     known, compared = max(counts, key=lambda count: count[0] / max(count[1], 1))
     if not known or known < KNOWN * compared:
         return ""
@@ -239,5 +250,6 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
             "-fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them."
         )
     if alike[0] > copies:
-        lines.append(f"{alike_in_words(alike)}. This may raise the metrics; `{check} -alike DIR` shows them.")
+        raises = "" if share_a_style(alike) else " This may raise the metrics;"
+        lines.append(f"{alike_in_words(alike)}.{raises} `{check} -alike DIR` shows them.")
     return " ".join(lines)

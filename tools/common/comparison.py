@@ -454,7 +454,7 @@ def metrics_of(folder: Path) -> Metrics:
         "seconds": history.seconds,
         "starts": sum(map(is_start, history.lines)),
         "validation_images": about.get("samples", {}).get("val"),
-        **({"validation_groups": groups} if (groups := about.get("val_groups")) else {}),
+        **({"grouped": True} if config.DATA.GROUP is not None else {}),
         "largest_class_percent": about.get("largest_class_percent"),
         "device": about["device"],
         "versions": about["versions"],
@@ -635,7 +635,7 @@ def _one_run_each(
     if paired is not None and judged.metric.percent and not overlap_of(rows):
         found, images = over_images(difference, *paired, comparisons=comparisons), len(paired[0][0])
         low, high = found.low or 0.0, found.high or 0.0
-    elif judged.metric.counts_images and images and not rows[0].get("validation_groups"):
+    elif judged.metric.counts_images and images and not rows[0].get("grouped"):
         low, high = chance((ours, theirs), images, comparisons)
     else:
         return f"{said}. That is too few to tell: repeat both with more seeds."

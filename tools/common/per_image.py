@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.report.intervals import of_each_image
+from utils.config import config_of_run
 from utils.record.history import History
 from utils.record.predictions import GROUPS, read_predictions
-from utils.record.run_folder import read_about
 from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
 
 
@@ -32,7 +32,7 @@ def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | No
         return None
     names, labels = table.pop("names"), table.pop("labels").astype(np.int64)
     groups = table.pop(GROUPS, np.empty(0, np.uint64))
-    if not len(groups) and read_about(folder).get("val_groups"):  # of a run of an earlier version
+    if not len(groups) and config_of_run(folder).DATA.GROUP is not None:  # of a run of an earlier version
         return None
     of_one = {name: column for name, column in table.items() if set_of(name)[0] is weights}
     # A run without these weights is judged by its plain ones.

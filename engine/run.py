@@ -246,10 +246,11 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         by, figure = metric_named(trainer.best.by), trainer.best.figure
         known, labels = trainer.best_metrics, ready.val_set.sample_labels()
         guesses = known.predictions.get("guess") if known and known.value(by.name) == figure else None
-        context = in_context(by, figure, largest_class(ready), labels, guesses, ready.val_set.groups())
+        groups = ready.val_set.groups()
+        context = in_context(by, figure, largest_class(ready), labels, guesses, groups)
         said = [context]
         if trainer.probe is not None and guesses is not None and trainer.best.update:
-            said.append(beside_probe(by, history, labels, trainer.probe, guesses))
+            said.append(beside_probe(by, history, labels, trainer.probe, guesses, groups))
         elif config.MODEL.starts_at_probe and figure is not None and trainer.best.update == 0 < trainer.position.update:
             said.append(probe_is_best(by, history))
         if context and figure is not None:
@@ -260,7 +261,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
         seen = table.get("guess", table.get(f"{AVERAGE.prefix}guess")) if guesses is None else guesses
         if seen is not None:
             names, folds = ready.val_set.classes or [], ready.choices.get(FOLDS)
-            said += strange(labels.astype(int), seen.astype(int), names, folds, trainer.probe)
+            said += strange(labels.astype(int), seen.astype(int), names, folds, trainer.probe, groups)
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
         log_lines((*said, copies_in_words(folder), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"

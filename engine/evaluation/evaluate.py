@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from models.parts import in_eval_mode
 from utils.config.schema import DataConfig
 from utils.distributed.world import World
 from utils.log import log
-from utils.record.predictions import PREDICTIONS, write_predictions
+from utils.record.predictions import GROUPS, PREDICTIONS, write_predictions
 from vitamp.metrics import KNN, WeightSet
 
 
@@ -79,11 +79,16 @@ def keep_predictions(
     samples, prefix, names = val_set.single_images(), name_prefix(data), map(str, range(len(val_set)))
     if samples is not None:
         names = (samples.name(index).removeprefix(prefix) for index in range(len(samples)))
-    digests = (hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest() for name in names)
     labels = val_set.sample_labels()
     labels = labels.astype(np.min_scalar_type(int(labels.max(initial=0))))
+    groups = {GROUPS: _hashes(groups)} if (groups := val_set.groups()) else {}
     try:
-        table = {"names": np.frombuffer(b"".join(digests), np.uint64), "labels": labels, **of_sets}
+        table = {"names": _hashes(names), "labels": labels, **groups, **of_sets}
         write_predictions(folder, update, table)
     except OSError as error:
         log.warning("%s: cannot be written (%s).", folder / PREDICTIONS, error.strerror)
+
+
+def _hashes(names: Iterable[str]) -> np.ndarray:
+    digests = (hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest() for name in names)
+    return np.frombuffer(b"".join(digests), np.uint64)

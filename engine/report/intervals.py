@@ -5,6 +5,8 @@ effective number of images: as many as would give a share of the images the vari
 squared influences of the images. Which classes they are of is chance too: it changes macro F1 and mAP, which depend on
 how frequent a class is. Both are also biased where a class has few images; their interval is around the value without
 the bias. A bootstrap covers too rarely there: if all images of a class are right, it knows no other outcome.
+
+Where images are in groups (DATA.GROUP), the variance is larger by one factor, the design effect of the influences.
 """
 
 import math
@@ -13,8 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from utils.text import Interval, Z, wilson
-from vitamp.metrics import BALANCED, TOP1, Metric
+from vitamp.metrics import BALANCED, MACRO_F1, TOP1, Metric
 
+Groups = Sequence[str] | np.ndarray
+"""Of each image; empty: it is in none"""
 ADDED = 2
 """Images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
 MOST_SINGLE = 0.1
@@ -25,12 +29,13 @@ WIDEST = 60
 """Percentage points; an interval of macro F1 that is wider says nothing"""
 
 
-def paired_interval(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float]:
+def paired_interval(first: np.ndarray, second: np.ndarray, groups: Groups = ()) -> tuple[float, float, float]:
     """By how much the second is right less often, and the ends of the interval (Agresti and Min, 2005)."""
     from scipy.special import ndtri  # a moment to import
 
     lost, won = int((first & ~second).sum()), int((second & ~first).sum())
-    count, one, other = len(first) + 2, lost + 0.5, won + 0.5
+    times = times_the_variance(first.astype(float) - second, groups)
+    count, one, other = len(first) / times + 2, lost / times + 0.5, won / times + 0.5
     middle = (one - other) / count
     reach = float(ndtri(0.975)) * math.sqrt((one + other - count * middle**2) / count**2)
     return (lost - won) / len(first), middle - reach, middle + reach
@@ -63,25 +68,41 @@ def of_each_image(metric: Metric, labels: np.ndarray, guesses: np.ndarray) -> np
     return 100 * (float(of_class[known].mean()) + len(labels) * influence / np.count_nonzero(known))
 
 
-def independent_images(right: np.ndarray, groups: Sequence[str]) -> float:
-    """How many independent images tell as much of the share that is `right` as these do, which are in groups.
+def design_effect(values: np.ndarray, groups: Groups) -> tuple[float, float]:
+    """How many times larger the variance of their mean is than that of independent images; effective number of groups.
 
-    Images of a group are alike by the intraclass correlation of one-way analysis of variance. Few groups know it, and
-    the variance, badly: Student's t, by the effective number of groups, takes the place of the normal distribution.
+    Images of a group are alike by the intraclass correlation of one-way analysis of variance. Where groups are few and
+    unequal, intervals by the sums over groups themselves (cluster-robust variance) hold too rarely.
     """
     _, of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     images, number = len(of), len(sizes)
     if number in (0, images):
-        return len(right)
+        return 1.0, len(values)
+    values = values.astype(float) - values[0]  # equal ones are 0, without errors of rounding
+    mean, size = np.bincount(of, values) / sizes, float((sizes**2).sum()) / images
+    between = float((sizes * (mean - values.mean()) ** 2).sum()) / max(number - 1, 1)
+    within = float(((values - mean[of]) ** 2).sum()) / (images - number)
+    total = between + ((images - size) / max(number - 1, 1) - 1) * within
+    alike = max(0.0, (between - within) / total) if total > 0 else 1.0  # unknown if all are equal, or of one group
+    return 1 + (size - 1) * alike, images / size
+
+
+def times_the_variance(values: np.ndarray, groups: Groups) -> float:
+    """How many times larger it is for an interval. `values`: of each image, or its influence on a metric.
+
+    Few groups know the variance badly: Student's t, by their number, takes the place of the normal distribution.
+    """
+    effect, number = design_effect(values, groups)
+    if number == len(values):
+        return 1.0
     from scipy.stats import t  # a second to import
 
-    share, size = np.bincount(of, right) / sizes, float((sizes**2).sum()) / images
-    between = float((sizes * (share - right.mean()) ** 2).sum()) / max(number - 1, 1)
-    within = float((sizes * share * (1 - share)).sum()) / (images - number)
-    total = between + ((images - size) / max(number - 1, 1) - 1) * within
-    alike = max(0.0, (between - within) / total) if total > 0 else 1.0  # unknown if all are right, or of one group
-    reach = float(t.ppf(0.975, max(images / size - 1, 1)))
-    return images / (1 + (size - 1) * alike) * (Z / reach) ** 2
+    return effect * (float(t.ppf(0.975, max(number - 1, 1))) / Z) ** 2
+
+
+def independent_images(values: np.ndarray, groups: Groups) -> float:
+    """How many independent images tell as much of the mean as these do, which are in groups."""
+    return len(values) / times_the_variance(values, groups)
 
 
 def difference_interval(percents: tuple[float, float], images: Sequence[float], z: float = Z) -> tuple[float, float]:
@@ -105,7 +126,9 @@ def likely_recalls(right: np.ndarray, images: np.ndarray) -> np.ndarray:
     return (right + ADDED * usual) / (images + ADDED)
 
 
-def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
+def balanced_accuracy_interval(
+    labels: np.ndarray, guesses: np.ndarray, classes: int, groups: Groups = ()
+) -> Interval | None:
     images = np.bincount(labels, minlength=classes)
     if too_few(images):
         return None
@@ -113,10 +136,11 @@ def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes:
     images, right = images[present], np.bincount(labels[labels == guesses], minlength=classes)[present]
     sure = likely_recalls(right, images)
     variance = float((sure * (1 - sure) / images).sum()) / len(images) ** 2
-    return of_variance(float((right / images).mean()), variance, int(images.sum()))
+    times = times_the_variance(of_each_image(BALANCED, labels, guesses), groups)
+    return of_variance(float((right / images).mean()), variance, int(images.sum()), times)
 
 
-def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
+def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int, groups: Groups = ()) -> Interval | None:
     """The influence of an image depends on its class and on whether, or for which class, it is mistaken."""
     hit = labels == guesses
     images, right = np.bincount(labels, minlength=classes), np.bincount(labels[hit], minlength=classes)
@@ -137,18 +161,25 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> 
     bias = f1 * (1 - f1) / sizes * either / np.maximum(either - 1, 1)
     value, unbiased = (float(each.sum()) / counted for each in (f1, f1 + bias))
     freedom = max(len(labels) - counted, 1)  # as an unbiased variance is larger
-    found = around(value, unbiased, float(variance.sum()) * len(labels) / freedom, len(labels), images[images > 0])
+    times = times_the_variance(of_each_image(MACRO_F1, labels, guesses), groups)
+    spread = float(variance.sum()) * len(labels) / freedom
+    found = around(value, unbiased, spread, len(labels), images[images > 0], times)
     return None if found is None or found.high - found.low > WIDEST else found
 
 
-def around(value: float, unbiased: float, variance: float, most: float, images: np.ndarray) -> Interval | None:
+def around(
+    value: float, unbiased: float, variance: float, most: float, images: np.ndarray, times: float
+) -> Interval | None:
     """None where classes have too few `images`: the bias is uncertain, or puts the value outside the interval."""
-    found = of_variance(unbiased, variance, most)
+    found = of_variance(unbiased, variance, most, times)
     few = (images == 1).mean() > MOST_SINGLE or 200 * abs(unbiased - value) > found.high - found.low
     return None if few else found
 
 
-def of_variance(fraction: float, variance: float, most: float) -> Interval:
-    """`most`: largest effective number of images, used where no image had another outcome."""
+def of_variance(fraction: float, variance: float, most: float, times: float) -> Interval:
+    """`most`: largest effective number of images, used where no image had another outcome.
+
+    `times`: of `times_the_variance`.
+    """
     of_one = fraction * (1 - fraction)
-    return wilson(100 * fraction, min(most, of_one / variance) if variance > 0 and of_one > 0 else most)
+    return wilson(100 * fraction, (min(most, of_one / variance) if variance > 0 and of_one > 0 else most) / times)

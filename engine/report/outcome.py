@@ -12,6 +12,7 @@ from datasets import comes_unsplit, has_test
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
 from engine.report import intervals
+from engine.report.intervals import Groups
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
@@ -54,7 +55,7 @@ def in_context(
     parts, grouped, by_class = [], "", metric in (BALANCED, MACRO_F1)
     if (metric.counts_images or by_class) and value is not None:
         if by_class:
-            how = _of_classes(metric, labels, guesses)
+            how = _of_classes(metric, labels, guesses, groups)
         elif groups and (guesses is None or metric is not TOP1):
             how = f": {COMPUTED}"
         else:
@@ -68,13 +69,13 @@ def in_context(
     return f"{words[0].upper()}{words[1:]}. {grouped}".rstrip() if words else ""
 
 
-def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None) -> str:
+def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None, groups: Sequence[str]) -> str:
     """The smallest class, the interval of balanced accuracy or macro F1, and what guessing would reach."""
     sizes = np.bincount(labels)
     present, how = sizes[sizes > 0], COMPUTED
     if guesses is not None:
         compute = intervals.balanced_accuracy_interval if metric is BALANCED else intervals.macro_f1_interval
-        found = compute(labels, guesses, int(max(labels.max(), guesses.max())) + 1)
+        found = compute(labels, guesses, int(max(labels.max(), guesses.max())) + 1, groups)
         how = f"95 % interval {found.words()}" if found else "too few images per class for an interval"
     guessing = f"; always guessing one class: {100 / len(present):.1f} %" if metric is BALANCED else ""
     return f", of which the smallest of {len(present)} classes has {present.min()}: {how}{guessing}"
@@ -94,11 +95,14 @@ def probe_is_best(by: Metric, history: History) -> str:
     return f"{words} {TO_GAIN}"
 
 
-def beside_probe(by: Metric, history: History, labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray) -> str:
+def beside_probe(
+    by: Metric, history: History, labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray, groups: Groups = ()
+) -> str:
     """Whether training improved on the linear probe by more than chance, by SAVE_BEST_BY; '' without metrics.jsonl."""
     than, begun = "the linear probe that training began with", (history.of("val") or [{}])[0]
     if by is TOP1:
-        gain, low, high = (len(labels) * one for one in intervals.paired_interval(guesses == labels, probe == labels))
+        found = intervals.paired_interval(guesses == labels, probe == labels, groups)
+        gain, low, high = (len(labels) * one for one in found)
         more = f"{abs(gain):.0f} {'more' if gain >= 0 else 'fewer'} of {counted(len(labels), 'image')}"
         words, top1 = f"Right on {more} than {than} (95 % interval {low:+.0f} to {high:+.0f})", ""
     else:
@@ -111,7 +115,8 @@ def beside_probe(by: Metric, history: History, labels: np.ndarray, probe: np.nda
         if by not in (BALANCED, MACRO_F1):
             return f"{words}{top1}."
         ours, theirs = (intervals.of_each_image(by, labels, one) for one in (guesses, probe))
-        gain, reach = now - begun[by.name], Z * math.sqrt(intervals.variance_of_mean(ours - theirs))
+        variance = intervals.variance_of_mean(ours - theirs) * intervals.times_the_variance(ours - theirs, groups)
+        gain, reach = now - begun[by.name], Z * math.sqrt(variance)
         low, high = gain - reach, gain + reach
         words += f" ({gain:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f})"
     words += f", which {'may be' if low <= 0 <= high else 'is beyond'} chance{top1}."
@@ -122,10 +127,7 @@ def of_groups(groups: Sequence[str]) -> str:
     """A sentence about intervals where images resemble each other in groups (DATA.GROUP); '' without groups."""
     if not 0 < (number := len({*groups})) < len(groups):
         return ""
-    return (
-        f"The {len(groups):,} images are {counted(number, 'group')} (DATA.GROUP). Intervals of top-1 and top-5 allow "
-        "for it; others count each image as independent, and the true ones are wider."
-    )
+    return f"The {len(groups):,} images are {counted(number, 'group')} (DATA.GROUP), which the intervals allow for."
 
 
 def flatters(validations: int, run: Path, data: DataConfig) -> str:
@@ -164,6 +166,7 @@ def strange(
     names: Sequence[str],
     in_folds: float | None,
     probe: np.ndarray | None = None,
+    groups: Groups = (),
 ) -> list[str]:
     """What looks wrong with images rather than with the model, and what it may be; and classes never recognised.
 
@@ -171,12 +174,13 @@ def strange(
     training may have lowered top-1. Of a class that is taken for another nothing is said if the other classes are not
     recognised either, as by a model that has learnt little.
     """
-    said, hit, top1 = [], labels == guesses, 100 * float((labels == (guesses if probe is None else probe)).mean())
+    said, hit, known = [], labels == guesses, labels == (guesses if probe is None else probe)
+    top1, independent = 100 * float(known.mean()), intervals.independent_images(known, groups)
 
     def called(label: int) -> str:
         return names[label] if label < len(names) else str(label)
 
-    if in_folds is not None and wilson(top1, len(labels)).high < in_folds - FAR:
+    if in_folds is not None and wilson(top1, independent).high < in_folds - FAR:
         said.append(
             f"Only {top1:.1f} % of these images are recognised, and {in_folds:.1f} % in folds of the training images: "
             "these images may be from another source, or their class folders swapped."

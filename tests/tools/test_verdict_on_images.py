@@ -24,16 +24,20 @@ def of_runs(*contenders: np.ndarray) -> np.ndarray:
     return np.stack([each.mean(1) for each in contenders])
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 10])
-def test_equal_contenders_that_differ_by_image_are_rarely_told_apart(seeds: int) -> None:
-    """As with frozen features: seeds hardly differ, so Student's t over seeds takes the choice of images for truth."""
+@pytest.mark.parametrize(("seeds", "alike"), [(2, 1), (3, 1), (10, 1), (3, 5)])
+def test_equal_contenders_that_differ_by_image_are_rarely_told_apart(seeds: int, alike: int) -> None:
+    """As with frozen features: seeds hardly differ, so Student's t over seeds takes the choice of images for truth.
+
+    `alike`: images of one group (DATA.GROUP).
+    """
     random, claims, before = np.random.default_rng(seeds), 0, 0
     for _ in range(300):
-        base = random.normal(2.2, 3, 200)
+        base = random.normal(2.2, 3, 200 // alike)
         noise = (random.logistic(size=(seeds, 200)) * 0.1 for _ in range(2))
-        ours, theirs = (100.0 * (each < base + random.normal(0, 1, 200)) for each in noise)
-        values = (ours - theirs).mean(1)
-        claims += over_images(float(values.mean()), ours, theirs, of_runs(ours, theirs), 1).seen
+        own = (np.repeat(base + random.normal(0, 1, len(base)), alike) for _ in range(2))
+        ours, theirs = (100.0 * (each < logits) for each, logits in zip(noise, own, strict=True))
+        values, groups = (ours - theirs).mean(1), np.arange(200) // alike
+        claims += over_images(float(values.mean()), ours, theirs, of_runs(ours, theirs), groups).seen
         before += interval(values.tolist(), 1, 100 / 200).seen
     assert claims <= 0.07 * 300
     assert before > 2 * claims
@@ -47,7 +51,7 @@ def test_seeds_of_all_contenders_say_how_far_runs_shift() -> None:
         logits = base + random.normal(0, 0.5, (10, 1, 1000)) + random.normal(0, 0.3, (10, 3, 1))
         hits = 100.0 * (random.logistic(size=logits.shape) * 0.5 < logits)
         pairs = [(each, hits[0]) for each in hits[1:]]
-        claims += any(over_images(float((a - b).mean()), a, b, of_runs(*hits), 9).seen for a, b in pairs)
+        claims += any(over_images(float((a - b).mean()), a, b, of_runs(*hits), comparisons=9).seen for a, b in pairs)
     assert claims <= 0.06 * 150
 
 
@@ -56,7 +60,7 @@ def test_a_true_difference_is_seen() -> None:
     for _ in range(100):
         base = random.normal(2.2, 3, 1000)
         ours, theirs = (100.0 * (random.logistic(size=(3, 1000)) < base + more) for more in (0.6, 0.0))
-        found = over_images(float((ours - theirs).mean()), ours, theirs, of_runs(ours, theirs), 1)
+        found = over_images(float((ours - theirs).mean()), ours, theirs, of_runs(ours, theirs))
         seen += found.seen
         assert found.holds_for == LIKE_THESE
     assert seen > 80
@@ -67,8 +71,8 @@ def test_few_images_that_differ_are_no_certainty() -> None:
     theirs = np.full((1, 200), 100.0)
     ours = theirs.copy()
     ours[:, :4] = 0
-    assert not over_images(-2.0, ours, theirs, of_runs(ours, theirs), 1).seen
-    assert over_images(0.0, theirs, theirs, of_runs(theirs, theirs), 1).seen is False, (
+    assert not over_images(-2.0, ours, theirs, of_runs(ours, theirs)).seen
+    assert over_images(0.0, theirs, theirs, of_runs(theirs, theirs)).seen is False, (
         "equal runs have no noise, and no difference"
     )
 
@@ -89,7 +93,7 @@ def test_more_seeds_or_else_more_images_are_named() -> None:
     base = random.normal(2.2, 3, 300)
     noise = (random.logistic(size=(3, 300)) * 0.05 for _ in range(2))
     ours, theirs = (100.0 * (each < base + random.normal(0, 1, 300)) for each in noise)
-    found = over_images(1.5, ours, theirs, of_runs(ours, theirs), 1)
+    found = over_images(1.5, ours, theirs, of_runs(ours, theirs))
     assert not found.seen
     assert found.runs_needed is None, "quiet seeds: more of them tell nothing about other images"
     assert found.images_needed is not None

@@ -24,6 +24,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, EXIT_FAILED
 from utils.log import log
+from utils.record.predictions import GROUPS
 from utils.record.run_folder import write_json
 from vitamp.files import write_atomically
 from vitamp.metrics import TOP1
@@ -115,7 +116,7 @@ def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
     `predicted`: of `report`, which evaluated them.
     """
     log.info("At each run's best checkpoint, which these very images chose:")
-    found = dict[str, np.ndarray]()
+    found, groups = dict[str, np.ndarray](), next(iter(predicted.values()))[1][GROUPS]
     for arm in ARMS:
         folders = [run.folder for run in plan.runs if run.contender == arm]
         of_arm = [values_of_images(plan.judged.metric, *predicted[folder]) for folder in folders]
@@ -123,7 +124,7 @@ def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
     every, verdicts = np.stack([each.mean(1) for each in found.values()]), list[dict[str, Any]]()
     for arm in (WITHOUT, RELABELLED, RANDOM):
         value = float(found[arm].mean() - found[ALL].mean())
-        one = over_images(value, found[arm], found[ALL], every, len(ARMS) - 1)
+        one = over_images(value, found[arm], found[ALL], every, groups, len(ARMS) - 1)
         verdicts.append({"mode": arm, "against": ALL, **asdict(one)})
         said = "within noise" if not one.seen else "higher" if value > 0 else "lower"
         means = [spread(found[each].mean(1).tolist()) for each in (arm, ALL)]

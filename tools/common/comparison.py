@@ -39,6 +39,9 @@ ByName = dict[str, dict[int, Metrics]]
 """Contender -> seed, or fold of a cross-validation -> metrics of a finished run."""
 Images = Mapping[tuple[str, int], PerImage | None]
 """(contender, seed) -> what each validation image adds to the metric of that run."""
+Paired = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Of two contenders, for `over_images`: seeds x images of each, contenders x seeds of all that have these seeds, and
+the groups of the images"""
 
 LEAST_MEMORY, LEAST_PROCESS_MEMORY = 0.01, 0.1
 """Smaller differences are not reported. A process's memory jumps by itself, often equally in several runs."""
@@ -183,7 +186,7 @@ def difference_in_metric(
     theirs: dict[int, Metrics],
     comparisons: int,
     judged: Judged,
-    of_images: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    of_images: Paired | None = None,
 ) -> Difference | None:
     """Difference in the metric after the last epoch; in percentage points, if it is in percent.
 
@@ -197,7 +200,7 @@ def difference_in_metric(
     grain = 100 / images if images and judged.metric.counts_images else 0.0
     values, overlap = [one - other for one, other in pairs], overlap_of(ours.values())
     if of_images is not None and len(values) > 1 and not overlap:
-        found = over_images(statistics.fmean(values), *of_images, comparisons)
+        found = over_images(statistics.fmean(values), *of_images, comparisons=comparisons)
     else:
         found = replace(interval(values, comparisons, grain, overlap), holds_for=LIKE_THESE if overlap else THESE_ALONE)
     if judged.metric.percent and found.low is not None and found.high is not None:
@@ -212,13 +215,8 @@ def images_of(runs: ByName, judged: Judged, parent: Path = Path()) -> Images:
     return {key: per_image(parent / row["folder"], judged.metric, judged.weights) for key, row in every.items()}
 
 
-def paired_images(
-    images: Images, name: str, against: str, seeds: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Seeds x images of each contender, and contenders x seeds of all that have these seeds.
-
-    None unless all runs of the two were validated on the same images.
-    """
+def paired_images(images: Images, name: str, against: str, seeds: Sequence[int]) -> Paired | None:
+    """None unless all runs of the two were validated on the same images."""
     found = [images.get((who, seed)) for who in (name, against) for seed in seeds]
     every = [one for one in found if one is not None]
     if not every or len(every) < len(found) or any(not np.array_equal(one.names, every[0].names) for one in every):
@@ -229,7 +227,7 @@ def paired_images(
         known = [float(one.values.mean()) for one in of_one if one is not None]
         if len(known) == len(seeds):
             means.append(known)
-    return values[: len(seeds)], values[len(seeds) :], np.array(means)
+    return values[: len(seeds)], values[len(seeds) :], np.array(means), every[0].groups
 
 
 def judge(
@@ -456,6 +454,7 @@ def metrics_of(folder: Path) -> Metrics:
         "seconds": history.seconds,
         "starts": sum(map(is_start, history.lines)),
         "validation_images": about.get("samples", {}).get("val"),
+        **({"grouped": True} if config.DATA.GROUP is not None else {}),
         "largest_class_percent": about.get("largest_class_percent"),
         "device": about["device"],
         "versions": about["versions"],
@@ -634,9 +633,9 @@ def _one_run_each(
     said = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with "
     said += "one seed each" if number_of(rows[0]) == number_of(rows[1]) else "one run each, of different seeds"
     if paired is not None and judged.metric.percent and not overlap_of(rows):
-        found, images = over_images(difference, *paired, comparisons), len(paired[0][0])
+        found, images = over_images(difference, *paired, comparisons=comparisons), len(paired[0][0])
         low, high = found.low or 0.0, found.high or 0.0
-    elif judged.metric.counts_images and images:
+    elif judged.metric.counts_images and images and not rows[0].get("grouped"):
         low, high = chance((ours, theirs), images, comparisons)
     else:
         return f"{said}. That is too few to tell: repeat both with more seeds."

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.report.intervals import variance_of_mean
+from engine.report.intervals import Groups, design_effect, variance_of_mean
 
 CONFIDENCE = 0.95
 POWER = 0.8
@@ -88,6 +88,8 @@ class Noise(NamedTuple):
     """Of what neither a seed nor an image explains alone"""
     freedom: float
     """Degrees of freedom of `by_seed`"""
+    groups: float
+    """Effective number of groups of images, or of images"""
 
     def reach(self, *levels: float) -> float:
         """Half the width of the interval: the squares of the reaches of images and of seeds, added up.
@@ -99,7 +101,7 @@ class Noise(NamedTuple):
         with_seeds = self.by_both * shift / self.by_seed if shift else 0.0
         of_images = max(self.by_image, self.by_both) - with_seeds
         of_seeds = students(math.sqrt(shift + with_seeds), self.freedom, *levels) if shift else 0.0
-        return math.hypot(students(math.sqrt(of_images), self.images - 1, *levels), of_seeds)
+        return math.hypot(students(math.sqrt(of_images), max(self.groups - 1, 1), *levels), of_seeds)
 
     def planned(self, seeds: int, times_images: float = 1.0) -> Noise:
         """That of as many seeds, and so many times the images."""
@@ -107,23 +109,25 @@ class Noise(NamedTuple):
         of_images = max(self.by_image - self.by_both, 0.0) / times_images
         by_seed, by_image = (shift + both) / seeds, of_images + both / seeds
         images, freedom = round(self.images * times_images), self.freedom * (seeds - 1) / (self.seeds - 1)
-        return Noise(seeds, images, by_seed, by_image, both / seeds, freedom)
+        return Noise(seeds, images, by_seed, by_image, both / seeds, freedom, self.groups * times_images)
 
 
-def noise_of(ours: np.ndarray, theirs: np.ndarray, every: np.ndarray) -> Noise:
-    """`ours`, `theirs`: seeds x images, what each adds to the mean of the metric.
+def noise_of(ours: np.ndarray, theirs: np.ndarray, every: np.ndarray, groups: Groups = ()) -> Noise:
+    """`ours`, `theirs`: seeds x images, what each adds to the mean of the metric. `groups`: of the images.
 
     `every`: contenders x seeds, the metric of all contenders, these two among them: seeds are few, and more runs say
     more of their variance.
     """
     apart = ours - theirs
     seeds, images = apart.shape
-    by_image = variance_of_mean(apart.mean(0))
+    times, number = design_effect(apart.mean(0), groups)
+    by_image = variance_of_mean(apart.mean(0)) * times
     if seeds == 1:
-        return Noise(1, images, 0.0, by_image, 0.0, 0.0)
+        return Noise(1, images, 0.0, by_image, 0.0, 0.0, number)
     rows = apart.mean(1, keepdims=True)
     rest = apart - rows - apart.mean(0) + apart.mean()
     by_both = float((rest**2).sum()) / (seeds - 1) / (images - 1) / seeds / images
+    by_both *= statistics.fmean(design_effect(of_seed, groups)[0] for of_seed in rest)
     of_runs = every - every.mean(0) - every.mean(1, keepdims=True) + every.mean()
     freedom = (len(every) - 1.0) * (seeds - 1)
     by_seed = max(float(rows.var(ddof=1)), 2 * float((of_runs**2).sum()) / freedom) / seeds
@@ -134,12 +138,14 @@ def noise_of(ours: np.ndarray, theirs: np.ndarray, every: np.ndarray) -> Noise:
         own = every.var(1, ddof=1) / seeds
         by_seed = max(by_seed, 2 * float(own.mean()))
         freedom = (seeds - 1) * float(own.sum() ** 2 / (own**2).sum()) if own.any() else freedom
-    return Noise(seeds, images, by_seed + hidden, by_image, by_both, freedom)
+    return Noise(seeds, images, by_seed + hidden, by_image, by_both, freedom, number)
 
 
-def over_images(value: float, ours: np.ndarray, theirs: np.ndarray, every: np.ndarray, comparisons: int) -> Difference:
+def over_images(
+    value: float, ours: np.ndarray, theirs: np.ndarray, every: np.ndarray, groups: Groups = (), comparisons: int = 1
+) -> Difference:
     """The interval of a difference for other seeds and other images: see `noise_of`. `value`: the difference itself."""
-    noise, level = noise_of(ours, theirs, every), level_of(comparisons)
+    noise, level = noise_of(ours, theirs, every, groups), level_of(comparisons)
     reach = noise.reach(level)
     low, high = value - reach, value + reach
     found = Difference(value, low, high, noise.seeds, not low <= 0 <= high, holds_for=LIKE_THESE)
@@ -163,4 +169,4 @@ def assumed_noise(seeds: int, images: int) -> Noise:
     """Of the difference of two accuracies in percent."""
     of_one = 100**2 * DISAGREE / images
     both = of_one * BY_SEED / seeds
-    return Noise(seeds, images, both, of_one * (1 - BY_SEED) + both, both, 0.0)
+    return Noise(seeds, images, both, of_one * (1 - BY_SEED) + both, both, 0.0, images)

@@ -21,16 +21,18 @@ from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluation.data import data_for_evaluation, title_of
 from engine.report.intervals import (
+    Groups,
     around,
     balanced_accuracy_interval,
     difference_interval,
     independent_images,
     macro_f1_interval,
     of_variance,
+    times_the_variance,
 )
 from engine.report.outcome import FOLDS, strange
 from engine.task.one import ClassCounts, correct
-from engine.task.several import f1, scores_of
+from engine.task.several import HALF, f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses
 from tools.common.command_line import MEMORISED
 from tools.common.tables import in_columns, shown
@@ -79,13 +81,17 @@ def ranking_of(scores: np.ndarray, truth: np.ndarray) -> Ranking | None:
     return Ranking(precision, unbiased, area, on_precision / ranked, on_area / len(usable), most, positives)
 
 
-def ranking_intervals(scores: np.ndarray, truth: np.ndarray) -> tuple[Interval | None, Interval | None]:
+def ranking_intervals(
+    scores: np.ndarray, truth: np.ndarray, groups: Groups = ()
+) -> tuple[Interval | None, Interval | None]:
     """Of mAP and of the mean AUROC; None where classes have too few positives for mAP."""
     if (found := ranking_of(scores, truth)) is None:
         return None, None
-    on_precision, on_area = (float((each**2).sum()) for each in (found.of_precision, found.of_area))
-    of_map = around(found.precision, found.unbiased, on_precision, found.most, found.positives)
-    return of_map, of_variance(found.area, on_area, found.most)
+    (on_precision, wider), (on_area, wider_area) = (
+        (float((each**2).sum()), times_the_variance(each, groups)) for each in (found.of_precision, found.of_area)
+    )
+    of_map = around(found.precision, found.unbiased, on_precision, found.most, found.positives, wider)
+    return of_map, of_variance(found.area, on_area, found.most, wider_area)
 
 
 def _influences(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -277,8 +283,8 @@ class Rows(NamedTuple):
 class OneLabel(Evaluation):
     rows: Rows
     """Of the images, in their order"""
-    independent: float
-    """See `independent_images`, by top-1"""
+    groups: Sequence[str]
+    """Of the images, as `ImageDataset.groups`"""
     nll: float
     """Mean negative log-likelihood: the validation loss without label smoothing."""
     brier: float
@@ -305,13 +311,13 @@ class OneLabel(Evaluation):
         intervals = {
             TOP1.name: wilson(values[TOP1], independent),
             TOP5.name: wilson(values[TOP5], of_five),
-            BALANCED.name: balanced_accuracy_interval(*seen),
-            MACRO_F1.name: macro_f1_interval(*seen),
+            BALANCED.name: balanced_accuracy_interval(*seen, groups),
+            MACRO_F1.name: macro_f1_interval(*seen, groups),
         }
         nll, brier = (float(column.sum()) / images for column in (rows.nll, rows.brier))
         bad = int((~rows.nll.isfinite()).sum())
         found = calibration(rows.confidence, hit)
-        return cls(images, support, predicted, right, values, intervals, bad, rows, independent, nll, brier, *found)
+        return cls(images, support, predicted, right, values, intervals, bad, rows, groups, nll, brier, *found)
 
     @cached_property
     def chance(self) -> Chance:
@@ -326,11 +332,13 @@ class OneLabel(Evaluation):
         chosen = trained.chosen
         lowers_top1 = trained.config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
         folds = in_folds if in_folds is not None or lowers_top1 else chosen.choices.get(FOLDS)
-        said = strange(self.rows.label.numpy(), self.rows.guess.numpy(), trained.names(), folds)
+        labels, guesses = self.rows.label.numpy(), self.rows.guess.numpy()
+        said = strange(labels, guesses, trained.names(), folds, groups=self.groups)
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
         if in_folds is None and validated is not None:
             images = chosen.meta.get("val_images") or self.images, self.images  # older checkpoints do not know theirs
-            independent = [one * self.independent / self.images for one in images]  # as if groups there were as here
+            times = times_the_variance(labels == guesses, self.groups)
+            independent = [one / times for one in images]  # as if groups there were as here
             low, high = difference_interval((validated, self.values[TOP1]), independent)
             had, explained = f"Validation had top-1 {validated:.1f} %,", "that here, more than chance explains:"
             if low > 0:
@@ -435,7 +443,9 @@ class SeveralLabels(Evaluation):
     """Probabilities and true labels, images x classes"""
 
     @classmethod
-    def of(cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]]) -> SeveralLabels:
+    def of(
+        cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()
+    ) -> SeveralLabels:
         logits, labels = (
             torch.cat(column) for column in zip(*((one.cpu(), of.cpu()) for one, of in outputs), strict=True)
         )
@@ -447,7 +457,8 @@ class SeveralLabels(Evaluation):
         halves = {"f1_micro": scores.f1_micro, "f1_macro": scores.f1_macro, "exact_match": scores.exact_match}
         of_thresholds = zip(halves, (*f1(chosen, truth)[1:], float((chosen == truth).all(1).mean())), strict=True)
         at_half, at_thresholds = ({name: 100 * value for name, value in of} for of in (halves.items(), of_thresholds))
-        of_map, of_auroc = ranking_intervals(probabilities, truth)
+        at_either = [independent_images((each == truth).all(1), groups) for each in (probabilities >= HALF, chosen)]
+        of_map, of_auroc = ranking_intervals(probabilities, truth, groups)
         return cls(
             images=len(truth),
             support=truth.sum(0),
@@ -457,8 +468,8 @@ class SeveralLabels(Evaluation):
             intervals={
                 MAP.name: of_map,
                 AUROC.name: of_auroc,
-                "exact_match": wilson(at_half["exact_match"], len(truth)),
-                "exact_match_at_thresholds": wilson(at_thresholds["exact_match"], len(truth)),
+                "exact_match": wilson(at_half["exact_match"], at_either[0]),
+                "exact_match_at_thresholds": wilson(at_thresholds["exact_match"], at_either[1]),
             },
             not_finite=int((~logits.isfinite().all(1)).sum()),
             loss=float(F.binary_cross_entropy_with_logits(logits, labels)),
@@ -518,8 +529,7 @@ def evaluation_of(
     trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()
 ) -> OneLabel | SeveralLabels:
     """`outputs`: logits and labels, batch by batch. `groups`: of the images."""
-    several = trained.task.kind != ONE_LABEL
-    return SeveralLabels.of(trained, outputs) if several else OneLabel.of(trained, outputs, groups)
+    return (OneLabel if trained.task.kind == ONE_LABEL else SeveralLabels).of(trained, outputs, groups)
 
 
 def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:

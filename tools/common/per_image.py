@@ -6,8 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.report.intervals import of_each_image
+from utils.config import config_of_run
 from utils.record.history import History
-from utils.record.predictions import read_predictions
+from utils.record.predictions import GROUPS, read_predictions
 from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
 
 
@@ -19,6 +20,8 @@ class PerImage(NamedTuple):
     rows: np.ndarray
     """Index of each in the run's validation split"""
     labels: np.ndarray
+    groups: np.ndarray
+    """Empty without DATA.GROUP"""
 
 
 def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | None:
@@ -28,12 +31,17 @@ def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | No
     if table is None:
         return None
     names, labels = table.pop("names"), table.pop("labels").astype(np.int64)
+    groups = table.pop(GROUPS, np.empty(0, np.uint64))
+    if not len(groups) and config_of_run(folder).DATA.GROUP is not None:  # of a run of an earlier version
+        return None
     of_one = {name: column for name, column in table.items() if set_of(name)[0] is weights}
     # A run without these weights is judged by its plain ones.
     columns = {set_of(name)[1]: column for name, column in (of_one or table).items()}
     values = values_of_images(metric, labels, columns)
+    if values is None:
+        return None
     order = np.argsort(names, kind="stable")
-    return None if values is None else PerImage(names[order], values[order], order, labels[order])
+    return PerImage(names[order], values[order], order, labels[order], groups[order] if len(groups) else groups)
 
 
 def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.ndarray]) -> np.ndarray | None:

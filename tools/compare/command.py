@@ -24,17 +24,18 @@ The flags and settings of main_single_gpu.py are accepted (with -ngpus, those of
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.report.intervals import independent_images
 from tools.common.command_line import Tool, above_zero, tool
 from tools.common.comparison import (
     ByName,
@@ -59,6 +60,7 @@ from tools.common.comparison import (
 )
 from tools.common.differences import DISAGREE, POWER, assumed_noise, level_of, noise_of
 from tools.common.output_file import if_interrupted, results_folder
+from tools.common.per_image import PerImage
 from tools.common.tables import in_columns, non_defaults
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag, whole
@@ -149,6 +151,7 @@ def power(plan: Plan) -> str:
             return ""
         noise = assumed_noise(seeds, len(data))
         how = f"assumed: runs of two settings disagree on {100 * DISAGREE:.0f} % of the images, half of it by the seed"
+        how += ", and images of a group are independent" if data.groups() else ""
     else:
         return ""
     least = noise.reach(level_of(len(others)), POWER)
@@ -173,11 +176,15 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
     ]
     runs = by_name(rows)
     images = None if plan.these_images else images_of(runs, plan.judged, out)
-    of_classes, all_folds = recall(runs, plan.judged, out), dict[str, dict[str, float]]()
-    for name, counts in of_classes.items() if plan.folds is not None else ():
-        right, validated = map(sum, zip(*counts.values(), strict=True))
-        low, high = wilson(accuracy := 100 * right / validated, validated)
-        all_folds[name] = {"acc1": accuracy, "low": low, "high": high, "right": right, "images": validated}
+    of_classes, all_folds = dict[str, dict[str, list[float]]](), dict[str, dict[str, float]]()
+    for name, found in in_all_runs(runs, plan.judged, out).items():
+        root = out / next(iter(runs[name].values()))["folder"] / CHECKPOINTS
+        of_classes[name] = recall(found, unchecked_meta(root / (read_index(root)["last"] or "none")).get("classes"))
+        if plan.folds is not None:
+            right, validated = int((found.values > 0).sum()), len(found.values)
+            accuracy, independent = 100 * right / validated, independent_images(found.values, found.groups)
+            low, high = wilson(accuracy, independent)
+            all_folds[name] = {"acc1": accuracy, "low": low, "high": high, "right": right, "images": validated}
     reasons = {
         name: [failed[run.folder.name] for run in plan.runs if run.contender == name and run.folder.name in failed]
         for name in names
@@ -217,18 +224,26 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
     return about
 
 
-def recall(runs: ByName, judged: Judged, out: Path) -> dict[str, dict[str, list[int]]]:
-    """Contender -> class -> its recognised images in all last validations together, and all of its images."""
-    found, hits = dict[str, dict[str, list[int]]](), images_of(runs, replace(judged, metric=ONE_LABEL.best), out)
+def in_all_runs(runs: ByName, judged: Judged, out: Path) -> dict[str, PerImage]:
+    """Contender -> top-1 of its last validations, all together; without contenders of which one is unknown."""
+    found, hits = dict[str, PerImage](), images_of(runs, replace(judged, metric=ONE_LABEL.best), out)
     for name, of_one in runs.items():
-        pairs = [(one.labels, one.labels[one.values > 0]) for seed in of_one if (one := hits[name, seed]) is not None]
-        if pairs and len(pairs) == len(of_one):
-            images, right = (np.bincount(np.concatenate(each)).tolist() for each in zip(*pairs, strict=True))
-            root = out / next(iter(of_one.values()))["folder"] / CHECKPOINTS
-            classes = unchecked_meta(root / (read_index(root)["last"] or "none")).get("classes") or range(len(images))
-            counts = zip(classes, zip_longest(right, images, fillvalue=0), strict=False)
-            found[name] = {str(label): [*count] for label, count in counts if count[1]}
+        every = [one for seed in of_one if (one := hits[name, seed]) is not None]
+        if every and len(every) == len(of_one):
+            found[name] = PerImage(*(np.concatenate(column) for column in zip(*every, strict=True)))
     return found
+
+
+def recall(found: PerImage, classes: Sequence[str] | None) -> dict[str, list[float]]:
+    """Class -> its recognised images, and all of its images; where they are in groups, as how many independent ones."""
+    counts = dict[str, list[float]]()
+    for label in np.unique(found.labels).tolist():
+        of = found.labels == label
+        name, right = str(classes[label] if classes else label), found.values[of]
+        counts[name] = [int((right > 0).sum()), len(right)]
+        if len(found.groups):
+            counts[name].append(independent_images(right, found.groups[of]))
+    return counts
 
 
 def recall_table(about: dict[str, Any]) -> list[list[str]]:
@@ -241,9 +256,9 @@ def recall_table(about: dict[str, Any]) -> list[list[str]]:
     # Folds have different images, seeds the same ones.
     times = {name: 1 if about.get("folds") else len(of_runs) for name, of_runs in by_name(about["runs"]).items()}
 
-    def cell(name: str, hits: int, images: int) -> str:
+    def cell(name: str, hits: int, images: int, independent: float = math.inf) -> str:
         percent = 100 * hits / images
-        low, high = wilson(percent, images / times[name])
+        low, high = wilson(percent, min(independent, images / times[name]))
         return f"{percent:.1f} % ({low:.0f} to {high:.0f}; {hits} of {images})"
 
     for label in classes:

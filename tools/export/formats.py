@@ -214,7 +214,9 @@ def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -
     if images.labels is None or export.dtype == "fp32":
         return [words]
     right = [(output.argmax(1) == images.labels).numpy() for output in (expected, found)]
-    cost, low, high = (100 * value for value in paired_interval(*right))
+    every = images.dataset.groups() if images.dataset is not None else []
+    groups = [every[index] for index in images.indices] if every else []
+    cost, low, high = (100 * value for value in paired_interval(*right, groups=groups))
     what, cost, low, high = ("gains", -cost, -high, -low) if cost < 0 else ("costs", cost, low, high)
     interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
     before, after = (100 * each.mean() for each in right)

@@ -12,6 +12,8 @@ from vitamp.files import read_regular, write_atomically
 
 PREDICTIONS = "predictions.safetensors"
 UPDATE, DIGEST = "update", "sha256"
+GROUPS = "groups"
+"""Column of hashes of the images' groups, where DATA.GROUP names them"""
 PROBE = "probe_guess"
 """Column of a run that began with a linear probe"""
 

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,22 @@ from PIL import Image
 from datasets import open_dataset
 from datasets.sources.grouped import split_by_group
 from engine.evaluation.linear import folds_of
-from engine.report.intervals import independent_images
+from engine.report.intervals import (
+    balanced_accuracy_interval,
+    independent_images,
+    macro_f1_interval,
+    of_each_image,
+    paired_interval,
+)
 from tests.program import Result, Vitamp, write_meta
+from tools.common.differences import over_images
+from tools.common.evaluation import ranking_intervals, ranking_of
+from tools.common.per_image import per_image
 from utils.config.data import DataConfig
+from utils.record.history import History
+from utils.record.predictions import GROUPS, read_predictions, write_predictions
 from utils.text import wilson
+from vitamp.metrics import BALANCED, MACRO_F1, PLAIN, TOP1
 
 
 def made(groups: int, classes: int = 4, seed: int = 0) -> tuple[np.ndarray, list[str]]:
@@ -163,14 +176,19 @@ def test_a_run_is_not_resumed_with_another_split(vitamp: Vitamp, tiny: Path, tmp
     assert f"label 0 was ill in training, but is well in imagefolder in {tmp_path / 'data'}. Restore" in again.err
 
 
+def unequal(random: np.random.Generator, images: int, groups: int) -> np.ndarray:
+    """The group of each image."""
+    sizes = random.lognormal(0, 1, groups)
+    return np.repeat(np.arange(groups), np.maximum(1, sizes / sizes.sum() * images).astype(int))
+
+
 @pytest.mark.parametrize(("images", "groups", "accuracy", "alike"), [(150, 30, 0.9, 0.2), (500, 60, 0.75, 0.4)])
 def test_intervals_of_groups_hold_as_often_as_they_promise(
     images: int, groups: int, accuracy: float, alike: float
 ) -> None:
     random, held = np.random.default_rng(0), {"wilson": 0, "by group": 0}
     for _ in range(400):
-        sizes = random.lognormal(0, 1, groups)
-        of = np.repeat(np.arange(groups), np.maximum(1, sizes / sizes.sum() * images).astype(int))
+        of = unequal(random, images, groups)
         easy = random.beta(accuracy * (1 / alike - 1), (1 - accuracy) * (1 / alike - 1), groups)
         right = random.random(len(of)) < easy[of]
         for kind, number in (("wilson", len(of)), ("by group", independent_images(right, [f"{one}" for one in of]))):
@@ -178,6 +196,52 @@ def test_intervals_of_groups_hold_as_often_as_they_promise(
             held[kind] += low <= 100 * accuracy <= high
     assert held["wilson"] < 0.85 * 400
     assert 0.93 * 400 <= held["by group"] <= 0.98 * 400
+
+
+def test_intervals_of_every_metric_hold_with_groups() -> None:
+    """And those of the difference of two equal models, over the probe and in a comparison."""
+    random, tries, shares = np.random.default_rng(0), 200, [0.5, 0.3, 0.2]
+
+    def scored(of: np.ndarray, alike: float) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Labels, and the scores of two models; what is hard about an image is partly that of its group."""
+        labels = random.choice(3, len(of), p=shares)
+        noise = (
+            np.sqrt(alike) * random.normal(size=(of.max() + 1, 3))[of]
+            + np.sqrt(1 - alike) * random.normal(size=(len(of), 3))
+            for _ in range(2)
+        )
+        return labels, [1.5 * np.eye(3)[labels] + each for each in noise]
+
+    def intervals(of: np.ndarray, labels: np.ndarray, models: list[np.ndarray], grouped: bool) -> dict[str, Any]:
+        ours, theirs = (scores.argmax(1) for scores in models)
+        groups = of if grouped else np.empty(0)
+        of_map, of_auroc = ranking_intervals(models[0], np.eye(3)[labels] > 0, groups)
+        one, other = (100.0 * (guesses == labels)[None] for guesses in (ours, theirs))
+        found = over_images(float((one - other).mean()), one, other, np.stack([one.mean(1), other.mean(1)]), groups)
+        return {
+            "balanced": balanced_accuracy_interval(labels, ours, 3, groups),
+            "macro F1": macro_f1_interval(labels, ours, 3, groups),
+            "mAP": of_map,
+            "AUROC": of_auroc,
+            "gain": paired_interval(ours == labels, theirs == labels, groups)[1:],
+            "comparison": (found.low, found.high),
+        }
+
+    labels, (scores, _) = scored(np.arange(200_000), 0.0)
+    ranking = ranking_of(scores, np.eye(3)[labels] > 0)
+    assert ranking is not None
+    means = (float(of_each_image(metric, labels, scores.argmax(1)).mean()) for metric in (BALANCED, MACRO_F1))
+    truth = dict(zip(("balanced", "macro F1"), means, strict=True)) | {"gain": 0.0, "comparison": 0.0}
+    truth |= {"mAP": 100 * ranking.precision, "AUROC": 100 * ranking.area}
+    held = {(name, grouped): 0 for name in truth for grouped in (False, True)}
+    for _ in range(tries):
+        drawn = scored(of := unequal(random, 400, 40), 0.7)
+        for grouped in (False, True):
+            for name, (low, high) in intervals(of, *drawn, grouped).items():
+                held[name, grouped] += low <= truth[name] <= high
+    for name in truth:
+        assert held[name, False] < 0.8 * tries, name
+        assert 0.92 * tries <= held[name, True] <= 0.98 * tries, name
 
 
 def test_groups_count_as_one_image_at_least_and_none_as_more() -> None:
@@ -199,7 +263,7 @@ def test_intervals_allow_for_groups_and_splits_of_earlier_versions_are_refused(
     place = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", f"DATA.EXCLUDE={left_out}")
     small = ("-num_classes", "auto", "-batch_size", "8", "-epochs", "1")
     split = ("DATA.GROUP=patient[0-9]", "DATA.VAL_FRACTION=0.3")
-    said = "The 16 images are 2 groups (DATA.GROUP). Intervals of top-1 and top-5 allow for it; others count each image"
+    said = "The 16 images are 2 groups (DATA.GROUP), which the intervals allow for."
     trained = vitamp("-cfg", tiny, "-output", run, *place, *small, *split, code=0).text
     interval = re.search(r"95 % interval ([\d.]+) to ([\d.]+) %", trained)
     assert interval
@@ -209,14 +273,24 @@ def test_intervals_allow_for_groups_and_splits_of_earlier_versions_are_refused(
     for flags, fields in (((), ("figures",)), (("-probe",), ("probes", "neighbours"))):
         assert said in vitamp(run, *flags, "-json", found, "-overwrite", script="scripts/evaluate.py", code=0).text
         for one in (one for field in fields for one in json.loads(found.read_text())[field].values()):
+            for at in filter(None, (one["intervals"].get(name) for name in ("acc1", "balanced_acc"))):
+                assert at[1] - at[0] > 60 > np.diff(wilson(one["acc1"], 16)), "two groups know little"
             low, high = one["intervals"]["acc1"]
-            assert high - low > 60 > np.diff(wilson(one["acc1"], 16)), "two groups know little"
             assert flags or (low, high) == pytest.approx([float(interval[1]), float(interval[2])], abs=0.01)
     for flags, times in (((), 2), (("-no_predictions",), 0)):
         vitamp(run, *flags, "-out", tmp_path / f"{times}.html", script="scripts/report.py", code=0)
         page = (tmp_path / f"{times}.html").read_text()
         assert page.count(said) == times
         assert (f"{interval[1]} to {interval[2]} %" in page) == ("95 % interval" in page) == bool(times), "else unknown"
+        assert len(re.findall(r'<span class="soft">[0-4] to (?:9[6-9]|100)</span>', page)) == times, "of each class"
+
+    update = History.of_run(run).of("val")[-1]["update"]
+    of_images, table = per_image(run, TOP1, PLAIN), read_predictions(run, update)
+    assert of_images is not None
+    assert table is not None
+    assert len({*of_images.groups.tolist()}) == 2
+    write_predictions(run, update, {name: column for name, column in table.items() if name != GROUPS})
+    assert per_image(run, TOP1, PLAIN) is None, "as an earlier version wrote them"
 
     for file in run.glob("checkpoints/*/meta.json"):
         meta = json.loads(file.read_text())
@@ -224,3 +298,17 @@ def test_intervals_allow_for_groups_and_splits_of_earlier_versions_are_refused(
         write_meta(file, meta)
     done = vitamp(run, script="scripts/evaluate.py", code=2)
     assert "would now be split otherwise than in its training" in done.err
+
+
+def test_a_cross_validation_allows_for_groups(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    patients(tmp_path / "data")
+    place = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", "DATA.GROUP=patient[0-9]", "-folds", "2")
+    small = ("-num_classes", "auto", "-batch_size", "8", "TRAIN.MAX_UPDATES=1", "-output", tmp_path / "out")
+    vitamp("-cfg", tiny, *place, *small, script="scripts/compare.py", code=0)
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    (of_all,), (recall,) = found["all_folds"].values(), found["recall"].values()
+    low, high = wilson(of_all["acc1"], of_all["images"])
+    assert of_all["images"] == 48
+    assert of_all["high"] - of_all["low"] > 1.1 * (high - low)
+    assert {name: count[1] for name, count in recall.items()} == {"ill": 24, "well": 24}
+    assert all(0 < count[2] < 20 for count in recall.values()), "six patients"

@@ -18,6 +18,7 @@ from datasets.decoding import Reader
 from datasets.labels import images_of_classes
 from datasets.transforms.pixels import middle_view
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
+from engine.report.intervals import independent_images
 from engine.report.outcome import beside_probe, flatters, of_groups, probe_is_best
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
@@ -27,7 +28,7 @@ from utils.cli import CommandLine
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.record.history import History
-from utils.record.predictions import read_probe
+from utils.record.predictions import GROUPS, read_probe
 from utils.text import some_of, wilson
 from vitamp.bands import picture_of_bands, shown_bands
 from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing, metric_named
@@ -85,17 +86,20 @@ def _gain(trained: Trained, folder: Path, shown: Shown) -> str:
         return ""
     by, history = metric_named(trained.config.SAVE_BEST_BY), History.of_run(folder)
     if trained.chosen.meta["update"]:
-        return beside_probe(by, history, true, probe, predicted["guess"])
+        return beside_probe(by, history, true, probe, predicted["guess"], predicted[GROUPS])
     return probe_is_best(by, history)
 
 
 def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
     found = OneLabel.of(trained, with_bar(trained, dataset), dataset.groups())
+    true, guess, groups = found.rows.label, found.rows.guess, np.array(found.groups)
     classes = _rows_of_classes(trained, found)
     for row in classes:
         row["mistaken_for"] = found.mistaken_for(trained, row["label"])
+        of = (true == row["label"]).numpy()
+        independent = independent_images((guess[of] == row["label"]).numpy(), groups[of] if len(groups) else ())
+        row["recall_interval"] = wilson(row["recall"], independent)
     classes.sort(key=lambda row: (row["recall"], row["precision"]))
-    true, guess = found.rows.label, found.rows.guess
     wrong = (true != guess).nonzero()[:, 0]
     confusions = Counter(zip(true[wrong].tolist(), guess[wrong].tolist(), strict=True))
     pairs = [
@@ -143,7 +147,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     )
     return {
         "template": "one.html",
-        "predicted": (true.numpy(), {"guess": guess.numpy()}),
+        "predicted": (true.numpy(), {"guess": guess.numpy(), GROUPS: groups}),
         "headline": headline,
         "tiles": [(one.words, one.number(value), found.intervals[one.name]) for one, value in found.shown.items()],
         "evaluated": found.images,
@@ -164,7 +168,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
 def _several_labels(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
     if not dataset.sample_labels().any():
         raise UserError(f"no {image} has a label, so nothing can be measured.")
-    found = SeveralLabels.of(trained, with_bar(trained, dataset))
+    found = SeveralLabels.of(trained, with_bar(trained, dataset), dataset.groups())
     classes = _rows_of_classes(trained, found)
     for row in classes:
         label = row["label"]
@@ -184,7 +188,7 @@ def _several_labels(trained: Trained, dataset: ImageDataset, image: str, decidin
     examples, wrong = _examples(trained, dataset, found)
     return {
         "template": "several.html",
-        "predicted": (found.rows[1], {"logits": found.rows[0]}),
+        "predicted": (found.rows[1], {"logits": found.rows[0], GROUPS: np.array(dataset.groups())}),
         "headline": Headline(metric, found.values[metric], at, found.images, image, guess, guessing, remarks),
         "tiles": [
             *((one.words, one.number(value), found.intervals[one.name]) for one, value in found.shown.items()),
@@ -274,7 +278,6 @@ def _rows_of_classes(trained: Trained, found: Evaluation) -> list[Shown]:
             "images": int(found.support[label]),
             "prevalence": 100 * int(found.support[label]) / found.images,
             "recall": float(recall[label]),
-            "recall_interval": wilson(float(recall[label]), int(found.support[label])),
             "precision": float(precision[label]),
             "f1": float(f1[label]),
         }

@@ -91,7 +91,7 @@ def _intervals_of(
             intervals[name] = Interval(max(low, 0.0), min(high, 100.0)) if bounded else Interval(low, high)
         where = "" if overlap else ", on these images"
         return f"Lines: mean and its 95 % interval over the {unit(every)}s{where}.", intervals
-    if judged.metric.counts_images and images:
+    if judged.metric.counts_images and images and not any(row.get("grouped") for row in every):
         of_one = {name: wilson(statistics.fmean(of_runs.values()), images) for name, of_runs in values.items()}
         return f"Lines: mean, and 95 % interval of one run on {images:,} images.", of_one
     return "Lines: mean.", {}

@@ -88,6 +88,11 @@ class Wrong(NamedTuple):
         )
 
     @property
+    def beyond_chance(self) -> bool:
+        """Whether only the other labels that look wrong, but not by both views, keep it from being clear."""
+        return self.agreed > CLEARLY * (self.if_right + 1)
+
+    @property
     def listed(self) -> int:
         return self.number if self.clear else max(self.number, DOUBTFUL)
 

@@ -366,9 +366,12 @@ class Found:
         if self.verdict.surer:  # of the nearest images
             chance = f"{self.verdict.agreed} of them by their nearest images, too, where {chance}"
         found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
+        few, hard = "Too few to tell from chance", ""
+        if self.verdict.beyond_chance:
+            few, hard = "Too few by both", ", as hard images look so, too"
         nothing = (
-            f"Too few to tell from chance: {count}; {chance} if all were right, about {self.verdict.expected:.1f} on "
-            "average. Some of them may be wrong, and all may be right."
+            f"{few}: {count}; {chance} if all were right, about {self.verdict.expected:.1f} on average. Some of them may "
+            f"be wrong, and all may be right{hard}."
         )
         if not self.verdict.number:
             nothing = (

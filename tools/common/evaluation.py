@@ -142,7 +142,10 @@ BINS = 15
 """Of the calibration error"""
 DRAWS = 200
 """Of labels, for the calibration error that chance alone gives"""
-INTERVALS = "In brackets: 95 % interval of the metric, as chance in which images are evaluated gives it."
+INTERVALS = (
+    "In brackets: 95 % interval of the metric on other images like these. Where several show one thing, only "
+    "DATA.GROUP makes it hold for other things."
+)
 
 
 @dataclass(frozen=True)

@@ -370,8 +370,8 @@ class Found:
         if self.verdict.beyond_chance:
             few, hard = "Too few by both", ", as hard images look so, too"
         nothing = (
-            f"{few}: {count}; {chance} if all were right, about {self.verdict.expected:.1f} on average. Some of them may "
-            f"be wrong, and all may be right{hard}."
+            f"{few}: {count}; {chance} if all were right, about {self.verdict.expected:.1f} on average. Some of them "
+            f"may be wrong, and all may be right{hard}."
         )
         if not self.verdict.number:
             nothing = (

@@ -33,6 +33,7 @@ from utils.program import tool
 from utils.record.run_folder import CONFIG, DATA, alike_in_words, write_json
 from utils.text import counted, some_of
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS
+from vitamp.sizes import sides
 
 Item = TypeVar("Item")
 
@@ -60,6 +61,8 @@ OF_IMAGES, OF_CLASS = 0.05, 0.25
 """Most of all images, and of those of a class, with one such name, for it to say what they show: not IMG_, no class"""
 TORN, MOST_NAMES = 0.1, 200_000
 """Least fraction of a split whose names other splits have too, for a note; most images whose names are read"""
+REDUCED = 2.5
+"""How many times smaller images are seen than they are, from which on it is said"""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
 
@@ -107,6 +110,8 @@ class Findings:
     unlike: list[str] = field(default_factory=list)
     """Names of those in a format that few others have, and the format"""
     modes: dict[str, int] = field(default_factory=dict)
+    shorter: int = 0
+    """Pixels of the shorter side of a training image (the median)"""
     turned: int = 0
 
     def pairs(self) -> list[tuple[str, str, Copies]]:
@@ -189,7 +194,7 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
             return ""
         return (
             f"DATA.GROUP {data.GROUP}: {counted(len(torn), 'group')} in more than one split, such as {min(torn)}: "
-            f"{counts}. Metrics are better there than on new groups (docs/splits.md)"
+            f"{counts}. Metrics may be better there than on new groups (docs/splits.md)"
         )
     if number > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
         return ""
@@ -228,6 +233,8 @@ def _look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> No
     findings.looked_at = len(headers)
     findings.modes = dict(Counter(header.mode for header in headers if header.mode))
     findings.turned = sum(header.turned for header in headers)
+    shorter = [min(header.size) for header in headers if min(header.size) > 0]
+    findings.shorter = round(float(np.median(shorter))) if shorter else 0
 
 
 def rare_formats(headers: Iterable[Header]) -> set[str]:
@@ -392,6 +399,12 @@ def _of_storage(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
         yield found.series
     if found.unlike:
         yield f"Perhaps placeholders, in another format than the others {of}: {some_of(found.unlike)}"
+    times = found.shorter / min(sides(data.IMAGE_SIZE))
+    if times >= REDUCED:
+        yield (
+            f"Images of {found.shorter:,} pixels on the shorter side (the median) are seen at {data.IMAGE_SIZE}: "
+            f"details of fewer than {times:.0f} pixels are lost. If they count, -image_size keeps more"
+        )
     if number := found.modes.get(TRANSPARENT):
         yield f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {number:,} {of}"
     if number := found.modes.get(DEEP):

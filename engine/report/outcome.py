@@ -144,11 +144,10 @@ def flatters(validations: int, run: Path, data: DataConfig) -> str:
 
 def favoured(folder: Path, history: History, of_probe: bool) -> str:
     """A sentence, if known images favour what is chosen on validation. `of_probe`: training began with a probe."""
-    known = known_to_training(read_data(folder))
-    if len(history.of("val")) < 2 or not known:
+    if len(history.of("val")) < 2 or not known_to_training(read_data(folder)):
         return ""
     probe = "the probe, which works like nearest neighbours, and " if of_probe else ""
-    return f"{known}. That favours {probe}checkpoints that remember them: on new images, others may be better."
+    return f"Copies in validation favour {probe}checkpoints that remember them: on new images, others may be better."
 
 
 def in_folds_instead(images: int, run: Path, data: DataConfig) -> str:

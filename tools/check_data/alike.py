@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -166,13 +167,15 @@ def _write_groups(images: Images, table: Path) -> None:
     # Where the data keeps its test split, training images that look like its images are in no split.
     tests = images.begins[2] if kept else len(groups)
     of_test = np.isin(groups[:tests], groups[tests:])
+    written = Counter[int]()
     for number, group in enumerate(groups.tolist()):
         if number >= tests or not of_test[number]:
             split = [TEST if number >= tests else TRAIN] if kept else []
+            written[group] += 1
             rows.writerow([os.path.relpath(images.name(number), root), images.label(number), group, *split])
     with writing(table, "-alike"):
         write_atomically(table, text.getvalue())
-    of, copied = counted(largest, "image"), shlex.quote(str(root / table.name))
+    of, copied = counted(max(written.values()), "image"), shlex.quote(str(root / table.name))
     log.info("%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, of)
     if kept:
         log.info("it leaves out %s like test images, and keeps test for the end;", counted(int(of_test.sum()), "image"))

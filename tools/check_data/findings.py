@@ -560,7 +560,7 @@ HEADINGS = {
     DAMAGED: "damaged, although they can be read",
     LABELS: "labels out of range",
     CONFLICTS: "the same bytes with different labels",
-    NEAR_CONFLICTS: "nearly the same with different labels, of which one is probably wrong",
+    NEAR_CONFLICTS: "nearly the same with different labels: one is wrong, unless classes differ in details",
     DUPLICATES: "duplicates within a split",
     OVERLAP: "in two splits (training images in another, or validation images in test)",
     NEAR_OVERLAP: "nearly the same in two splits (encoded again, resized)",

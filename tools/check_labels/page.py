@@ -36,7 +36,7 @@ def write(images: Images, found: Found, table: Path) -> None:
     # In validation, suspects are mostly mistakes of the model: without them, metrics would flatter it.
     drops, before = found.verdict.clear and images.data.PART != "val", text_of(images.data).rstrip("\n")
     decision = "drop" if drops else "keep"
-    dropped = [one for one in found.suspects if one.certain or drops]
+    dropped = [one for one in found.suspects if one.equal or drops]
     excluded = [*([before] if before else []), *map(images.line, dropped)]
     rows = rows_of(images, found.suspects, decision)
     for file, content in ((table, rows), (listed, "".join(f"{line}\n" for line in excluded))):
@@ -50,7 +50,7 @@ def write(images: Images, found: Found, table: Path) -> None:
     shown, decisions = [], {}  # a table may name an image twice
     for one in found.suspects:
         row = rows_of(images, [one], "").partition("\n")[2].rpartition(",")[0] + ","
-        decisions[images.name(one.image)] = row, "drop" if one.certain else decision, images.line(one)
+        decisions[images.name(one.image)] = row, "drop" if one.equal else decision, images.line(one)
     for one in progress_bar(found.suspects[:MOST_SHOWN], "pictures"):
         likeness = features @ features[one.image]
         same, differ = images.same_thing(one.image, likeness, found.limit)

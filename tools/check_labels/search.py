@@ -61,6 +61,8 @@ class Suspect(NamedTuple):
     """Probabilities of both from pixels alone"""
     certain: bool = False
     """Whether a copy, or nearly one, has the proposed label"""
+    equal: bool = False
+    """Whether a copy of the same bytes has another label: of nearly the same images, each label may be right"""
 
 
 @dataclass
@@ -77,6 +79,8 @@ class Images:
     """Indices of the images of which no earlier one has the same bytes"""
     copy_of: np.ndarray
     """Of each image, the place in `distinct` of the one with the same bytes"""
+    bytes_of: np.ndarray
+    """Of each image, the index of the first with the same bytes"""
 
     @property
     def contradicted(self) -> list[int]:
@@ -163,6 +167,7 @@ def open_images(config: Config, part: Part) -> Images:
         raise UserError(f"{name}: cannot be read ({why}); leave it out by DATA.EXCLUDE.")
     first: dict[bytes, int] = {}
     copy_of = np.array([first.setdefault(scan.digest, index) for index, scan in enumerate(scans)])
+    bytes_of = copy_of.copy()
     contradicting = int((labels != labels[copy_of]).reshape(len(labels), -1).any(1).sum())
     near = np.empty((0, 2), np.int64)
     if labels.ndim == 1:
@@ -178,7 +183,7 @@ def open_images(config: Config, part: Part) -> Images:
         f"{len(samples) - len(first):,} copies of others, {contradicting:,} of them with another label",
         f"; {counted(len(near), 'pair')} nearly the same, with different labels" if len(near) else "",
     )
-    return Images(data, dataset, samples, classes, labels, distinct, places)
+    return Images(data, dataset, samples, classes, labels, distinct, places, bytes_of)
 
 
 def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
@@ -187,7 +192,7 @@ def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["path", "given", "proposed", "score", "decision"])
     for name, one in {images.name(one.image): one for one in suspects}.items():  # a table may name an image twice
-        rows.writerow([name, one.given, one.proposed, f"{one.wrong:.4f}", "drop" if one.certain else decision])
+        rows.writerow([name, one.given, one.proposed, f"{one.wrong:.4f}", "drop" if one.equal else decision])
     return text.getvalue()
 
 
@@ -452,7 +457,9 @@ def suspects_of(
             index, right, proposed = int(judged[row]), found.right[row], certain.get(row, int(found.proposed[row]))
             given, wrong = int(images.labels[index]), 1.0 if row in certain else float(found.probability[row])
             names = images.classes[given], images.classes[proposed]
-            suspects.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed]), row in certain))
+            differ = images.labels[images.bytes_of == images.bytes_of[index]] != given
+            kinds = row in certain, row in certain and bool(differ.any())
+            suspects.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed]), *kinds))
         return suspects, found
     # Each class by itself: whether an image has it.
     columns = zip(logits.T, images.labels.T.astype(np.int64), known, strict=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
-from engine.evaluation.data import data_for_evaluation, title_of
+from engine.evaluation.data import OF_RUN, data_for_evaluation, title_of, whose_data
 from engine.report.intervals import (
     Groups,
     around,
@@ -38,6 +38,7 @@ from tools.common.command_line import MEMORISED
 from tools.common.tables import in_columns, shown
 from tools.common.turns import progress_bar
 from utils.cli import CommandLine
+from utils.config.kinds import AUTO
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.record.history import plain
@@ -533,6 +534,23 @@ def evaluation_of(
 ) -> OneLabel | SeveralLabels:
     """`outputs`: logits and labels, batch by batch. `groups`: of the images."""
     return (OneLabel if trained.task.kind == ONE_LABEL else SeveralLabels).of(trained, outputs, groups)
+
+
+def on_known_groups(trained: Trained, dataset: ImageDataset, found: OneLabel | SeveralLabels) -> str:
+    """Top-1 where training has the group of an image (DATA.GROUP), and elsewhere; '' where it has none of them."""
+    groups, data = np.array(dataset.groups()), trained.config.DATA
+    if not len(groups) or isinstance(found, SeveralLabels) or whose_data(trained.config, trained.chosen) not in OF_RUN:
+        return ""
+    training = open_dataset(data.changed(PART=AUTO), True, ANY_LABEL, 0, torch.device("cpu")).groups()
+    known, hit = np.isin(groups, training), (found.rows.guess == found.rows.label).numpy()
+    if data.PART in MEMORISED or not known.any():
+        return ""
+    of_both = [f"{known.sum():,} of {len(groups):,} images are of groups that training has"]
+    for of in (known, ~known):
+        if of.any():
+            top1 = 100 * float(hit[of].mean())
+            of_both.append(f"top-1 {measured(top1, wilson(top1, independent_images(hit[of], groups[of])))}")
+    return ", on the others ".join([": ".join(of_both[:2]), *of_both[2:]]) + "."
 
 
 def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:

@@ -203,7 +203,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     """Log the metrics, and return what the JSON file says of the evaluation."""
     from engine.evaluation.data import copies_evaluated, validations_of, warn_of_images
     from engine.report.outcome import flatters, of_groups
-    from tools.common.evaluation import evaluation_of, open_part, table_of, with_bar
+    from tools.common.evaluation import evaluation_of, on_known_groups, open_part, table_of, with_bar
     from tools.evaluate.calibrate import about_calibration
 
     chosen, config = trained.chosen, trained.config
@@ -234,7 +234,8 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     best_of = [validations_of(config, one.chosen) for one in models]
     flattered = flatters(max(best_of), Path(asked.models[0]), config.DATA)
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
-    said = of_groups(data.dataset.groups()), flattered, *found.strange(trained)
+    grouped = of_groups(data.dataset.groups()), on_known_groups(trained, data.dataset, found)
+    said = *grouped, flattered, *found.strange(trained)
     log_lines((*said, *dict.fromkeys(copies), _in_this_evaluation(trained, given)))
     return {
         "model": config.MODEL.NAME,

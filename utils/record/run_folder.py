@@ -214,20 +214,17 @@ KNOWN = 0.05
 """Fraction of the validation images, from which on those known to training make choices on them doubtful"""
 
 
-def known_to_training(data: dict[str, Any]) -> str:
-    """How many validation images training knows, if they are `KNOWN`; '' for fewer. `data`: of `read_data`.
+def known_to_training(data: dict[str, Any]) -> bool:
+    """Whether training knows `KNOWN` of the validation images. `data`: of `read_data`.
 
-    That is the larger number of those with the bytes of a training image and of those that look like one, unless they
-    look like so `MANY` that the model may hardly tell them apart, or share a style.
+    That is those with the bytes of a training image or, if they are more, those that look like one, unless they look
+    like so `MANY` that the model may hardly tell them apart, or share a style.
     """
     copies, alike = data.get("copies") or {}, data.get("alike") or []
     found, of, each = [*alike, 0, 0, 0][:3]
     look = 0 if each >= MANY or share_a_style(alike) else found
     counts = [(copies.get("found", 0), copies.get("compared", 0)), (look, of)]
-    known, compared = max(counts, key=lambda count: count[0] / max(count[1], 1))
-    if not known or known < KNOWN * compared:
-        return ""
-    return f"{known:,} of {compared:,} validation images are copies of training images or look like them"
+    return any(known and known >= KNOWN * compared for known, compared in counts)
 
 
 def copies_in_words(folder: Path, images: int | None = None) -> str:

@@ -79,6 +79,7 @@ def test_training_says_what_its_data_is_like(icons: Path, vitamp: Vitamp, tmp_pa
     assert (told["copies"]["found"], told["copies"]["compared"]) == (3, 13)
     assert told["classes"]["training"] == {"arrow": 41, "bell": 12, "cog": 3}
     assert len(told["warnings"]) == 1
+    assert "details of fewer than" not in done.out
 
     evaluated = vitamp(tmp_path / "run", script="scripts/evaluate.py")
     assert also in evaluated.out, evaluated.text
@@ -89,6 +90,11 @@ def test_training_says_what_its_data_is_like(icons: Path, vitamp: Vitamp, tmp_pa
     assert "<h2>The data</h2>" in text
     assert "Copies of training images" in text
     assert "Always guessing the largest class would give 61.5 % in validation" in text
+
+
+def test_images_much_larger_than_the_model_sees_lose_details(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
+    done = lines(icons, tmp_path / "run", vitamp, "-image_size", "4", "MODEL.PATCH_SIZE=2", "-epochs", "0")
+    assert "Images of 16 pixels on the shorter side (the median) are seen at 4: details of fewer than 4 pix" in done.out
 
 
 def test_the_commands_it_names_remove_the_copies(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:

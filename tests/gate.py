@@ -82,7 +82,6 @@ def in_slice(item: pytest.Item, number: int) -> bool:
 
 
 def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Why a test was skipped."""
     return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr).removeprefix("Skipped: ")
 
 

@@ -24,8 +24,6 @@ from vitamp.meta import META_HASH, hash_of
 
 @dataclass(frozen=True)
 class Result:
-    """What a process left behind."""
-
     code: int
     out: str
     err: str

@@ -20,5 +20,4 @@ def save_checkpoint(
 
 
 def names(root: Path) -> list[str]:
-    """Of the checkpoints in this folder."""
     return sorted(path.name for path in root.glob("step-*"))

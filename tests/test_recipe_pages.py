@@ -25,8 +25,6 @@ SMALL_VIT = ["MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "-image
 
 
 class Command(NamedTuple):
-    """One line of a page."""
-
     script: str
     words: list[str]
     env: dict[str, str]

@@ -14,7 +14,6 @@ def until(happens: Callable[[], object], seconds: float = 60) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return listener.getsockname()[1]

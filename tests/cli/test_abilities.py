@@ -105,7 +105,6 @@ def cases(fast: tuple[str, ...]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def command(place: Path, digits_run: Path) -> Callable[[str], list[object]]:
-    """The words of a run with this ability."""
     write_set(place / "labels")
     recipes = {"several labels": write_recipe(place / "labels")}
 
@@ -137,7 +136,6 @@ def trained(run: Path) -> dict[str, Any]:
 
 
 def validated(run: Path) -> dict[str, Any]:
-    """The last validation, with the thresholds of several labels."""
     meta = json.loads((max((run / "checkpoints").glob("step-*")) / "meta.json").read_text(encoding="utf-8"))
     return {key: meta.get(key) for key in ("metrics", "thresholds")}
 

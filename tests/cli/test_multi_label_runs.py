@@ -21,7 +21,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of one process."""
     place = tmp_path_factory.mktemp("whole")
     run_program("-cfg", recipe, "-output", place / "run", *SHORT, streams=place, code=0)
     return place / "run"

@@ -47,7 +47,6 @@ def test_packages_not_needed_for_the_first_update_are_imported_later(told: tuple
 
 
 def in_python(code: str) -> str:
-    """The output of this code in a fresh Python, in the project's folder."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

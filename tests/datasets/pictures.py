@@ -35,7 +35,6 @@ def deep(image: Image.Image) -> Image.Image:
 
 
 def encoded(image: Image.Image, kind: str = "JPEG", **how: Any) -> bytes:
-    """The bytes of a file."""
     file = io.BytesIO()
     image.save(file, kind, **({"quality": 92} if kind == "JPEG" else {}) | how)
     return file.getvalue()

@@ -101,6 +101,5 @@ def test_listing_folders_takes_little_more_than_the_table(
 
 
 def private_megabytes(process: BaseProcess) -> float:
-    """Memory that a process does not share."""
     lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1000

@@ -62,7 +62,6 @@ def whole(place: Path) -> Path:
 
 
 def figures(run: Path) -> dict[tuple[str, int], dict[str, float]]:
-    """What is told of each update, by kind of event."""
     return {
         (line["event"], line["update"]): {k: v for k, v in line.items() if isinstance(v, float) and k != "grad_norm"}
         for line in metrics(run)

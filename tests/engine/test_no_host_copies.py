@@ -1,5 +1,6 @@
 """A normal update never makes the host wait for a value of the device's."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from tests.engine.small import build, train, windows
 # What a read-back looks like to the dispatcher: `.item()`, `bool(t)`, `.tolist()` of one value, masks as indices.
 READ_BACKS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::masked_select"}
 PRECISIONS = [{}, MODES["O1 bf16"], MODES["O1 fp16"]]
+OTHERS = [
+    *(MODES[name] for name in MODES if name not in ("O1 bf16", "O1 fp16")),
+    {**MODES["O1 fp16"], "AMP__DECR_EVERY_N_NAN_OR_INF": 2},
+    {**MODES["O2 fp16"], "AMP__USE_DYNAMIC_LOSS_SCALING": "false"},
+]
 USUAL = {"TRAIN__ACCUM_ITER": 2, "TRAIN__MODEL_EMA": "true"}
 
 
 class Listener(TorchDispatchMode):
-    """Keeps the names of the operators that ran."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
@@ -50,11 +54,14 @@ def _counts_its_steps(event: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("clip", ["null", "1.0"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_update_copies_nothing_to_the_host(tiny: Path, precision: dict[str, Any], clip: str, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "clip", "precision"),
+    [*product(("AdamW", "SGD"), ("null", "1.0"), PRECISIONS), *product(("AdamW",), ("1.0",), OTHERS)],
+)
+def test_update_copies_nothing_to_the_host(tiny: Path, optimizer: str, clip: str, precision: dict[str, Any]) -> None:
     ready = build(tiny, **precision, **USUAL, TRAIN__GRAD_CLIP=clip, TRAIN__OPTIMIZER__NAME=optimizer)
+    scaled = ready.parts.precision.scaler.is_enabled()
+    assert (ready.parts.callback(OverflowWatch) is not None) is scaled, "on wherever something is scaled"
     assert read_backs(ready) == set()
     reading = ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0)
     assert reading.skipped == 0, "a normal update was meant"

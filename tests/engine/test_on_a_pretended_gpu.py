@@ -19,8 +19,6 @@ OnGpu = Callable[..., Result]
 
 @pytest.fixture
 def on_gpu(vitamp: Vitamp, tiny: Path) -> OnGpu:
-    """Train the tiny recipe on a pretended GPU."""
-
     def call(*words: object, code: int = 0, script: str = "main_single_gpu.py", **env: object) -> Result:
         options: Any = {"script": "tests/pretended_gpu.py", "code": code, "slow_start": "TRITON_INTERPRET" in env}
         options["env"] = {key: str(value) for key, value in env.items()}

@@ -16,8 +16,6 @@ ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "VALIDATE_FREQ=100000"
 
 
 class Run(Command):
-    """A run of the program."""
-
     def __init__(
         self, folder: Path, *words: object, ngpus: int = 2, launcher: tuple[str, ...] = (), **env: str
     ) -> None:

@@ -206,7 +206,6 @@ class Slurm:
 
 
 def _free_pair() -> int:
-    """Two free ports in a row."""
     for _ in range(50):
         first = free_port()
         with contextlib.suppress(OSError, OverflowError), socket.socket() as listener:

@@ -41,14 +41,12 @@ def program(run: Path) -> list[str]:
 
 
 def begin(run: Path, rank: object, *words: str, env: dict[str, str]) -> Started:
-    """Start one rank in the background."""
     streams = run.with_name(f"{run.name}_streams{rank}")
     streams.mkdir()
     return Started(MULTI, [*program(run)[1:], *words], ROOT, env, streams)
 
 
 def outcome(run: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
-    """All metrics, and the final weights."""
     last = max((run / "checkpoints").glob("step-*"))
     figures = metrics(run)
     assert sum(line["event"] == "train" for line in figures) == 44

@@ -50,8 +50,6 @@ ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1")
 
 
 class Ranks:
-    """Ranks started by hand, in the background."""
-
     def __init__(self, place: Path) -> None:
         self.place, self.port = place, free_port()
         self.run = place / "run"

@@ -176,6 +176,7 @@ def refusal(image_size: int = 224, **settings: Any) -> str:
         ),
         ({"TYPE": "swin"}, ["MODEL.TYPE swin", "MODEL.NAME vit_base_patch16_224", "VisionTransformer"]),
         ({"TYPE": "deit", "NAME": "resnet50"}, ["MODEL.TYPE deit", "ResNet"]),
+        ({"TYPE": "swinn", "NAME": "s", "DEPTH": 1}, ["only vit, deit, swin, mae can: set TYPE", "Did you mean swin?"]),
         ({"NAME": "vit_tiny"}, ["'vit_tiny'", "Did you mean vit_tiny_patch16_224, ", " or "]),
         (
             {"TYPE": "cnn", "NAME": "resnet5O", "EMBED_DIM": 8},

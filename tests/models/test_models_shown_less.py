@@ -23,7 +23,6 @@ def tiny(shortcuts: Shortcuts, name: str = "tiny", **settings: Any) -> Any:
 
 
 def tokens_of(model: Any, images: Tensor) -> Tensor:
-    """Input of the first block."""
     seen: list[Tensor] = []
     handle = model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
     model(images)

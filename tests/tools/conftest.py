@@ -31,8 +31,6 @@ class FromServer:
 
 
 class Trainings:
-    """Records the runs that are started."""
-
     def __init__(self, streams: Path) -> None:
         self.streams, self.started = streams, list[str]()
 
@@ -77,7 +75,6 @@ def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
 
 @pytest.fixture
 def say(in_process: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
-    """evaluate.py in this process."""
     return in_process(evaluate.main)
 
 

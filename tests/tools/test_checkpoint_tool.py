@@ -34,7 +34,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tool(vitamp: Vitamp) -> Callable[..., Result]:
-    """Run a command, which ends with `code`."""
     return lambda *words, code=0: vitamp(*words, script=TOOL, code=code)
 
 

@@ -33,8 +33,6 @@ pytestmark = pytest.mark.usefixtures("bf16_cpu")
 
 @pytest.fixture
 def compare(tiny: Path, tmp_path: Path, in_process: Callable[..., Callable[..., Result]]) -> Call:
-    """Run compare.py, which ends with `code`, with a few updates per run."""
-
     def call(*words: object, code: int = 0) -> Result:
         small = ("TRAIN.MAX_UPDATES=6", "REPORT_FREQ=2", "DATA.BATCH_SIZE_EVAL=360")
         return in_process(main)("-cfg", tiny, "-output", tmp_path / "out", *words, *small, code=code)

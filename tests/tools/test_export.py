@@ -48,7 +48,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def about_of(file: Path) -> dict[str, Any]:
-    """Metadata in the file."""
     if file.suffix == ".onnx":
         import onnxruntime
 

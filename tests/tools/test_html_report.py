@@ -86,8 +86,6 @@ Report = Callable[..., tuple[str, str]]
 
 
 class Seen(HTMLParser):
-    """Text and elements of a page."""
-
     def __init__(self, html: str) -> None:
         super().__init__()
         self.html, self.words, self.tags = html, [], []

@@ -160,7 +160,6 @@ def pieces_of(arrays: Arrays) -> dict[str, Any]:
 
 @pytest.fixture
 def tool(export_tool: Tool) -> Tool:
-    """Run the tool in this process: its output."""
     return lambda *words, code=0: export_tool(*words, "-to", "safetensors", code=code)
 
 

@@ -22,7 +22,6 @@ Say = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def models(digits_run: Path) -> list[Path]:
-    """Both checkpoints of the run."""
     return sorted((digits_run / "checkpoints").glob("step-*"))
 
 

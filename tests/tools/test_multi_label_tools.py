@@ -23,7 +23,6 @@ LONGER = ("TRAIN.NUM_EPOCHS=4", "DATA.BATCH_SIZE=8", "TRAIN.MODEL_EMA=true", "SA
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, whose data set is in the folder above it."""
     root = tmp_path_factory.mktemp("labelled")
     write_set(root)
     run_program("-cfg", write_recipe(root), "-output", root / "run", *LONGER, streams=root, code=0)

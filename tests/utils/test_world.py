@@ -90,13 +90,10 @@ def test_process_alone_needs_no_rank() -> None:
     assert read_world(NO_FLAGS, one_task) is None, "srun --pty bash, or one task per node that starts its own processes"
 
 
-def test_openmpi_on_several_machines_needs_the_host_of_rank_0() -> None:
+def test_openmpi_needs_the_host_of_rank_0_on_several_machines_only() -> None:
     with pytest.raises(UserError, match=r"4 processes on several machines .* -host NAME"):
         read_world(NO_FLAGS, OPENMPI)
     assert (world_of({**OPENMPI, "SLURM_JOB_NODELIST": "a1,b2"}).rendezvous or ("",))[0] == "a1"
-
-
-def test_openmpi_on_one_machine_uses_localhost() -> None:
     world = world_of({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})
     port = world.rendezvous[1] if world.rendezvous else 0
     assert world == World(3, 4, 3, 4, "OpenMPI", ("127.0.0.1", port), "OpenMPI 1234567")

@@ -77,7 +77,6 @@ XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="
 
 
 def turned(file: bytes, decoder: str) -> bool:
-    """Whether EXIF_ROTATE changes the pixels of the model."""
     plain, turns = (settings(IMAGE_SIZE=16, CROP="none", FLIP=0.0, EXIF_ROTATE=rotate) for rotate in (False, True))
     return not torch.equal(square(plain, True, file, 0, decoder), square(turns, True, file, 0, decoder))
 

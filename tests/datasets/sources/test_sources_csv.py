@@ -301,16 +301,12 @@ def test_mixup_mixes_rows(mode: str) -> None:
         assert torch.equal(mixed.labels[row], labels[row] if lam >= 0.5 else labels[23 - row])
 
 
-def test_a_table_of_one_class_is_not_trained_on(table: Callable[..., Path], vitamp: Vitamp) -> None:
-    place = table(rows(["cat"] * 12))
-    done = vitamp("-data_path", place, "-num_classes", "auto", code=2)
-    assert f"csv in {place} has one class, so there is nothing to learn" in done.err
-
-
-def test_labels_below_0_are_named_before_classes_are_counted(table: Callable[..., Path], vitamp: Vitamp) -> None:
-    place = table(rows(["0", "-1", "0"]))
-    done = vitamp("-data_path", place, "-num_classes", "auto", code=2)
-    assert f"{place}:3: the label -1 is below 0; labels are whole numbers from 0" in done.err
+def test_tables_that_teach_nothing_are_refused(table: Callable[..., Path], vitamp: Vitamp) -> None:
+    below_0 = ":3: the label -1 is below 0; labels are whole numbers from 0"
+    one_class = " has one class, so there is nothing to learn"
+    for targets, said in ((["cat"] * 12, one_class), (["0", "-1", "0"], below_0)):
+        place = table(rows(targets))
+        assert f"{place}{said}" in vitamp("-data_path", place, "-num_classes", "auto", code=2).err
 
 
 def test_a_column_of_splits_splits_a_single_table(

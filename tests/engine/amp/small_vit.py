@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 @dataclass
 class Step:
-    """What one training step gave."""
-
     loss: Tensor
     gradients: list[Tensor]
 

@@ -63,9 +63,6 @@ def test_table_of_a_vit_under_autocast() -> None:
     assert rows["blocks.0-1.attn"] == ["Attention", "fp32", "fp32", "bf16", "mul bf16, matmul bf16, softmax bf16"]
     assert rows["blocks.0-1.mlp.fc1"] == ["Linear", "fp32", "fp32", "bf16", "linear bf16"]
     assert rows["norm"] == ["LayerNorm", "fp32", "fp32", "fp32", "layer_norm fp32"]
-
-
-def test_table_shows_fused_attention_as_one_operation() -> None:
     assert table(small_vit(fused=True))["blocks.0-1.attn"][-1] == "scaled_dot_product_attention bf16"
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from datasets import Batch, MicroBatch, Window
 from engine.amp.low_precision import tile_size_hint
-from engine.amp.overflow import OverflowWatch
 from engine.amp.precision import check_amp
 from engine.evaluation.evaluate import validate
 from engine.optim.ema import Ema
@@ -20,7 +19,6 @@ from engine.setup import ReadyToTrain
 from engine.update import train_update
 from tests.engine.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED, WITH_MASTERS, amp, change
 from tests.engine.small import build, train, windows
-from tests.engine.test_no_host_copies import read_backs
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.config import TrainConfig
@@ -119,23 +117,6 @@ def test_skip_changes_nothing_and_training_continues(tiny: Path, mode: str, opti
     still = {key for key in before if before[key] == now[key] and ".running" not in key}
     assert not {key for key in still if key.startswith(("model.", "average.", "forward.", "rate"))}
     assert all(np.isfinite(value).all() for key, value in now.items() if key.startswith("model."))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(MODES[name] for name in MODES if name not in ("O1 bf16", "O1 fp16")),
-        {**MODES["O1 fp16"], "AMP__DECR_EVERY_N_NAN_OR_INF": 2},
-        {**MODES["O2 fp16"], "AMP__USE_DYNAMIC_LOSS_SCALING": "false"},
-    ],
-    ids=lambda words: "-".join(str(value) for value in words.values()),
-)
-def test_no_precision_copies_to_the_host_in_an_update(tiny: Path, words: dict[str, object]) -> None:
-    ready = build(tiny, **words, TRAIN__ACCUM_ITER=2, TRAIN__MODEL_EMA="true")
-    scaled = ready.parts.precision.scaler.is_enabled()
-    assert (ready.parts.callback(OverflowWatch) is not None) is scaled, "on wherever something is scaled"
-    assert read_backs(ready) == set()
-    assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).skipped == 0
 
 
 # ---- what a level is

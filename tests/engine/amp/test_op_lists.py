@@ -110,13 +110,10 @@ def test_listed_operator_runs_in_the_listed_precision(name: str, key: str, tenso
             assert outputs(name, torch.float32, key) == {torch.bfloat16}
 
 
-def test_lists_have_no_effect_outside_autocast() -> None:
+def test_lists_cast_only_under_autocast_and_neither_fp64_nor_integers() -> None:
     with OpLists("cpu", ["softmax"], ["gelu"]):
         assert F.softmax(torch.rand(4), dim=0).dtype is torch.float32
         assert F.gelu(torch.rand(4, dtype=torch.bfloat16)).dtype is torch.bfloat16
-
-
-def test_fp64_and_integers_are_not_cast() -> None:
     with OpLists("cpu", [], ["add"]), autocast("cpu"):
         assert (torch.ones(2, dtype=torch.float64) + 1).dtype is torch.float64
         assert (torch.ones(2, dtype=torch.int64) + 1).dtype is torch.int64

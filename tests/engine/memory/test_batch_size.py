@@ -37,7 +37,6 @@ def settings(tiny: Path, **words: object) -> Config:
 
 
 def found(config: Config, checkpoint: Checkpoint | None = None) -> tuple[int, int]:
-    """Batch and accumulation."""
     settled = settle_batch(Run(config, ALONE, CPU, threads=1), checkpoint).config
     return settled.DATA.BATCH_SIZE, settled.TRAIN.ACCUM_ITER
 

@@ -740,8 +740,6 @@ def test_nearly_equal_images_of_two_classes_are_defects(check: Check, tmp_path: 
     assert Path(found["name"]).name == "again.jpg"
     assert found["about"].endswith("ant/0.png, but bee instead of ant")
     assert "nearly the same with different labels: one is wrong, unless classes differ in details: 1" in done.out
-        "DEFECT: nearly the same with different labels: one is wrong, unless classes differ in details: 1" in done.out
-    )
     assert "different labels stay: see which label is right, then list the other image in DATA.EXCLUDE" in done.out
 
 

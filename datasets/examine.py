@@ -382,10 +382,12 @@ def _of_classes(found: Findings, config: Config) -> Iterator[str]:
             f"DATA.SAMPLER=balanced{weights} would weigh classes alike, and SAVE_BEST_BY=balanced_acc would choose the "
             "best checkpoint so; both may lower top-1"
         )
+        chooses = config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
         if train.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
             alike = "Balanced accuracy counts classes alike"
-            if config.SAVE_BEST_BY not in (BALANCED.name, MACRO_F1.name):
-                alike += "; SAVE_BEST_BY=balanced_acc chooses by it, which may lower top-1"
+            alike += "" if chooses else "; SAVE_BEST_BY=balanced_acc chooses by it, which may lower top-1"
+        elif chooses:
+            alike = f"DATA.SAMPLER=balanced{weights} would weigh classes alike, which may lower top-1"
         yield (
             f"The largest class has {max(counts) / min(counts):.0f} times as many images as the smallest: top-1 mostly "
             f"counts the large ones. {alike}"

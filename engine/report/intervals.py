@@ -25,6 +25,8 @@ MOST_SINGLE = 0.1
 """Fraction of classes with a single image, above which too many others may have none for an interval"""
 FEWEST_OF_TWO = 4
 """Of two classes, one with fewer images has too much weight for an interval of their mean"""
+UNKNOWN = 0.5
+"""How alike images of a group are taken to be, if none differs; less, the more do"""
 WIDEST = 60
 """Percentage points; an interval of macro F1 that is wider says nothing"""
 
@@ -83,7 +85,11 @@ def design_effect(values: np.ndarray, groups: Groups) -> tuple[float, float]:
     between = float((sizes * (mean - values.mean()) ** 2).sum()) / max(number - 1, 1)
     within = float(((values - mean[of]) ** 2).sum()) / (images - number)
     total = between + ((images - size) / max(number - 1, 1) - 1) * within
-    alike = max(0.0, (between - within) / total) if total > 0 else 1.0  # unknown if all are equal, or of one group
+    alike = (between - within) / total if total > 0 else 0.0
+    # How alike they are is unknown if all are equal or of one group, and hardly known by one mistake.
+    apart = (values - values.mean()) ** 2
+    different = float(apart.sum() ** 2 / (apart**2).sum()) if number > 1 and apart.any() else 0.0
+    alike = max(alike, UNKNOWN / (1 + different))
     return 1 + (size - 1) * alike, images / size
 
 

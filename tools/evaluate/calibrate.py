@@ -157,12 +157,17 @@ def about_calibration(trained: Trained, part: Part, found: Evaluation) -> list[s
             words = words.format_map(kept.crossfitted)
         said.append(f"The temperature was fitted on these images{words}.")
     # What -calibrate does not refuse
-    fits = found.images >= FEWEST and trained.config.DATA.PART not in command_line.MEMORISED
+    wrong = int((found.rows.guess != found.rows.label).sum())
+    fits = found.images >= FEWEST and wrong > 1 and trained.config.DATA.PART not in command_line.MEMORISED
     if fits and found.ece > max(LARGE_ECE, found.chance.percentile_95) and not kept:
         sure, right = 100 * float(found.rows.confidence.mean()), found.values[TOP1]
         how = "overconfident" if sure > right else "underconfident"
-        said.append(f"The model is {how}: mean confidence {sure:.1f} %, top-1 {right:.1f} %.")
-        said.append("-calibrate fits a temperature, and keeps it if it surely helps.")
+        taught = trained.config.TRAIN
+        soft = sure < right and (taught.SMOOTHING or taught.mixes)
+        because = ", as label smoothing and mixing make it" if soft else ""
+        said.append(f"The model is {how}{because}: mean confidence {sure:.1f} %, top-1 {right:.1f} %.")
+        where = ", without -part," if trained.config.DATA.PART == "test" else ""
+        said.append(f"-calibrate{where} fits a temperature, and keeps it if it surely helps.")
     return said
 
 
@@ -198,7 +203,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, which: str = "these") -> flo
         raise UserError(
             f"-calibrate: in {which} images, all are classified correctly. The surer the model, the lower their NLL, "
             "so no temperature is the best. Name more images, so that each half of them has some that are classified "
-            "wrongly (-part test, -data_path DIR). The run's probabilities stay as they were."
+            "wrongly (-data_path DIR). The run's probabilities stay as they were."
         )
     if min(abs(log_temperature - bound) for bound in bounds) < 1e-3:
         raise UserError(

@@ -186,7 +186,9 @@ def unequal(random: np.random.Generator, images: int, groups: int) -> np.ndarray
     return np.repeat(np.arange(groups), np.maximum(1, sizes / sizes.sum() * images).astype(int))
 
 
-@pytest.mark.parametrize(("images", "groups", "accuracy", "alike"), [(150, 30, 0.9, 0.2), (500, 60, 0.75, 0.4)])
+@pytest.mark.parametrize(
+    ("images", "groups", "accuracy", "alike"), [(150, 30, 0.9, 0.2), (500, 60, 0.75, 0.4), (500, 60, 0.98, 0.6)]
+)
 def test_intervals_of_groups_hold_as_often_as_they_promise(
     images: int, groups: int, accuracy: float, alike: float
 ) -> None:
@@ -199,7 +201,7 @@ def test_intervals_of_groups_hold_as_often_as_they_promise(
             low, high = wilson(100 * right.mean(), number)
             held[kind] += low <= 100 * accuracy <= high
     assert held["wilson"] < 0.85 * 400
-    assert 0.93 * 400 <= held["by group"] <= 0.98 * 400
+    assert 0.92 * 400 <= held["by group"] <= 0.98 * 400
 
 
 def test_intervals_of_every_metric_hold_with_groups() -> None:
@@ -254,7 +256,9 @@ def test_groups_count_as_one_image_at_least_and_none_as_more() -> None:
     doubled = independent_images(right.repeat(2), [f"{number // 2}" for number in range(200)])
     assert 90 < doubled < 100, "each group is of equal images; Student's t is a little wider"
     assert 90 < independent_images(right, pairs) < 100, "no more alike than others"
-    assert 40 < independent_images(np.ones(100, bool), pairs) < 50, "nothing shows how alike they are"
+    none, one = np.ones(100, bool), np.arange(100) > 0
+    assert 60 < independent_images(none, pairs) < 66, "nothing shows how alike they are"
+    assert 70 < independent_images(one, pairs) < 80, "one mistake hardly does"
     assert independent_images(right, ["one"] * 100) < 1
 
 

@@ -168,11 +168,12 @@ def companions_of(splits: Mapping[str, Samples]) -> str:
 
 
 def _named_alike(splits: Mapping[str, Samples], group: str) -> dict[str, list[str]]:
-    """Of each image, by split, what this pattern finds in its name; '' where it says nothing, as many have it."""
+    """Of each image, by split, what this pattern finds in its name; '' where it says nothing: a whole name, or one
+    that many have."""
     pattern, names, labels = re.compile(f"(?:.*/)?{group}"), dict[str, list[str]](), list[int]()
     for title, of in splits.items():
         matches = (pattern.match(of.name(index)) for index in range(len(of)))
-        names[title] = [match[1] if match else "" for match in matches]
+        names[title] = [match[1] if match and match.end(1) < match.end() else "" for match in matches]
         labels += of.labels.tolist() if of.labels.ndim == 1 else [0] * len(of)
     everywhere = [name for of_split in names.values() for name in of_split]
     of_class, of_both = Counter(labels), Counter(zip(everywhere, labels, strict=True))

@@ -14,6 +14,7 @@ from tests.program import ROOT, Result, Started, train_tiny
 from tests.tools.timm_alone import Tool
 from tools.evaluate import command as evaluate
 from tools.export import command as export
+from utils.own_code import allow
 
 
 class FromServer:
@@ -57,6 +58,7 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[list[s
         def call(*words: object, code: int | None = None) -> Result:
             capsys.readouterr()
             ended = command([str(word) for word in words])
+            allow(None, trust=False)  # what -use named is of this command alone
             said = capsys.readouterr()
             result = Result(ended, said.out, said.err)
             return result if code is None else result.expect(code)

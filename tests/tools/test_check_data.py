@@ -456,6 +456,11 @@ def test_names_with_nothing_but_a_number_of_their_own_are_no_series(check: Check
         save_image(tmp_path / f"data/{class_name}/{name.format(number, class_name=class_name)}.jpg", number)
     said, _ = check(tmp_path / "data")
     assert "the names of" not in said.out
+    for number in range(90):  # each class counts from 0
+        place = f"data2/{CLASSES[number % 3]}/{name.format(number // 3, class_name=CLASSES[number % 3])}.jpg"
+        save_image(tmp_path / place, number)
+    said, _ = check(tmp_path / "data2")
+    assert "Up to their first" not in said.out or name.startswith("shot")
 
 
 @pytest.mark.parametrize("split", [False, True])

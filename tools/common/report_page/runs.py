@@ -257,7 +257,7 @@ def _remarks(run: Run, found: Headline | None) -> list[str]:
         remarks.insert(0, f"The run has not finished{epochs}{after}")
     elif not found:
         remarks.append("The run ended without a validation.")
-    if found and found.image == "test image":  # what is known of copies is of the validation images
+    if found and found.image == "test image":  # copies are counted in validation alone
         return remarks
     data = read_data(run.folder)
     copies, alike = data.get("copies") or {}, data.get("alike") or []

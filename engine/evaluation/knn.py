@@ -32,7 +32,7 @@ from vitamp.metrics import always_guessing
 from vitamp.pooling import POOLED, pooled_features
 from vitamp.registry import own_named
 
-OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.RELABEL", "DATA.FOLD", "DATA.GROUP", "DATA.COLUMNS")
+OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.RELABEL", "DATA.FOLD", "DATA.GROUP", "DATA.KEEP_TEST", "DATA.COLUMNS")
 """Settings that fit the run's own data alone."""
 
 

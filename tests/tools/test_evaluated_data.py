@@ -126,6 +126,10 @@ def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Vitamp, tmp_path: 
         assert counted in vitamp(tmp_path / "kept", *words, script="scripts/evaluate.py", code=0).text
     whole = vitamp(tmp_path / "kept", "-part", "all", script="scripts/evaluate.py", code=0)
     assert "all images but those of test: 12 images" in whole.text
+    for split, each in (("train", 3), ("test", 2)):
+        folders(tmp_path / "other" / split, f"new{split}", each)
+    other = vitamp(tmp_path / "kept", "-data_path", tmp_path / "other", script="scripts/evaluate.py", code=0)
+    assert "test split: 6 images" in other.text, "of other data, test chose nothing"
     refused = vitamp(tmp_path / "run", "DATA.KEEP_TEST=true", script="scripts/evaluate.py", code=2)
     assert "would now be split otherwise than in its training" in refused.text
     refused = vitamp("-resume", tmp_path / "run", "-epochs", 2, "DATA.KEEP_TEST=true", code=2)

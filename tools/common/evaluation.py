@@ -539,11 +539,13 @@ def evaluation_of(
 def on_known_groups(trained: Trained, dataset: ImageDataset, found: OneLabel | SeveralLabels) -> str:
     """Top-1 where training has the group of an image (DATA.GROUP), and elsewhere; '' where it has none of them."""
     groups, data = np.array(dataset.groups()), trained.config.DATA
-    if not len(groups) or isinstance(found, SeveralLabels) or whose_data(trained.config, trained.chosen) not in OF_RUN:
+    if not len(groups) or data.PART in MEMORISED or isinstance(found, SeveralLabels):
+        return ""
+    if whose_data(trained.config, trained.chosen) not in OF_RUN:
         return ""
     training = open_dataset(data.changed(PART=AUTO), True, ANY_LABEL, 0, torch.device("cpu")).groups()
     known, hit = np.isin(groups, training), (found.rows.guess == found.rows.label).numpy()
-    if data.PART in MEMORISED or not known.any():
+    if not known.any():
         return ""
     of_both = [f"{known.sum():,} of {len(groups):,} images are of groups that training has"]
     for of in (known, ~known):

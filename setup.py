@@ -10,7 +10,7 @@ from setuptools.command.build_py import build_py
 
 PROGRAM = "vitamp.program"
 ROOMS = ("configs", "datasets", "docs", "engine", "models", "scripts", "tools", "utils")
-LEFT_OUT = ("*__pycache__*", "docs.results*", "scripts.dev*", "scripts.kubernetes*", "scripts.slurm*")
+LEFT_OUT = ("*__pycache__*", "docs.results*", "scripts.kubernetes*", "scripts.slurm*")
 MAIN = ("main_single_gpu", "main_multi_gpu")
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 DATA = ["*.yaml", "*.json", "*.html", "*.md", "*.svg"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Benchmark mixed precision and vitamp's update on this machine."""
+"""Benchmark mixed precision and vitamp's update; needs a checkout."""
 
 from start import tool
 
 if __name__ == "__main__":
-    tool(__file__)
+    tool(__file__, "bench")

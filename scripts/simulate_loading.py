@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Requests, bytes, shuffling and memory of training from tar files, simulated."""
+"""Simulate loading tar files: requests, bytes, memory; needs a checkout."""
 
 from start import tool
 
 if __name__ == "__main__":
-    tool(__file__)
+    tool(__file__, "bench")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {"engine", "datasets", "models", "utils", "tools", "vitamp"}
+ROOMS = {"engine", "datasets", "models", "utils", "tools", "bench", "vitamp"}
 STAND_INS = {"engine.machine.late_compiler"}
 """Modules that have already put a stand-in in place; imported again they would not know it."""
 _server = multiprocessing.get_context("forkserver")

@@ -16,6 +16,7 @@ PACKAGES: dict[str, set[str]] = {
     "engine": {"models", "datasets", "utils", "vitamp"},
     "tools": {"engine", "models", "datasets", "utils", "vitamp"},
     "scripts": {"tools", "engine", "models", "datasets", "utils", "vitamp"},
+    "bench": {"tools", "engine", "models", "datasets", "utils", "vitamp"},
     "main": {"engine", "models", "datasets", "utils", "vitamp"},
 }
 

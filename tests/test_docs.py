@@ -71,11 +71,14 @@ def _mention(flag: str) -> str:
     return rf"""["']-{{0,2}}{re.escape(flag)}["']|\b{re.escape(flag.upper())}\b"""
 
 
+def room_of(script: str) -> str:
+    return "tools" if (ROOT / "tools" / Path(script).stem).is_dir() else "bench"
+
+
 def problems_of_tool(script: str, args: list[str]) -> list[str]:
     """Its flags are read in its own files, or are those of the entry scripts."""
     text = (ROOT / script).read_text(encoding="utf-8")
-    package = re.search(r"from tools\.(\w+)", text)
-    parts = sorted((ROOT / "tools" / (package[1] if package else Path(script).stem)).rglob("*.py"))
+    parts = sorted((ROOT / room_of(script) / Path(script).stem).rglob("*.py"))
     source = "\n".join([text, *(path.read_text(encoding="utf-8") for path in parts)])
     wrong = []
     for arg in args:
@@ -233,7 +236,7 @@ def test_help_fits_a_terminal_and_leads_on(script: str, capsys: pytest.CaptureFi
     if script.startswith("main_"):
         shown = entry_parser(script).format_help()
     else:
-        tool = importlib.import_module(f"tools.{Path(script).stem}.command")
+        tool = importlib.import_module(f"{room_of(script)}.{Path(script).stem}.command")
         with contextlib.suppress(SystemExit):
             assert tool.main(["-h"]) == 0
         shown = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,18 @@ def test_commands_take_the_flags_of_their_scripts() -> None:
     missing = start("predict")
     assert missing.returncode == 2
     assert "RUN" in missing.stderr
+
+
+@pytest.mark.parametrize("name", ["benchmark_amp", "simulate_loading"])
+def test_benches_need_a_checkout(name: str, tmp_path: Path) -> None:
+    """The installed package has their scripts without `bench/`."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    command = [sys.executable, str(tmp_path / "scripts" / f"{name}.py"), "-h"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {name} is not in the installed package; it needs a checkout of vitamp.\n"
+    (listed,) = (line for line in start().stdout.splitlines() if line.startswith(f"  {name} "))
+    assert listed.endswith("; needs a checkout.")
 
 
 def test_help_names_the_commands_of_an_installed_program() -> None:

@@ -92,7 +92,7 @@ def test_wheel_holds_the_program_in_a_folder_of_its_own(wheel: Path) -> None:
         metadata = file.read(f"{info}/METADATA").decode()
     assert {name.partition("/")[0] for name in names} == {"vitamp", info}
     packed = {name.removeprefix("vitamp/program/") for name in names if name.startswith("vitamp/program/")}
-    left_out = ("tests/", "docs/results/", "scripts/dev/", "scripts/kubernetes/", "vitamp/", "setup.py")
+    left_out = ("tests/", "docs/results/", "bench/", "scripts/kubernetes/", "vitamp/", "setup.py")
     kinds = (".py", ".yaml", ".html", ".md", ".json")
     expected = {name for name in tracked_files() if name.endswith(kinds) and not name.startswith(left_out)}
     assert sorted(expected - packed) == []

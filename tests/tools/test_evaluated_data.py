@@ -287,7 +287,7 @@ def test_one_image_per_class_is_evaluated(vitamp: Vitamp, run: Path, tmp_path: P
     checked = vitamp(*words, script="scripts/check_data.py", code=0)
     assert "all images are checked as training images." in checked.err
     assert "Training split: 3 images in 3 classes" in checked.out
-    timed = vitamp(*words, "-rounds", 1, script="scripts/dev/loading.py", code=0).out
+    timed = vitamp(*words, "-rounds", 1, script="bench/loading.py", code=0).out
     assert "rounds of 3 images" in timed
     assert "\nvalidation:\n  vitamp: " in timed
     assert "too few images for a validation split: 3 in" in vitamp(*words, "-output", tmp_path / "x", code=2).err

@@ -325,7 +325,7 @@ def test_unknown_recipe_is_refused(cfg: str, message: str, tmp_path: Path, monke
 
 
 def test_reference_follows_the_settings() -> None:
-    command = [sys.executable, "scripts/dev/make_config_docs.py", "--check"]
+    command = [sys.executable, "bench/make_config_docs.py", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "")
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")

@@ -13,14 +13,14 @@ from packaging.requirements import Requirement
 
 from tests.program import ROOT
 
-ROOMS = ("utils", "models", "datasets", "engine", "tools", "scripts", "vitamp")
+ROOMS = ("utils", "models", "datasets", "engine", "tools", "scripts", "bench", "vitamp")
 
 
 def imported() -> dict[str, str]:
-    """Top names of all that is imported from elsewhere -> a file that does, if possible not in scripts/dev."""
+    """Top names of all that is imported from elsewhere -> a file that does, if possible not in bench."""
     found: dict[str, str] = {}
     paths = [*ROOT.glob("main_*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
-    for path in sorted(paths, key=lambda path: path.parent.name != "dev"):
+    for path in sorted(paths, key=lambda path: path.relative_to(ROOT).parts[0] != "bench"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names: list[str] = []
             if isinstance(node, ast.Import):
@@ -46,7 +46,7 @@ def test_every_package_that_is_imported_is_in_the_requirements() -> None:
     missing = {
         f"{name} ({file})"
         for name, file in found.items()
-        if not (maintainers if file.startswith("scripts/dev/") else users)
+        if not (maintainers if file.startswith("bench/") else users)
         & {dist.lower().replace("_", "-") for dist in distributions.get(name, [name])}
     }
     assert not missing

@@ -1,8 +1,8 @@
 """Check that two commits train bit-equal: compare metrics and checkpoints of short runs.
 
-    python scripts/dev/equality.py main~5                # that commit and HEAD
-    python scripts/dev/equality.py OLD NEW -only fp32,ddp
-    python scripts/dev/equality.py OLD NEW -numbers      # values of state.pt that only one commit saves may differ
+    python bench/equality.py main~5                # that commit and HEAD
+    python bench/equality.py OLD NEW -only fp32,ddp
+    python bench/equality.py OLD NEW -numbers      # values of state.pt that only one commit saves may differ
 
 For a refactoring that must not change results. With each commit, every way of training runs once on the digits, once
 from a checkpoint that it wrote itself, and once more from a checkpoint of that resumed run: a choice that a checkpoint
@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 STARTED, RESUMED, UPDATES = 6, 10, 14
 """Updates before a run is resumed, before it is resumed again, and in all."""
 SHOWN = 8
@@ -102,7 +102,8 @@ def check_out(name: str, folder: Path) -> Commit:
     code.mkdir(parents=True)
     packed = subprocess.run(["git", "archive", sha], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(code)], input=packed, check=True)
-    own = runpy.run_path(str(code / "scripts/dev/equality_ways.py"))
+    ways = [code / folder / "equality_ways.py" for folder in ("bench", "scripts/dev")]  # older commits: the latter
+    own = runpy.run_path(str(next(file for file in ways if file.is_file())))
     return Commit(sha[:9], code, place / "runs", place / "made", own["WAYS"], own["make_materials"])
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts.dev.gpu_table import PAGES, kept_table
+from bench.gpu_table import PAGES, kept_table
 from tests.program import ROOT
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Time vitamp's loader beside timm's on the images of a data set, as training and as validation see them.
 
-    python scripts/dev/loading.py -data_path /data/imagenet
-    python scripts/dev/loading.py -cfg recipe.yaml -data_path /data/flowers -num_workers 4
+    python bench/loading.py -data_path /data/imagenet
+    python bench/loading.py -cfg recipe.yaml -data_path /data/flowers -num_workers 4
 
 Both loaders read the same samples (those of the training split) and make uint8 batches, with the same augmentation.
 They alternate, in reverse order every other round. The output has the medians by wall-clock time and by CPU time, and
@@ -28,7 +28,7 @@ from timm.data.loader import create_loader
 from timm.data.transforms_factory import create_transform
 from torch.utils.data import Dataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets import EpochOrder, TrainLoader, ValLoader, check_dataset, open_dataset
 from datasets.images import Images

@@ -15,10 +15,10 @@ import pytest
 import torch
 from timm.layers.patch_dropout import PatchDropout
 
+from bench.benchmark_amp.command import OFF, ON, main
+from bench.benchmark_amp.loops import SimpleNet
+from bench.benchmark_amp.plan import AGAIN
 from tests.program import ROOT, Vitamp
-from tools.benchmark_amp.command import OFF, ON, main
-from tools.benchmark_amp.loops import SimpleNet
-from tools.benchmark_amp.plan import AGAIN
 from tools.common.sessions import OUT_OF_MEMORY, Session, TrainingSession, Worker, own_process
 from utils.config import load_config
 from utils.precisions import PRECISIONS

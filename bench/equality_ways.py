@@ -1,4 +1,4 @@
-"""The ways of training that scripts/dev/equality.py compares: one or more per callback that changes numbers."""
+"""The ways of training that bench/equality.py compares: one or more per callback that changes numbers."""
 
 from pathlib import Path
 from typing import NamedTuple

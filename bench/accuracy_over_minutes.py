@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw accuracy over minutes, of runs that a results file lists with their seeds.
 
-    python scripts/dev/accuracy_over_minutes.py docs/results/cifar10_scratch.json docs/results/cifar10_scratch.png
+    python bench/accuracy_over_minutes.py docs/results/cifar10_scratch.json docs/results/cifar10_scratch.png
 
 Lines are means over the seeds of a program, areas reach from the lowest to the highest. Minutes of one machine are
 not those of another: each has axes of its own.

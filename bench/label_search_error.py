@@ -1,6 +1,6 @@
 """How often check_labels.py says that wrong labels are found where all are right, and which ones it finds.
 
-    python scripts/dev/label_search_error.py -mnist DIR -photographs FILE.npz -icons FILE.npz -out label_searches.json
+    python bench/label_search_error.py -mnist DIR -photographs FILE.npz -icons FILE.npz -out label_searches.json
 
 Sets: heavy-tailed clusters (Student's t, 3 degrees of freedom), MNIST's pixels (idx files), scikit-learn's digits,
 photographs, icons and others (`features`, `labels`). Each draw is searched with its labels as they are, and with 2 %
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 
-path.insert(0, str(Path(__file__).resolve().parents[2]))
+path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.evaluation.linear import FOLDS, fit
 from tools.check_labels.noise import WRONG, find_wrong, nearest
 
@@ -89,7 +89,7 @@ def main() -> None:
         table = draw(np.random.default_rng(seed))
         rows.append({"data": name, "changed": changed, "seed": seed, **search(table, changed, seed)})
         print(rows[-1], flush=True)
-        about |= {"script": "scripts/dev/label_search_error.py", "date": time.strftime("%Y-%m-%d")}
+        about |= {"script": "bench/label_search_error.py", "date": time.strftime("%Y-%m-%d")}
         asked.out.write_text(json.dumps(about, indent=1) + "\n")
 
 

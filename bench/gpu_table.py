@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Show what scripts/dev/on_gpu.sh found, as one table in words.
+"""Show what bench/on_gpu.sh found, as one table in words.
 
-python scripts/dev/gpu_table.py on_gpu            # show it
-python scripts/dev/gpu_table.py on_gpu -write     # put speeds into docs/results, README.md and docs/benchmarks.md
+python bench/gpu_table.py on_gpu            # show it
+python bench/gpu_table.py on_gpu -write     # put speeds into docs/results, README.md and docs/benchmarks.md
 """
 
 import json
@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = ROOT / "docs" / "results", ("README.md", "docs/benchmarks.md")
-BEGIN, END = "<!-- speed on a GPU, from docs/results by scripts/dev/gpu_table.py -->", "<!-- end of it -->"
+BEGIN, END = "<!-- speed on a GPU, from docs/results by bench/gpu_table.py -->", "<!-- end of it -->"
 SIZES = ("small", "base", "large")
 OUTCOMES = {0: "ok", 124: "did not end in time", 125: "no time was left for it"}
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train on small sets of images with a recipe and nothing set, beside timm's train.py.
 
-    python scripts/dev/finetune_bench.py SETS -weights lite0.safetensors -timm pytorch-image-models -json bench.json
-    python scripts/dev/finetune_bench.py SETS -backbone vit -weights vit.safetensors -timm ... -size 32 -json vit.json
-    python scripts/dev/finetune_bench.py SETS -backbone scratch -timm ... -size 32 -epochs 50 -json scratch.json
+    python bench/finetune_bench.py SETS -weights lite0.safetensors -timm pytorch-image-models -json bench.json
+    python bench/finetune_bench.py SETS -backbone vit -weights vit.safetensors -timm ... -size 32 -json vit.json
+    python bench/finetune_bench.py SETS -backbone scratch -timm ... -size 32 -epochs 50 -json scratch.json
 
 SETS has one folder per set of images, with `pool/CLASS` and `aside/CLASS`. Draw 0 trains on some images of the pool and
 is validated on others of it; there, timm's learning rate is chosen among three. The other draws train on other images
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from scipy.stats import t as student
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Backbone(NamedTuple):

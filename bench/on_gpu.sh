@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Checks on one GPU, within MINUTES (11), what a machine without one cannot show. Ends with a table in words.
 #
-#   bash scripts/dev/on_gpu.sh                             # all parts; results in ./on_gpu
-#   OUT=/tmp/out MINUTES=5 bash scripts/dev/on_gpu.sh first tests
-#   DEVICE=cpu bash scripts/dev/on_gpu.sh                  # tiny sizes, without a GPU: shows mistakes of this script
-#   python scripts/dev/gpu_table.py on_gpu -write          # afterwards: to docs/results, README.md and docs/benchmarks.md
+#   bash bench/on_gpu.sh                             # all parts; results in ./on_gpu
+#   OUT=/tmp/out MINUTES=5 bash bench/on_gpu.sh first tests
+#   DEVICE=cpu bash bench/on_gpu.sh                  # tiny sizes, without a GPU: shows mistakes of this script
+#   python bench/gpu_table.py on_gpu -write          # afterwards: to docs/results, README.md and docs/benchmarks.md
 #
 #   first    commands that users type first, side by side
 #   tests    tests/gpu
@@ -19,7 +19,7 @@
 #       timm pydantic pydantic_core annotated_types typing_extensions typing_inspection tqdm simplejpeg torchao \
 #       tensorboard tensorboard_data_server absl_py grpcio protobuf markdown werkzeug
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 OUT="$(realpath -m "${OUT:-on_gpu}")" DEVICE="${DEVICE:-cuda}" PYTHON="${PYTHON:-python3}"
 deadline=$((60 * ${MINUTES:-11}))
@@ -37,7 +37,7 @@ export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 XDG_CACHE_HOME="$work/cache"
 
 finish() {
     tar -C "$work" -czf "$OUT/logs.tar.gz" logs
-    "$PYTHON" scripts/dev/gpu_table.py "$OUT" | tee "$OUT/table.md"
+    "$PYTHON" bench/gpu_table.py "$OUT" | tee "$OUT/table.md"
     rm -rf "$work"
 }
 trap finish EXIT

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.benchmark_amp.command import TIMM_FIXED, apart, main
+from bench.benchmark_amp.loops import COMPARED, loop_of, random_batches
+from bench.benchmark_amp.plan import FUSED, OURS, TIMM, Way
 from tests.engine.small import CPU
-from tools.benchmark_amp.command import TIMM_FIXED, apart, main
-from tools.benchmark_amp.loops import COMPARED, loop_of, random_batches
-from tools.benchmark_amp.plan import FUSED, OURS, TIMM, Way
 from tools.common import sessions
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE

@@ -1,7 +1,7 @@
 """Error rates of compare.py's verdict: false claims, coverage and power, by simulation and on images.
 
-    python scripts/dev/verdict_error.py -tries 400
-    python scripts/dev/verdict_error.py -mnist DIR -photographs FILE.npz -out docs/results/verdict_error.json
+    python bench/verdict_error.py -tries 400
+    python bench/verdict_error.py -mnist DIR -photographs FILE.npz -out docs/results/verdict_error.json
 
 Contenders with equal accuracy in the population, each better at other images. Compared: Student's t over seeds, whose
 intervals hold for these images alone; the verdict; Satterthwaite's degrees of freedom alone; a mixed model (variance
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.report.intervals import paired_interval
 from tools.common.differences import interval, level_of, noise_of, students
 
@@ -236,7 +236,7 @@ def main() -> None:
             f"{name}: " + "; ".join(f"{method} {list(one.values())}" for method, one in rows[name].items()), flush=True
         )
         if asked.out:
-            about |= {"date": time.strftime("%Y-%m-%d"), "script": "scripts/dev/verdict_error.py", "points": POINTS}
+            about |= {"date": time.strftime("%Y-%m-%d"), "script": "bench/verdict_error.py", "points": POINTS}
             asked.out.write_text(json.dumps(about, indent=1) + "\n")
 
 

@@ -43,9 +43,9 @@ def main(argv: list[str]) -> int:
     data = config.DATA
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
+    from bench.simulate_loading.simulate import Imagined, mixing_and_memory, traffic
     from datasets.labels import ANY_LABEL
     from datasets.shards.source import WINDOW, ShardSet, open_split, open_store
-    from tools.simulate_loading.simulate import Imagined, mixing_and_memory, traffic
 
     if data.DATA_PATH is None:
         samples = Imagined(data).samples(asked.images, asked.shard_images, round(1000 * asked.image_kb))

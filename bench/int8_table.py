@@ -1,6 +1,6 @@
 """Int8 files beside fp32 ones and those of onnxruntime's own defaults: accuracy, changed answers, size and speed.
 
-    OMP_NUM_THREADS=1 python scripts/dev/int8_table.py -cifar DIR -lite0 FILE -mnist DIR -out docs/results/int8.json
+    OMP_NUM_THREADS=1 python bench/int8_table.py -cifar DIR -lite0 FILE -mnist DIR -out docs/results/int8.json
 
 A classifier on the frozen features of EfficientNet-Lite0 (FILE: its weights), fitted to 500 photographs of CIFAR-10 at
 128 pixels, and small ViTs on 4,000 digits of MNIST (idx files) and on scikit-learn's digits. Rows that are there stay.
@@ -22,7 +22,7 @@ import onnxruntime
 from onnxruntime.quantization import quantize_static
 from PIL import Image
 
-path.insert(0, str(Path(__file__).resolve().parents[2]))
+path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.trained.model import load_trained
 from tools.export.formats import INPUT, LOGITS, Export, Onnx, images_for_check, run_onnx
 from tools.export.int8 import Int8, calibration_images, reader
@@ -110,7 +110,7 @@ def main() -> None:
         subprocess.run([str(word) for word in command], cwd=path[0], check=True, stdout=subprocess.DEVNULL)
         about["rows"][title] = measure(place / "run", place)
         shutil.rmtree(place)
-        about |= {"date": time.strftime("%Y-%m-%d"), "script": "scripts/dev/int8_table.py"}
+        about |= {"date": time.strftime("%Y-%m-%d"), "script": "bench/int8_table.py"}
         asked.out.write_text(json.dumps(about, indent=1) + "\n")
 
 

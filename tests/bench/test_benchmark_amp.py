@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tools.benchmark_amp.command import main, measure
-from tools.benchmark_amp.plan import AGAIN, Plan, Results
+from bench.benchmark_amp.command import main, measure
+from bench.benchmark_amp.plan import AGAIN, Plan, Results
 from tools.common.sessions import Metrics
 from tools.common.turns import Budget
 from utils.errors import TrainingError

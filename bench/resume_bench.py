@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kill each trainer within an epoch, resume it by its own flags, and compare it with a run that was not killed.
 
-    python scripts/dev/resume_bench.py -timm pytorch-image-models -torchvision vision/references/classification \
+    python bench/resume_bench.py -timm pytorch-image-models -torchvision vision/references/classification \
         -peers venv/bin/python -json resume.json
 
 -peers: a Python with ultralytics and lightly-train. The commands are in resume_bench.yaml; each takes 4 epochs of 10
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 IMAGES, CLASSES, UPDATES, KILLED = 200, 10, 40, 15
 LEVELS = np.linspace(0.3, 1.0, 15)
 COLOURS = np.array([(1.0, LEVELS[number // 15], LEVELS[number % 15]) for number in range(IMAGES)])
@@ -106,7 +106,7 @@ class Bench:
     def __init__(self, trainer: dict[str, Any], place: Path, folder: Path, data: Path) -> None:
         self.trainer, self.folder, self.data = trainer, folder, data
         self.python, self.cwd = (place, ROOT) if trainer["place"] == "peers" else (Path(sys.executable), place)
-        (folder / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(ROOT / 'scripts/dev')!r})\n{HOOK}")
+        (folder / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(ROOT / 'bench')!r})\n{HOOK}")
 
     def run(self, name: str, way: str, killed: int = 0) -> list[dict[str, Any]]:
         """Run a command of the trainer; returns what each update was, over all processes."""

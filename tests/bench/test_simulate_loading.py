@@ -1,6 +1,6 @@
 """scripts/simulate_loading.py beside real runs.
 
-`python -m tests.tools.test_simulate_loading docs/results/scale.json` compares more of them.
+`python -m tests.bench.test_simulate_loading docs/results/scale.json` compares more of them.
 """
 
 import itertools

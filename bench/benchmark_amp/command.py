@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.benchmark_amp.plan import (
+from bench.benchmark_amp.plan import (
     AGAIN,
     FUSED,
     ON_THE_DEVICE,
@@ -263,7 +263,7 @@ def _simplenet_rows(accumulated: int) -> dict[str, tuple[bool, int]]:
 
 def plan_simplenet(line: ToolLine) -> Plan:
     loaded, device, where, remarks = set_up(line, {"DATA.BATCH_SIZE": 64}, {"DATA.BATCH_SIZE": 512}, SIMPLENET)
-    from tools.benchmark_amp.loops import SimpleNet
+    from bench.benchmark_amp.loops import SimpleNet
     from tools.common.sessions import Worker
 
     asked, on_cpu, workers = line.asked, device.type == "cpu", list["Worker"]()
@@ -363,7 +363,7 @@ def plan_timm(line: ToolLine) -> Plan:
     loaded, device, where, remarks = set_up(line, fixed=TIMM_FIXED)
     updates = line.asked.updates or (5 if device.type == "cpu" else 50)
 
-    from tools.benchmark_amp.loops import LoopSession, read_train_py
+    from bench.benchmark_amp.loops import LoopSession, read_train_py
     from tools.common.sessions import OUT_OF_MEMORY, Worker
 
     if train_py is not None:

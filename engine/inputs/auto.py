@@ -30,7 +30,7 @@ from models.refusals import similar_models
 from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run, weights_of_name
 from utils.cache import cache_folder, process_lock
-from utils.config import DataConfig, Loaded
+from utils.config import DataConfig, Loaded, ModelConfig
 from utils.config.keys import CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.read import Kind
@@ -335,11 +335,7 @@ def _with_sizes(loaded: Loaded, source: str) -> Loaded:
 
 def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
     """Take the preprocessing of the weights where the settings leave it open, and note where theirs differs."""
-    known, model = preprocessing_of(source), loaded.config.MODEL
-    if known is None:  # the best guess: that of timm's own weights for the model, unless its sizes are the user's
-        name, is_label = timm_base(model, sizes_given := bool(given_sizes(model)))
-        if not (is_label and sizes_given):
-            known = of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
+    known = preprocessing_of(source) or _guess(loaded.config.MODEL, source)
     if known is None:
         now = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
         return loaded.with_warning(
@@ -348,21 +344,51 @@ def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
         )
     theirs, where = known
     loaded = _without_other_bands(loaded, theirs, where)
-    taken, unsupported, differing = dict[str, Any](), list[str](), list[str]()
+    taken, differing = dict[str, Any](), dict[str, Any]()
+    unsupported, instead = list[str](), ""
     for key, value in theirs.items():
         mine = value_of(loaded.config, key)
+        by = loaded.sources[key]
         one_for_all = key in COLOURS and {*mine} == {*value} == {mine[0]}
-        if not loaded.is_default(key) and mine != AUTO:
+        if not by.is_open and mine != AUTO:
             if mine != value and not one_for_all:
-                used = f"{loaded.sources[key]}: {key} {one_line(mine)} is used"
-                differing.append(f"{used}; {where} has {one_line(value)}")
+                differing[key] = value
         elif key in (INTERPOLATION, CROP_MODE) and value not in choices(key):
             unsupported.append(f"{key} {mine} is used; {where} has {value}, which is not supported")
         else:
             taken[key] = value
-    notes = [f"Preprocessing of {where}: {_in_words(taken)}"] if taken else []
-    notes += _of_siblings(model.NAME, source, of_run) if where.startswith("timm's ") else []
-    return loaded.with_values(taken, where, [*notes, *unsupported, *differing])
+            if by.kind is Kind.OTHER_MODEL:
+                instead = f". That of {by}, is not used"
+    notes = [f"Preprocessing of {where}: {_in_words(taken)}{instead}"] if taken else []
+    notes += _of_siblings(loaded.config.MODEL.NAME, source, of_run) if where.startswith("timm's ") else []
+    loaded = _with_differences(loaded, differing, where)
+    return loaded.with_values(taken, where, [*notes, *unsupported])
+
+
+def _guess(model: ModelConfig, source: str) -> Preprocessing | None:
+    """The preprocessing of timm's own weights for the model, unless its sizes are the user's."""
+    sizes_given = bool(given_sizes(model))
+    name, is_label = timm_base(model, sizes_given)
+    if is_label and sizes_given:
+        return None
+    return of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
+
+
+def _with_differences(loaded: Loaded, theirs: dict[str, Any], where: str) -> Loaded:
+    """Say which settings are kept that the weights have otherwise: `theirs`."""
+    words = dict[str, str]()
+    for key, value in theirs.items():
+        mine = one_line(value_of(loaded.config, key))
+        words[key] = f"{key} {mine} in place of {one_line(value)} ({loaded.sources[key]})"
+    size = words.pop(IMAGE_SIZE, "")
+    notes = [f"{size}, the size of {where}"] if size else []
+    cost = "may cost accuracy, another mean and std up to 11 points"
+    said = f"{', '.join(words.values())}: other preprocessing than that of {where} {cost}"
+    if any(loaded.sources[key].kind is not Kind.RECIPE for key in words):
+        loaded = loaded.with_warning(said)
+    elif words:  # a recipe's for its own model
+        notes.append(said)
+    return loaded.with_values({}, where, notes)
 
 
 def _without_other_bands(loaded: Loaded, theirs: dict[str, Any], where: str) -> Loaded:

@@ -143,6 +143,22 @@ def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_we
     assert (header["crop"], header["crop_mode"]) == ("middle", "squash")
 
 
+def test_a_recipe_for_another_model_leaves_a_run_its_preprocessing(
+    vitamp: Vitamp, place: Path, trained: tuple[Path, Result], tmp_path: Path
+) -> None:
+    """In resuming and in evaluation."""
+    line = ["-cfg", "vit_base_patch16_224", "-model", "mine", "-resume", trained[0], *SMALL, "-image_size", 32]
+    line.append("MODEL.NUM_CLASSES=5")
+    resumed = vitamp(*line, "-print_config", code=0)
+    for value in ("MEAN: [0.4, 0.45, 0.55]", "STD: [0.2, 0.21, 0.22]"):
+        assert re.search(rf"IMAGENET_{re.escape(value)} +# run in {trained[0]}\n", resumed.out)
+    own = [one if one != "mine" else "vit_base_patch16_224" for one in line]
+    assert re.search(r"IMAGENET_MEAN: \[0\.5, 0\.5, 0\.5\] +# configs/_vit_imagenet", vitamp(*own, "-print_config").out)
+    words = ("-eval", "-data_path", place / "flowers", f"SAVE={tmp_path}")
+    evaluated = vitamp(*line, *words, code=0)
+    assert "mean 0.4, 0.45, 0.55; std 0.2, 0.21, 0.22; CROP_PCT 0.95" in evaluated.out
+
+
 @pytest.mark.slow
 def test_timm_alone_squeezes_images_as_the_run_does(
     vitamp: Vitamp, place: Path, trained: tuple[Path, Result], tmp_path: Path

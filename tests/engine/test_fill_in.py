@@ -52,15 +52,92 @@ def test_a_recipe_takes_the_weights_of_the_model_that_is_named(tmp_path: Path) -
     assert found(NAME="resnet18", PRETRAINED=DEIT).config.MODEL.PRETRAINED == DEIT
 
 
-def test_a_set_value_is_kept_and_the_difference_noted() -> None:
-    words = {"MODEL__PRETRAINED": DEIT, "DATA__IMAGENET_MEAN": "0.5", "DATA__IMAGE_SIZE": "192"}
+def test_a_set_value_is_kept_with_one_warning() -> None:
+    words = {"MODEL__PRETRAINED": DEIT, "DATA__IMAGENET_MEAN": "0.5", "DATA__CROP_PCT": "1", "DATA__IMAGE_SIZE": "192"}
     loaded = resolved(**words)
-    assert (loaded.config.DATA.IMAGENET_MEAN, loaded.config.DATA.IMAGE_SIZE) == ((0.5,), 192)
-    said = "\n".join(loaded.notes)
-    assert f"command line: DATA.IMAGENET_MEAN [0.5] is used; timm's {DEIT} has [0.485, 0.456, 0.406]" in said
-    assert f"command line: DATA.IMAGE_SIZE 192 is used; timm's {DEIT} has 224" in said
+    data = loaded.config.DATA
+    assert (data.IMAGENET_MEAN, data.CROP_PCT, data.IMAGE_SIZE) == ((0.5,), 1.0, 192)
+    (warning,) = loaded.warnings
+    assert "DATA.IMAGENET_MEAN [0.5] in place of [0.485, 0.456, 0.406] (command line)" in warning
+    assert "DATA.CROP_PCT 1.0 in place of 0.9 (command line)" in warning
+    assert f"other preprocessing than that of timm's {DEIT} may cost accuracy" in warning
+    assert f"DATA.IMAGE_SIZE 192 in place of 224 (command line), the size of timm's {DEIT}" in loaded.notes
     equal = resolved(MODEL__PRETRAINED="vit_base_patch16_224.augreg_in21k", DATA__IMAGENET_MEAN="0.5")
-    assert "is used" not in "\n".join(equal.notes)
+    assert not equal.warnings
+
+
+OF_MODEL = {
+    "tf_efficientnet_lite0": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", 0.875, "center"),
+    "resnet18": (MEAN, STD, "bicubic", 0.95, "center"),
+    "vit_tiny_patch16_224": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", 0.9, "center"),
+}
+INPUTS = ("IMAGENET_MEAN", "IMAGENET_STD", "INTERPOLATION", "CROP_PCT", "CROP_MODE")
+
+
+def of_recipe(cfg: str | Path, weights: Path, **words: str) -> Loaded:
+    """An evaluation of these weights by this recipe."""
+    save_file({"a": torch.zeros(1)}, weights)
+    given = {"DATA__DATASET": "digits", "EVAL": "true", "MODEL__PRETRAINED": f"{weights}", **words}
+    return fill_in(load_config(str(cfg), words={key.replace("__", "."): value for key, value in given.items()}))
+
+
+@pytest.mark.parametrize("name", OF_MODEL)
+@pytest.mark.parametrize(
+    ("recipe", "own"),
+    [
+        ("resnet50", True),
+        ("vit_base_patch16_224", True),
+        ("small_images", True),
+        ("vit_digits", True),
+        ("finetune", False),
+        ("swin_tiny_patch4_window7_224", False),
+    ],
+)
+def test_another_models_weights_bring_their_preprocessing(tmp_path: Path, recipe: str, own: bool, name: str) -> None:
+    """`own`: the recipe has preprocessing of its own, which is for its model."""
+    file = tmp_path / "mine.safetensors"
+    loaded = of_recipe(recipe, file, MODEL__NAME=name)
+    data = loaded.config.DATA
+    mean, std, *others = OF_MODEL[name]
+    if data.IMAGE_CHANNELS == 1:
+        mean, std = (sum(mean) / 3,), (sum(std) / 3,)
+    assert [getattr(data, key) for key in INPUTS] == [mean, std, *others]
+    where = f"timm's {name} (MODEL.NAME; {file} does not say its own)"
+    assert {loaded.sources[f"DATA.{key}"] for key in INPUTS} == {where}
+    (line,) = [note for note in loaded.notes if note.startswith(f"Preprocessing of {where}")]
+    assert bool(re.search(r"That of configs/\w+\.yaml:\d+, for \w+, is not used", line)) == own
+    assert "may cost accuracy" not in "\n".join((*loaded.notes, *loaded.warnings))
+
+
+def test_preprocessing_of_a_recipe_counts_for_its_own_model_and_for_unknown_weights(tmp_path: Path) -> None:
+    file = tmp_path / "mine.safetensors"
+    same = of_recipe("resnet50", file, MODEL__NAME="resnet50")
+    assert (same.config.DATA.INTERPOLATION, same.config.DATA.CROP_PCT) == ("bilinear", 0.875)
+    (line,) = [note for note in same.notes if "may cost accuracy" in note]
+    assert re.search(r"INTERPOLATION bilinear in place of bicubic \(configs/resnet50.yaml:\d+\)", line)
+    assert not same.warnings
+    unknown = of_recipe("small_images", file, MODEL__NAME="mine", DATA__IMAGE_SIZE="32")
+    assert unknown.config.DATA.CROP_PCT == 1.0
+    assert any("is unknown; this run uses DATA.IMAGE_SIZE 32, DATA.CROP_PCT 1.0" in one for one in unknown.warnings)
+    scratch = fill_in(load_config("resnet50", words={"DATA.DATASET": "digits", "MODEL.NAME": "tf_efficientnet_lite0"}))
+    assert scratch.config.DATA.IMAGENET_MEAN == MEAN, "without weights, the recipe's"
+
+
+def test_a_file_of_the_users_own_counts_but_not_the_recipe_below_it(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    base = Path("configs/resnet50.yaml").resolve()
+    mine.write_text(f"BASE: [{base}]\nMODEL: {{NAME: tf_efficientnet_lite0}}\nDATA: {{CROP_PCT: 1.0}}\n")
+    loaded = of_recipe(mine, tmp_path / "mine.safetensors")
+    assert (loaded.config.DATA.IMAGENET_MEAN, loaded.config.DATA.CROP_PCT) == ((0.5, 0.5, 0.5), 1.0)
+    (warning,) = loaded.warnings
+    assert f"DATA.CROP_PCT 1.0 in place of 0.875 ({mine}:3)" in warning
+    assert "IMAGENET_MEAN" not in warning
+
+
+def test_grey_images_get_the_mean_of_the_colours_of_another_models_weights(tmp_path: Path) -> None:
+    loaded = of_recipe("resnet50", tmp_path / "mine.safetensors", MODEL__NAME="resnet18", DATA__IMAGE_CHANNELS="1")
+    (mean,) = loaded.config.DATA.IMAGENET_MEAN
+    assert mean == sum(MEAN) / 3
 
 
 def test_files_bring_what_is_written_in_them_or_beside_them(tmp_path: Path) -> None:

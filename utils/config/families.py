@@ -42,7 +42,7 @@ def defaults_by(given: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
         if key not in given:
             continue
         source, several = given[key].source, len({*as_names(given[key].value)}) > 1
-        if (several or not plain) and source.kind is Kind.RECIPE:
+        if (several or not plain) and source.kind in (Kind.RECIPE, Kind.OTHER_MODEL):
             notes.append(f"{key} auto: {source} has that of images of other channels or bits")
             del given[key]
             entries[key] = opened

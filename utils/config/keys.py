@@ -25,10 +25,13 @@ RENAMED = {
 OF_ONE_START = ("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS")
 """Settings of one start, not of the run: where it was, how it was launched, and for how long."""
 DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
+NAME = "MODEL.NAME"
 EPOCHS, WARMUP = "TRAIN.NUM_EPOCHS", "TRAIN.WARMUP_EPOCHS"
 IMAGE_SIZE, PATCH_SIZE = "DATA.IMAGE_SIZE", "MODEL.PATCH_SIZE"
 MEASURED = ("DATA.RANGE", "DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 """Settings for which `auto` is measured on the pixels of the training split."""
+PREPROCESSING = ("DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION", *MEASURED)
+"""Settings that pretrained weights give, rather than a recipe for another model."""
 CHANGE_DEFAULTS = ("DATA.MULTI_LABEL", "MODEL.MAE_PRETRAIN", "DATA.IMAGE_CHANNELS", "DATA.BITS")
 """Settings that change the defaults of others; see families.py."""
 AUTO_BY_DATA = (CLASSES, IMAGE_SIZE, PATCH_SIZE, *MEASURED)

@@ -19,7 +19,9 @@ from utils.config.checks import conflicts, notes, warnings
 from utils.config.keys import (
     CHANGE_DEFAULTS,
     EPOCHS,
+    NAME,
     OF_ONE_START,
+    PREPROCESSING,
     WARMUP,
     absolute,
     default_of,
@@ -29,7 +31,7 @@ from utils.config.keys import (
     values_by_key,
 )
 from utils.config.kinds import AUTO, as_integer, as_names, as_yaml, folded, is_own_setting, one_line
-from utils.config.read import NOT_SET, Entry, Kind, Layer, Source, merged, read_recipe, read_typed, type_of
+from utils.config.read import NOT_SET, Entry, Kind, Layer, Source, merged, read_recipe, read_typed, text_of, type_of
 from utils.config.resumed import resume_of, settings_of, values_of_run, without_words, written_before_restart
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -113,6 +115,7 @@ def load_config(
 
         problems += unknown_keys(given, unknown)
     problems += _keep_own_settings(given, layers)
+    _open_preprocessing(given, files)
 
     recipe, defaults = merged(files), dict[str, Entry]()
     # Whether the command line changes the number of epochs, but not the warm-up that was chosen with it
@@ -147,6 +150,19 @@ def _keep_own_settings(given: dict[str, Entry], layers: Sequence[Layer]) -> list
 
         return [f"{layers[-1].name}: {without_file(words[0])}"]
     return []
+
+
+def _open_preprocessing(given: dict[str, Entry], files: Iterable[Layer]) -> None:
+    """Mark the preprocessing that a recipe of configs/ has for another model than the user's."""
+    recipe = merged(layer for layer in files if layer.kind is Kind.RECIPE)
+    name = text_of(given, NAME)
+    of_recipe = text_of(recipe, NAME)
+    if name in ("", of_recipe):
+        return
+    for key in PREPROCESSING:
+        if key in given and given[key].source.kind is Kind.RECIPE:
+            words = f"{given[key].source}, for {of_recipe or 'other models'}"
+            given[key] = Entry(given[key].value, Source(words, Kind.OTHER_MODEL))
 
 
 # A warm-up belongs to the number of epochs that it was chosen with. So epochs on the command line alone scale that of a

@@ -28,6 +28,7 @@ class Kind(Enum):
 
     DEFAULT = "the schema, or the model's family"
     RECIPE = "a file of configs/"
+    OTHER_MODEL = "a file of configs/, for another model than MODEL.NAME"
     FILE = "a file of the user's"
     RUN = "what a run has saved, perhaps someone else's"
     FLAG = "a flag"
@@ -50,6 +51,11 @@ class Source(str):
     def is_typed(self) -> bool:
         """Whether the setting is on the command line."""
         return self.kind in (Kind.FLAG, Kind.WORD)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the weights' own value counts instead."""
+        return self.kind in (Kind.DEFAULT, Kind.OTHER_MODEL)
 
 
 NOT_SET = Source("default", Kind.DEFAULT)

@@ -17,7 +17,7 @@ from utils.config.keys import (
     DATASET,
     EPOCHS,
     IMAGE_SIZE,
-    MEASURED,
+    PREPROCESSING,
     WARMUP,
     absolute,
     nested,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from vitamp.weights import Chosen
 
 FROM_WEIGHTS = (
-    *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
-    *MEASURED,
+    IMAGE_SIZE,
+    *PREPROCESSING,
     *("MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
     *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE", "MODEL.POOL", "MODEL.INIT_VALUES"),
 )
@@ -154,7 +154,7 @@ def values_of_run(given: Mapping[str, Entry], all_settings: bool, warmup: bool) 
         return {}
     if not known:
         return {}
-    keys = [key for key in (DATASET, *FROM_WEIGHTS) if is_no_value(text_of(given, key))]
+    keys = [key for key in (DATASET, *FROM_WEIGHTS) if _is_open(given, key)]
     keys += [key for key in (*AUTO_BY_DATA, EPOCHS) if text_of(given, key) == AUTO]
     if warmup or EPOCHS in keys:
         keys.append(WARMUP)
@@ -164,3 +164,7 @@ def values_of_run(given: Mapping[str, Entry], all_settings: bool, warmup: bool) 
         keys = [key for key in keys if value_of(saved, key) != AUTO]
     source = Source(f"run in {resume.run or resume.folder}", Kind.RUN)
     return {key: Entry(value_of(saved, key), source) for key in keys}
+
+
+def _is_open(given: Mapping[str, Entry], key: str) -> bool:
+    return key not in given or given[key].source.is_open or is_no_value(text_of(given, key))

@@ -20,6 +20,7 @@ from engine.report.banner import banner
 from engine.report.outcome import (
     ALIKE,
     FOLDS,
+    Splits,
     beside_probe,
     favoured,
     flatters,
@@ -27,6 +28,7 @@ from engine.report.outcome import (
     in_folds_instead,
     next_commands,
     probe_is_best,
+    splits_of,
     strange,
 )
 from engine.report.reporter import Reporter
@@ -38,7 +40,7 @@ from utils.config.keys import value_of
 from utils.config.kinds import AUTO
 from utils.config.resumed import resumed_run
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
-from utils.errors import EXIT_DONE, TrainingError, UserError
+from utils.errors import EXIT_DONE, AllRanksError, AllRanksUserError, TrainingError, UserError
 from utils.log import CONTROL, DETAIL, IN_LINE, brief_terminal, log, log_lines, print_on_terminal
 from utils.program import FOLDER_FILE
 from utils.record.folder_lock import FolderLock
@@ -115,7 +117,14 @@ def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
         ready.adapters = on_rank_0(world, lambda: keep_base(folder, ready.model, run.config.MODEL, checkpoint))
     write_run_files(run, ready, folder)
     ready.parts.assemble()
-    return _fit(run, ready, folder, lists)
+    begun = ready.position.update
+    try:
+        return _fit(run, ready, folder, lists)
+    except UserError as error:
+        if ready.position.update == begun:
+            raise
+        # Exit code 2 is only for what is found before the first update.
+        raise (AllRanksError if isinstance(error, AllRanksUserError) else TrainingError)(str(error)) from None
 
 
 def dry_run(given: Run) -> int:
@@ -208,6 +217,7 @@ def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder:
 def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> int:
     """Train, close what was opened, and log how it ended."""
     config, world = run.config, run.world
+    splits = splits_of(config.DATA)
     tracked = []
     for key in ("WANDB", "MLFLOW"):
         if world.first and value_of(config, key) is not None:
@@ -229,12 +239,12 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         raise
     finally:
         reporter.close()
-    _conclude(run, ready, trainer)
+    _conclude(run, ready, trainer, splits)
     return code
 
 
-def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
-    """Log how the training ended, and what comes next."""
+def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -> None:
+    """Log how the training ended, and what comes next. It reads no data, which may be gone by now."""
     config, folder = run.config, trainer.folder
     if trainer.broken is not None and (lost := trainer.broken.summary()):
         log.warning(lost)
@@ -255,8 +265,8 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer) -> None:
             said.append(probe_is_best(by, history))
         if context and figure is not None:
             said.append(favoured(folder, history, config.MODEL.starts_at_probe))
-            said.append(flatters(len(history.of("val")), folder, config.DATA))
-            said.append(in_folds_instead(len(labels), folder, config.DATA))
+            said.append(flatters(len(history.of("val")), folder, splits))
+            said.append(in_folds_instead(len(labels), folder, config.DATA, splits))
         table = read_predictions(folder, trainer.position.update) or {}  # of the last validation
         seen = table.get("guess", table.get(f"{AVERAGE.prefix}guess")) if guesses is None else guesses
         if seen is not None:

@@ -272,7 +272,8 @@ class ShardSamples(Samples):
         if content is None:
             content = self.store.range(wanted)
         if len(content) < size:
-            raise OSError(f"{self.store.root}/{name} ends before byte {offset + size}, where the image ends")
+            where = f"before byte {offset + size}, where the image ends"
+            raise Unreadable(f"{self.store.root}/{name} was cut off while in use: it ends {where}")
         return pixels_of(content) if is_array else content.tobytes()
 
     def name(self, index: int) -> str:

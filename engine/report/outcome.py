@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -130,15 +131,29 @@ def of_groups(groups: Sequence[str]) -> str:
     return f"The {len(groups):,} images are {counted(number, 'group')} (DATA.GROUP), which the intervals allow for."
 
 
-def flatters(validations: int, run: Path, data: DataConfig) -> str:
+class Splits(NamedTuple):
+    """What advice needs to know of the data's splits. A run asks before it trains, since data may go meanwhile."""
+
+    unsplit: bool = False
+    """The program makes the validation split."""
+    test: bool = False
+    """There is a test split that is not used for validation."""
+
+
+def splits_of(data: DataConfig) -> Splits:
+    with suppress(UserError):
+        return Splits(comes_unsplit(data), has_test(data))
+    return Splits()
+
+
+def flatters(validations: int, run: Path, splits: Splits) -> str:
     """A sentence about a metric of the best checkpoint on the images that chose it; '' after one validation."""
     if validations < 2:
         return ""
     words = f"This is the best of {validations} validations on these images, so it flatters"
-    with suppress(UserError):
-        if has_test(data):
-            command = f"{tool('evaluate')} {shlex.quote(str(run))} -part test"
-            return f"{words}. Measure on the test images, which chose nothing, once you have decided: `{command}`."
+    if splits.test:
+        command = f"{tool('evaluate')} {shlex.quote(str(run))} -part test"
+        return f"{words}. Measure on the test images, which chose nothing, once you have decided: `{command}`."
     return f"{words}. Only a test split, of images that choose nothing, shows what to expect (docs/splits.md)."
 
 
@@ -150,9 +165,9 @@ def favoured(folder: Path, history: History, of_probe: bool) -> str:
     return f"Copies in validation favour {probe}checkpoints that remember them: on new images, others may be better."
 
 
-def in_folds_instead(images: int, run: Path, data: DataConfig) -> str:
+def in_folds_instead(images: int, run: Path, data: DataConfig, splits: Splits) -> str:
     """A sentence about a validation split that is too small to judge by; '' where folds cannot help."""
-    if images >= FEW or data.FOLD is not None or not comes_unsplit(data):
+    if images >= FEW or data.FOLD is not None or not splits.unsplit:
         return ""
     words = shlex.join(["-cfg", str(run / CONFIG), "-folds", "5", "-output", f"{run}-folds"])
     few = f"{counted(images, 'validation image')} {'says' if images == 1 else 'say'} little"

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from datasets import EpochOrder
 from datasets.sources import shared
 from datasets.sources.imagefolder import class_files
 from tests.datasets.shards.tar_files import write_set
-from tests.faults.killing import ENDLESS, Run
-from tests.program import Result, Vitamp, metrics, save_image
+from tests.faults.killing import ENDLESS, Run, reported
+from tests.program import Result, Started, Vitamp, metrics, save_image
+from tests.waiting import until
 from utils.distributed.world import World
 
 MODEL = [
@@ -146,3 +148,53 @@ def test_a_broken_validation_image_costs_no_training(
     victim.write_bytes(whole)
     train(*words, script="main_multi_gpu.py", code=0)
     assert metrics(run, "val") == metrics(tmp_path / "healthy", "val")
+
+
+def begin_on_shards(begin: Callable[..., Started], tmp_path: Path, *words: object) -> Started:
+    """A run on two tar files, 20 images each, that has trained for two epochs."""
+    data, run = write_set(tmp_path / "data", [20, 20]), tmp_path / "run"
+    shards = ("DATA.DATASET=shards", "-num_classes", 3, "-data_path", data, "REPORT_FREQ=1", "SAVE_FREQ=1000")
+    started = begin(*(word for word in MODEL if "DATASET" not in word), *shards, "-output", run, *words)
+    until(lambda: reported(run) > 8 or not started.running(), 60)
+    return started
+
+
+def test_run_whose_tar_files_go_ends_as_if_they_were_there(begin: Callable[..., Started], tmp_path: Path) -> None:
+    started = begin_on_shards(begin, tmp_path, "TRAIN.NUM_EPOCHS=40", "VALIDATE_FREQ=20")
+    shutil.rmtree(tmp_path / "data")  # the open files are still readable
+    done = started.end(60).expect(0)
+    assert done.out.splitlines()[-1].startswith("Done: best top-1")
+    assert "so it flatters. Only a test split" in done.out
+
+
+def test_tar_file_that_is_cut_off_in_training_is_named_at_once(begin: Callable[..., Started], tmp_path: Path) -> None:
+    started = begin_on_shards(begin, tmp_path, *ENDLESS)
+    tar = tmp_path / "data" / "train" / "0001.tar"
+    os.truncate(tar, 5000)
+    before = time.monotonic()
+    done = started.end(60).expect(1)
+    assert time.monotonic() - before < 20, "no pauses as after a storage error"
+    assert f"{tar} was cut off while in use: it ends before byte" in done.err
+    assert "its storage may hang" not in done.err
+
+
+LATE = """
+from vitamp import loss
+from vitamp.errors import UserError
+
+calls = []
+
+
+@loss
+def late(logits, targets):
+    calls.append(0)
+    if len(calls) > 40:
+        raise UserError("the folder is gone")
+    return logits.float().square().mean()
+"""
+
+
+def test_what_goes_wrong_after_the_first_update_is_no_usage_error(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    (own := tmp_path / "late.py").write_text(LATE)
+    done = vitamp("-cfg", tiny, "-use", own, "TRAIN.LOSS=late", "-output", tmp_path / "run", code=1)
+    assert "the folder is gone" in done.err

@@ -202,7 +202,7 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Log the metrics, and return what the JSON file says of the evaluation."""
     from engine.evaluation.data import copies_evaluated, validations_of, warn_of_images
-    from engine.report.outcome import flatters, of_groups
+    from engine.report.outcome import flatters, of_groups, splits_of
     from tools.common.evaluation import evaluation_of, on_known_groups, open_part, table_of, with_bar
     from tools.evaluate.calibrate import about_calibration
 
@@ -232,7 +232,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     metrics = [*table_of(found, title), *about_calibration(trained, data, found), ""]
     log.info("%s", "\n".join([words, *metrics, *found.class_table(trained)]))
     best_of = [validations_of(config, one.chosen) for one in models]
-    flattered = flatters(max(best_of), Path(asked.models[0]), config.DATA)
+    flattered = flatters(max(best_of), Path(asked.models[0]), splits_of(config.DATA))
     copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
     grouped = of_groups(data.dataset.groups()), on_known_groups(trained, data.dataset, found)
     said = *grouped, flattered, *found.strange(trained)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from datasets import check_dataset
+from datasets.base import Unreadable
 from tests.datasets.opened import of_shards, part, settings
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import Vitamp
@@ -56,7 +57,7 @@ def test_shard_cut_off_after_indexing_is_reported(tmp_path: Path, vitamp: Vitamp
     shard = tmp_path / "train" / "0001.tar"
     os.truncate(shard, 5000)
     assert train.read(5) == picture(5)
-    with pytest.raises(OSError, match=r"train/0001\.tar ends before byte \d+"):
+    with pytest.raises(Unreadable, match=r"train/0001\.tar was cut off while in use: it ends before byte \d+"):
         train.read(7)
     done = vitamp("-dataset", "shards", "-data_path", tmp_path, "-num_classes", 3, "-batch_size", 4, "-dry_run", code=2)
     assert f"{shard} is damaged or cut off" in done.err

@@ -19,7 +19,7 @@ from datasets.labels import images_of_classes
 from datasets.transforms.pixels import middle_view
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
 from engine.report.intervals import independent_images
-from engine.report.outcome import beside_probe, flatters, of_groups, probe_is_best
+from engine.report.outcome import beside_probe, flatters, of_groups, probe_is_best, splits_of
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
@@ -72,7 +72,7 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
             shown["remarks"] += filter(None, said)
             if part == "val":
                 number = validations_of(trained.config, trained.chosen)
-                said = [_gain(trained, folder, shown), flatters(number, folder, trained.config.DATA), *said]
+                said = [_gain(trained, folder, shown), flatters(number, folder, splits_of(trained.config.DATA)), *said]
             headline.remarks[:0] = filter(None, said)
         return {"weights": weights, "image": image, **shown}
     except (UserError, TrainingError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine.measure.throughput import shown_rate
-from engine.report.outcome import favoured, flatters
+from engine.report.outcome import favoured, flatters, splits_of
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
@@ -306,5 +306,5 @@ def _validated(run: Run) -> Headline | None:
     guess, guessing = deciding.without_learning or (None, "")
     if deciding is TOP1:
         guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
-    said = [flatters(len(run.history.of("val")), run.folder, run.config.DATA)] if run.config else []
+    said = [flatters(len(run.history.of("val")), run.folder, splits_of(run.config.DATA))] if run.config else []
     return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, [*filter(None, said)])

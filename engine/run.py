@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datasets import data_identity
-from engine.checkpoint.state import keep_base
+from engine.checkpoint.state import check_room, keep_base
 from engine.machine import stopping
 from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
@@ -48,7 +48,7 @@ from utils.record.history import History, is_end, last_line
 from utils.record.predictions import read_predictions
 from utils.record.run_folder import copies_in_words, missing_from
 from utils.text import clock, counted, some_of
-from vitamp.checkpoints import Checkpoint, folder_name
+from vitamp.checkpoints import CHECKPOINTS, Checkpoint, folder_name
 from vitamp.metrics import AVERAGE, metric_named
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
         return EXIT_DONE
     if run.config.MODEL.LORA.RANK is not None:
         ready.adapters = on_rank_0(world, lambda: keep_base(folder, ready.model, run.config.MODEL, checkpoint))
+    on_rank_0(world, lambda: check_room(folder / CHECKPOINTS, ready.parts))
     write_run_files(run, ready, folder)
     ready.parts.assemble()
     begun = ready.position.update

@@ -1,5 +1,6 @@
 """What a checkpoint saves: the weights and the training state (`state_of`)."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map_only
 
 from engine.checkpoint.folder import raising_os_errors
@@ -20,6 +21,7 @@ from models.parts import base_weights
 from utils.config import Config
 from utils.config.model import ModelConfig
 from utils.distributed.world import World, sum_over_ranks
+from utils.errors import UserError
 from utils.log import log
 from utils.record.run_folder import os_errors_as_user_errors
 from utils.text import redacted
@@ -56,15 +58,53 @@ def state_of(parts: TrainState, position: Position, best: Best, batch: int, mete
     }
 
 
+def _saved_weights(parts: TrainState) -> dict[str, dict[str, Tensor]]:
+    """The weights in a checkpoint, by file and name."""
+    base = base_weights(parts.model)  # a run's frozen weights are saved once, beside the checkpoints
+    return {
+        which.file: {name: tensor for name, tensor in module.state_dict().items() if name not in base}
+        for which, module in parts.weights.items()
+    }
+
+
+def least_size(parts: TrainState) -> int:
+    """Bytes that a checkpoint has at least: weights, and the optimiser's moments of each trained weight."""
+    optimizer = parts.optimizer
+    moments = 0
+    if isinstance(optimizer, Adam | AdamW):
+        moments = 2
+    elif "betas" in optimizer.defaults or (isinstance(optimizer, SGD) and optimizer.defaults["momentum"]):
+        moments = 1  # some have more, and some of those with a momentum keep half of its bytes
+    size = 0
+    for group in optimizer.param_groups:
+        size += moments * sum(weight.nbytes for weight in group["params"])
+    for named in _saved_weights(parts).values():
+        size += sum(tensor.nbytes for tensor in named.values())
+    return size
+
+
+def check_room(root: Path, parts: TrainState) -> None:
+    """Raise UserError if the disk of the folder of checkpoints has no room for one."""
+    disk = os.statvfs(root if root.exists() else root.parent)  # it may be a link to another disk
+    # With FSDP, each machine may write to a disk of its own; and some file systems do not know their size.
+    if parts.sharding is not None or not disk.f_blocks:
+        return
+    needed = least_size(parts)
+    free = disk.f_bfree * disk.f_frsize
+    for leftover in root.glob(".tmp-*/*"):  # of a run that was killed while saving: the first save removes them
+        free += leftover.stat().st_size
+    if free < needed:
+        raise UserError(
+            f"{root}: its disk has {size_words(free)} free, and one checkpoint needs {size_words(needed)}. Make room, "
+            "or choose another -output."
+        )
+
+
 def snapshot_of(
     parts: TrainState, position: Position, best: Best, global_batch: int, meters: dict[str, Any], meta: dict[str, Any]
 ) -> Snapshot:
     """All that this rank saves. Training goes on to change its tensors."""
-    base = base_weights(parts.model)  # a run's frozen weights are saved once, beside the checkpoints
-    tensors = {
-        which.file: {name: tensor for name, tensor in module.state_dict().items() if name not in base}
-        for which, module in parts.weights.items()
-    }
+    tensors = _saved_weights(parts)
     state = state_of(parts, position, best, global_batch, meters)
     if parts.sharding is not None:
         from engine.checkpoint.sharded_saver import into_shards

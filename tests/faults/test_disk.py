@@ -10,21 +10,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
+from engine.checkpoint.folder import write_files
 from engine.checkpoint.saver import HostCopy, Saver, Snapshot
+from engine.checkpoint.state import check_room, least_size, snapshot_of
+from engine.measure.meters import Best, Position
 from engine.report.reporter import Board
+from tests.engine.small import build, train
 from tests.faults.killing import ENDLESS, Run, reported
 from tests.program import Started, Vitamp, metrics
 from tests.program import made_meta as meta
 from tests.saved import save_checkpoint
 from tests.waiting import until
 from utils.config.schema import Config
-from utils.errors import TrainingError
+from utils.errors import TrainingError, UserError
 from utils.log import log, log_into, start_log
 from utils.standard_output import LineFile, OutputError, watch_standard_output
 from vitamp.checkpoints import MODEL, inspect, read_index, verify
@@ -157,6 +162,46 @@ def test_unwritable_checkpoints_in_a_writable_run_are_seen_before_training(
     assert "Epoch[" not in done.out
     root.unlink()
     assert vitamp(*words).code == 0
+
+
+def test_disk_with_too_little_room_for_a_checkpoint_is_seen_before_training(
+    vitamp: Vitamp, tiny: Path, disk: SmallDisk
+) -> None:
+    run = disk.folder / "run"
+    words = ("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=5", "TRAIN.MODEL_EMA=true", "MODEL.DEPTH=4")
+    done = vitamp(*words, "MODEL.EMBED_DIM=64", code=2)
+    assert f"{run}/checkpoints: its disk has 1.0" in done.err
+    assert "MB free, and one checkpoint needs 3.2" in done.err
+    assert "Epoch[" not in done.out
+    assert not (run / "config.yaml").exists(), "the same command may be given again"
+    vitamp(*words, "MODEL.EMBED_DIM=16", code=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "lamb", "adafactor", "adafactorbv", "muon", "adan"])
+def test_room_asked_for_is_never_more_than_a_checkpoint_takes(tiny: Path, tmp_path: Path, name: str) -> None:
+    """The moments are made by the first update."""
+    ready = build(tiny, TRAIN__OPTIMIZER__NAME=name, TRAIN__MODEL_EMA=True, MODEL__EMBED_DIM=64, MODEL__DEPTH=4)
+    least = least_size(ready.parts)
+    train(ready, 1)
+    position, best = Position(), Best()
+    snapshot = snapshot_of(ready.parts, position, best, 32, {}, meta(1))
+    (root := tmp_path / "checkpoint").mkdir()
+    write_files(root, snapshot.tensors, snapshot.state)
+    taken = sum(file.stat().st_size for file in root.iterdir())
+    assert least <= taken
+    if name == "adamw":
+        assert least > 0.95 * taken
+
+
+def test_half_written_checkpoint_counts_as_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = build(tiny).parts
+    full = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=20, f_bfree=10, f_frsize=full.f_frsize))
+    with pytest.raises(UserError, match="its disk has 41 kB free, and one checkpoint needs 46 kB"):
+        check_room(tmp_path, parts)
+    (hidden := tmp_path / ".tmp-7-4711").mkdir()
+    (hidden / "state.pt").write_bytes(bytes(40_000))
+    check_room(tmp_path, parts)
 
 
 def test_a_disk_without_inodes_is_not_called_full(

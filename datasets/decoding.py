@@ -351,4 +351,4 @@ def decoding_errors(encoded: Encoded) -> Iterator[None]:
             reason = UNKNOWN_FORMAT
         elif isinstance(error, Image.DecompressionBombError):
             reason = f"{TOO_LARGE}, PIL's limit against decompression bombs"
-        raise Unreadable(reason) from None
+        raise Unreadable(": ".join([*getattr(error, "__notes__", ()), reason])) from None

@@ -153,14 +153,14 @@ def companions_of(splits: Mapping[str, Samples]) -> str:
     """A sentence, if many images have the name of another one but for its ending, as masks have."""
     if sum(map(len, splits.values())) > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
         return ""
-    names = [of.name(index) for of in splits.values() for index in range(len(of))]
+    names = {of.name(index) for of in splits.values() for index in range(len(of))}  # images of tables may share a file
     by_stem = defaultdict[str, list[str]](list)
-    for name in names:
+    for name in sorted(names):
         by_stem[os.path.splitext(name)[0]].append(name)
     pairs = [same for same in by_stem.values() if len(same) > 1]
     if sum(map(len, pairs)) < TORN * len(names):
         return ""
-    first, second, *_ = map(os.path.basename, sorted(pairs[0]))
+    first, second, *_ = pairs[0]
     return (
         f"{sum(map(len, pairs)):,} of {len(names):,} images have the name of another one but for the ending, such as "
         f"{first} and {second}. If one is the other's mask, list the masks in a file for DATA.EXCLUDE"

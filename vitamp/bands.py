@@ -38,10 +38,19 @@ def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str) -> np.
         with zipfile.ZipFile(io.BytesIO(image)) as files:
             _refuse_large(sum(info.file_size for info in files.infolist()))
             parts = [files.read(info) for info in files.infolist()]
-    arrays = [_arranged(part if isinstance(part, np.ndarray) else _read(part), channels) for part in parts]
+    paths = getattr(image, "paths", ())
+    arrays = []
+    for number, part in enumerate(parts):
+        try:
+            arrays.append(_arranged(part if isinstance(part, np.ndarray) else _read(part), channels))
+        except Exception as error:
+            if paths:
+                error.add_note(f"its file {paths[number]}")
+            raise
     kinds = [f"{one.shape[1]} x {one.shape[0]} of {one.dtype.name}" for one in arrays]
-    if other := next((kind for kind in kinds if kind != kinds[0]), ""):
-        raise ValueError(f"its files differ: {kinds[0]} and {other}")
+    if other := next((number for number, kind in enumerate(kinds) if kind != kinds[0]), 0):
+        place = f" ({paths[other]})" if paths else ""
+        raise ValueError(f"its files differ: {kinds[0]} and {kinds[other]}{place}")
     pixels = np.concatenate(arrays, axis=2)
     kind, wanted = pixels.dtype, DTYPES[str(bits)]
     if kind.kind == "i":
@@ -56,13 +65,21 @@ def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str) -> np.
     return pixels
 
 
-def together(contents: Sequence[bytes]) -> bytes:
+class SeveralFiles(bytes):
     """Several files of one image as one zip, so that all that handles an image's bytes handles them, too."""
+
+    paths: Sequence[str] = ()
+    """Of the files, for errors: the bytes of equal images are equal, wherever these are."""
+
+
+def together(contents: Sequence[bytes], paths: Sequence[str] = ()) -> SeveralFiles:
     whole = io.BytesIO()
-    with zipfile.ZipFile(whole, "w") as files:
+    with zipfile.ZipFile(whole, "w") as packed:
         for number, content in enumerate(contents, start=1):
-            files.writestr(zipfile.ZipInfo(f"{number}"), content)
-    return whole.getvalue()
+            packed.writestr(zipfile.ZipInfo(f"{number}"), content)
+    files = SeveralFiles(whole.getvalue())
+    files.paths = paths
+    return files
 
 
 def planes_of(image: str | Path | Sequence[str | Path] | np.ndarray, channels: int, bits: int | str) -> torch.Tensor:

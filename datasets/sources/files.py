@@ -178,7 +178,14 @@ class FileSamples(Samples):
             return read_regular(paths[0])
         if missing := next((path for path in paths if not os.path.exists(path)), ""):
             raise Unreadable(f"its file {one_line(missing)} does not exist")
-        return together([read_regular(path) for path in paths])
+        contents = []
+        for path in paths:
+            try:
+                contents.append(read_regular(path))
+            except OSError as error:
+                error.strerror = f"its file {one_line(path)}: {error.strerror or error}"
+                raise
+        return together(contents, [one_line(path) for path in paths])
 
     def name(self, index: int) -> str:
         return one_line(self._paths(index)[0])

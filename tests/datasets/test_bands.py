@@ -378,6 +378,31 @@ def test_files_in_columns_are_the_channels_of_an_image(tmp_path: Path, vitamp: V
     assert "are the files of an image, but there is none with number 2" in vitamp(*words, code=2).text
 
 
+def test_bad_file_of_several_is_named(tmp_path: Path, vitamp: Vitamp) -> None:
+    for band in ("red", "infrared"):
+        (tmp_path / band).mkdir()
+        for number in range(12):
+            (tmp_path / band / f"{number}.png").write_bytes(saved(np.full((9, 9), 1000 * number, np.uint16)))
+    bad = tmp_path / "infrared"
+    (bad / "3.png").write_bytes(b"<html>")
+    (bad / "4.png").write_bytes(saved(np.zeros((5, 9), np.uint16)))
+    (bad / "5.png").unlink()
+    (bad / "5.png").mkdir()
+    lines = [f"red/{number}.png,infrared/{number}.png,{'ab'[number % 2]}" for number in range(12)]
+    (tmp_path / "all.csv").write_text("\n".join(["file_1,file_2,label", *lines, lines[0].replace("red/0", "red/1")]))
+    words = ("-data_path", tmp_path / "all.csv", "-num_classes", 2, "-image_size", 8, "DATA.IMAGE_CHANNELS=2")
+    kind = ("DATA.BITS=16", "DATA.IMAGENET_MEAN=0.5", "DATA.IMAGENET_STD=0.5", f"DATA.CACHE={tmp_path}/cache")
+    done = vitamp(*words, *kind, "-fix", tmp_path / "fix.txt", script="scripts/check_data.py", code=1)
+    for said in (
+        f"its file {bad}/3.png: not an image in a known format",
+        f"its files differ: 9 x 9 of uint16 and 9 x 5 of uint16 ({bad}/4.png)",
+        f"its file {bad}/5.png: ",
+    ):
+        assert said in done.text
+        assert said in (tmp_path / "fix.txt").read_text()
+    assert "have the name of another" not in done.text
+
+
 def test_means_of_recipes_and_weights_for_other_images_are_measured(tmp_path: Path, vitamp: Vitamp) -> None:
     def noise(generator: np.random.Generator, _: np.ndarray) -> np.ndarray:
         return generator.integers(0, 256, (SIDE, SIDE, 5), dtype=np.uint8)

@@ -196,7 +196,9 @@ def test_colours_that_tell_a_class_or_that_a_split_lacks_are_named(check: Check,
 
 
 def test_masks_beside_their_images_are_named(check: Check, tree: Path, vitamp: Vitamp) -> None:
-    said = "images have the name of another one but for the ending, such as 0.jpg and 0.png. If one is the other's mask"
+    ant = tree / "train" / "ant"
+    such = f"such as {ant}/0.jpg and {ant}/0.png. If one is the other's mask"
+    said = f"images have the name of another one but for the ending, {such}"
     assert said not in check(tree)[0].text
     for photograph in [*tree.rglob("*.jpg")]:
         Image.new("L", (40, 36)).save(photograph.with_suffix(".png"))

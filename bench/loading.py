@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets import EpochOrder, TrainLoader, ValLoader, check_dataset, open_dataset
 from datasets.images import Images
 from datasets.transforms.augment import image_changes
-from tools.common.command_line import Tool, tool
+from tools.common.command_line import PAGES, Tool, tool
 from tools.common.turns import alternating_order, ratio
 from utils.config.train import TrainConfig
 from utils.errors import EXIT_DONE, UserError
@@ -47,6 +47,10 @@ OWN = (
     Flag("rounds", "how often each loader is measured", "N", default=5, kind=whole(1)),
     Flag("images", "images per measurement", "N", default=500, kind=whole(1)),
 )
+NAME = "loading.py"
+PAGES[NAME] = "performance"
+ONE_LABEL = "the compared loaders support one label per image; leave it out"
+TOOL = Tool(NAME, __doc__, OWN, one_label=ONE_LABEL, folder="bench")
 
 
 class PerSample(Dataset[tuple[Any, int]]):
@@ -96,7 +100,7 @@ def cpu_seconds() -> float:
 
 
 @tool
-def measure(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked, config = line.asked, line.load().config
     # As in loading processes: operations must not use other cores. timm gains from it too.
@@ -155,7 +159,5 @@ def measure(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-TOOL = Tool("dev/loading.py", __doc__, OWN, one_label="the compared loaders support one label per image; leave it out")
-
 if __name__ == "__main__":
-    sys.exit(measure(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -25,7 +25,7 @@ INSTALLED = {name: f"{script}.py" for script, name in ENTRIES.items()} | {
     file.stem: f"scripts/{file.name}" for file in ROOT.glob("scripts/*.py")
 }
 """Subcommand of `vitamp` -> script"""
-SCRIPT = re.compile(r"(?:main_(?:single|multi)_gpu|scripts/\w+)\.(?:py|sh)")
+SCRIPT = re.compile(r"(?:main_(?:single|multi)_gpu|(?:bench|scripts)/\w+)\.(?:py|sh)")
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,7 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
 
 TOOLS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
 WITH_FLAGS = ["main_single_gpu.py", "main_multi_gpu.py", *(f"scripts/{name}" for name in TOOLS)]
+WITH_FLAGS += ["bench/loading.py", "bench/simulate_loading.py"]
 
 
 @pytest.mark.parametrize("script", WITH_FLAGS)
@@ -236,7 +237,9 @@ def test_help_fits_a_terminal_and_leads_on(script: str, capsys: pytest.CaptureFi
     if script.startswith("main_"):
         shown = entry_parser(script).format_help()
     else:
-        tool = importlib.import_module(f"{room_of(script)}.{Path(script).stem}.command")
+        stem = Path(script).stem
+        module = f"bench.{stem}" if script.startswith("bench/") else f"{room_of(script)}.{stem}.command"
+        tool = importlib.import_module(module)
         with contextlib.suppress(SystemExit):
             assert tool.main(["-h"]) == 0
         shown = capsys.readouterr().out

@@ -40,7 +40,7 @@ from bench.benchmark_amp.plan import (
     users_data,
     with_columns,
 )
-from tools.common.command_line import MODES, OVERWRITE, Tool, ToolLine, above_zero, first_word, tool
+from tools.common.command_line import MODES, OVERWRITE, PAGES, Tool, ToolLine, above_zero, first_word, tool
 from tools.common.output_file import if_interrupted, writing
 from tools.common.tables import non_defaults, rounded
 from tools.common.turns import Budget, alternating_order, progress_bar
@@ -56,7 +56,7 @@ from utils.record.run_folder import git_state, versions, write_json
 from utils.text import counted, redacted
 
 if TYPE_CHECKING:
-    from tools.common.sessions import Worker
+    from bench.benchmark_amp.sessions import Worker
 
 
 OFF, ON = "AMP off", "AMP on"
@@ -89,7 +89,7 @@ def plan_amp(line: ToolLine) -> Plan:
 
 
 def _training(config: Config, amp: AmpConfig, updates: int, workers: list[Worker], keep: bool = True) -> Worker:
-    from tools.common.sessions import TrainingSession, Worker
+    from bench.benchmark_amp.sessions import TrainingSession, Worker
 
     return Worker(partial(TrainingSession, config.changed(AMP=amp), updates), workers, keep)
 
@@ -264,7 +264,7 @@ def _simplenet_rows(accumulated: int) -> dict[str, tuple[bool, int]]:
 def plan_simplenet(line: ToolLine) -> Plan:
     loaded, device, where, remarks = set_up(line, {"DATA.BATCH_SIZE": 64}, {"DATA.BATCH_SIZE": 512}, SIMPLENET)
     from bench.benchmark_amp.loops import SimpleNet
-    from tools.common.sessions import Worker
+    from bench.benchmark_amp.sessions import Worker
 
     asked, on_cpu, workers = line.asked, device.type == "cpu", list["Worker"]()
     width, batches = asked.width or (512 if on_cpu else 4096), asked.batches or (20 if on_cpu else 50)
@@ -364,7 +364,7 @@ def plan_timm(line: ToolLine) -> Plan:
     updates = line.asked.updates or (5 if device.type == "cpu" else 50)
 
     from bench.benchmark_amp.loops import LoopSession, read_train_py
-    from tools.common.sessions import OUT_OF_MEMORY, Worker
+    from bench.benchmark_amp.sessions import OUT_OF_MEMORY, Worker
 
     if train_py is not None:
         train_py = train_py.expanduser().resolve()
@@ -476,6 +476,7 @@ OWN = (
     OVERWRITE,
 )
 NAME = "benchmark_amp.py"
+PAGES[NAME] = "benchmarks"
 ONE_LABEL = "benchmark_amp.py measures models with one label per image; leave it out"
 
 

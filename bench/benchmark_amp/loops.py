@@ -29,6 +29,7 @@ from timm.data.loader import PrefetchLoader
 from torch import Tensor, nn
 
 from bench.benchmark_amp.plan import FUSED, OURS, Way
+from bench.benchmark_amp.sessions import Metrics, Session, reset_peak_memory, warmup_updates
 from datasets import Batch, MicroBatch, Window
 from engine.amp.low_precision import prepare_model
 from engine.amp.precision import Precision, check_amp, switch_tf32
@@ -40,7 +41,6 @@ from engine.machine.memory import peak_memory_gb
 from engine.setup import TunedModel, build_train_state, tuned_model
 from engine.update import train_update
 from models.build import build_model
-from tools.common.sessions import Metrics, Session, reset_peak_memory, warmup_updates
 from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import UserError

@@ -21,7 +21,7 @@ from utils.flags import Flag, whole
 if TYPE_CHECKING:
     import torch
 
-    from tools.common.sessions import Worker
+    from bench.benchmark_amp.sessions import Worker
 
 ROUNDS = Flag("rounds", "how often each contender is measured", "N", default=3, kind=whole(1))
 ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE": 8}
@@ -103,6 +103,9 @@ def set_up(
     if defaults:
         given |= {key: (value, "benchmark_amp.py") for key, value in defaults.items()}
         loaded = line.load(given, resolved=False)
+    if loaded.config.USE:
+        use = loaded.sources["USE"]
+        raise UserError(f"{use}: benchmark_amp.py has no USE; its processes execute no code of your own.")
     check_one_training(loaded, "benchmark_amp.py")
     remarks = [*loaded.notes, *about_one_device(loaded)]
     if defaults and device.type == "cpu":

@@ -9,7 +9,7 @@ import pytest
 
 from bench.benchmark_amp.command import main, measure
 from bench.benchmark_amp.plan import AGAIN, Plan, Results
-from tools.common.sessions import Metrics
+from bench.benchmark_amp.sessions import Metrics
 from tools.common.turns import Budget
 from utils.errors import TrainingError
 

@@ -18,8 +18,8 @@ from timm.layers.patch_dropout import PatchDropout
 from bench.benchmark_amp.command import OFF, ON, main
 from bench.benchmark_amp.loops import SimpleNet
 from bench.benchmark_amp.plan import AGAIN
+from bench.benchmark_amp.sessions import OUT_OF_MEMORY, Session, TrainingSession, Worker, own_process
 from tests.program import ROOT, Vitamp
-from tools.common.sessions import OUT_OF_MEMORY, Session, TrainingSession, Worker, own_process
 from utils.config import load_config
 from utils.precisions import PRECISIONS
 from utils.seeding import seed_all

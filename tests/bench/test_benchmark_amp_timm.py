@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.benchmark_amp import sessions
 from bench.benchmark_amp.command import TIMM_FIXED, apart, main
 from bench.benchmark_amp.loops import COMPARED, loop_of, random_batches
 from bench.benchmark_amp.plan import FUSED, OURS, TIMM, Way
 from tests.engine.small import CPU
-from tools.common import sessions
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 

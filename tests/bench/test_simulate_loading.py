@@ -1,4 +1,4 @@
-"""scripts/simulate_loading.py beside real runs.
+"""bench/simulate_loading.py beside real runs.
 
 `python -m tests.bench.test_simulate_loading docs/results/scale.json` compares more of them.
 """
@@ -31,7 +31,7 @@ def beside(folder: Path, ranks: int, gigabytes: float, files: int = 24, run: Vit
         write_set(root, [20] * files, val=1)
     cached = f"DATA.CACHE_GB={gigabytes}"
     run("-json", folder / "found.json", "-overwrite", "-data_path", root, *SAME.split(), "-ranks", ranks, cached,
-        script="scripts/simulate_loading.py", code=0)  # fmt: skip
+        script="bench/simulate_loading.py", code=0)  # fmt: skip
     epochs = json.loads((folder / "found.json").read_text())["machine"]
     simulated = [epochs["first epoch"][what] + epochs["second epoch"].get(what, 0) for what in ("requests", "bytes")]
     FaultyStore.sent.clear()
@@ -58,7 +58,7 @@ def test_requests_are_those_of_a_run(tmp_path: Path, vitamp: Vitamp, ranks: int)
 def test_imagined_set_on_many_machines(tmp_path: Path, vitamp: Vitamp) -> None:
     """With a cache that is too small for the set, files are downloaded again; images of others are requested alone."""
     words = "-images 4000 -shard_images 40 -image_kb 1 -batch_size 8 -num_workers 2 -overwrite -json"
-    simulate = partial(vitamp, script="scripts/simulate_loading.py", cwd=tmp_path)
+    simulate = partial(vitamp, script="bench/simulate_loading.py", cwd=tmp_path)
     small = simulate(*words.split(), "a.json", "DATA.CACHE_GB=0.004", code=0)
     assert "4,000 images in 100 tar files" in small.out
     one = json.loads((tmp_path / "a.json").read_text())
@@ -82,7 +82,7 @@ def test_imagined_set_on_many_machines(tmp_path: Path, vitamp: Vitamp) -> None:
 def test_each_machine_downloads_its_own_tar_files_once(tmp_path: Path, vitamp: Vitamp) -> None:
     words = ("-images", 4000, "-shard_images", 40, "-image_kb", 1, "-ranks", 2, "-machines", 4, "-batch_size", 8)
     more = ("DATA.SAMPLER=by_machine", "DATA.CACHE_GB=0.004", "-json", "a.json")
-    vitamp(*words, *more, script="scripts/simulate_loading.py", cwd=tmp_path, code=0)
+    vitamp(*words, *more, script="bench/simulate_loading.py", cwd=tmp_path, code=0)
     machine = json.loads((tmp_path / "a.json").read_text())["machine"]
     assert 25 <= machine["first epoch"]["files"] <= 27
     assert "files" not in machine["second epoch"]
@@ -94,7 +94,7 @@ def test_images_that_are_left_out_are_not_requested(tmp_path: Path, vitamp: Vita
     (table := tmp_path / "relabel.csv").write_text("path,given,proposed,decision\ntrain/0000.tar/0019.png,1,2,drop\n")
     lists = (f"DATA.EXCLUDE={listed}", f"DATA.RELABEL={table}")
     words = ("-data_path", root, "-batch_size", 8, *lists, "DATA.CACHE_GB=0", "-json", "a.json")
-    vitamp(*words, script="scripts/simulate_loading.py", cwd=tmp_path, code=0)
+    vitamp(*words, script="bench/simulate_loading.py", cwd=tmp_path, code=0)
     assert json.loads((tmp_path / "a.json").read_text())["images"] == 71
 
 
@@ -110,7 +110,7 @@ def compare(results: Path) -> None:
             if (ranks, size) not in done:
                 found["runs"].append(beside(Path(place), ranks, size, 36 if 0 < size < 1 else 24))
                 results.write_text(json.dumps(found, indent=1) + "\n")
-        run = partial(run_program, script="scripts/simulate_loading.py", slow_start=True, streams=Path(place))
+        run = partial(run_program, script="bench/simulate_loading.py", slow_start=True, streams=Path(place))
         for name, command in (("many", MANY), ("many_by_machine", f"{MANY} DATA.SAMPLER=by_machine")):
             run(*command.split(), "-json", f"{place}/{name}.json", timeout=3600, code=0)
             found[name] = {"command": command, **json.loads(Path(place, f"{name}.json").read_text())}

@@ -60,7 +60,7 @@ def test_each_machine_downloads_files_of_its_own_and_a_resume_is_exact(tmp_path:
         assert len(kept[0] & kept[1]) <= 1, "one file is cut"
         downloads = [path for path, size in FaultyStore.sent if size == sizes.get(path)]
         simulated = ("DATA.SAMPLER=by_machine", "-machines", 2, "-batch_size", 4, "TRAIN.ACCUM_ITER=2", "SEED=3")
-        simulate = partial(run_program, script="scripts/simulate_loading.py", streams=tmp_path, slow_start=True)
+        simulate = partial(run_program, script="bench/simulate_loading.py", streams=tmp_path, slow_start=True)
         simulate(*simulated, "-data_path", root, "-json", tmp_path / "found.json", code=0)
         found = json.loads((tmp_path / "found.json").read_text())
         of_one = found["machine"]["first epoch"]["files"] + found["machine"]["second epoch"].get("files", 0)

@@ -59,9 +59,9 @@ def test_commands_take_the_flags_of_their_scripts() -> None:
     assert "RUN" in missing.stderr
 
 
-@pytest.mark.parametrize("name", ["benchmark_amp", "simulate_loading"])
-def test_benches_need_a_checkout(name: str, tmp_path: Path) -> None:
-    """The installed package has their scripts without `bench/`."""
+def test_a_bench_needs_a_checkout(tmp_path: Path) -> None:
+    """The installed package has its script without `bench/`."""
+    name = "benchmark_amp"
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     command = [sys.executable, str(tmp_path / "scripts" / f"{name}.py"), "-h"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)

@@ -43,14 +43,11 @@ from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, NO_LABELS, ONE_LAB
 from vitamp.pooling import PATCHES, POOLED, POOLS
 
 PAGES = {
-    "benchmark_amp.py": "benchmarks",
     "check_data.py": "broken_images",
     "checkpoint.py": "checkpoints",
     "evaluate.py": "predict",
-    "loading.py": "performance",
     "pack_images.py": "shards",
     "show_batch.py": "augmentation",
-    "simulate_loading.py": "scale",
 }
 """Documentation page of a tool, where it has another name."""
 SECONDS_FOR_RANK_0 = 5
@@ -156,7 +153,7 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Tool:
-    """Command line of scripts/`name`. -h shows `about`, the positional arguments and the tool's own flags."""
+    """Command line of `folder`/`name`. -h shows `about`, the positional arguments and the tool's own flags."""
 
     name: str
     about: str | None
@@ -168,10 +165,11 @@ class Tool:
     """Name of the subcommand, if the tool has several; `read` gets the words behind it."""
     one_label: str = ""
     """Why it needs one label per image; empty if it can have several (DATA.MULTI_LABEL)."""
+    folder: str = "scripts"
 
     def read(self, argv: Sequence[str]) -> ToolLine:
         parser = Parser(
-            f"scripts/{self.name} {self.command}".rstrip(),
+            f"{self.folder}/{self.name} {self.command}".rstrip(),
             about_tool(self.about, self.name),
             {"Flags of this tool" if self.settings else "Flags": (*self.flags, HELP)},
             tuple(BY_NAME.values()) if self.settings else (),
@@ -306,7 +304,6 @@ def check_one_training(loaded: Loaded, tool: str) -> None:
     config, resume = loaded.config, "give -pretrained RUN to start from its weights"
     for key, given, instead in (
         ("EVAL", config.EVAL, "leave it out, since the tool trains"),
-        ("USE", config.USE and tool == "benchmark_amp.py", "its processes execute no code of your own"),
         ("MODEL.RESUME", config.MODEL.RESUME, resume),
         ("TRAIN.NUM_EPOCHS auto", config.TRAIN.NUM_EPOCHS == AUTO and tool != "compare.py", "give a number"),
     ):

@@ -43,7 +43,7 @@ class DataConfig(Section):
 
     BATCH_SIZE: PositiveOrAuto = setting(
         256,
-        "Images per process and micro-batch; auto: as many as fit into memory, see docs/performance_settings.md.",
+        "Images per process and micro-batch; auto: as many as fit into memory, see docs/performance.md.",
         excludes("DIST.STRATEGY=fsdp", at="auto", why="the search does not support FSDP", do="give a number"),
         excludes(*_MIXING, at="1", when=TRAINING, why="mixup and CutMix mix images of a batch", do="use 2 or more"),
     )

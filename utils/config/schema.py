@@ -159,7 +159,7 @@ class Config(Section):
         "How layers compute; results differ in the last bits only. auto: as measured to be fastest; plain: as the "
         "model is written. +NAME forces and -NAME leaves out: kernels of attention (fused: torch's choice; flash, "
         "efficient, cudnn, packed), linear_patches (patches by a matrix product), fused_mlp (bias and GELU in one "
-        "kernel), channels_last; see docs/performance_settings.md.",
+        "kernel), channels_last; see docs/performance.md.",
     )
     MAX_TIME: Time | None = setting(None, "HH:MM:SS, before which the run saves and exits; -resume continues it.")
     PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.")

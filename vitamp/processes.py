@@ -64,6 +64,12 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
     def transform(self) -> Callable[[Any], Tensor]:
         return self[1]
 
+    @property
+    def classes(self) -> list[str] | None:
+        """Names in the order of the outputs; None if the training data had none."""
+        origin: Any = self.model.vitamp
+        return origin.classes
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Loaded, (tuple(self),)
 

@@ -238,7 +238,10 @@ def next_commands(run: Run, position: Position, best: Best, folder: Path, paused
     if run.config.task == NO_LABELS:
         recipe = f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {quoted}"
         commands = {"finetune": start_again(run.world, recipe)}
+    title = "Next:"
+    if "export" in commands and run.config.DATA.is_plain:
+        title = "Next (export -with_resize: a file that does the preprocessing, too):"
     commands["report"] = f"{tool('report')} {quoted}"
     if train.NUM_EPOCHS:
         commands["resume"] = start_again(run.world, f"-resume {quoted}{'' if paused else longer}")
-    return "\n".join(["Next:", *(f"  {name:<8}  {command}" for name, command in commands.items())])
+    return "\n".join([title, *(f"  {name:<8}  {command}" for name, command in commands.items())])

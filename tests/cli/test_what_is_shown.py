@@ -88,7 +88,8 @@ def test_next_commands_have_the_folder_and_come_before_the_last_line(
 ) -> None:
     run = tmp_path / "a run"
     done = vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2")
-    *_, evaluate, predict, export, report, resume, last = done.out.splitlines()
+    *_, title, evaluate, predict, export, report, resume, last = done.out.splitlines()
+    assert title == "Next (export -with_resize: a file that does the preprocessing, too):"
     assert "The run ends here, after update 2, as set by TRAIN.MAX_UPDATES." in done.out
     assert last.startswith("Done: ")
     for line, name, tool in (

@@ -73,7 +73,7 @@ def test_two_models_side_by_side_have_the_logits_of_the_program(digits_run: Path
     origin = origin_of(vitamp.load(str(digits_run))[0])
     chosen = load_trained(digits_run).chosen
     assert (origin.path, origin.weights) == (chosen.place, chosen.which.name)
-    assert origin.classes == [str(digit) for digit in range(10)]
+    assert origin.classes == vitamp.load(digits_run).classes == [str(digit) for digit in range(10)]
     assert origin.why == chosen.words
     assert " (the run's best), " in origin.why
     assert origin_of(vitamp.load(chosen.place / "ema.safetensors")[0]).weights == "ema"

@@ -79,8 +79,9 @@ class Plan:
 def sizes_in(model: ModelConfig) -> dict[str, Any]:
     """Sizes, pooling and layer scale of the model that the settings describe; sizes not given are timm's."""
     sizes = given_sizes(model)
-    timm_name, _ = resolve(model, bool(sizes))
-    return sizes_of(_without_weights(timm_name, {})) | sizes | {"POOL": model.POOL, "INIT_VALUES": model.INIT_VALUES}
+    timm_name, _ = resolve(model, sizes_given=bool(sizes))
+    of_timm = sizes_of(_without_weights(timm_name, {}))
+    return of_timm | sizes | {"POOL": model.POOL, "INIT_VALUES": model.INIT_VALUES}
 
 
 def build_model(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
@@ -116,11 +117,7 @@ def build_without_weights(
 def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn.Module:
     """What timm's model becomes: a masked autoencoder, or one with frozen parts."""
     if shortcuts.token_drop:
-        # timm creates the patch dropout before it adds the distillation token. No patches are dropped until an epoch
-        # begins: trials before training must see the most expensive case.
-        for part in module.modules():
-            if isinstance(part, PatchDropout):
-                part.prob, part.num_prefix_tokens = 0.0, getattr(module, "num_prefix_tokens", part.num_prefix_tokens)
+        _prepare_token_drop(module)
     if model.POOL is not None:
         from vitamp.pooling import pool_by
 
@@ -134,6 +131,16 @@ def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn
 
         freeze(module, model.FREEZE)
     return module
+
+
+def _prepare_token_drop(module: nn.Module) -> None:
+    """Tell patch dropouts of all prefix tokens, and let them drop nothing yet."""
+    # timm creates the patch dropout before it adds the distillation token. No patches are dropped until an epoch
+    # begins: trials before training must see the most expensive case.
+    for part in module.modules():
+        if isinstance(part, PatchDropout):
+            part.prob = 0.0
+            part.num_prefix_tokens = getattr(module, "num_prefix_tokens", part.num_prefix_tokens)
 
 
 def check_model(
@@ -163,19 +170,27 @@ def timm_call(model: ModelConfig, image_size: ImageSize, channels: int) -> tuple
 
 def describe(module: nn.Module) -> str:
     """One line with the model's name, class, sizes and parameters."""
-    sizes = sizes_of(module)
     kind = type(module).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
-    parts = [kind, *(f"{word} {one_line(sizes[key])}" for key, word in SIZE_WORDS.items() if key in sizes)]
-    if (words := getattr(module, "masking_words", None)) is not None:
-        parts.append(words())
+    parts = [kind]
+    sizes = sizes_of(module)
+    for key, word in SIZE_WORDS.items():
+        if key in sizes:
+            parts.append(f"{word} {one_line(sizes[key])}")
+    masking_words = getattr(module, "masking_words", None)
+    if masking_words is not None:
+        parts.append(masking_words())
     total, trainable = count_parameters(module)
-    fraction = "all trainable" if trainable == total else f"{trainable:,} trainable, {100 * trainable / total:.1f} %"
+    if trainable == total:
+        fraction = "all trainable"
+    else:
+        fraction = f"{trainable:,} trainable, {100 * trainable / total:.1f} %"
     return f"{vars(module).get(LABEL, kind)} ({', '.join(parts)}), {total:,} parameters ({fraction})"
 
 
 def list_models(pattern: str | None) -> list[str]:
     """Names that MODEL.NAME accepts, filtered by a glob."""
-    return sorted(fnmatch.filter({*timm.list_models(), *RECIPES}, pattern or "*"))
+    names = set(timm.list_models()) | set(RECIPES)
+    return sorted(fnmatch.filter(names, pattern or "*"))
 
 
 def _plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts) -> Plan:
@@ -183,15 +198,22 @@ def _plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: S
 
     Cached, because the check before the run and the run itself both need it.
     """
-    key = repr(model), image_size, channels, shortcuts
-    if key in _plans:
-        return _plans[key]
+    key = (repr(model), image_size, channels, shortcuts)
+    if key not in _plans:
+        _plans[key] = _make_plan(model, image_size, channels, shortcuts)
+    return _plans[key]
+
+
+def _make_plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts) -> Plan:
     wanted = given_sizes(model)
     timm_name, is_label = resolve(model, sizes_given=bool(wanted))
     reference = _without_weights(timm_name, {})
-    if message := contradiction(model, reference):
+    message = contradiction(model, reference)
+    if message:
         raise UserError(message)
-    has, takes = sizes_of(reference), arguments_of(reference)
+
+    has = sizes_of(reference)
+    takes = arguments_of(reference)
     changed = {name: value for name, value in wanted.items() if name in takes and not same(name, value, has)}
     rates, problems = _rate_arguments(model, reference)
     arguments: dict[str, Any] = {"num_classes": model.NUM_CLASSES, "in_chans": channels}
@@ -199,7 +221,8 @@ def _plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: S
     if takes or pretrained_cfg(reference).get("fixed_input_size"):
         arguments["img_size"] = image_size
         patch = changed.get("PATCH_SIZE") or patch_of(reference)
-    arguments |= {takes[name]: value for name, value in changed.items()} | rates
+    arguments |= {takes[name]: value for name, value in changed.items()}
+    arguments |= rates
     if model.MAE_PRETRAIN:
         from models.masked import masking_problems
 
@@ -208,18 +231,21 @@ def _plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: S
     unsupported = shortcut_problems(shortcuts, reference, patch)
     if not unsupported:
         arguments |= shortcuts.arguments()
-    built, weights = has, 0
-    unfit = geometry_problems(reference, has | changed if takes else {}, patch, image_size)
+
+    built = has
+    weights = 0
+    sizes = has | changed if takes else {}
+    unfit = geometry_problems(reference, sizes, patch, image_size)
     if not unfit:
         built, weights, unfit = _trial(timm_name, arguments, has, image_size)
-    fixed = {name: value for name, value in wanted.items() if name not in takes and not same(name, value, built)}
-    problems += [unchangeable(name, value, reference, built) for name, value in fixed.items()]
+    for name, value in wanted.items():
+        if name not in takes and not same(name, value, built):
+            problems.append(unchangeable(name, value, reference, built))
     problems += unfit + unsupported
     if problems:
         raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
     differing = [f"{name} {one_line(value)} (timm's: {one_line(has.get(name))})" for name, value in changed.items()]
-    _plans[key] = Plan(timm_name, arguments, weights, is_label, differing)
-    return _plans[key]
+    return Plan(timm_name, arguments, weights, is_label, differing)
 
 
 def _notes(model: ModelConfig, plan: Plan) -> Iterator[str]:
@@ -266,37 +292,58 @@ def resolve(model: ModelConfig, sizes_given: bool) -> tuple[str, bool]:
 
 def _rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, float], list[str]]:
     """timm's arguments for the rates and the layer scale, and problems with those that this model does not have."""
-    # Arguments of the class's constructor with their defaults, including those passed on to its base classes.
-    defaults: dict[str, Any] = {}
-    for base in type(module).__mro__:
-        for name, parameter in inspect.signature(base.__init__).parameters.items():
-            defaults.setdefault(name, parameter.default)
-            for kind in get_args(parameter.annotation):  # NaFlexVit takes the fields of its configuration
-                defaults |= {key: field.default for key, field in getattr(kind, "__dataclass_fields__", {}).items()}
+    defaults = _constructor_defaults(type(module))
     # DROPOUT means dropout inside the blocks; models without it (ResNet) have dropout in the head alone.
     inside = [name for name in ("pos_drop_rate", "proj_drop_rate") if name in defaults]
     # For some names, such as efficientformerv2_l, timm's drop path is not the default of the class. What a user's
     # function sets, stays.
-    of_timm = own_named("model", model.NAME.strip()) is None
-    drops = of_timm and any(getattr(part, "drop_prob", 0) for part in module.modules())
-    kind, none = type(module).__name__, "has no such rate; set the key to 0"
-    no_scale = "takes no initial value of layer scale; leave the key out"
-    wanted: list[tuple[str, float, Sequence[str], str, bool]] = [
-        ("DROPOUT", model.DROPOUT, inside or ["drop_rate"], none, False),
-        ("ATTENTION_DROPOUT", model.ATTENTION_DROPOUT, ["attn_drop_rate"], none, False),
-        ("DROPPATH", model.DROPPATH, ["drop_path_rate"], none, drops),
+    is_timms = own_named("model", model.NAME.strip()) is None
+    drops_path = is_timms and any(getattr(part, "drop_prob", 0) for part in module.modules())
+    no_rate = "has no such rate; set the key to 0"
+    rates = [
+        _Rate("DROPOUT", model.DROPOUT, inside or ["drop_rate"], no_rate),
+        _Rate("ATTENTION_DROPOUT", model.ATTENTION_DROPOUT, ["attn_drop_rate"], no_rate),
+        _Rate("DROPPATH", model.DROPPATH, ["drop_path_rate"], no_rate, set_by_timm=drops_path),
     ]
     if model.INIT_VALUES is not None:
-        wanted.append(("INIT_VALUES", model.INIT_VALUES, LAYER_SCALE, no_scale, False))
+        no_scale = "takes no initial value of layer scale; leave the key out"
+        rates.append(_Rate("INIT_VALUES", model.INIT_VALUES, LAYER_SCALE, no_scale))
     arguments: dict[str, float] = {}
     problems = []
-    for key, value, names, lacking, set_by_timm in wanted:
-        known = [name for name in names if name in defaults]
-        if value and not known:
-            problems.append(f"MODEL.{key} {value:g}: {kind} {lacking}")
-        # A rate of 0 is passed only if timm's is not 0, as for Swin's drop path: 0 in the YAML means 0.
-        arguments |= {name: value for name in known if value or defaults[name] or set_by_timm}
+    for rate in rates:
+        known = [name for name in rate.names if name in defaults]
+        if rate.value and not known:
+            problems.append(f"MODEL.{rate.key} {rate.value:g}: {type(module).__name__} {rate.lacking}")
+        for name in known:
+            # A rate of 0 is passed only if timm's is not 0, as for Swin's drop path: 0 in the YAML means 0.
+            if rate.value or defaults[name] or rate.set_by_timm:
+                arguments[name] = rate.value
     return arguments, problems
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """A rate of the MODEL section."""
+
+    key: str
+    value: float
+    names: Sequence[str]
+    """timm's arguments for it"""
+    lacking: str
+    """What to say of a model that has none of them"""
+    set_by_timm: bool = False
+
+
+def _constructor_defaults(kind: type[nn.Module]) -> dict[str, Any]:
+    """Arguments of a class's constructor with their defaults, including those passed on to its base classes."""
+    defaults: dict[str, Any] = {}
+    for base in kind.__mro__:
+        for name, parameter in inspect.signature(base.__init__).parameters.items():
+            defaults.setdefault(name, parameter.default)
+            for part in get_args(parameter.annotation):  # NaFlexVit takes the fields of its configuration
+                fields = getattr(part, "__dataclass_fields__", {})
+                defaults |= {key: field.default for key, field in fields.items()}
+    return defaults
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -324,35 +371,46 @@ def _trial(
     blocks = sum(depths) if isinstance(depths, tuple) else depths
     if blocks > MOST_BLOCKS:  # building them would take minutes even without weights
         return has, 0, [f"{blocks:,} blocks; at most {MOST_BLOCKS:,} are supported"]
-    fault = f"timm cannot build {timm_name} with {', '.join(f'{name}={value}' for name, value in arguments.items())}"
+    words = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    fault = f"timm cannot build {timm_name} with {words}"
     try:
         module = _without_weights(timm_name, arguments).eval()
         if not arguments_of(module):  # image sizes of ViT and Swin are checked by arithmetic
             fault = f"DATA.IMAGE_SIZE {one_line(image_size)}: {timm_name} does not support images of this size"
             _run_once(module, arguments["in_chans"], image_size)
     except UNFIT as error:
+        reason = str(error) or type(error).__name__
         other = _other_sizes(timm_name, arguments, image_size)
-        return has, 0, [f"{fault}: {error or type(error).__name__}{other}"]
-    return sizes_of(module), count_parameters(module)[0], []
+        return has, 0, [f"{fault}: {reason}{other}"]
+    number, _ = count_parameters(module)
+    return sizes_of(module), number, []
 
 
 def _run_once(module: nn.Module, channels: int, image_size: ImageSize) -> None:
     # A model whose operations depend on values cannot run without them.
+    high, wide = sides(image_size)
     with torch.no_grad(), contextlib.suppress(NotImplementedError):
-        module(torch.empty(1, channels, *sides(image_size), device="meta"))
+        module(torch.empty(1, channels, high, wide, device="meta"))
 
 
 def _other_sizes(timm_name: str, arguments: dict[str, Any], image_size: ImageSize) -> str:
     """'; possible: IMAGE_SIZE 192 or 224': the nearest sizes that timm's model takes, or its own; '' if none fits."""
+    tried = [divisible_sizes(image_size, step) for step in STEPS]
     known = timm.get_pretrained_cfg(timm_name)
-    own = [size_of(known.input_size[1:])] if known is not None else []
-    for sizes in (*(divisible_sizes(image_size, step) for step in STEPS), own):
-        possible = list[str]()
-        for size in sizes:
-            with contextlib.suppress(*UNFIT):
-                given = {**arguments, "img_size": size} if "img_size" in arguments else arguments
-                _run_once(_without_weights(timm_name, given).eval(), arguments["in_chans"], size)
-                possible.append(one_line(size))
+    if known is not None:
+        tried.append([size_of(known.input_size[1:])])
+    for sizes in tried:
+        possible = [one_line(size) for size in sizes if _takes_size(timm_name, arguments, size)]
         if possible:
             return f"; possible: IMAGE_SIZE {' or '.join(possible)}"
     return ""
+
+
+def _takes_size(timm_name: str, arguments: dict[str, Any], size: ImageSize) -> bool:
+    if "img_size" in arguments:
+        arguments = arguments | {"img_size": size}
+    try:
+        _run_once(_without_weights(timm_name, arguments).eval(), arguments["in_chans"], size)
+    except UNFIT:
+        return False
+    return True

@@ -22,7 +22,9 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     eval mode also in training: its running statistics do not change, and its dropout and stochastic depth are off.
     """
     patterns = tuple(patterns)
-    found = [name for pattern in patterns for name in _matching(pattern, model)]
+    found: list[str] = []
+    for pattern in patterns:
+        found += _matching(pattern, model)
     if not found:
         return
     for name in found:
@@ -42,7 +44,8 @@ def keep_in_eval(model: nn.Module, parts: Iterable[str]) -> None:
 
 def _matching(pattern: str, model: nn.Module) -> list[str]:
     """Names of the weights that match a pattern; UserError for none."""
-    weights, heads = [name for name, _ in model.named_parameters()], classifiers(model)
+    weights = [name for name, _ in model.named_parameters()]
+    heads = classifiers(model)
     if pattern == BACKBONE:
         if not heads:
             raise UserError(
@@ -56,7 +59,7 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
     matches = [name for name, kind in modules.items() if fnmatchcase(name, pattern) or fnmatchcase(kind, pattern)]
     names = [name for name in weights if fnmatchcase(name, pattern) or is_inside(name, matches)]
     if not names:
-        known = [BACKBONE, NORMS, *weights, *modules, *modules.values()]
+        known = [BACKBONE, NORMS] + weights + list(modules) + list(modules.values())
         tops = dict.fromkeys(name.partition(".")[0] for name in weights)
         raise UserError(
             f"MODEL.FREEZE: {pattern!r} matches no weight by its name, its module's name or its module's class."
@@ -72,26 +75,30 @@ def _frozen_parts(model: nn.Module) -> tuple[str, ...]:
     frozen blocks, but not before the classifier. Patch dropout stays on, because its purpose is to save time.
     """
     parts: list[str] = []
-    between: list[str] = []
+    between: list[str] = []  # modules without weights, since the last weights
     frozen_before = False
     for name, module in model.named_modules():
         if is_inside(name, parts):
             continue
         inside = list(module.parameters())
         if not inside:
-            between += [] if isinstance(module, PatchDropout) else [name]
+            if not isinstance(module, PatchDropout):
+                between.append(name)
             continue
-        whole = not any(weight.requires_grad for weight in inside)
-        if whole and isinstance(module, BATCH_NORM):  # with FREEZE=batch_norm, its neighbours are trained
+        is_whole = not any(weight.requires_grad for weight in inside)
+        if is_whole and isinstance(module, BATCH_NORM):  # with FREEZE=batch_norm, its neighbours are trained
             parts.append(name)
             continue
-        own = inside if whole else list(module.parameters(recurse=False))
+        own = inside if is_whole else list(module.parameters(recurse=False))
         if not own:  # its submodules follow
             continue
-        frozen = not any(weight.requires_grad for weight in own)
-        parts += between if frozen and frozen_before else []
-        between, frozen_before = [], frozen
-        parts += [name] if whole else []
+        is_frozen = not any(weight.requires_grad for weight in own)
+        if is_frozen and frozen_before:
+            parts += between
+        if is_whole:
+            parts.append(name)
+        between = []
+        frozen_before = is_frozen
     return tuple(parts)
 
 

@@ -41,29 +41,39 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     Other than with MODEL.FREEZE, dropout and stochastic depth act in frozen layers too: what they drop depends on
     adapters. Batch norm keeps its statistics.
     """
-    heads, rank = classifiers(model), lora.RANK
-    assert rank is not None
+    heads = classifiers(model)
     if not heads:
         raise UserError(f"MODEL.LORA: {type(model).__name__} does not name its classifier, which LoRA trains too.")
     layers = layers_to_adapt(model, lora, heads)
     for name, weight in model.named_parameters():
         weight.requires_grad_(weight.requires_grad and is_inside(name, heads))
     for name, layer in layers.items():
-        parts, device = parts_of(name), layer.weight.device
-        layer.__class__ = Linear  # in place: its weights keep their names
-        vars(layer).update(parts=parts, factor=lora.factor)
-        for part in (part for part in parts if part in lora.TARGETS):
-            down = torch.empty(rank, layer.in_features, device=device)
-            if not down.is_meta:
-                # Uniform, as in the authors' code. The numbers depend on no device, process, or other layer.
-                generator = torch.Generator().manual_seed(key(seed, "lora", name, part) >> 1)
-                down.copy_((2 * torch.rand(down.shape, generator=generator) - 1) / math.sqrt(layer.in_features))
-            up = torch.zeros(layer.out_features // len(parts), rank, device=device)
-            layer.register_parameter(adapter_name("", part, "A"), nn.Parameter(down))
-            layer.register_parameter(adapter_name("", part, "B"), nn.Parameter(up))
+        _adapt(name, layer, lora, seed)
     vars(model)[BASE] = tuple(name for name, weight in model.named_parameters() if not weight.requires_grad)
     norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORM)]
     keep_in_eval(model, [name for name in norms if not is_inside(name, heads)])
+
+
+def _adapt(name: str, layer: nn.Linear, lora: LoraConfig, seed: int) -> None:
+    """Give a layer its adapters."""
+    rank = lora.RANK
+    assert rank is not None
+    parts = parts_of(name)
+    device = layer.weight.device
+    layer.__class__ = Linear  # in place: its weights keep their names
+    vars(layer).update(parts=parts, factor=lora.factor)
+    for part in parts:
+        if part not in lora.TARGETS:
+            continue
+        down = torch.empty(rank, layer.in_features, device=device)
+        if not down.is_meta:
+            # Uniform, as in the authors' code. The numbers depend on no device, process, or other layer.
+            generator = torch.Generator().manual_seed(key(seed, "lora", name, part) >> 1)
+            numbers = 2 * torch.rand(down.shape, generator=generator) - 1
+            down.copy_(numbers / math.sqrt(layer.in_features))
+        up = torch.zeros(layer.out_features // len(parts), rank, device=device)
+        layer.register_parameter(adapter_name("", part, "A"), nn.Parameter(down))
+        layer.register_parameter(adapter_name("", part, "B"), nn.Parameter(up))
 
 
 def describe_lora(model: nn.Module, lora: LoraConfig) -> str:
@@ -81,14 +91,18 @@ def describe_lora(model: nn.Module, lora: LoraConfig) -> str:
 def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) -> dict[str, nn.Linear]:
     """The layers of the targets by name; UserError for a target without a layer, and for a rank that is too large."""
     linear = _linear_layers(model, tuple(heads))
-    there = {part for name in linear for part in parts_of(name)}
-    if lacking := [target for target in lora.TARGETS if target not in there]:
+    there: set[str] = set()
+    for name in linear:
+        there.update(parts_of(name))
+    lacking = [target for target in lora.TARGETS if target not in there]
+    if lacking:
         known = [one for one in LORA_TARGETS if one in there]
         instead = f"it has {' and '.join(known)}" if known else "LoRA is for transformers, such as a ViT or Swin"
         raise UserError(f"MODEL.LORA.TARGETS {lacking[0]}: {type(model).__name__} has no such linear layer; {instead}.")
     chosen = {name: layer for name, layer in linear.items() if set(parts_of(name)) & set(lora.TARGETS)}
     for name, layer in chosen.items():
-        rows, columns = layer.out_features // len(parts_of(name)), layer.in_features
+        rows = layer.out_features // len(parts_of(name))
+        columns = layer.in_features
         if lora.RANK is not None and min(rows, columns) <= lora.RANK:
             raise UserError(
                 f"MODEL.LORA.RANK {lora.RANK}: must be below {min(rows, columns)}, because the matrices in {name} have "
@@ -99,16 +113,22 @@ def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) ->
 
 def _linear_layers(model: nn.Module, heads: tuple[str, ...]) -> dict[str, nn.Linear]:
     """The linear layers outside the classifier whose rows are what their names say."""
-    modules, linear = dict(model.named_modules()), dict[str, nn.Linear]()
+    modules = dict(model.named_modules())
+    linear: dict[str, nn.Linear] = {}
     for name, layer in modules.items():
-        if type(layer) is nn.Linear and not is_inside(name, heads):
-            # With `head_first` or `val_dim`, timm keeps q, k and v of each head together, and GCViT's global attention
-            # has no q of its own.
-            parts, parent = len(parts_of(name)), modules[name.rpartition(".")[0]]
-            by_head = getattr(parent, "head_first", False) or hasattr(parent, "val_dim")
-            rows = parts * getattr(getattr(parent, "proj", None), "in_features", layer.out_features // parts)
-            if parts == 1 or (layer.out_features == rows and not by_head):
-                linear[name] = layer
+        if type(layer) is not nn.Linear or is_inside(name, heads):
+            continue
+        parts = len(parts_of(name))
+        if parts == 1:
+            linear[name] = layer
+            continue
+        # With `head_first` or `val_dim`, timm keeps q, k and v of each head together, and GCViT's global attention
+        # has no q of its own.
+        parent = modules[name.rpartition(".")[0]]
+        by_head = getattr(parent, "head_first", False) or hasattr(parent, "val_dim")
+        width = getattr(getattr(parent, "proj", None), "in_features", layer.out_features // parts)
+        if layer.out_features == parts * width and not by_head:
+            linear[name] = layer
     return linear
 
 
@@ -117,7 +137,8 @@ def require_calls(model: nn.Module, lora: LoraConfig, shape: tuple[int, int, int
 
     Some of timm's attention layers, such as BEiT's, compute with the weight of qkv themselves.
     """
-    silent = {name.rpartition(".")[0]: None for name, _ in model.named_parameters() if is_adapter(name)}
+    adapted = [name.rpartition(".")[0] for name, _ in model.named_parameters() if is_adapter(name)]
+    silent = dict.fromkeys(adapted)  # in order
 
     def called(name: str, *_: Any) -> None:
         silent.pop(name, None)

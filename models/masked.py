@@ -92,13 +92,15 @@ class MaskedAutoencoder(VisionTransformer):
 
     def masking_words(self) -> str:
         """For the banner."""
-        width, depth = self.decoder.embed.out_features, len(self.decoder.blocks)
+        width = self.decoder.embed.out_features
+        depth = len(self.decoder.blocks)
         return f"{100 * self.mask_ratio:g} % of the patches hidden, decoder of width {width} and depth {depth}"
 
     def mask(self, images: Tensor) -> Masked:
         """The patches to hide: in training by random numbers, which are seeded for each micro-batch; in evaluation
         the same ones in every image."""
-        size, patches = len(images), self.patch_embed.num_patches
+        size = len(images)
+        patches = self.patch_embed.num_patches
         if self.training:
             noise = torch.rand(size, patches, device=images.device)
         else:
@@ -106,13 +108,15 @@ class MaskedAutoencoder(VisionTransformer):
             noise = torch.rand(1, patches, generator=generator).to(images.device).expand(size, -1)
         order = noise.argsort(1)
         kept = min(max(round(patches * (1 - self.mask_ratio)), 1), patches - 1)
-        return Masked(order[:, :kept], order[:, kept:])
+        return Masked(seen=order[:, :kept], hidden=order[:, kept:])
 
     def encode(self, images: Tensor, masked: Masked) -> Tensor:
         images = images.to(self.decoder.embed.weight.dtype)  # O3 casts in the model's forward
         tokens = self._pos_embed(self.patch_embed(images))
-        prefix, patches = tokens[:, : self.num_prefix_tokens], tokens[:, self.num_prefix_tokens :]
-        return self.norm(self.blocks(self.norm_pre(torch.cat((prefix, chosen(patches, masked.seen)), 1))))
+        prefix = tokens[:, : self.num_prefix_tokens]
+        patches = tokens[:, self.num_prefix_tokens :]
+        tokens = torch.cat((prefix, chosen(patches, masked.seen)), 1)
+        return self.norm(self.blocks(self.norm_pre(tokens)))
 
     def target(self, images: Tensor, numbers: Tensor) -> Tensor:
         """The pixels of these patches in fp32, normalised by the mean and standard deviation of each patch."""
@@ -143,17 +147,24 @@ def chosen(tokens: Tensor, numbers: Tensor) -> Tensor:
 def position_embedding(grid: tuple[int, int], width: int) -> Tensor:
     """Sines and cosines of each patch's row and column, patches x width; `width` is divisible by 4."""
     rates = TEMPERATURE ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
-    rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid), indexing="ij")
-    angles = [place.flatten()[:, None] * rates for place in (columns, rows)]
-    return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], 1).float()
+    high, wide = grid
+    rows, columns = torch.meshgrid(
+        torch.arange(high, dtype=torch.float64), torch.arange(wide, dtype=torch.float64), indexing="ij"
+    )
+    waves = []
+    for places in (columns, rows):
+        angles = places.flatten()[:, None] * rates
+        waves += [torch.sin(angles), torch.cos(angles)]
+    return torch.cat(waves, 1).float()
 
 
 def masked_autoencoder(vit: Any, model: ModelConfig) -> MaskedAutoencoder:
     """Make timm's ViT, built without a classifier, the encoder of a masked autoencoder."""
     high, wide = vit.patch_embed.patch_size
     values = high * wide * vit.patch_embed.proj.weight.shape[1]
-    for pooling in filter(None, (vit.fc_norm, vit.attn_pool)):  # not used now: DDP would wait for their gradients
-        pooling.requires_grad_(False)
+    for pooling in (vit.fc_norm, vit.attn_pool):
+        if pooling:  # not used now: DDP would wait for its gradients
+            pooling.requires_grad_(False)
     vit.__class__ = MaskedAutoencoder
     vit.decoder = Decoder(vit.embed_dim, vit.patch_embed.grid_size, values, model.DECODER)
     vit.mask_ratio = model.MASK_RATIO
@@ -163,11 +174,13 @@ def masked_autoencoder(vit: Any, model: ModelConfig) -> MaskedAutoencoder:
 def masking_problems(reference: nn.Module, model: ModelConfig) -> list[str]:
     """Why this model cannot be the encoder."""
     problems = []
-    of = type(reference), type(getattr(reference, "patch_embed", None))
-    if of != (VisionTransformer, PatchEmbed) or "PATCH_SIZE" not in sizes_of(reference):
-        kind = "hybrid" if of[0] is VisionTransformer else of[0].__name__
+    is_vit = type(reference) is VisionTransformer
+    has_plain_patches = type(getattr(reference, "patch_embed", None)) is PatchEmbed
+    if not (is_vit and has_plain_patches) or "PATCH_SIZE" not in sizes_of(reference):
+        kind = "hybrid" if is_vit else type(reference).__name__
         problems.append(f"MODEL.MAE_PRETRAIN: needs a plain ViT as encoder; {model.NAME} is a {kind}")
-    width, heads = model.DECODER.EMBED_DIM, model.DECODER.NUM_HEADS
+    width = model.DECODER.EMBED_DIM
+    heads = model.DECODER.NUM_HEADS
     if width % heads or width % 4:
         problems.append(f"MODEL.DECODER.EMBED_DIM {width}: must be divisible by 4 and by DECODER.NUM_HEADS {heads}")
     return problems

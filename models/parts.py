@@ -15,7 +15,13 @@ BASE = "base_names"
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
     """Numbers of all and of trainable parameters."""
-    return (sum(p.numel() for p in module.parameters()), sum(p.numel() for p in module.parameters() if p.requires_grad))
+    total = sum(weight.numel() for weight in module.parameters())
+    trainable = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+    return total, trainable
+
+
+def has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 @contextmanager
@@ -45,17 +51,26 @@ def has_adapters(module: nn.Module) -> bool:
 
 def classifiers(model: nn.Module) -> tuple[str, ...]:
     """Names of the classifier modules, as timm's models report them: one, or two in a distilled model."""
+    names = {id(module): name for name, module in model.named_modules() if has_weights(module)}
     get = getattr(model, "get_classifier", None)
     heads = get() if get is not None else None
-    names = {id(module): name for name, module in model.named_modules() if any(True for _ in module.parameters())}
-    known = tuple(names[id(head)] for head in (heads if isinstance(heads, tuple) else (heads,)) if id(head) in names)
-    return known or tuple(name for name in names_in_cfg(model, "classifier") if name in names.values())
+    if not isinstance(heads, tuple):
+        heads = (heads,)
+    known = tuple(names[id(head)] for head in heads if id(head) in names)
+    if known:
+        return known
+    return tuple(name for name in names_in_cfg(model, "classifier") if name in names.values())
 
 
 def overlapping_convolutions(model: nn.Module) -> list[nn.Conv2d]:
     """Those whose windows overlap; a convolution without is a matrix product."""
-    found = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    return [one for one in found if any(size > step for size, step in zip(one.kernel_size, one.stride, strict=True))]
+    found = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            steps = zip(module.kernel_size, module.stride, strict=True)
+            if any(size > step for size, step in steps):
+                found.append(module)
+    return found
 
 
 def is_convolutional(model: nn.Module) -> bool:
@@ -92,24 +107,24 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     In a model without `blocks`, the modules of every sequence of one type count as blocks.
     """
-
-    def uniform(sequence: nn.Module) -> bool:
-        """Whether all children have parameters and are of one type."""
-        types = [type(child) for child in sequence.children() if any(True for _ in child.parameters())]
-        return len(set(types)) == 1 and len(types) == len(list(sequence.children()))
-
     modules = dict(model.named_modules())
     named = {name: module for name, module in modules.items() if name.rpartition(".")[2] == "blocks"}
-    sequences = {
-        name: module
-        for name, module in (named or modules).items()
-        if isinstance(module, nn.Sequential | nn.ModuleList) and uniform(module)
-    }
     yielded: list[str] = []
-    for name, sequence in sequences.items():
-        if is_inside(name, yielded):
+    for name, sequence in (named or modules).items():
+        if not _is_uniform(sequence) or is_inside(name, yielded):
             continue
         for number, block in sequence.named_children():
-            if not isinstance(block, nn.ModuleList | nn.ModuleDict):  # these are never called themselves
-                yielded.append(f"{name}.{number}" if name else number)
-                yield yielded[-1], block
+            if isinstance(block, nn.ModuleList | nn.ModuleDict):  # these are never called themselves
+                continue
+            block_name = f"{name}.{number}" if name else number
+            yielded.append(block_name)
+            yield block_name, block
+
+
+def _is_uniform(sequence: nn.Module) -> bool:
+    """Whether this is a sequence whose modules all have weights and are of one type."""
+    if not isinstance(sequence, nn.Sequential | nn.ModuleList):
+        return False
+    children = list(sequence.children())
+    types = {type(child) for child in children}
+    return len(types) == 1 and all(has_weights(child) for child in children)

@@ -1,6 +1,6 @@
 """Why a model cannot be built as the MODEL section says, and what to write instead."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import timm
@@ -54,17 +54,28 @@ def similar_models(name: str, more: Sequence[str] = ()) -> str:
 
     `more`: other names that are possible, such as those of weights.
     """
-    known, meant = timm.list_models(), name.casefold()
-    if not any(one.startswith(meant) for one in known):
-        # Whole names are long: a mistyped short one, such as vit_tny, is nearest to the beginning of some.
-        words = [one.split("_") for one in known]
-        beginnings = {"_".join(of[:number]) for of in words for number in range(1, len(of) + 1)}
-        meant = closest(name, [*beginnings, *RECIPES, *more])
-        if meant in {*known, *RECIPES, *more}:
-            return f" Did you mean {meant}?"
-    found = [one for one in known if meant and one.startswith(meant)]
+    known = timm.list_models()
+    beginning = name.casefold()
+    if not any(one.startswith(beginning) for one in known):
+        possible = [*known, *RECIPES, *more]
+        beginning = closest(name, [*_beginnings(known), *RECIPES, *more])
+        if beginning in possible:
+            return f" Did you mean {beginning}?"
+    if not beginning:
+        return ""
+    found = [one for one in known if one.startswith(beginning)]
     found.sort(key=lambda one: (-len(timm.list_pretrained(f"{one}.*")), one))
     return f" Did you mean {either(found[:MOST_SUGGESTED])}?" if found else ""
+
+
+def _beginnings(names: Iterable[str]) -> set[str]:
+    """vit, vit_base, vit_base_patch16, ... Names are long: a mistyped vit_tny is nearest to the beginning of some."""
+    found = set()
+    for name in names:
+        words = name.split("_")
+        for number in range(1, len(words) + 1):
+            found.add("_".join(words[:number]))
+    return found
 
 
 def geometry_problems(module: nn.Module, sizes: dict[str, Any], patch: int | None, image_size: ImageSize) -> list[str]:
@@ -72,30 +83,38 @@ def geometry_problems(module: nn.Module, sizes: dict[str, Any], patch: int | Non
 
     `sizes`: of the wanted model. `patch`: its patch size, also of a model whose other sizes cannot be chosen.
     """
-    problems = [*_head_problems(*(sizes.get(key) for key in ("EMBED_DIM", "NUM_HEADS", "STAGE_DEPTHS")))]
-    if patch and (possible := divisible_sizes(image_size, patch)):
-        other = ", or another PATCH_SIZE" if arguments_of(module) else ""
+    problems = list(_head_problems(sizes.get("EMBED_DIM"), sizes.get("NUM_HEADS"), sizes.get("STAGE_DEPTHS")))
+    possible = divisible_sizes(image_size, patch) if patch else []
+    if possible:
         fault = f"DATA.IMAGE_SIZE {one_line(image_size)} is not divisible by MODEL.PATCH_SIZE {patch}"
+        other = ", or another PATCH_SIZE" if arguments_of(module) else ""
         problems.append(f"{fault}; possible: IMAGE_SIZE {' or '.join(map(one_line, possible))}{other}")
     return problems
 
 
 def _head_problems(width: Any, heads: Any, depths: Any) -> Iterator[str]:
     """Of a ViT (`depths` None), which has one number of heads, or of a Swin, which has one per stage."""
-    if depths is None and isinstance(heads, tuple):
+    by_stage = isinstance(heads, tuple)
+    if depths is None and by_stage:
         yield f"MODEL.NUM_HEADS {list(heads)}: this model has no stages and takes one number"
-    elif depths is not None and not isinstance(heads, tuple):
+        return
+    if depths is not None and not by_stage:
         yield f"MODEL.NUM_HEADS {heads}: a Swin takes one number per stage, such as [3, 6, 12, 24]"
-    elif isinstance(heads, tuple) and len(heads) != len(depths or ()):
+        return
+    if by_stage and len(heads) != len(depths or ()):
         yield f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {one_line(depths)} differ in length"
-    elif width and heads:
-        for stage, count in enumerate(heads if isinstance(heads, tuple) else (heads,)):
-            if (width << stage) % count:  # each stage of a Swin doubles the width
-                key = f"MODEL.NUM_HEADS[{stage}]" if isinstance(heads, tuple) else "MODEL.NUM_HEADS"
-                own = f"MODEL.EMBED_DIM {width}"
-                if stage:
-                    own += f": in stage {stage + 1}, the width {width << stage}"
-                yield f"{own} is not divisible by {key} {count}; give a number of heads that divides it"
+        return
+    if not width or not heads:
+        return
+    for stage, count in enumerate(heads if by_stage else (heads,)):
+        own_width = width << stage  # each stage of a Swin doubles the width
+        if own_width % count == 0:
+            continue
+        key = f"MODEL.NUM_HEADS[{stage}]" if by_stage else "MODEL.NUM_HEADS"
+        own = f"MODEL.EMBED_DIM {width}"
+        if stage:
+            own += f": in stage {stage + 1}, the width {own_width}"
+        yield f"{own} is not divisible by {key} {count}; give a number of heads that divides it"
 
 
 def divisible_sizes(size: ImageSize, step: int) -> list[ImageSize]:

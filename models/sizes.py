@@ -1,6 +1,5 @@
 """Sizes of a model: keys of the MODEL section, timm's arguments for them, and what a built model has."""
 
-from functools import reduce
 from typing import Any, NamedTuple
 
 from timm.models.swin_transformer import SwinTransformer
@@ -30,9 +29,9 @@ COMMON_ARGUMENTS = {
     "MLP_RATIO": "mlp_ratio",
     "QKV_BIAS": "qkv_bias",
 }
-VIT_ARGUMENTS = {**COMMON_ARGUMENTS, "DEPTH": "depth"}
-SWIN_ARGUMENTS = {**COMMON_ARGUMENTS, "STAGE_DEPTHS": "depths", "WINDOW_SIZE": "window_size"}
-SIZE_KEYS = tuple(dict.fromkeys((*VIT_ARGUMENTS, *SWIN_ARGUMENTS)))
+VIT_ARGUMENTS = COMMON_ARGUMENTS | {"DEPTH": "depth"}
+SWIN_ARGUMENTS = COMMON_ARGUMENTS | {"STAGE_DEPTHS": "depths", "WINDOW_SIZE": "window_size"}
+SIZE_KEYS = tuple(VIT_ARGUMENTS | SWIN_ARGUMENTS)
 SIZE_WORDS = {
     "PATCH_SIZE": "patch",
     "WINDOW_SIZE": "window",
@@ -64,41 +63,47 @@ NONE = Shortcuts()
 
 def given_sizes(model: ModelConfig) -> dict[str, Any]:
     """Size keys in the settings, with their values."""
-    return {key: value for key in SIZE_KEYS if (value := getattr(model, key)) is not None}
+    values = {key: getattr(model, key) for key in SIZE_KEYS}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def arguments_of(module: nn.Module) -> dict[str, str]:
     """Size keys that this kind of model accepts -> timm's arguments."""
     if isinstance(module, SwinTransformer):
         return SWIN_ARGUMENTS
-    return VIT_ARGUMENTS if isinstance(module, VisionTransformer) else {}
+    if isinstance(module, VisionTransformer):
+        return VIT_ARGUMENTS
+    return {}
 
 
 def sizes_of(module: nn.Module) -> dict[str, Any]:
     """Sizes of a built model, as far as they are known; empty for models without patches and blocks."""
     patch = _dig(module, "patch_embed.patch_size")
+    sizes: dict[str, Any]
     if isinstance(module, SwinTransformer):
         stages: list[Any] = list(module.layers.children())
         blocks = [stage.blocks[0] for stage in stages]
         windows = [_side(block.window_size) for block in blocks]
-        own = {
+        sizes = {
             "STAGE_DEPTHS": tuple(len(stage.blocks) for stage in stages),
             "WINDOW_SIZE": windows[0] if len(set(windows)) == 1 else tuple(windows),
             "NUM_HEADS": tuple(block.attn.num_heads for block in blocks),
         }
     elif patch is not None and len(_dig(module, "blocks") or ()):
         blocks = list(_dig(module, "blocks"))
-        own = {"DEPTH": len(blocks), "NUM_HEADS": _dig(blocks[0], "attn.num_heads")}
+        sizes = {"DEPTH": len(blocks), "NUM_HEADS": _dig(blocks[0], "attn.num_heads")}
     else:
         return {}
-    width, hidden, qkv = _dig(module, "embed_dim"), _dig(blocks[0], "mlp.fc1.out_features"), _dig(blocks[0], "attn.qkv")
-    common = {
-        "PATCH_SIZE": _side(patch),
-        "EMBED_DIM": width,
-        "MLP_RATIO": hidden / width if hidden and width else None,
-        "QKV_BIAS": None if qkv is None else qkv.bias is not None,
-    }
-    return {key: value for key, value in {**own, **common}.items() if value is not None}
+    width = _dig(module, "embed_dim")
+    hidden = _dig(blocks[0], "mlp.fc1.out_features")
+    qkv = _dig(blocks[0], "attn.qkv")
+    sizes["PATCH_SIZE"] = _side(patch)
+    sizes["EMBED_DIM"] = width
+    if hidden and width:
+        sizes["MLP_RATIO"] = hidden / width
+    if qkv is not None:
+        sizes["QKV_BIAS"] = qkv.bias is not None
+    return {key: value for key, value in sizes.items() if value is not None}
 
 
 def patch_of(module: nn.Module) -> int | None:
@@ -118,7 +123,9 @@ def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:
 
 def _dig(module: Any, path: str) -> Any:
     """`module.a.b`, or None if there is no such attribute."""
-    return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def _side(size: Any) -> Any:

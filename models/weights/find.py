@@ -75,7 +75,8 @@ def model_of_run(file: Path) -> ModelConfig | None:
 
 def size_of_run(file: Path) -> ImageSize | None:
     """The size of the images that these weights were trained on, if what saved them says it."""
-    if (size := _saved(file, "input").get("image_size")) is None:
+    size = _saved(file, "input").get("image_size")
+    if size is None:
         return None
     check_fields(Input, {"image_size": size}, file)
     return size_of(size)
@@ -128,10 +129,12 @@ def local_weights(source: str) -> WeightFiles | None:
         return _checked(path)
     if is_timm_name(source):
         return None
-    for ending in (PADDLE, *ENDINGS):
-        if (candidate := path.with_name(path.name + ending)).exists():
-            if ending == PADDLE:  # PaddleViT's command lines omit the extension
-                return _checked(candidate)
+    paddle = path.with_name(path.name + PADDLE)
+    if paddle.exists():  # PaddleViT's command lines omit the extension
+        return _checked(paddle)
+    for ending in ENDINGS:
+        candidate = path.with_name(path.name + ending)
+        if candidate.exists():
             raise UserError(f"Pretrained weights {path}: no such file, but there is {candidate.name}.")
     if path.name == source and not path.name.endswith(ENDINGS):
         suggestion = similar_models(source, timm.list_pretrained())
@@ -144,15 +147,19 @@ def local_weights(source: str) -> WeightFiles | None:
 
 def _in_folder(path: Path) -> WeightFiles:
     """Weights in a folder: of a run, those of its best checkpoint."""
-    folder = checkpoint_of(path)[0] if (path / CHECKPOINTS).is_dir() or checkpoints_in(path) else path
+    folder = path
+    if (path / CHECKPOINTS).is_dir() or checkpoints_in(path):
+        folder, _ = checkpoint_of(path)
     there = [one.name for one in folder.iterdir() if one.is_file()]
-    if available := [which for which in SETS if files_of(which.file, there)]:
+    available = [which for which in SETS if files_of(which.file, there)]
+    if available:
         meta = unchecked_meta(folder)  # only the file itself is read where there is less than a checkpoint
         which, words = choose_weights(meta, available, BETTER)
         files = [folder / name for name in files_of(which.file, there)]
         return _checked(*files, description=f"{folder.name}, {words}" if meta else "")
-    if HUB_FILES[1] in there:  # timm saved it for the hub
-        return _checked(folder / HUB_FILES[1])
+    _, of_timm = HUB_FILES
+    if of_timm in there:  # timm saved it for the hub
+        return _checked(folder / of_timm)
     raise UserError(
         f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/ of a run."
     )
@@ -169,30 +176,33 @@ def _on_hub(name: str, download: bool) -> WeightFiles | None:
         raise UserError(
             f"MODEL.PRETRAINED '{name}': these weights are not on the hub. Download {config.url}, and name the file."
         )
-    repo, _, revision = config.hf_hub_id.partition("@")
+    repo, _, tag = config.hf_hub_id.partition("@")
+    revision = tag or None
     files = (config.hf_hub_filename,) if config.hf_hub_filename else HUB_FILES
+    label_offset = config.label_offset or 0
     for file in files:
-        cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision or None)
+        cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision)
         if isinstance(cached, str):
-            return WeightFiles((Path(cached),), config.label_offset or 0)
+            return WeightFiles((Path(cached),), label_offset)
     hub = huggingface_hub.constants
-    where = f"{' or '.join(files)} of {repo} on {hub.ENDPOINT}; cache {hub.HF_HUB_CACHE}"
     for file in files:
-        url = huggingface_hub.hf_hub_url(repo, file, revision=revision or None)
+        url = huggingface_hub.hf_hub_url(repo, file, revision=revision)
         try:
             huggingface_hub.get_hf_file_metadata(url, timeout=PROBE_SECONDS)
             if not download:
                 return None
-            fetched = Path(huggingface_hub.hf_hub_download(repo, file, revision=revision or None))
-            return WeightFiles((fetched,), config.label_offset or 0)
+            fetched = Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
+            return WeightFiles((fetched,), label_offset)
         except EntryNotFoundError:
             continue
         except HfHubHTTPError as error:
             raise UserError(f"MODEL.PRETRAINED '{name}': the hub refused {url} ({error}).") from None
         except Exception as error:  # the hub's client passes on the errors of its HTTP library
+            reason = str(error) or type(error).__name__
+            where = f"{' or '.join(files)} of {repo} on {hub.ENDPOINT}; cache {hub.HF_HUB_CACHE}"
             raise UserError(
                 f"MODEL.PRETRAINED '{name}': the weights are not on this machine and cannot be fetched "
-                f"({error or type(error).__name__}).\n  looked for: {where}\n"
+                f"({reason}).\n  looked for: {where}\n"
                 f"  what helps: fetch {files[0]} on a machine with internet access, copy it here and set "
                 "MODEL.PRETRAINED to its path; or copy that machine's cache here"
             ) from None

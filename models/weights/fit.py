@@ -7,9 +7,9 @@ import inspect
 import math
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,7 +45,21 @@ STARTS = {"zero": "starts at zeros", "probe": "is replaced by a linear probe"}
 """Of a new classifier, by MODEL.NEW_CLASSIFIER; any other stays as it is"""
 REPLACED = f"{{}} {FRESH} ({{}} classes in the file, {{}} in the model)"
 
+MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What timm's readers raise for weights of another model"""
+
 Weights = dict[str, Tensor]
+
+
+class Loaded(NamedTuple):
+    """What became of a file of weights."""
+
+    words: str
+    """What was loaded"""
+    changes: list[str]
+    """What was changed for it"""
+    is_partly_new: bool
+    """Whether parts of the model stay freshly initialised"""
 
 
 def load_pretrained(
@@ -56,23 +70,28 @@ def load_pretrained(
     `new_classifier`: keep the model's own classifier; as MODEL.NEW_CLASSIFIER says. `complete`: refuse weights that
     leave a classifier freshly initialised, as evaluation needs.
     """
-    start = f"left as {FRESH}" if complete else STARTS.get(str(new_classifier), f"left as {FRESH}")
-    found, fresh = locate(source), classifiers(module) if new_classifier else ()
+    start = f"left as {FRESH}"
+    if not complete:
+        start = STARTS.get(str(new_classifier), start)
+    found = locate(source)
     assert found is not None  # downloaded, or an error was raised
+    fresh = classifiers(module) if new_classifier else ()
     if new_classifier and not fresh and not isinstance(module, MaskedAutoencoder):
         raise UserError(
             f"MODEL.NEW_CLASSIFIER: {type(module).__name__}'s classifier is unknown; get_classifier must return it."
         )
     if found.file.suffix == ".npz":
         own = {key: value.clone() for key, value in module.state_dict().items() if is_inside(key, fresh)}
-        loaded, changes, untrained = _load_npz(module, found.file, name)
+        loaded = _load_npz(module, found.file, name)
         module.load_state_dict(own, strict=False)
-        changes += [f"{', '.join(fresh)} {start}"] if fresh else []
+        if fresh:
+            loaded.changes.append(f"{', '.join(fresh)} {start}")
     else:
         new = {prefix: f"{prefix} {start} (MODEL.NEW_CLASSIFIER)" for prefix in fresh}
-        loaded, changes, untrained = _load_tensors(module, found, name, new)
-    sentence = f"Pretrained weights: {'; '.join([f'{loaded} from {found.file}', *changes])}"
-    if complete and (untrained or fresh):
+        loaded = _load_tensors(module, found, name, new)
+    words = [f"{loaded.words} from {found.file}"] + loaded.changes
+    sentence = f"Pretrained weights: {'; '.join(words)}"
+    if complete and (loaded.is_partly_new or fresh):
         raise UserError(
             f"{sentence}. -eval trains nothing, so its accuracy would be that of an untrained classifier: "
             "set MODEL.NUM_CLASSES to the number of classes in the file, evaluate on data with these classes, and "
@@ -81,56 +100,57 @@ def load_pretrained(
     return f"{sentence} ({found.description})" if found.description else sentence
 
 
-Result = tuple[str, list[str], bool]
-"""What was loaded, what was changed for it, and whether parts of the model stay freshly initialised"""
-
-
-def _load_tensors(module: nn.Module, found: WeightFiles, name: str, new: dict[str, str]) -> Result:
+def _load_tensors(module: nn.Module, found: WeightFiles, name: str, new: dict[str, str]) -> Loaded:
     """Load weights by the names of tensors, all or none. `new`: parts of the model to keep, with what the log says."""
-    weights, target, masking = _read(found.files), module.state_dict(), isinstance(module, MaskedAutoencoder)
-    unused = "head" if masking else DECODER  # a masked autoencoder has no classifier, others seldom a decoder
+    weights = _read(found.files)
+    target = module.state_dict()
+    is_masking = isinstance(module, MaskedAutoencoder)
+    unused = "head" if is_masking else DECODER  # a masked autoencoder has no classifier, others seldom a decoder
     given = {key: value for key, value in weights.items() if not key.startswith(f"{unused}.") or key in target}
-    changes = [f"{len(weights) - len(given)} tensors of its {unused} left out"] if len(given) < len(weights) else []
+    changes: list[str] = []
+    if len(given) < len(weights):
+        changes.append(f"{len(weights) - len(given)} tensors of its {unused} left out")
     before = {key: tuple(value.shape) for key, value in given.items()}
     weights = _adapt_channels(module, _filter(module, given, found.file, name))
-    changes += [
-        f"{key} resized from {_shape(before[key])} to {_shape(tuple(value.shape))}"
-        for key, value in weights.items()
-        if before.get(key, value.shape) != value.shape
-    ]
-    if masking and not any(key.startswith(DECODER) for key in weights):
-        new |= {DECODER: f"the {DECODER} stays {FRESH}"}
+    for key, value in weights.items():
+        after = tuple(value.shape)
+        if before.get(key, after) != after:
+            changes.append(f"{key} resized from {_shape(before[key])} to {_shape(after)}")
+    if is_masking and not any(key.startswith(DECODER) for key in weights):
+        new[DECODER] = f"the {DECODER} stays {FRESH}"
     heads = names_in_cfg(module, "classifier") or classifiers(module)
     missing, replacements = _replace_classifier(heads, weights, target, found.label_offset, new)
-    if lines := _mismatches(weights, before, target, missing):
-        fixed = all(re.match(r" +\S*pos_embed\S*: ", line) for line in lines[1:])  # only these differ
+    lines = _mismatches(weights, before, target, missing)
+    if lines:
+        only_positions = all(re.match(r" +\S*pos_embed\S*: ", line) for line in lines[1:])
+        why = OTHER_SIZE if only_positions else ""
         if not heads:
             lines.append(
                 f"  {type(module).__name__}'s classifier is unknown; if get_classifier returns it, one with other "
                 "classes is new, or with MODEL.NEW_CLASSIFIER any"
             )
-        raise UserError("\n".join([f"{_misfit(module, given, found.file, name, OTHER_SIZE * fixed)}:", *lines]))
+        title = f"{_misfit(module, given, found.file, name, why)}:"
+        raise UserError("\n".join([title] + lines))
     module.load_state_dict(weights, strict=False)
-    changes += [*replacements, *new.values()]
-    return f"{len(weights)} of {len(target)} tensors", changes, bool(replacements or new)
+    changes += replacements
+    changes += new.values()
+    return Loaded(f"{len(weights)} of {len(target)} tensors", changes, is_partly_new=bool(replacements or new))
 
 
 def _read(files: Sequence[Path]) -> Weights:
     """Tensors of a file or its shards, without the wrappings of DDP, torch.compile and training scripts."""
     file = files[0]
     for one in files:
-        if isinstance(seal := seal_of(one), dict) and sha256_of(one) != seal.get("sha256"):
+        seal = seal_of(one)
+        if isinstance(seal, dict) and sha256_of(one) != seal.get("sha256"):
             raise UserError(f"Pretrained weights {one}: damaged, its contents are not what was written.")
     if file.suffix == PADDLE:
-        converted = convert(arrays := read_pdparams(file), file)
-        # Those that timm's model does not have are included, so that `_mismatches` reports them with all others.
-        left_over = [name for name in converted.unused if not name.startswith(OF_A_CLASSIFIER)]
-        return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in left_over}
+        return _read_paddle(file)
     # timm loads the EMA of a checkpoint that has one. Only keys are read; errors are left to the loading.
     with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
         keys_of_weights(torch.load(file, map_location="cpu", weights_only=True, mmap=True), file)
     try:
-        whole: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards([*files])
+        whole: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards(list(files))
         weights = dict(whole)
         weights.pop("n_averaged", None)  # a counter of torch's AveragedModel, the EMA of torchvision's checkpoints
     except Exception as error:  # a damaged pickle can raise anything
@@ -143,9 +163,24 @@ def _read(files: Sequence[Path]) -> Weights:
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         keys = ", ".join(map(str, list(weights)[:MOST_NAMED])) or "nothing"
         raise UserError(f"Pretrained weights {file}: no tensors under model, state_dict or model_ema; it holds {keys}.")
-    if not any(map(is_adapter, weights)):
-        return weights
-    meta = unchecked_meta(file.parent)  # of a run with adapters (MODEL.LORA)
+    if any(is_adapter(key) for key in weights):
+        return _merged(weights, file)
+    return weights
+
+
+def _read_paddle(file: Path) -> Weights:
+    arrays = read_pdparams(file)
+    converted = convert(arrays, file)
+    weights = dict(converted.tensors)
+    for name in converted.unused:  # included, so that `_mismatches` reports them with all others
+        if not name.startswith(OF_A_CLASSIFIER):
+            weights[name] = torch.from_numpy(arrays[name].copy())
+    return weights
+
+
+def _merged(weights: Weights, file: Path) -> Weights:
+    """The whole weights of a run that trained adapters (MODEL.LORA) alone."""
+    meta = unchecked_meta(file.parent)
     if meta.get(LORA) is None:
         raise UserError(
             f"Pretrained weights {file}: the file holds adapters, and the {META} beside it, which names the frozen "
@@ -159,9 +194,7 @@ def _read(files: Sequence[Path]) -> Weights:
 
 def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weights:
     """timm's conversion for this kind of model: other layouts, resized position embeddings and patches."""
-    packages = [importlib.import_module(kind.__module__) for kind in type(module).__mro__]  # ours may extend timm's
-    names = ("checkpoint_filter_fn", "_filter_fn")
-    convert = next((getattr(one, own) for one in packages for own in names if hasattr(one, own)), None)
+    convert = _timms_filter(module)
     if convert is None:
         return dict(weights)
     parameters = inspect.signature(convert).parameters
@@ -172,14 +205,27 @@ def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weigh
         vars(module)["pretrained_model_args"] = {"img_size": trained}
     try:
         found = dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{_misfit(module, weights, file, name)}: {error or type(error).__name__}.") from None
+    except MISFITS as error:
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{_misfit(module, weights, file, name)}: {reason}.") from None
     if isinstance(trained, tuple) and trained == _image_size(module):  # timm can take a table for that of a square
         target = module.state_dict()
-        found |= {key: weights[key] for key in found.keys() & weights if weights[key].shape == target[key].shape}
+        for key in found.keys() & weights:
+            if weights[key].shape == target[key].shape:
+                found[key] = weights[key]
     if _left_behind(module, weights, found, trained):
         raise UserError(f"{_misfit(module, weights, file, name, OTHER_SIZE)}.")
     return found
+
+
+def _timms_filter(module: nn.Module) -> Callable[..., Any] | None:
+    """The function in the module of a model's class that converts weights; ours may extend timm's class."""
+    for kind in type(module).__mro__:
+        package = importlib.import_module(kind.__module__)
+        for name in ("checkpoint_filter_fn", "_filter_fn"):
+            if hasattr(package, name):
+                return getattr(package, name)
+    return None
 
 
 def _left_behind(module: nn.Module, given: Weights, weights: Weights, trained: ImageSize | None) -> bool:
@@ -187,9 +233,11 @@ def _left_behind(module: nn.Module, given: Weights, weights: Weights, trained: I
 
     Most of its models compare the number of patches alone, and 14 x 14 are as many as 7 x 28.
     """
-    if (own := _image_size(module)) is None:
+    own = _image_size(module)
+    if own is None:
         return False
-    high, wide = sides(trained or pretrained_cfg(module).get("input_size", (0, *own))[1:])
+    of_timm = pretrained_cfg(module).get("input_size", (0, *own))[1:]
+    high, wide = sides(trained or of_timm)
     if (high, wide) == own or high * wide != math.prod(own):
         return False
     of_grid = [key for key in given if re.search(BY_PATCH, key) and given[key].ndim in (2, 3)]
@@ -224,20 +272,24 @@ def _replace_classifier(
     Returns the names of tensors that stay freshly initialised, and phrases for the log.
     """
     fresh = {key for key in target if is_inside(key, unwanted)}
-    for key in [key for key in weights if is_inside(key, unwanted)]:
-        del weights[key]
+    for key in list(weights):
+        if is_inside(key, unwanted):
+            del weights[key]
     changes: list[str] = []
     for prefix in heads:
         keys = [key for key in (f"{prefix}.weight", f"{prefix}.bias") if key in target]
         if fresh.issuperset(keys):
             continue
-        given, own = weights.get(keys[0]), target[keys[0]]
+        given = weights.get(keys[0])
+        own = target[keys[0]]
         if given is None:
             fresh.update(keys)
             changes.append(f"the file has no {prefix}; the model's {prefix} stays {FRESH}")
             continue
         if label_offset and given.shape[0] == own.shape[0] + label_offset:
-            weights.update({key: weights[key][label_offset:] for key in weights.keys() & keys})
+            for key in keys:
+                if key in weights:
+                    weights[key] = weights[key][label_offset:]
         elif given.shape[0] != own.shape[0]:
             for key in keys:
                 weights.pop(key, None)
@@ -248,26 +300,34 @@ def _replace_classifier(
 
 def _misfit(module: nn.Module, weights: Weights, file: Path, name: str, why: str = "") -> str:
     """Beginning of an error: sizes that differ, and the words of a command line that give the model those of a run."""
-    run, theirs, noted = None, dict[str, Any](), vars(module)
-    own = {**sizes_of(module), "POOL": noted.get(OWN_POOL), "INIT_VALUES": noted.get(OWN_SCALE)}
+    own = sizes_of(module)
+    own["POOL"] = vars(module).get(OWN_POOL)
+    own["INIT_VALUES"] = vars(module).get(OWN_SCALE)
+    run = None
+    theirs: dict[str, Any] = {}
     with contextlib.suppress(UserError, LookupError, ValueError):  # no ViT or Swin, or names of another program
-        run, kind = model_of_run(file), "swin" if any(key.startswith("layers.") for key in weights) else "vit"
-        theirs = sizes_in(run) if run else sizes_of_weights(Converted(kind, tensors=weights))
-    differing = {
-        key: value
-        for key, value in theirs.items()
-        if key not in RESIZED and value != own.get(key, value) and (run or value is not None)
-    }
-    words = "; ".join(
-        f"{SIZE_WORDS.get(key, key)} {one_line(value)} in the weights, {one_line(own[key])} in the recipe"
-        for key, value in differing.items()
-    )
-    words = why or words or "they may be of another model, which -model names (-list_models prints timm's)"
-    text = f"Pretrained weights {file} do not fit {name}: {words}"
+        run = model_of_run(file)
+        if run:
+            theirs = sizes_in(run)
+        else:
+            family = "swin" if any(key.startswith("layers.") for key in weights) else "vit"
+            theirs = sizes_of_weights(Converted(family, tensors=weights))
+    differing: dict[str, Any] = {}
+    for key, value in theirs.items():
+        is_known = run is not None or value is not None
+        if key not in RESIZED and is_known and value != own.get(key, value):
+            differing[key] = value
+    if not why:
+        phrases = [
+            f"{SIZE_WORDS.get(key, key)} {one_line(value)} in the weights, {one_line(own[key])} in the recipe"
+            for key, value in differing.items()
+        ]
+        why = "; ".join(phrases) or "they may be of another model, which -model names (-list_models prints timm's)"
+    text = f"Pretrained weights {file} do not fit {name}: {why}"
     if run is None:
         return text
     if own.keys() != theirs.keys():  # a model of another kind
-        differing = {"TYPE": run.TYPE, "NAME": run.NAME, **given_sizes(run)}
+        differing = {"TYPE": run.TYPE, "NAME": run.NAME} | given_sizes(run)
     words = " ".join(f"MODEL.{key}={shlex.quote(one_line(value))}" for key, value in differing.items())
     return f"{text}. For the model of the run, add {words} to the command" if words else text
 
@@ -277,49 +337,58 @@ def _mismatches(weights: Weights, before: dict[str, tuple[int, ...]], target: We
 
     `before`: the shapes in the file, before anything was resized.
     """
-    differing = [
-        f"{key}: {_shape(before.get(key, tuple(weights[key].shape)))} in the file, {_shape(tuple(own.shape))} in the "
-        "model"
-        for key, own in target.items()
-        if key in weights and weights[key].shape != own.shape
-    ]
-    missing = [key for key in target if key not in weights and key not in fresh and not key.endswith(COUNTER)]
+    differing = []
+    missing = []
+    for key, own in target.items():
+        if key not in weights:
+            if key not in fresh and not key.endswith(COUNTER):
+                missing.append(key)
+        elif weights[key].shape != own.shape:
+            given = before.get(key, tuple(weights[key].shape))
+            differing.append(f"{key}: {_shape(given)} in the file, {_shape(tuple(own.shape))} in the model")
     unknown = [key for key in weights if key not in target]
     lines: list[str] = []
     for title, tensors in (("differ", differing), ("missing in the file", missing), ("unknown to the model", unknown)):
         if tensors:
-            lines += [f"  {title} ({len(tensors)}):", *(f"    {line}" for line in tensors[:MOST_NAMED])]
+            lines.append(f"  {title} ({len(tensors)}):")
+            lines += [f"    {line}" for line in tensors[:MOST_NAMED]]
         if len(tensors) > MOST_NAMED:
             lines.append(f"    ... and {len(tensors) - MOST_NAMED} more")
     return lines
 
 
-def _load_npz(module: Any, file: Path, name: str) -> Result:
+def _load_npz(module: Any, file: Path, name: str) -> Loaded:
     """Load Google's ViT weights (AugReg and earlier) with timm's reader."""
     if not hasattr(module, "load_pretrained"):
         raise UserError(f"Pretrained weights {file}: .npz files are for ViTs; {name} is a {type(module).__name__}.")
+    position = None
+    head = None
     try:
         with np.load(file, allow_pickle=False) as archive:
             names = archive.files
-            ends = ("pos_embedding", "head/bias")
-            shapes = {end: archive[key].shape for key in names for end in ends if key.endswith(end)}
+            for key in names:
+                if key.endswith("pos_embedding"):
+                    position = archive[key].shape
+                elif key.endswith("head/bias"):
+                    head = archive[key].shape
     except Exception as error:  # numpy and zlib each raise their own
         raise UserError(unreadable(file, error)) from None
-    blocks = {int(found.group(1)) for key in names if (found := re.search(r"encoderblock_(\d+)/", key))}
+    numbers = [re.search(r"encoderblock_(\d+)/", key) for key in names]
+    blocks = {int(found[1]) for found in numbers if found}
     if blocks and len(blocks) != len(module.blocks):  # timm's reader would ignore surplus blocks silently
         raise UserError(
             f"Pretrained weights {file} do not fit {name}: {len(blocks)} blocks in the file, "
             f"{len(module.blocks)} in the model (MODEL.DEPTH)."
         )
-    changes = []
-    position, head = map(shapes.get, ends)
-    own = tuple(module.pos_embed.shape) if isinstance(getattr(module, "pos_embed", None), Tensor) else None
+    changes: list[str] = []
+    embedding = getattr(module, "pos_embed", None)
+    own = tuple(embedding.shape) if isinstance(embedding, Tensor) else None
     if position and own and position != own:
         changes.append(f"pos_embed resized from {_shape(position)} to {_shape(own)}")
-    untrained = head is None or head[-1] != module.num_classes
+    has_new_head = head is None or head[-1] != module.num_classes
     if head is None:
         changes.append(f"the file has no head; the model's head stays {FRESH}")
-    elif untrained:
+    elif has_new_head:
         changes.append(REPLACED.format("head", head[-1], module.num_classes))
     try:
         module.load_pretrained(str(file))
@@ -327,11 +396,11 @@ def _load_npz(module: Any, file: Path, name: str) -> Result:
         if position and position == own and grid[0] != grid[1]:
             # timm's reader resizes only to another number of patches. Those of such files form a square.
             prefix = position[1] - math.prod(grid)
-            module.pos_embed.data = resample_abs_pos_embed(module.pos_embed.data, [*grid], num_prefix_tokens=prefix)
+            module.pos_embed.data = resample_abs_pos_embed(module.pos_embed.data, list(grid), num_prefix_tokens=prefix)
             changes.append(f"pos_embed resized to {in_pixels(grid)} patches")
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except MISFITS as error:
         raise UserError(f"Pretrained weights {file} do not fit {name}: {error}.") from None
-    return f"{len(names)} arrays", changes, untrained
+    return Loaded(f"{len(names)} arrays", changes, is_partly_new=has_new_head)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -64,9 +64,11 @@ def _arrays(content: Any, size: int) -> dict[str, np.ndarray]:
     # Many names for the same bytes would take much more memory once they are converted.
     if sum(array.nbytes for array in arrays.values()) > size:
         raise Refused("its arrays are larger than the file")
-    for name, entry in (inner.get(SLICES) or {}).items():
+    sliced = inner.get(SLICES) or {}
+    for name, entry in sliced.items():
         pieces = [arrays.pop(piece).reshape(-1) for piece in entry["slices"]]
-        arrays[str(name)] = np.concatenate(pieces).reshape([int(side) for side in entry["OriginShape"]])
+        shape = [int(side) for side in entry["OriginShape"]]
+        arrays[str(name)] = np.concatenate(pieces).reshape(shape)
     if not arrays:
         raise ValueError("it has no arrays")
     return arrays
@@ -112,7 +114,9 @@ class FamilyRules:
         for pattern, parts in self.split:
             if re.search(pattern, name):
                 return [re.sub(pattern, part, name) for part in parts]
-        for pattern, new in (*self.names, *OF_BATCH_NORM):
+        for pattern, new in self.names:
+            name = re.sub(pattern, new, name)
+        for pattern, new in OF_BATCH_NORM:
             name = re.sub(pattern, new, name)
         return [NUMBER.sub(_computed, name)]
 
@@ -122,7 +126,7 @@ class FamilyRules:
             raise UserError(f"{where}: weights of PaddleViT's {self.title} cannot be converted: {self.refused}.")
         kept = {name: array for name, array in arrays.items() if not re.search(self.computed, name)}
         for pattern, replacement in self.equal:
-            for name in [name for name in kept if re.search(pattern, name)]:
+            for name in _matching(pattern, kept):
                 other = re.sub(pattern, replacement, name)
                 if other not in kept or not np.array_equal(kept[name], kept[other]):
                     raise UserError(
@@ -130,11 +134,19 @@ class FamilyRules:
                         "the weights cannot be converted."
                     )
         for pattern, replacement in self.folded:
-            for name in [name for name in kept if re.search(pattern, name)]:
+            for name in _matching(pattern, kept):
                 mean = re.sub(pattern, replacement, name)
                 if mean in kept:
                     kept[mean] = kept[mean] - kept.pop(name)
         return kept
+
+    def describes(self, names: Collection[str]) -> bool:
+        """Whether a file with these names has a name for each sign."""
+        return all(_matching(sign, names) for sign in self.signs)
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if re.search(pattern, name)]
 
 
 def _computed(found: re.Match[str]) -> str:
@@ -146,7 +158,7 @@ def _computed(found: re.Match[str]) -> str:
 
 def rules_of(names: Collection[str]) -> FamilyRules:
     """The rules for a file with these names: those of ViT, the last, where none fits."""
-    return next(one for one in all_rules() if all(any(re.search(sign, name) for name in names) for sign in one.signs))
+    return next(rules for rules in all_rules() if rules.describes(names))
 
 
 @cache
@@ -197,22 +209,26 @@ class Converted:
 def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Converted:
     """Rename the arrays, and transpose the weights of linear layers, which Paddle stores the other way round."""
     rules = rules_of(arrays)
-    converted, kept = Converted(rules.family, rules.closed), rules.prepared(arrays, where)
-    gone = [name for name in arrays if name not in kept]
-    converted.folded = [name for name in gone if any(re.search(bias, name) for bias, _ in rules.folded)]
-    converted.computed = [name for name in gone if name not in converted.folded]
+    kept = rules.prepared(arrays, where)
+    converted = Converted(rules.family, rules.closed)
+    for name in arrays:
+        if name not in kept:
+            is_folded = any(re.search(bias, name) for bias, _ in rules.folded)
+            (converted.folded if is_folded else converted.computed).append(name)
     for name, array in kept.items():
-        news = rules.timm_names(name)
-        unnamed = not any(re.search(pattern, name) for pattern, _ in rules.names)
-        if rules.closed and (unnamed or news[0] in converted.tensors):
+        names = rules.timm_names(name)
+        is_known = any(re.search(pattern, name) for pattern, _ in rules.names)
+        if rules.closed and (not is_known or names[0] in converted.tensors):
             converted.unused.append(name)
             continue
+        converted.used[name] = names[0]
         tensor = _tensor(array, transposed=is_transposed(name, array))
-        converted.used[name] = news[0]
-        converted.tensors |= dict(zip(news, tensor.tensor_split(len(news)), strict=True))
-    for name in [name for name in converted.tensors if name.endswith(".running_mean")]:
-        counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"  # which Paddle does not count
-        converted.tensors[counter] = torch.tensor(0)
+        parts = tensor.tensor_split(len(names))
+        converted.tensors |= dict(zip(names, parts, strict=True))
+    for name in list(converted.tensors):
+        if name.endswith(".running_mean"):
+            counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"  # which Paddle does not count
+            converted.tensors[counter] = torch.tensor(0)
     return converted
 
 
@@ -229,44 +245,62 @@ def _tensor(array: np.ndarray, transposed: bool) -> Tensor:
 
 def sizes_of_weights(converted: Converted) -> dict[str, Any]:
     """MODEL's sizes, with IMAGE_SIZE and IMAGE_CHANNELS of DATA. KeyError if the first tensors are missing."""
-    tensors, swin = converted.tensors, converted.family == "swin"
+    tensors = converted.tensors
+    is_swin = converted.family == "swin"
     patches = tensors["patch_embed.proj.weight"]
-    width, channels, patch = patches.shape[0], patches.shape[1], patches.shape[-1]
-    head = tensors.get("head.fc.weight" if swin else "head.weight")
+    width = patches.shape[0]
+    patch = patches.shape[-1]
+    head = tensors.get("head.fc.weight" if is_swin else "head.weight")
+    first = "layers.0.blocks.0" if is_swin else "blocks.0"
     sizes: dict[str, Any] = {
         "EMBED_DIM": width,
         "PATCH_SIZE": patch,
-        "IMAGE_CHANNELS": channels,
+        "IMAGE_CHANNELS": patches.shape[1],
         "NUM_CLASSES": None if head is None else head.shape[0],
+        "MLP_RATIO": tensors[f"{first}.mlp.fc1.weight"].shape[0] / width,
+        "QKV_BIAS": f"{first}.attn.qkv.bias" in tensors,
     }
-    first = "layers.0.blocks.0" if swin else "blocks.0"
-    sizes["MLP_RATIO"] = tensors[f"{first}.mlp.fc1.weight"].shape[0] / width
-    sizes["QKV_BIAS"] = f"{first}.attn.qkv.bias" in tensors
-    if not swin:
-        depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-        tokens = tensors["pos_embed"].shape[1] - 1 - ("dist_token" in tensors)
-        _, heads = VIT_SIZES.get((width, depth), ("", None))
-        return sizes | {"DEPTH": depth, "NUM_HEADS": heads, "IMAGE_SIZE": math.isqrt(tokens) * patch}
-    tables = {
-        (int(name.split(".")[1]), int(name.split(".")[3])): value.shape
-        for name, value in tensors.items()
-        if name.endswith("relative_position_bias_table")
-    }
-    stages = 1 + max(stage for stage, _ in tables)
-    depths = [1 + max(block for owner, block in tables if owner == stage) for stage in range(stages)]
-    windows = [(math.isqrt(tables[stage, 0][0]) + 1) // 2 for stage in range(stages)]
-    return sizes | {
+    own = _sizes_of_swin(tensors, patch) if is_swin else _sizes_of_vit(tensors, width, patch)
+    return sizes | own
+
+
+def _sizes_of_vit(tensors: dict[str, Tensor], width: int, patch: int) -> dict[str, Any]:
+    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+    tokens = tensors["pos_embed"].shape[1] - 1
+    if "dist_token" in tensors:
+        tokens -= 1
+    _, heads = VIT_SIZES.get((width, depth), ("", None))
+    return {"DEPTH": depth, "NUM_HEADS": heads, "IMAGE_SIZE": math.isqrt(tokens) * patch}
+
+
+def _sizes_of_swin(tensors: dict[str, Tensor], patch: int) -> dict[str, Any]:
+    tables: dict[tuple[int, int], torch.Size] = {}  # (stage, block) -> shape of its bias table
+    for name, value in tensors.items():
+        if name.endswith("relative_position_bias_table"):
+            _, stage, _, block, *_ = name.split(".")
+            tables[int(stage), int(block)] = value.shape
+    depths: list[int] = []
+    heads: list[int] = []
+    windows: list[int] = []
+    for stage in range(1 + max(stage for stage, _ in tables)):
+        depths.append(1 + max(block for owner, block in tables if owner == stage))
+        offsets, number = tables[stage, 0]
+        heads.append(number)
+        windows.append((math.isqrt(offsets) + 1) // 2)
+    return {
         "STAGE_DEPTHS": depths,
-        "NUM_HEADS": [tables[stage, 0][1] for stage in range(stages)],
+        "NUM_HEADS": heads,
         "WINDOW_SIZE": windows[0],
         # In every published size, the window of the last stage covers the whole feature map.
-        "IMAGE_SIZE": windows[-1] * patch * 2 ** (stages - 1),
+        "IMAGE_SIZE": windows[-1] * patch * 2 ** (len(windows) - 1),
     }
 
 
 def timm_name(converted: Converted, sizes: dict[str, Any]) -> str | None:
     """timm's name of a model of these sizes; None if it is not a published one."""
-    width, patch, side = sizes["EMBED_DIM"], sizes["PATCH_SIZE"], sizes["IMAGE_SIZE"]
+    width = sizes["EMBED_DIM"]
+    patch = sizes["PATCH_SIZE"]
+    side = sizes["IMAGE_SIZE"]
     if converted.family == "swin":
         size = SWIN_SIZES.get((width, tuple(sizes["STAGE_DEPTHS"])))
         name = f"swin_{size}_patch{patch}_window{sizes['WINDOW_SIZE']}_{side}"

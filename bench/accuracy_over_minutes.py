@@ -33,8 +33,10 @@ def draw(results: Path, picture: Path) -> None:
         axes = places[devices.index(device)]
         # seeds x validations x (CPU minutes, top-1)
         points = np.array([run["acc1"] for run, of in zip(runs, groups, strict=True) if of == group])
-        minutes, accuracy = points[..., 0].mean(0), points[..., 1]
-        colour, mean = COLOURS[program], accuracy.mean(0)
+        minutes = points[..., 0].mean(0)
+        accuracy = points[..., 1]
+        colour = COLOURS[program]
+        mean = accuracy.mean(0)
         seeds = f"{len(points)} seed{'s' * (len(points) > 1)}"
         label = f"{program}, {budget} minutes, {setting}, {seeds}: {mean[-1]:.1f} %"
         marker = next(mark for word, mark in MARKERS.items() if word in setting)

@@ -29,7 +29,9 @@ from safetensors.torch import load_file
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 ROOT = Path(__file__).resolve().parents[1]
-STARTED, RESUMED, UPDATES = 6, 10, 14
+STARTED = 6
+RESUMED = 10
+UPDATES = 14
 """Updates before a run is resumed, before it is resumed again, and in all."""
 SHOWN = 8
 """Differences of each kind that are printed."""
@@ -118,7 +120,8 @@ def compare(name: str, old: Commit, new: Commit, only_numbers: bool) -> Iterator
     for label, run, updates in stages:
         started = []
         for side in (old, new):
-            way, again = side.ways[name], label.startswith("resumed")
+            way = side.ways[name]
+            again = label.startswith("resumed")
             words = tuple(word.format(made=side.made) for word in way.words) + (("-resume", "auto") if again else ())
             processes = (way.later or way.processes) if again else way.processes
             started.append((side, side.train(words, processes, side.runs / run, updates)))

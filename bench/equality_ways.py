@@ -9,7 +9,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 
-TEACHER, LABELS, FAULTY = "{made}/teacher", "{made}/labels", "{made}/faulty.safetensors"
+TEACHER = "{made}/teacher"
+LABELS = "{made}/labels"
+FAULTY = "{made}/faulty.safetensors"
 """What `make_materials` makes; a way's words are formatted with the folder."""
 PHASES = ("DATA.BATCH_SIZE=256", "TRAIN.NUM_EPOCHS=3", "TRAIN.WARMUP_EPOCHS=3")
 """Epochs of five updates. So a run is resumed within epoch 2, and a second time at the start of epoch 3."""

@@ -96,7 +96,9 @@ def lay_out(of: Path, draw: int, images: int, folder: Path) -> int:
 def run(asked: argparse.Namespace, of: Path, draw: int, rate: float | str | None) -> dict[str, Any]:
     """Train once; `rate` is timm's learning rate, None means vitamp."""
     with tempfile.TemporaryDirectory() as scratch:
-        data, out, backbone = Path(scratch, "data"), Path(scratch, "out"), BACKBONES[asked.backbone]
+        data = Path(scratch, "data")
+        out = Path(scratch, "out")
+        backbone = BACKBONES[asked.backbone]
         validated = lay_out(of, draw, asked.images, data)
         weights = asked.weights if rate is None else asked.timm_weights or asked.weights
         template, flags = (OURS, backbone.ours) if rate is None else (TIMMS, backbone.timms)
@@ -176,7 +178,8 @@ def over_backbones(tables: list[list[dict[str, Any]]]) -> dict[str, float]:
 
 def over_sets(summaries: list[dict[str, Any]]) -> dict[str, float]:
     """The mean difference, and the reach of its 95 % interval for other sets, and for other images of these."""
-    differences, sets = [one["difference"] for one in summaries], len(summaries)
+    differences = [one["difference"] for one in summaries]
+    sets = len(summaries)
     of_sets = student.ppf(0.975, sets - 1) * stdev(differences) / sqrt(sets)
     return {
         "difference": round(mean(differences), 1),

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGES = ROOT / "docs" / "results", ("README.md", "docs/benchmarks.md")
-BEGIN, END = "<!-- speed on a GPU, from docs/results by bench/gpu_table.py -->", "<!-- end of it -->"
+RESULTS = ROOT / "docs" / "results"
+PAGES = ("README.md", "docs/benchmarks.md")
+BEGIN = "<!-- speed on a GPU, from docs/results by bench/gpu_table.py -->"
+END = "<!-- end of it -->"
 SIZES = ("small", "base", "large")
 OUTCOMES = {0: "ok", 124: "did not end in time", 125: "no time was left for it"}
 

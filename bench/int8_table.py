@@ -28,7 +28,10 @@ from tools.export.formats import INPUT, LOGITS, Export, Onnx, images_for_check, 
 from tools.export.int8 import Int8, calibration_images, reader
 from utils.arrays_only import ArraysOnly
 
-SEEDS, VALIDATION, TURNS, SECONDS_EACH = 5, 2000, 9, 0.2
+SEEDS = 5
+VALIDATION = 2000
+TURNS = 9
+SECONDS_EACH = 0.2
 PROBE = "configs/finetune.yaml MODEL.FREEZE=backbone TRAIN.NUM_EPOCHS=0 TRAIN.WARMUP_EPOCHS=0 DATA.IMAGE_SIZE=128 "
 PROBE += "-model tf_efficientnet_lite0 -pretrained"
 OF_MNIST = "configs/vit_digits.yaml -epochs 6 DATA.IMAGE_SIZE=28 MODEL.PATCH_SIZE=4 DATA.FLIP=0 DATA.CROP_SCALE=[0.8,1]"
@@ -53,12 +56,15 @@ def write_images(place: Path, pixels: np.ndarray, labels: np.ndarray, count: int
 
 
 def times_as_fast(files: dict[str, Path], batch: np.ndarray, threads: int) -> dict[str, float]:
-    options, seconds = onnxruntime.SessionOptions(), {name: list[float]() for name in files}
-    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    options = onnxruntime.SessionOptions()
+    seconds = {name: list[float]() for name in files}
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
     sessions = {name: onnxruntime.InferenceSession(str(file), options) for name, file in files.items()}
     for _ in range(TURNS):
         for name, session in sessions.items():
-            begin, number = time.perf_counter(), 0
+            begin = time.perf_counter()
+            number = 0
             while time.perf_counter() - begin < SECONDS_EACH:
                 session.run(None, {INPUT: batch})
                 number += 1
@@ -68,19 +74,23 @@ def times_as_fast(files: dict[str, Path], batch: np.ndarray, threads: int) -> di
 
 def measure(run: Path, place: Path) -> dict[str, Any]:
     trained = load_trained(run, device="cpu", amp="off")
-    images, calibration = images_for_check(trained, None, None, "val"), calibration_images(trained)
-    files, kind = {name: place / f"{name}.onnx" for name in ("fp32", "naive", "int8")}, Int8(calibration, ())
+    images = images_for_check(trained, None, None, "val")
+    calibration = calibration_images(trained)
+    files = {name: place / f"{name}.onnx" for name in ("fp32", "naive", "int8")}
+    kind = Int8(calibration, ())
     Onnx().write(Export(trained, images, "fp32", False), files["fp32"])
     kind.write(Export(trained, images, "int8", False), files["int8"])
     batches = [batch.numpy() for batch in images.batches(trained, False)]
     quantize_static(files["fp32"], files["naive"], reader(calibration.batches(trained, False)))
     fast = {threads: times_as_fast(files, batches[0], threads) for threads in (1, 2)}
     found: dict[str, Any] = {"images": len(images.names), "kept": sorted(kind.kept)}
-    right, expected = np.asarray(images.labels), np.array([])
+    right = np.asarray(images.labels)
+    expected = np.array([])
     for name, file in files.items():
         guesses = np.concatenate([*run_onnx(str(file), name, LOGITS, batches)]).argmax(1)
         expected = guesses if name == "fp32" else expected
-        top1, changed = round(100 * float((guesses == right).mean()), 2), int((guesses != expected).sum())
+        top1 = round(100 * float((guesses == right).mean()), 2)
+        changed = int((guesses != expected).sum())
         found[name] = {"top1": top1, "changed": changed, "bytes": file.stat().st_size}
         found[name] |= {f"times_as_fast_{threads}": fast[threads][name] for threads in fast}
     return found

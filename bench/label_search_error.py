@@ -40,9 +40,13 @@ def some(random: np.random.Generator, features: np.ndarray, labels: np.ndarray, 
 
 
 def search(table: Table, fraction: float, seed: int) -> dict[str, object]:
-    features, right = table[0].astype(np.float32), table[1].astype(np.int64)
-    random, count, classes = np.random.default_rng(seed), len(right), int(right.max()) + 1
-    labels, changed = right.copy(), random.permutation(count)[: round(fraction * count)]
+    features = table[0].astype(np.float32)
+    right = table[1].astype(np.int64)
+    random = np.random.default_rng(seed)
+    count = len(right)
+    classes = int(right.max()) + 1
+    labels = right.copy()
+    changed = random.permutation(count)[: round(fraction * count)]
     labels[changed] = (right[changed] + random.integers(1, classes, len(changed))) % classes
     fold_of = np.empty(count, np.int64)
     fold_of[np.argsort(labels, kind="stable")] = np.arange(count) % FOLDS
@@ -69,7 +73,8 @@ def main() -> None:
     asked = parser.parse_args()
     # The rows of an interrupted command stay.
     about = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
-    rows, done = about["rows"], {(row["data"], row["changed"], row["seed"]) for row in about["rows"]}
+    rows = about["rows"]
+    done = {(row["data"], row["changed"], row["seed"]) for row in about["rows"]}
     pixels = np.fromfile(asked.mnist / "train-images-idx3-ubyte", np.uint8)[16:].reshape(-1, 784)
     mnist = pixels, np.fromfile(asked.mnist / "train-labels-idx1-ubyte", np.uint8)[8:]
     digits: Any = load_digits()

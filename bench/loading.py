@@ -58,7 +58,9 @@ class PerSample(Dataset[tuple[Any, int]]):
 
     def __init__(self, images: Images, changes: TrainConfig | None, order: np.ndarray) -> None:
         """`changes`: the augmentations of training; None for validation."""
-        self.samples, self.order, data = images.samples, order, images.data
+        self.samples = images.samples
+        self.order = order
+        data = images.data
         self.transform: Any = create_transform(
             data.IMAGE_SIZE,
             is_training=changes is not None,
@@ -102,7 +104,8 @@ def cpu_seconds() -> float:
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    asked, config = line.asked, line.load().config
+    asked = line.asked
+    config = line.load().config
     # As in loading processes: operations must not use other cores. timm gains from it too.
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -132,7 +135,9 @@ def main(argv: list[str]) -> int:
     for what, ours in loaders.items():
         training = what == "training"
         dataset: Any = PerSample(images if training else validated, config.TRAIN if training else None, order)
-        transform, size, persistent = dataset.transform, config.DATA.IMAGE_SIZE, workers > 0
+        transform = dataset.transform
+        size = config.DATA.IMAGE_SIZE
+        persistent = workers > 0
         made: Any = create_loader(
             dataset, size, batch, is_training=training, num_workers=workers, persistent_workers=persistent, device=CPU
         )

@@ -27,7 +27,10 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-IMAGES, CLASSES, UPDATES, KILLED = 200, 10, 40, 15
+IMAGES = 200
+CLASSES = 10
+UPDATES = 40
+KILLED = 15
 LEVELS = np.linspace(0.3, 1.0, 15)
 COLOURS = np.array([(1.0, LEVELS[number // 15], LEVELS[number % 15]) for number in range(IMAGES)])
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -39,9 +42,11 @@ def observe() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     asked = json.loads(os.environ["RESUME_BENCH"])
-    log, std = Path(asked["log"]), np.array(asked["std"])
+    log = Path(asked["log"])
+    std = np.array(asked["std"])
     now: dict[str, Any] = {"images": [], "losses": []}
-    updates, given = 0, False
+    updates = 0
+    given = False
     exec(asked["first"])
 
     def see(_module: Any, inputs: tuple[Any, ...]) -> None:
@@ -71,7 +76,8 @@ def observe() -> None:
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal updates
         updates += 1
-        found, rank = weights(optimizer), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        found = weights(optimizer)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         line = now | {"after": hashlib.sha256(found.tobytes()).hexdigest()}
         with (log / f"{rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -81,7 +87,8 @@ def observe() -> None:
         if updates == asked["killed"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    real_backward, torch.autograd.backward = torch.autograd.backward, backward
+    real_backward = torch.autograd.backward
+    torch.autograd.backward = backward
     torch.nn.modules.module.register_module_forward_pre_hook(see)
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -104,13 +111,17 @@ class Bench:
     """One trainer, with the folders of its runs."""
 
     def __init__(self, trainer: dict[str, Any], place: Path, folder: Path, data: Path) -> None:
-        self.trainer, self.folder, self.data = trainer, folder, data
+        self.trainer = trainer
+        self.folder = folder
+        self.data = data
         self.python, self.cwd = (place, ROOT) if trainer["place"] == "peers" else (Path(sys.executable), place)
         (folder / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(ROOT / 'bench')!r})\n{HOOK}")
 
     def run(self, name: str, way: str, killed: int = 0) -> list[dict[str, Any]]:
         """Run a command of the trainer; returns what each update was, over all processes."""
-        log, at, trainer = self.folder / name, self.folder / "run", self.trainer
+        log = self.folder / name
+        at = self.folder / "run"
+        trainer = self.trainer
         log.mkdir()
         at.with_suffix(".py").write_text(trainer.get("file", ""))
         words = {"one": self.python, "two": f"{self.python} -m torch.distributed.run --standalone --nproc_per_node 2"}

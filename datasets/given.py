@@ -29,7 +29,8 @@ class ArrayPixels:
     """Writes the pixels of a single image as `InMemory` makes them in validation."""
 
     def __init__(self, data: DataConfig, cropped: bool = True) -> None:
-        self.data, self.reader = data, Reader(data)
+        self.data = data
+        self.reader = Reader(data)
         self.squeezed = not cropped or data.CROP == "none"
 
     def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:

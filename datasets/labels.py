@@ -45,7 +45,8 @@ def check_gaps(labels: Sequence[int] | np.ndarray, where: Callable[[int], str]) 
     least = int(np.argmin(labels))
     if labels[least] < 0:
         raise UserError(f"{where(least)}: the label {labels[least]} is below 0; labels are whole numbers from 0.")
-    largest, occurring = int(np.argmax(labels)), len(np.unique(labels))
+    largest = int(np.argmax(labels))
+    occurring = len(np.unique(labels))
     classes = int(labels[largest]) + 1
     if classes > MOST_WITH_GAPS and occurring < classes / 2:
         raise UserError(

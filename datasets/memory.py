@@ -24,17 +24,23 @@ class BatchAffine:
         self.data = data
         high, wide = sides(data.IMAGE_SIZE)
         y, x = ((torch.arange(side, dtype=torch.float32, device=device) * 2 + 1) / side - 1 for side in (high, wide))
-        self.x, self.y, self.aspect = x[None, None, :], y[None, :, None], wide / high
+        self.x = x[None, None, :]
+        self.y = y[None, :, None]
+        self.aspect = wide / high
 
     def matrices(self, uniform: np.ndarray) -> torch.Tensor:
         """Rows of five uniform numbers -> rows (a, b, c, d, e, f), which map an output pixel (x, y) to its source."""
         data = self.data
         acts = uniform[:, 0] < data.AFFINE_PROB
         shift_x, shift_y, zoom, angle = (np.where(acts, 2 * column - 1, 0.0) for column in uniform[:, 1:].T)
-        shift_x, shift_y = 2 * data.SHIFT * shift_x, 2 * data.SHIFT * shift_y
-        zoom, angle = 1 + data.ZOOM * zoom, np.deg2rad(data.ROTATE * angle)
-        a, b = np.cos(angle) / zoom, np.sin(angle) / zoom
-        of_y, of_x = b / self.aspect, -b * self.aspect  # both axes go from -1 to 1, and angles are of pixels
+        shift_x = 2 * data.SHIFT * shift_x
+        shift_y = 2 * data.SHIFT * shift_y
+        zoom = 1 + data.ZOOM * zoom
+        angle = np.deg2rad(data.ROTATE * angle)
+        a = np.cos(angle) / zoom
+        b = np.sin(angle) / zoom
+        of_y = b / self.aspect
+        of_x = -b * self.aspect
         rows = np.stack([a, of_y, -a * shift_x - of_y * shift_y, of_x, a, -of_x * shift_x - a * shift_y], axis=1)
         return torch.from_numpy(rows.astype(np.float32))
 
@@ -55,7 +61,9 @@ class ArraySamples(Samples):
     def __init__(self, pixels: np.ndarray, labels: np.ndarray, classes: list[str], owner: str) -> None:
         # Channels last in memory, as from a decoder: resizing relies on it.
         self.pixels = np.ascontiguousarray(pixels)
-        self.labels, self.classes, self.owner = labels, classes, owner
+        self.labels = labels
+        self.classes = classes
+        self.owner = owner
 
     def read(self, index: int) -> np.ndarray:
         return self.pixels[index]
@@ -73,8 +81,13 @@ class InMemory(ImageDataset):
         self, samples: ArraySamples, data: DataConfig, train: bool, seed: int, device: torch.device, cropped: bool
     ) -> None:
         """`cropped=False`: no crop and no flip, in training and in validation."""
-        self.samples, self.classes = samples, samples.classes
-        self.data, self.seed, self.device, self.train, self.cropped = data, seed, device, train, cropped
+        self.samples = samples
+        self.classes = samples.classes
+        self.data = data
+        self.seed = seed
+        self.device = device
+        self.train = train
+        self.cropped = cropped
         self.images = planes(samples.pixels, data.IMAGE_CHANNELS).to(device)
         self.labels = torch.from_numpy(samples.labels).to(device)
         self.squeezed = not cropped or train or data.CROP == "none"
@@ -105,13 +118,15 @@ class InMemory(ImageDataset):
     def at_size(self, size: ImageSize) -> ImageDataset:
         other = copy.copy(self)
         other.data = self.data.changed(IMAGE_SIZE=size)
-        other.affine, other._transforms = BatchAffine(other.data, self.device) if self.affine else None, {}
+        other.affine = BatchAffine(other.data, self.device) if self.affine else None
+        other._transforms = {}
         return other
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         indices = torch.tensor([index for _, index in keys]).to(self.device, non_blocking=True)
         chosen = indices.clamp(min=0)
-        labels, images = self.labels[chosen], resized(self.images[chosen], self.data, self.squeezed)
+        labels = self.labels[chosen]
+        images = resized(self.images[chosen], self.data, self.squeezed)
         if self.train:
             crops, matrices = self._transforms_of(keys[0][0])
             if crops is not None:  # pad with a black margin, crop each image to its size at its own place, mirror some
@@ -119,7 +134,8 @@ class InMemory(ImageDataset):
                 top, left, mirrored, turned = crops[chosen][:, :, None].unbind(1)
                 if self.margin:
                     images = torch.nn.functional.pad(images, (self.margin,) * 4)
-                row, column = torch.arange(high, device=images.device), torch.arange(wide, device=images.device)
+                row = torch.arange(high, device=images.device)
+                column = torch.arange(wide, device=images.device)
                 columns = left + torch.where(mirrored > 0, wide - 1 - column, column)
                 rows = top + torch.where(turned > 0, high - 1 - row, row)
                 pixels = (rows[:, :, None] * images.shape[-1] + columns[:, None, :]).flatten(1)
@@ -132,7 +148,8 @@ class InMemory(ImageDataset):
         images = images.view(images.shape)
         if any(index == PADDING for _, index in keys):
             real = indices != PADDING
-            images, labels = images * real[:, None, None, None], labels * real
+            images = images * real[:, None, None, None]
+            labels = labels * real
         return Batch(images, labels, indices)
 
     def _transforms_of(self, epoch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

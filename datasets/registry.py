@@ -63,7 +63,9 @@ def _open(
 ) -> ImageDataset:
     if source.open is not None:
         return source.open(data, train, num_classes, seed, device)
-    part, opened, cropped = part_of(data, train), source.samples, source.arrays == "cropped"
+    part = part_of(data, train)
+    opened = source.samples
+    cropped = source.arrays == "cropped"
     assert opened is not None, "a source has one of the two"
     # Random crops of arrays, too, are made one image at a time, in loading processes.
     if source.arrays is not None and not (train and cropped and data.CROP == "random"):
@@ -82,7 +84,8 @@ def _open(
         samples = listed_once(lambda: opened(data, part, num_classes), world)
     else:
         samples = opened(data, part, num_classes)
-    samples.machines, samples.by_machine = world.machines, train and data.SAMPLER == "by_machine"
+    samples.machines = world.machines
+    samples.by_machine = train and data.SAMPLER == "by_machine"
     return Images(samples, data, train, seed)
 
 

@@ -15,7 +15,9 @@ class Variant(ImageDataset):
 
     def __init__(self, inner: ImageDataset) -> None:
         self.inner = inner
-        self.classes, self.in_memory, self.data = inner.classes, inner.in_memory, inner.data
+        self.classes = inner.classes
+        self.in_memory = inner.in_memory
+        self.data = inner.data
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -47,7 +49,8 @@ class Repeated(Variant):
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         # Each copy has its own epochs: random numbers depend on epoch and index alone. Padding is in the first.
-        rows, own = defaultdict[int, list[int]](list), list[Key]()
+        rows = defaultdict[int, list[int]](list)
+        own = list[Key]()
         for row, (epoch, index) in enumerate(keys):
             copy = max(index, 0) // len(self.inner)
             own.append(((epoch - 1) * self.copies + copy + 1, index - copy * len(self.inner)))
@@ -69,7 +72,8 @@ class Sized(Variant):
 
     def __init__(self, inner: ImageDataset, train: TrainConfig, full: ImageSize) -> None:
         super().__init__(inner)
-        self.train, self.full = train, full
+        self.train = train
+        self.full = full
         self.by_size = {full: inner} | {size: inner.at_size(size) for _, size in train.SIZE_SCHEDULE if size != full}
 
     def take_broken(self) -> list[Broken]:

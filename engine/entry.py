@@ -67,7 +67,8 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         _report(str(error), aloud=place.local_rank == 0 and not on_all_ranks)
         return EXIT_USAGE
     except TrainingError as error:
-        common, name = isinstance(error, AllRanksError), _rank_name()
+        common = isinstance(error, AllRanksError)
+        name = _rank_name()
         _report(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
         return EXIT_FAILED
     except (SystemExit, KeyboardInterrupt) as leave:

@@ -65,7 +65,9 @@ def check(config: Config) -> None:
 
 def _check_training(config: Config) -> None:
     """What an evaluation need not keep."""
-    train, steps, full = config.TRAIN, config.TRAIN.SIZE_SCHEDULE, config.DATA.IMAGE_SIZE
+    train = config.TRAIN
+    steps = config.TRAIN.SIZE_SCHEDULE
+    full = config.DATA.IMAGE_SIZE
     if metric_named(by := config.SAVE_BEST_BY).trivial >= config.MODEL.NUM_CLASSES:
         raise UserError(f"SAVE_BEST_BY {by}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
     if train.NUM_EPOCHS == AUTO:

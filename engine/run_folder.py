@@ -47,7 +47,8 @@ def lock_existing_folder(config: Config, lock: FolderLock) -> None:
 def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path:
     """Make the folder on rank 0, and log into it on all ranks. `kind`: train or eval, for its name."""
 
-    config, world = run.config, run.world
+    config = run.config
+    world = run.world
 
     def make() -> str:
         folder = make_folder(target_folder(config), config.SAVE, kind)
@@ -80,7 +81,9 @@ def largest_class(ready: Ready) -> float | None:
 
 def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
     """Write config.yaml and run.json."""
-    config, world, threads = run.config, run.world, run.threads
+    config = run.config
+    world = run.world
+    threads = run.threads
     if not world.first:
         return
     with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
@@ -93,7 +96,8 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
 
         choices["decoder"] = decoder_of_jpeg()
     train_set = getattr(ready, "train_set", None)
-    splits, images = {"train": train_set, "val": ready.val_set}, train_set and train_set.single_images()
+    splits = {"train": train_set, "val": ready.val_set}
+    images = train_set and train_set.single_images()
     about = {
         **describe_run(describe_devices(run.device, world, threads), choices, config.TAG),
         "samples": {name: len(split) for name, split in splits.items() if split is not None},

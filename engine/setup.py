@@ -101,7 +101,9 @@ def choices_of(resumed: Checkpoint | None) -> Choices:
 
 def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Ready:
     """Build the model and the validation data. The weights of `checkpoint` are not loaded yet."""
-    config, world, device = run.config, run.world, run.device
+    config = run.config
+    world = run.world
+    device = run.device
     data = config.DATA
     tuned = tuned_model(config, device, world, choices_of(checkpoint), replaced=checkpoint is not None)
     tuned.choices = {PRECISION: tuned.precision.name} | tuned.choices
@@ -143,7 +145,8 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
     if config.MODEL.PRETRAINED and not replaced:
         from models.weights.fit import load_pretrained
 
-        new, whole = config.MODEL.NEW_CLASSIFIER, config.EVAL
+        new = config.MODEL.NEW_CLASSIFIER
+        whole = config.EVAL
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, new, whole))
         if new == "zero":
             for head in map(model.get_submodule, classifiers(model)):
@@ -166,8 +169,12 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
 
     `dry`: keep no features, and fit nothing to them.
     """
-    config, world, device = run.config, run.world, run.device
-    train, choices, sharding = config.TRAIN, choices_of(checkpoint), None
+    config = run.config
+    world = run.world
+    device = run.device
+    train = config.TRAIN
+    choices = choices_of(checkpoint)
+    sharding = None
     if config.DIST.STRATEGY == "fsdp":
         from engine.parallel.fsdp import build_sharding
 
@@ -199,7 +206,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         restore_fp32(ready.model, checkpoint, ready.precision)
     parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
     position = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates)
-    best, warnings = Best(kind=config.SAVE_BEST_BY), list[str]()
+    best = Best(kind=config.SAVE_BEST_BY)
+    warnings = list[str]()
     if checkpoint:
         from engine.checkpoint.restore import check_and_restore, check_classes
 
@@ -212,7 +220,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         from engine.evaluation.features import see_features
 
         if (found := see_features(run, ready, parts, train_set)) is not None:
-            train_set, loader = found, TrainLoader(found, loader.order, config.SEED, 0, device)
+            train_set = found
+            loader = TrainLoader(found, loader.order, config.SEED, 0, device)
     elif config.freezes_backbone and not config.trains_on_features and train.NUM_EPOCHS > 1:
         log.info(
             "MODEL.FREEZE backbone: it is computed in each of %d epochs, because the images change at random. "
@@ -220,7 +229,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
             *(train.NUM_EPOCHS, started_as("scripts/evaluate.py")),
         )
     loader.on_arrival = partial(parts.stages.mark, DATA)
-    how, why = "none", why_not_compiled(config, device, choices)
+    how = "none"
+    why = why_not_compiled(config, device, choices)
     if why is None:
         from engine.compile.choice import choose_compiling
 
@@ -253,7 +263,8 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
 
 def training_order(config: Config, world: World, train_set: ImageDataset) -> tuple[EpochOrder, int]:
     """The order of a run's epochs, and the most copies of a sample in one."""
-    data, balanced = config.DATA, None
+    data = config.DATA
+    balanced = None
     if data.SAMPLER == "balanced":
         balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT)
     weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
@@ -297,14 +308,18 @@ def build_train_state(
 
     `train_set` None: a trial, with equal classes. `resumed`: choices of the run that is resumed.
     """
-    train, model, precision, task = config.TRAIN, tuned.model, tuned.precision, task_of(config)
+    train = config.TRAIN
+    model = tuned.model
+    precision = tuned.precision
+    task = task_of(config)
     device = precision.device
     weights = None if train_set is None else weights_of_classes(config, train_set)
     criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32))
     criterion = criterion.to(device) if isinstance(criterion, nn.Module) else criterion
     if train.own_loss:  # outside autocast, which would compute its matrix products in half precision
         criterion = torch.autocast(device.type, enabled=False)(criterion)
-    batch_transform, stages = no_transform, Stages()
+    batch_transform = no_transform
+    stages = Stages()
     if config.REPORT_STAGES:
         from engine.measure.stages import EventStages, HostEvent
 
@@ -321,7 +336,8 @@ def build_train_state(
             sharding.shard(other, precision, computing=False)
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
-    scheduler, updates = build_scheduler(optimizer, train, rates, per_epoch), train.NUM_EPOCHS * per_epoch
+    scheduler = build_scheduler(optimizer, train, rates, per_epoch)
+    updates = train.NUM_EPOCHS * per_epoch
     if precision.hides_skips(optimizer):
         schedule = DeviceSchedule(scheduler, optimizer, updates, device)
     else:
@@ -352,7 +368,8 @@ def callbacks(
 
     `sharded`: FSDP casts weights and sums gradients, so that no copy and no DDP does. `classes`: names of the data's.
     """
-    train, precision = config.TRAIN, tuned.precision
+    train = config.TRAIN
+    precision = tuned.precision
     if train.DISTILLATION_TYPE is not None:  # changes what the model returns, so before it is copied
         from engine.distill.teacher import Distillation
 
@@ -402,7 +419,8 @@ def why_not_compiled(config: Config, device: torch.device, resumed: Choices) -> 
 
 def setting_of(ready: ReadyToTrain) -> Setting:
     """Facts about the run that the advice on its bottleneck depends on."""
-    device, model = ready.precision.device, ready.model
+    device = ready.precision.device
+    model = ready.model
     amp = ready.precision.level != "O0" or not amp_may_gain(device, model)
     workers = None if ready.train_set.in_memory else ready.train_loader.workers
     samples = ready.train_set.single_images()
@@ -410,7 +428,8 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     stored, remote = ("pixels", False) if samples is None else (samples.stored, samples.remote)
     # Only who has switched compiling off may gain by it: auto has weighed it.
     compiled = (ready.choices.get("compile"), ready.choices.get("compile_why")) != ("none", "as asked for")
-    here, several = ready.parts.world.own_cores, ready.train_set.sample_labels().ndim > 1
+    here = ready.parts.world.own_cores
+    several = ready.train_set.sample_labels().ndim > 1
     faster = []
     if device.type == "cpu":
         if is_convolutional(model) and not (ready.choices["channels_last"] or ready.parts.sharding):

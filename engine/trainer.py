@@ -50,11 +50,18 @@ class Trainer:
         self, run: Run, ready: ReadyToTrain, folder: Path, reporter: Reporter, op_lists: OpLists | None
     ) -> None:
         """`op_lists`: lists whose operators that the model never calls are reported."""
-        config, world = run.config, run.world
-        self.run, self.ready, self.folder, self.reporter = run, ready, folder, reporter
+        config = run.config
+        world = run.world
+        self.run = run
+        self.ready = ready
+        self.folder = folder
+        self.reporter = reporter
         self.throughput = Throughput(ready.precision.device, ready.parts.stages)
-        self.config, self.world = config, world
-        self.parts, self.position, self.train_loader = ready.parts, ready.position, ready.train_loader
+        self.config = config
+        self.world = world
+        self.parts = ready.parts
+        self.position = ready.position
+        self.train_loader = ready.train_loader
         self.best = ready.best
         self._best_before = self.best
         self.best_metrics: Metrics | None = None
@@ -65,7 +72,8 @@ class Trainer:
         """On rank 0: what the linear probe that the run began with predicted"""
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
-        self._setting, self._judged = setting_of(ready), False
+        self._setting = setting_of(ready)
+        self._judged = False
         self._meta = weights_meta(run, ready)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self._guess = largest_class(ready) if world.first else None
@@ -138,7 +146,9 @@ class Trainer:
 
     def _epoch(self) -> None:
         """Train from the current position to the end of the epoch, or to TRAIN.MAX_UPDATES."""
-        position, freq, began = self.position, self.config.REPORT_FREQ, perf_counter()
+        position = self.position
+        freq = self.config.REPORT_FREQ
+        began = perf_counter()
         self.parts.enter(position.epoch)
         for window in islice(self._windows, self.per_epoch - position.step):
             self._load_validation_ahead()
@@ -170,13 +180,15 @@ class Trainer:
                 self._validate_and_save()
             if self._update_limit_reached():
                 break
-        seconds, reading = perf_counter() - began, self._read()
+        seconds = perf_counter() - began
+        reading = self._read()
         if position.step != self.per_epoch:
             self.reporter.summary("Train", position, reading.epoch, seconds)
             return
         self._stop_on_nan(reading)
         self._health.report(position, together=True)
-        verdict, self._judged = None if self._judged else self._bottleneck(), True  # after the first epoch
+        verdict = None if self._judged else self._bottleneck()
+        self._judged = True
         self.reporter.epoch(position, reading.epoch, seconds, verdict)
         self._validate_and_save(position.epoch, last=position.epoch == self.config.TRAIN.NUM_EPOCHS)
         if self.broken is not None:
@@ -194,7 +206,8 @@ class Trainer:
 
     def _validate_and_save(self, finished: int | None = None, last: bool = False) -> None:
         """Do what is due after this update. `finished`: the epoch that it ends. `last`: of the run, so both are due."""
-        position, config = self.position, self.config
+        position = self.position
+        config = self.config
 
         def is_due(epochs: int | None, updates: int | None = None) -> bool:
             done = ((finished, epochs), (position.update, updates))
@@ -202,7 +215,8 @@ class Trainer:
 
         improved = is_due(config.VALIDATE_FREQ, config.VALIDATE_EVERY_UPDATES) and self._validate()
         if finished is not None:
-            position.epoch, position.step = finished + 1, 0
+            position.epoch = finished + 1
+            position.step = 0
             self.parts.meters.start_epoch()
         if improved or is_due(config.SAVE_FREQ, config.SAVE_EVERY_UPDATES) or is_due(config.KEEP_EVERY):
             self._save(finished, anew=improved)
@@ -210,7 +224,8 @@ class Trainer:
 
     def _load_validation_ahead(self) -> None:
         """If a validation is near, begin to load its first batches."""
-        position, config = self.position, self.config
+        position = self.position
+        config = self.config
         away = [updates_left(config, position, self.per_epoch)]
         if every := config.VALIDATE_EVERY_UPDATES:
             away.append(every - position.update % every)
@@ -292,7 +307,8 @@ class Trainer:
         self.reporter.validation(here, metrics, seconds, mark)
         self._restart_clocks()
         if improved:
-            self._best_before, self.best = self.best, best_now
+            self._best_before = self.best
+            self.best = best_now
             self.best_metrics = metrics[better]
         else:
             if self.config.MODEL.starts_at_probe and self.best.update == 0 and not self.best.stale:
@@ -303,7 +319,8 @@ class Trainer:
 
     def _measure(self) -> dict[WeightSet, Metrics]:
         """Metrics of all weights that the run keeps. If that fails, the training so far is saved."""
-        metrics, check = {}, partial(self._stopping.check, what="batches")
+        metrics = {}
+        check = partial(self._stopping.check, what="batches")
         try:
             for which, weights in self.parts.weights.items():
                 model = on_device(weights, self.ready.precision.device)
@@ -321,7 +338,8 @@ class Trainer:
 
     def _save(self, finished_epoch: int | None = None, anew: bool = False) -> None:
         """Save a checkpoint, unless this update is saved; also then at the end of `finished_epoch`, or `anew`."""
-        parts, position = self.parts, self.position
+        parts = self.parts
+        position = self.position
         if self._saved_at == (position.update, position.validated) and finished_epoch is None and not anew:
             return
         self._stop_on_nan(self._read())
@@ -345,7 +363,8 @@ class Trainer:
         """
         self._saver.wait_for_writer()
         if self.best.figure is not None and broadcast(self.best.update in self._saver.failing, self.world):
-            lost, self.best = self.best, self._best_before
+            lost = self.best
+            self.best = self._best_before
             log.warning("Best so far: %s. Lost with its checkpoint: %s.", self.best.words(), lost.words())
 
     def _finish_saving(self) -> None:

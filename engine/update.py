@@ -87,7 +87,8 @@ class TrainState:
 
         A collective call: once the weights are loaded and every rank is ready, and again when modules move to fp32.
         """
-        self.forward, self.compute = self.model, self.eager
+        self.forward = self.model
+        self.compute = self.eager
         for callback in self.callbacks:
             callback.attach(self)
 
@@ -119,7 +120,9 @@ class TrainState:
 
 def train_update(parts: TrainState, window: Window, update: int) -> None:
     """Train on the micro-batches of `window`, with one optimiser step. `update` counts from 1 through the run."""
-    precision, optimizer, mark = parts.precision, parts.optimizer, parts.stages.mark
+    precision = parts.precision
+    optimizer = parts.optimizer
+    mark = parts.stages.mark
     parts.stages.begin()
     accumulate(parts, window, update)
     for callback in parts.callbacks:
@@ -138,7 +141,8 @@ def train_update(parts: TrainState, window: Window, update: int) -> None:
 
 def accumulate(parts: TrainState, window: Window, update: int) -> None:
     """Compute the gradients of all micro-batches of `window`."""
-    precision, mark = parts.precision, parts.stages.mark
+    precision = parts.precision
+    mark = parts.stages.mark
     for nth, (share, batch) in enumerate(window, start=1):
         mark(COPY)
         # Erasing, mixing, dropout and stochastic depth depend on the position of a micro-batch in the run, not on the

@@ -11,7 +11,8 @@ from torch import nn
 from models.parts import BATCH_NORM, classifiers, is_inside
 from utils.errors import UserError, nearest
 
-BACKBONE, NORMS = "backbone", "batch_norm"
+BACKBONE = "backbone"
+NORMS = "batch_norm"
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:

@@ -82,7 +82,8 @@ def execute(path: Path, known_as: str = "") -> None:
     import timm
 
     os._exit = partial(_exit, os.getpid())
-    before, of_timm = set(registered), set(timm.list_models())
+    before = set(registered)
+    of_timm = set(timm.list_models())
     module = ModuleType(f"own_code_{len(executed)}_{path.stem}")
     module.__file__ = name
     sys.modules[module.__name__] = module  # where pydantic, dataclasses and timm look up types

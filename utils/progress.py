@@ -19,9 +19,12 @@ class Progress(tqdm):
     def __init__(self, things: Iterable[Any] | None, total: int, unit: str, what: str | None, shown: bool = True):
         hidden = None if shown else True  # None: if standard error is no terminal
         super().__init__(things, what, total, unit=f" {unit}", disable=hidden, leave=False, dynamic_ncols=True)
-        self._shown, self._begun, self._unit = shown, time.monotonic(), unit
+        self._shown = shown
+        self._begun = time.monotonic()
+        self._unit = unit
         self.initial = 0
-        self._what, self._last_line = f"{what}: " if what else "", self._begun
+        self._what = f"{what}: " if what else ""
+        self._last_line = self._begun
 
     def update(self, n: float | None = 1) -> bool | None:
         if not self.disable or not self._shown:

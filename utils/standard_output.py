@@ -30,7 +30,8 @@ def watch_standard_output() -> None:
         pass
     os.close(free)
     sys.stdin = sys.stdin or os.fdopen(0)
-    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
     if sys.stdout.errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # of names that its encoding lacks
     for name in ("write", "flush"):
@@ -119,7 +120,8 @@ class LineFile:
             try:
                 self._write()
             except OSError as error:
-                lines, self._unwritten = len(self._unwritten), []
+                lines = len(self._unwritten)
+                self._unwritten = []
                 log.warning("%s: its last %d lines could not be written (%s).", self._path, lines, error.strerror)
         self._release()
 

@@ -41,7 +41,8 @@ class Brief:
     def shown(self, record: logging.LogRecord, text: str) -> str | None:
         """The text as it is shown; None: not at all."""
         if record.levelno < logging.WARNING and not self.training:
-            detail, in_full = getattr(record, "detail", False), getattr(record, "in_full", False)
+            detail = getattr(record, "detail", False)
+            in_full = getattr(record, "in_full", False)
             if detail or (self._banner and self.lines >= MOST_LINES - 2 and not in_full):
                 self.left_out += not detail
                 return None

@@ -54,7 +54,8 @@ class Interval(NamedTuple):
 
 def wilson(percent: float, images: float, z: float = Z) -> Interval:
     """Wilson's interval of a share of `images`, which may be an effective number."""
-    share, square = percent / 100, z * z / images
+    share = percent / 100
+    square = z * z / images
     middle = (share + square / 2) / (1 + square)
     half = math.sqrt(max(share * (1 - share), 0.0) * square + square * square / 4) / (1 + square)
     return Interval(100 * max(middle - half, 0.0), 100 * min(middle + half, 1.0))

@@ -59,9 +59,11 @@ if TYPE_CHECKING:
     from bench.benchmark_amp.sessions import Worker
 
 
-OFF, ON = "AMP off", "AMP on"
+OFF = "AMP off"
+ON = "AMP on"
 FP32 = "fp32"
-SYNTHETIC, FILES = ", synthetic", ", files"
+SYNTHETIC = ", synthetic"
+FILES = ", files"
 """Ends of the names in the table `precisions`."""
 
 AMP_ABOUT = """Seconds per 100 iterations in seven windows, AMP off and AMP on; their averages and the speed-up.
@@ -81,7 +83,8 @@ def plan_amp(line: ToolLine) -> Plan:
     loaded, device, where, remarks = set_up(line, reads_data=True)
     updates = line.asked.iters or (10 if device.type == "cpu" else 100)
     given, images = users_data(loaded)
-    config, workers = given or synthetic(loaded.config, updates), list["Worker"]()
+    config = given or synthetic(loaded.config, updates)
+    workers = list["Worker"]()
     amps = {name: config.AMP.changed(ENABLED=name == ON) for name in (OFF, ON, OFF + AGAIN)}
     contenders = {name: _training(config, amp, updates, workers) for name, amp in amps.items()}
     settings = {"iterations": updates, **non_defaults(config.changed(AMP={"ENABLED": True}))}
@@ -104,7 +107,8 @@ def amp_report(results: Results) -> list[str]:
         cells = [rounded(second, 4) for second in seconds[:both]] + ["-"] * (results["rounds"] - both)
         speedup = averages[OFF] / averages[ON] if name == ON and both else None
         rows.append([name, *cells, rounded(averages.get(name), 4), rounded(speedup, 4)])
-    iterations, means = results["settings"]["iterations"], results.first(ON, "precision", "-")
+    iterations = results["settings"]["iterations"]
+    means = results.first(ON, "precision", "-")
     title = f"Seconds per {iterations} iterations, {results.subject()}; {ON} means {means}"
     choices = results.choices_lines({OFF: OFF, ON: ON})
     return results.report(title, rows, [results.control_line(OFF, "seconds"), *choices, results.iteration_line()])
@@ -132,7 +136,8 @@ def plan_precisions(line: ToolLine) -> Plan:
     config = (given or loaded.config).changed(AMP={"ENABLED": False})
     others, left_out = modes_to_measure(line.asked.modes, config, device)
     modes = (REFERENCE, *others)
-    drawn, workers = synthetic(config, updates), list["Worker"]()
+    drawn = synthetic(config, updates)
+    workers = list["Worker"]()
     configs = {mode.name + SYNTHETIC: (drawn, mode) for mode in modes}
     configs[REFERENCE.name + SYNTHETIC + AGAIN] = drawn, REFERENCE
     configs |= {mode.name + FILES: (config, mode) for mode in modes if given}
@@ -205,7 +210,8 @@ GIVEN = "given"
 
 def plan_settings(line: ToolLine) -> Plan:
     loaded, device, where, remarks = set_up(line)
-    updates, workers = line.asked.iters or (5 if device.type == "cpu" else 50), list["Worker"]()
+    updates = line.asked.iters or (5 if device.type == "cpu" else 50)
+    workers = list["Worker"]()
     configs = {GIVEN: loaded.config, GIVEN + AGAIN: loaded.config}
     for words in vars(line.asked)["try"]:
         added = command_line(*entry_parser(NAME).read(shlex.split(words)))
@@ -266,8 +272,11 @@ def plan_simplenet(line: ToolLine) -> Plan:
     from bench.benchmark_amp.loops import SimpleNet
     from bench.benchmark_amp.sessions import Worker
 
-    asked, on_cpu, workers = line.asked, device.type == "cpu", list["Worker"]()
-    width, batches = asked.width or (512 if on_cpu else 4096), asked.batches or (20 if on_cpu else 50)
+    asked = line.asked
+    on_cpu = device.type == "cpu"
+    workers = list["Worker"]()
+    width = asked.width or (512 if on_cpu else 4096)
+    batches = asked.batches or (20 if on_cpu else 50)
     epochs = asked.epochs or (2 if on_cpu else 5)
     config = loaded.config.changed(TRAIN={"NUM_EPOCHS": epochs})
     if loaded.is_default("AMP.INIT_LOSS_SCALING"):
@@ -359,7 +368,9 @@ TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
 
 
 def plan_timm(line: ToolLine) -> Plan:
-    precisions, compiled, train_py = line.asked.precisions, bool(line.asked.compile), line.asked.timm_train
+    precisions = line.asked.precisions
+    compiled = bool(line.asked.compile)
+    train_py = line.asked.timm_train
     loaded, device, where, remarks = set_up(line, fixed=TIMM_FIXED)
     updates = line.asked.updates or (5 if device.type == "cpu" else 50)
 
@@ -415,7 +426,8 @@ def check_losses(losses: dict[str, list[float]], first: str) -> None:
     texts = {name: ", ".join(f"{loss:.7f}" for loss in own) for name, own in losses.items()}
     problems: list[str] = []
     for name, own in losses.items():
-        difference, limit = apart(own, losses[first]), TOLERANCE[_precision_of(name)]
+        difference = apart(own, losses[first])
+        limit = TOLERANCE[_precision_of(name)]
         if difference > limit:
             differs = f"differs from {first} by {difference:.1e}, more than {limit:.0e}"
             problems.append(f"  {name}: {texts[name]}; {differs}\n")
@@ -437,7 +449,8 @@ def _precision_of(name: str) -> str:
 def timm_report(results: Results) -> list[str]:
     settings = results["settings"]
     names = [name for name in results.turns if not name.endswith(AGAIN) and results.per_turn(name, "seconds")]
-    first, to_ms = f"{TIMM}, {settings['precisions'].partition(',')[0]}", 1000 / settings["updates"]
+    first = f"{TIMM}, {settings['precisions'].partition(',')[0]}"
+    to_ms = 1000 / settings["updates"]
 
     def speedup(key: str, over: str | None = None) -> Callable[[str], str]:
         return lambda name: results.ratio(over or f"{TIMM}, {_precision_of(name)}", name, key)

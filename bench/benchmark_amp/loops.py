@@ -62,7 +62,9 @@ class LoopSession(Session):
         self._device = pick_device(config.DEVICE, ALONE)
         self._loop = loop_of(way, config, self._device)
         self._batches = itertools.cycle(random_batches(config, self._device))
-        self._way, self._size, self._updates = way, config.DATA.BATCH_SIZE, updates
+        self._way = way
+        self._size = config.DATA.BATCH_SIZE
+        self._updates = updates
         self.started = {"losses": [self._loop.train_one(batch) for batch in itertools.islice(self._batches, COMPARED)]}
         self._loop.train(list(itertools.islice(self._batches, max(0, warmup_updates(updates) - COMPARED))))
         synchronize(self._device)
@@ -72,10 +74,12 @@ class LoopSession(Session):
         batches = list(itertools.islice(self._batches, self._updates))
         reset_peak_memory(self._device)
         synchronize(self._device)
-        began, on_cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        on_cpu = time.process_time()
         self._loop.train(batches)
         synchronize(self._device)
-        seconds, on_cpu = time.perf_counter() - began, time.process_time() - on_cpu
+        seconds = time.perf_counter() - began
+        on_cpu = time.process_time() - on_cpu
         torch.cuda.empty_cache()
         return {
             "seconds": seconds,
@@ -90,7 +94,8 @@ class LoopSession(Session):
 
 def random_batches(config: Config, device: torch.device) -> list[Batch]:
     """Random images and labels on the device, equal in every process."""
-    data, generator = config.DATA, torch.Generator(device).manual_seed(config.SEED)
+    data = config.DATA
+    generator = torch.Generator(device).manual_seed(config.SEED)
     size = (data.BATCH_SIZE, *data.shape)
     batches = []
     for _ in range(BATCHES):
@@ -139,8 +144,11 @@ class Timm:
     """
 
     def __init__(self, way: Way, config: Config, device: torch.device) -> None:
-        self.config, self.device, self.choices = config, device, dict[str, Any]()
-        data, train = config.DATA, config.TRAIN
+        self.config = config
+        self.device = device
+        self.choices = dict[str, Any]()
+        data = config.DATA
+        train = config.TRAIN
         # The same number of threads for all; our own loop alone makes other process-wide settings.
         torch.set_num_threads(threads_of(config, ALONE))
         if device.type == "cuda":
@@ -148,7 +156,8 @@ class Timm:
             switch_tf32(config.AMP.TF32)  # as in ours: torch's default for convolutions is TF32
         seed_all(config.SEED, "init")
         self.plain = build_model(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS).to(device).train()
-        self.criterion, self.clip = nn.CrossEntropyLoss(), train.GRAD_CLIP or math.inf
+        self.criterion = nn.CrossEntropyLoss()
+        self.clip = train.GRAD_CLIP or math.inf
         fused: Any = {"fused": True} if way.kind == FUSED else {}
         self.optimizer = timm.optim.create_optimizer_v2(
             self.plain,
@@ -178,7 +187,9 @@ class Timm:
         self.model: Callable[[Tensor], Tensor] = torch.compile(self.plain) if way.compiled else self.plain
         self.done = 0
         self.optimizer.zero_grad()
-        self._loop, self._args, self._task = self._train_one_epoch, None, None
+        self._loop = self._train_one_epoch
+        self._args = None
+        self._task = None
         if way.train_py is not None:
             script = read_train_py(way.train_py)
             self._loop = script["train_one_epoch"]
@@ -227,7 +238,8 @@ class Timm:
 
     def _train_one_epoch(self, loader: PrefetchLoader) -> dict[str, float]:
         """As the loop of train.py, the loss is read at every update."""
-        losses, weights = timm.utils.AverageMeter(), self.plain.parameters
+        losses = timm.utils.AverageMeter()
+        weights = self.plain.parameters
         for images, targets in loader:
             with self.autocast():
                 loss = self.criterion(self.model(images), targets)
@@ -266,9 +278,11 @@ class SimpleNet(Session):
         self, config: Config, device: torch.device, width: int, batches: int, enabled: bool, accumulated: int
     ) -> None:
         set_up_device(config, device, ALONE)
-        self._config, self._device = config.changed(AMP={"ENABLED": enabled}), device
+        self._config = config.changed(AMP={"ENABLED": enabled})
+        self._device = device
         check_amp(self._config.AMP, config.TRAIN)
-        self._width, self._accumulated = width, accumulated
+        self._width = width
+        self._accumulated = accumulated
         generator = torch.Generator(device).manual_seed(config.SEED)
         size = config.DATA.BATCH_SIZE
         self._batches: list[Batch] = []
@@ -279,7 +293,8 @@ class SimpleNet(Session):
             self._batches.append(Batch(numbers, torch.zeros_like(places), places))
 
     def turn(self) -> Metrics:
-        config, width = self._config, self._width
+        config = self._config
+        width = self._width
         for measured in (False, True):
             seed_all(config.SEED, "init")
             layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]

@@ -27,7 +27,9 @@ ROUNDS = Flag("rounds", "how often each contender is measured", "N", default=3, 
 ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE": 8}
 """Defaults on a CPU, where the usual ones would take hours."""
 ON_THE_DEVICE = "synthetic (made on the device)"
-OURS, TIMM, FUSED = "ours", "timm", "timm, fused"
+OURS = "ours"
+TIMM = "timm"
+FUSED = "timm, fused"
 """Kinds of loops in the table `timm`."""
 AGAIN = ", again"
 """Suffix of the control: a contender that is measured twice. The ratio of the two shows the noise."""
@@ -202,7 +204,8 @@ class Results(dict[str, Any]):
     def iteration_line(self) -> str:
         """Note on the number of images per iteration."""
         settings = DEFAULTS | self["settings"]
-        batch, total = int(settings["DATA.BATCH_SIZE"]), settings.get("TRAIN.GLOBAL_BATCH")
+        batch = int(settings["DATA.BATCH_SIZE"])
+        total = settings.get("TRAIN.GLOBAL_BATCH")
         parts = int(total) // batch if total else int(settings["TRAIN.ACCUM_ITER"])
         images = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
         return f"an iteration is one update of {images}"

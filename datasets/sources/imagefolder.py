@@ -185,7 +185,8 @@ def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
             raise no_such_part(part, root)
         expected = " or ".join(str(root / name) for name in ((TRAIN,) if part == "train" else VALIDATION_NAMES))
         raise _no_images(expected, root)
-    folder, train = root / found[stored], root / TRAIN
+    folder = root / found[stored]
+    train = root / TRAIN
     classes = subfolders(train if train.is_dir() else folder)
     if not classes:
         raise _no_images(train if train.is_dir() else folder, root)

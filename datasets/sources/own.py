@@ -20,7 +20,10 @@ class OwnSamples(Samples):
     """Paths of image files, or arrays of pixels."""
 
     def __init__(self, name: str, images: Sequence[str | np.ndarray], labels: np.ndarray, classes: list[str]) -> None:
-        self._name, self._images, self.labels, self.classes = name, images, labels, classes
+        self._name = name
+        self._images = images
+        self.labels = labels
+        self.classes = classes
 
     def read(self, index: int) -> Encoded:
         image = self._images[index]
@@ -55,7 +58,9 @@ def _opened(name: str, path: str | None, part: Part, own_is: str) -> OwnSamples:
     try:
         given = {"data_path": path} if own.takes("data_path") else {}
         returned, labels, classes = own.made()(split=part, **given)
-        images, labels, classes = list(returned), np.asarray(labels), [str(one) for one in classes]
+        images = list(returned)
+        labels = np.asarray(labels)
+        classes = [str(one) for one in classes]
     except UserError:
         raise
     except OWN_ERRORS as error:

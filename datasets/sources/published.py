@@ -33,7 +33,8 @@ def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> N
     Any number of processes may call this at once: one downloads and the others wait. It downloads into a folder beside
     the target and renames it at the end, so `target` is complete or absent. `by_hand` ends the message of a failure.
     """
-    scratch, stalled_before = target.parent / f".{target.name}.part", socket.getdefaulttimeout()
+    scratch = target.parent / f".{target.name}.part"
+    stalled_before = socket.getdefaulttimeout()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with process_lock(target.parent / f".{target.name}.lock", f"fetches {target}"):
@@ -120,7 +121,8 @@ class Published:
 
 def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: str) -> Source:
     """`clutter`: folder of images that belong to no class."""
-    inner, page = f"{classes}_ObjectCategories", f"https://data.caltech.edu/records/{record}"
+    inner = f"{classes}_ObjectCategories"
+    page = f"https://data.caltech.edu/records/{record}"
     published = Published(f"Caltech{classes}", megabytes, page, f"caltech{classes}", (inner,), f"{inner}/{example}")
 
     def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:

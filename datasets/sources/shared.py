@@ -20,7 +20,8 @@ LINE = 64
 def listed_once(list_images: Callable[[], Samples], world: World) -> Samples:
     """What `list_images` returns. A collective call."""
     samples = on_every_rank(world, lambda: list_images() if world.local_rank == 0 else None)
-    host, folder = socket.gethostname(), None
+    host = socket.gethostname()
+    folder = None
     if samples is not None and len(samples) and world.local_size > 1:
         folder = _write(samples)
     offers = all_gather([(host, folder)], world)
@@ -38,7 +39,9 @@ def listed_once(list_images: Callable[[], Samples], world: World) -> Samples:
 
 def _write(samples: Samples) -> str | None:
     """Write its arrays one after another into a file, and all else into another, in a folder that only we may enter."""
-    folder, arrays, places = None, list[pickle.PickleBuffer](), list[slice]()
+    folder = None
+    arrays = list[pickle.PickleBuffer]()
+    places = list[slice]()
     try:
         folder = tempfile.mkdtemp(prefix="vitamp-images-")
         rest = pickle.dumps(samples, protocol=5, buffer_callback=arrays.append)

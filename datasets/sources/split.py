@@ -16,7 +16,8 @@ from utils.log import warn_once
 from utils.seeding import generator_of
 from utils.text import some_of
 
-TRAIN, TEST = "train", "test"
+TRAIN = "train"
+TEST = "test"
 VALIDATION_NAMES = ("val", "valid", "validation", "dev")
 """Names of a validation split, in all kinds of data sets. The first that exists is read."""
 SPLIT_NAMES = (TRAIN, *VALIDATION_NAMES, TEST)

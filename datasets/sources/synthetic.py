@@ -20,8 +20,11 @@ class Synthetic(ImageDataset):
     in_memory = True
 
     def __init__(self, samples: int, data: DataConfig, num_classes: int, seed: int, device: torch.device) -> None:
-        self.samples, self.device = samples, device
-        self.data, self.num_classes, self.seed = data, num_classes, seed
+        self.samples = samples
+        self.device = device
+        self.data = data
+        self.num_classes = num_classes
+        self.seed = seed
         shape = (POOL, *data.shape)
         generator = generator_of(seed, "synthetic")
         self.images = torch.from_numpy(generator.integers(0, 256, shape, dtype=np.uint8)).to(device)

@@ -23,7 +23,9 @@ class OwnChange:
     def __init__(self, name: str) -> None:
         own = own_named("augmentation", name)
         assert own is not None  # checked with the settings
-        self.name, self.file, self.values = name, own.file, own.values
+        self.name = name
+        self.file = own.file
+        self.values = own.values
         self._change = own.made()
 
     def __call__(self, image: Image.Image) -> Image.Image:

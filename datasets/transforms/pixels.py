@@ -63,15 +63,18 @@ def random_view(data: DataConfig, width: int, height: int) -> View:
     draw, (least, most) = random.random, data.CROP_SCALE
     aspect = columns / rows
     narrowest, widest = (ratio * aspect for ratio in data.CROP_RATIO)
-    narrow, wide = math.log(narrowest), math.log(widest)
+    narrow = math.log(narrowest)
+    wide = math.log(widest)
     for _ in range(TRIES):
         area = width * height * (least + (most - least) * draw())
         ratio = math.exp(narrow + (wide - narrow) * draw())
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        w = round(math.sqrt(area * ratio))
+        h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return whole(Box(int(draw() * (width - w + 1)), int(draw() * (height - h + 1)), w, h), data)
     ratio = min(max(width / height, narrowest), widest)
-    w, h = min(width, max(1, round(height * ratio))), min(height, max(1, round(width / ratio)))
+    w = min(width, max(1, round(height * ratio)))
+    h = min(height, max(1, round(width / ratio)))
     return whole(Box((width - w) // 2, (height - h) // 2, w, h), data)
 
 
@@ -84,9 +87,12 @@ def middle_view(data: DataConfig, width: int, height: int) -> View:
     """The centre of the resized image, which can be smaller than the model's input."""
     wide, high = resized_size(data.CROP_MODE, data.IMAGE_SIZE, data.CROP_PCT, width, height)
     rows, columns = (min(least) for least in zip((high, wide), sides(data.IMAGE_SIZE), strict=True))
-    across, down = width / wide, height / high
-    left, top = round((wide - columns) / 2), round((high - rows) / 2)
-    reach, last = REACH[data.INTERPOLATION], (left + columns - 0.5, top + rows - 0.5)
+    across = width / wide
+    down = height / high
+    left = round((wide - columns) / 2)
+    top = round((high - rows) / 2)
+    reach = REACH[data.INTERPOLATION]
+    last = (left + columns - 0.5, top + rows - 0.5)
     # To the end of the last image pixels that contribute.
     right, bottom = (math.ceil(end * s + reach * max(s, 1.0) + 1) for end, s in zip(last, (across, down), strict=True))
     box = Box(0, 0, min(width, right), min(height, bottom))
@@ -118,7 +124,8 @@ class TorchResize:
 
     def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:
         # The kernel has no offset: pixels left of and above the view are resized too, and then cut off.
-        left, top = round((view.left - view.box.left) / view.across), round((view.top - view.box.top) / view.down)
+        left = round((view.left - view.box.left) / view.across)
+        top = round((view.top - view.box.top) / view.down)
         if left > view.columns or top > view.rows:
             return self.by_pil(pixels, view)  # such a long strip that most of the work would be cut off
         shape = (top + view.rows, left + view.columns, pixels.shape[2])
@@ -139,8 +146,10 @@ class PilResize:
         self.filter = Image.Resampling[interpolation.upper()]
 
     def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:
-        left, top = view.left - view.box.left, view.top - view.box.top
-        right, bottom = left + view.columns * view.across, top + view.rows * view.down
+        left = view.left - view.box.left
+        top = view.top - view.box.top
+        right = left + view.columns * view.across
+        bottom = top + view.rows * view.down
         height, width, channels = pixels.shape
         within = (left, top, min(right, width), min(bottom, height))  # rounding can exceed the image by a tiny bit
         parts = [pixels] if pixels.dtype == np.uint8 else np.split(pixels, channels, axis=2)
@@ -216,7 +225,8 @@ class Pixels:
 
     def changed_bands(self, pixels: np.ndarray) -> np.ndarray:
         """Augment each band as an image of its own, with the same random numbers. Uncovered corners get its mean."""
-        seed, changed = random.getrandbits(32), list[np.ndarray]()
+        seed = random.getrandbits(32)
+        changed = list[np.ndarray]()
         for band, mean in zip(np.moveaxis(pixels, 2, 0), self.mean, strict=True):
             seed_host(seed, "bands")
             image = Image.fromarray(band - np.float32(mean))

@@ -60,7 +60,8 @@ class Health:
             counts = blame.is_forward or blame.scale <= 1
             if not (self.amp.AUTO_FP32 and counts and self._is_in_model(blame)):
                 continue
-            blamed, name = watch.skips.blamed, blame.module
+            blamed = watch.skips.blamed
+            name = blame.module
             blamed[name] = blamed.get(name, 0) + 1
             if blamed[name] == TIMES_TO_BLAME:
                 self.parts.force_fp32([name])
@@ -76,7 +77,8 @@ class Health:
         """The error that ends the run, if too many updates in a row were skipped, up to `update`."""
         if reading.skipped_in_a_row < MOST_SKIPS:
             return None
-        blame, advice = self._last, "Use bf16, or lower TRAIN.BASE_LR"
+        blame = self._last
+        advice = "Use bf16, or lower TRAIN.BASE_LR"
         if not self.amp.USE_DYNAMIC_LOSS_SCALING:
             advice = "The scale is fixed (AMP.USE_DYNAMIC_LOSS_SCALING false): set a smaller AMP.INIT_LOSS_SCALING"
         elif blame is not None and blame.module.startswith("teacher."):

@@ -51,7 +51,8 @@ class LossScaler(torch.amp.GradScaler):
         (flag,) = state["found_inf_per_device"].values()
         overflowed = flag > 0
         # torch's kernel counts the good updates. Lowering the scale is done here, so torch's own backoff is disabled.
-        backoff, self._backoff_factor = self._backoff_factor, 1.0
+        backoff = self._backoff_factor
+        self._backoff_factor = 1.0
         try:
             super().update()
         finally:

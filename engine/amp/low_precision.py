@@ -41,7 +41,8 @@ class HalfCopy(Callback):
     """
 
     def __init__(self, precision: Precision, world: World) -> None:
-        self._precision, self._world = precision, world
+        self._precision = precision
+        self._world = world
 
     def attach(self, to: Computing) -> None:
         """A new copy has fp32 weights only where the model computes in fp32 now."""
@@ -87,7 +88,8 @@ def half_copy_of(master: nn.Module, precision: Precision) -> tuple[nn.Module, Pa
     Norms (NAIVE: only batch norms) and forced modules share the master's fp32 weights. All modules share its buffers,
     except in NAIVE floating ones of 16-bit modules: without autocast, a mask in fp32 makes the activations fp32.
     """
-    model, in_fp32 = copy.deepcopy(master), forced_modules(master)
+    model = copy.deepcopy(master)
+    in_fp32 = forced_modules(master)
     norms_in_fp32 = precision.level == "O2"
     if not norms_in_fp32:
         cast_inputs_to_half(model)
@@ -175,7 +177,8 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
                 f"{', '.join(name for name in modules if '.' not in name)}. Classes: {', '.join(sorted(classes))}."
             )
     newly_forced: list[str] = []
-    outermost, containers = "", set[str]()  # what matches a container is done to its members
+    outermost = ""
+    containers = set[str]()
     for name, module in modules.items():
         if outermost and name.startswith(outermost + "."):
             continue
@@ -252,7 +255,8 @@ def convert_to_fp8(model: nn.Module, device: torch.device) -> list[str]:
             "Real fp8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell)."
         )
     left_out: list[str] = []
-    in_fp32, heads = forced_modules(model), classifiers(model)
+    in_fp32 = forced_modules(model)
+    heads = classifiers(model)
 
     def is_convertible(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or is_inside(name, in_fp32):
@@ -285,7 +289,8 @@ A class of our own says so in its attribute `autocast_operators`.
 
 def cast_weights(model: nn.Module, black_list: Iterable[str]) -> list[nn.Parameter]:
     """The weights of `model` that autocast always casts. `black_list`: AMP.CUSTOM_BLACK_LIST."""
-    forced, in_fp32 = forced_modules(model), set(operators_named(black_list))
+    forced = forced_modules(model)
+    in_fp32 = set(operators_named(black_list))
     cast: list[nn.Parameter] = []
     used_otherwise: set[int] = set()
     for name, module in model.named_modules():

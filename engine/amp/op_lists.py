@@ -114,7 +114,8 @@ class OpLists:
     def __init__(self, device_type: str, white: Iterable[str], black: Iterable[str]) -> None:
         self.device_type = device_type
         self._names = (*white, *black)
-        self.white, self.black = operators_named(white), operators_named(black)
+        self.white = operators_named(white)
+        self.black = operators_named(black)
         self._called: set[str] = set()
         self._undo = ExitStack()
 

@@ -31,9 +31,12 @@ from utils.log import log
 from utils.seeding import fork_host_rng, seed_all
 from utils.text import counted
 
-BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
+BATCH = "batch"
+INPUTS = "inputs"
+LOSS = "loss"
 """Names for places outside the model."""
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 
 MASKING = {
     *("add", "cat", "clone", "copy", "fill", "full", "full_like", "index_fill", "index_put", "lift_fresh_copy"),
@@ -122,7 +125,8 @@ class _CallTracker(TorchFunctionMode):
     @contextlib.contextmanager
     def at(self, **place: str) -> Iterator[None]:
         """Inside another `module`, or calling another `function`."""
-        outer, self._here = self._here, self._here._replace(**place)
+        outer = self._here
+        self._here = self._here._replace(**place)
         self._mark()
         yield
         self._here = outer
@@ -156,7 +160,9 @@ class _ExtremesRecorder(TorchDispatchMode):
 
     def __init__(self, tracker: _CallTracker, parameters: dict[int, str], rows: int) -> None:
         super().__init__()
-        self._tracker, self._parameters, self._rows = tracker, parameters, rows
+        self._tracker = tracker
+        self._parameters = parameters
+        self._rows = rows
         self.records: list[_Record] = []
         # For each module output: the number of records before it, and the norm of each of its rows.
         self._outputs: list[tuple[int, Tensor]] = []
@@ -203,7 +209,8 @@ class _ExtremesRecorder(TorchDispatchMode):
         at = next((n for n in range(begin, len(values)) if self.records[n].is_bad(*values[n])), None)
         if at is None:
             return None
-        bad, rows = self.records[at], ()
+        bad = self.records[at]
+        rows = ()
         norms = next((norms for count, norms in self._outputs if count > at), None)
         if norms is not None and bad.direction == FORWARD:
             rows = tuple(norms.isfinite().logical_not().nonzero().flatten().tolist())
@@ -330,7 +337,8 @@ class OverflowWatch(Callback):
     """
 
     def __init__(self, seed: int, precision: Precision) -> None:
-        self._seed, self._precision = seed, precision
+        self._seed = seed
+        self._precision = precision
         self.skips = SkipRecord()
         self._now: MicroBatches | None = []
         self._pending: deque[_Pending] = deque()
@@ -340,7 +348,8 @@ class OverflowWatch(Callback):
 
     def attach(self, to: Computing) -> None:
         """What computes now is replayed. It must be neither compiled nor wrapped by DDP."""
-        self._to, self._model = to, to.forward
+        self._to = to
+        self._model = to.forward
 
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
         """Hold a micro-batch; none of the current update once these alone exceed MAX_BYTES.
@@ -385,7 +394,8 @@ class OverflowWatch(Callback):
     def take(self) -> list[Blame]:
         """Causes found since the last call."""
         self._check_pending()
-        blames, self._blames = self._blames, []
+        blames = self._blames
+        self._blames = []
         return blames
 
     def _check_pending(self) -> None:
@@ -394,7 +404,8 @@ class OverflowWatch(Callback):
             stepped = self._pending[0].answer()
             if stepped is None:
                 return
-            skipped, skips = self._pending.popleft(), self.skips
+            skipped = self._pending.popleft()
+            skips = self.skips
             if stepped:
                 continue
             if not skipped.micro_batches and not self._limit_was_logged:
@@ -416,7 +427,10 @@ class OverflowWatch(Callback):
             skips.passed_over = 0
 
     def _find_cause(self, skipped: _Pending) -> Blame:
-        batches, overflow, rows, reason = skipped.micro_batches, Overflow(), (), ""
+        batches = skipped.micro_batches
+        overflow = Overflow()
+        rows = ()
+        reason = ""
         device = self._precision.device
         generators = [] if device.type == "cpu" else [device.index or 0]  # the CPU's is kept in any case
         try:
@@ -453,7 +467,8 @@ class OverflowWatch(Callback):
 
         It has no side effects on gradients, buffers and hooks. Callers protect random generators.
         """
-        model, teacher = self._model, getattr(self._to.batch_transform, "teacher", None)  # set in distillation
+        model = self._model
+        teacher = getattr(self._to.batch_transform, "teacher", None)
         tracker = _CallTracker(model, teacher and teacher.model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         recorder = _ExtremesRecorder(tracker, names, len(batch.images))

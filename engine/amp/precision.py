@@ -255,7 +255,8 @@ def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
             )
     if train is None or (amp.LEVEL, amp.DTYPE) != ("O3", "fp16"):
         return
-    has_eps, eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS, train.OPTIMIZER.EPS or DEFAULT_EPS
+    has_eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS
+    eps = train.OPTIMIZER.EPS or DEFAULT_EPS
     if has_eps and eps < SMALLEST_EPS_IN_FP16:
         raise UserError(
             "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, so updates are "

@@ -67,7 +67,9 @@ def show_precisions(config: Config) -> str:
     device = pick_device(config.DEVICE, ALONE)
     set_up_device(config, device, ALONE)
     tuned = tuned_model(config, device)
-    model, inputs, precision = tuned.model, tuned.inputs, tuned.precision
+    model = tuned.model
+    inputs = tuned.inputs
+    precision = tuned.precision
     if precision.computes_in_copy:
         model, _ = half_copy_of(model, precision)
     images = torch.randint(0, 256, (2, *config.DATA.shape), dtype=torch.uint8, device=device)
@@ -150,7 +152,8 @@ def _dtypes(values: Any, floating: bool = False) -> list[str]:
 
 
 def _row(label: str, module: nn.Module, dtypes: dict[nn.Module, ModuleDtypes]) -> Row:
-    own, by_name = dtypes[module], dict[str, list[str]]()
+    own = dtypes[module]
+    by_name = dict[str, list[str]]()
     for name, dtype in own.operations:
         by_name.setdefault(name, []).append(dtype)
     parameters = dict.fromkeys(dtype_name(p.dtype) for p in module.parameters())

@@ -21,7 +21,8 @@ from vitamp.checkpoints import META, NAME, STATE, checkpoints_in, folder_name, u
 from vitamp.files import write_atomically
 from vitamp.meta import FORMAT, META_HASH, hash_of, read_meta
 
-REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
+REPLACED = ".tmp-old-"
+REMOVED = ".tmp-gone-"
 _HIDDEN = rf"\.tmp-(\d+-\d+|(old|gone)-{NAME})"
 
 
@@ -59,7 +60,8 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
 
     meta.json is added here. An error inside the `with` block removes the hidden folder.
     """
-    hidden, final = root / f".tmp-{update}-{os.getpid()}", root / folder_name(update)
+    hidden = root / f".tmp-{update}-{os.getpid()}"
+    final = root / folder_name(update)
     root.mkdir(parents=True, exist_ok=True)
     bring_back(root)
     for leftover in root.glob(".tmp-*"):  # of a run that was killed while saving

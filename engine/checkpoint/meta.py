@@ -38,7 +38,8 @@ def progress_meta(
 
 def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
     """Fields that are the same in all checkpoints of a start: all settings, classes, input preprocessing."""
-    config, data = run.config, run.config.DATA
+    config = run.config
+    data = run.config.DATA
     own_code = {}
     if config.USE:
         from utils.own_code import FIELD, noted_files

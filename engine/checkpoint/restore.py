@@ -69,7 +69,8 @@ def check_and_restore(
 
 def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[Position, Best]:
     """Restore all of the training state but the optimiser's settings, which come from the config."""
-    state, sharding = read_state(checkpoint), parts.sharding
+    state = read_state(checkpoint)
+    sharding = parts.sharding
     merged = not base_weights(parts.model)  # adapters are merged if all weights are trained from now on
     load_weights(parts.model, open_tensors(checkpoint, MODEL, merged), f"{checkpoint.folder / MODEL}", sharding)
     load_optimizer(parts, state, open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {})
@@ -88,7 +89,8 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
             log.info("The %s starts from the checkpoint's weights, since the checkpoint has no %s.", *[which.label] * 2)
     for callback in parts.callbacks:
         callback.restore(state)
-    moved, before = state["moved"], checkpoint.meta["samples"]["updates"]
+    moved = state["moved"]
+    before = checkpoint.meta["samples"]["updates"]
     parts.schedule.restore(moved if before == per_epoch else round(moved * per_epoch / before))
     parts.meters.restore(**state["meters"])
     return Position(**state["position"]), Best(**state["best"])
@@ -131,7 +133,8 @@ def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint
     if best.figure is None:
         return Best(kind=config.SAVE_BEST_BY, stale=best.stale if best.by == config.SAVE_BEST_BY else 0)
     measured = "TRAIN.KNN" if best.by == KNN.name else "MODEL.MASK_RATIO"
-    meta, settings = checkpoint.meta, checkpoint.meta["settings"]
+    meta = checkpoint.meta
+    settings = checkpoint.meta["settings"]
     before = {"SAVE_BEST_BY": best.by, measured: settings.get(measured, default_of(measured))}
     changed = [f"{key} is now {now}" for key, old in before.items() if (now := value_of(config, key)) != old]
     if meta.get("val_data", val_data) != val_data:
@@ -163,7 +166,8 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, po
         rate if position.epoch <= config.TRAIN.NUM_EPOCHS else "",
         extra=IN_FULL,
     )
-    frozen, earlier = set(frozen_weights(parts.model)), set(checkpoint.meta.get("frozen", ()))
+    frozen = set(frozen_weights(parts.model))
+    earlier = set(checkpoint.meta.get("frozen", ()))
     setting = "MODEL.LORA" if checkpoint.meta.get(LORA) else "MODEL.FREEZE"
     for names, what in ((frozen - earlier, "frozen from now on"), (earlier - frozen, "trained from now on")):
         if names:
@@ -179,11 +183,13 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, po
     for line in differences(old, config):
         if line.partition(":")[0] not in OF_ONE_START:
             log.info("  changed since: %s", line)
-    before, now = checkpoint.meta.get("choices", {}).get(PRECISION), parts.precision
+    before = checkpoint.meta.get("choices", {}).get(PRECISION)
+    now = parts.precision
     if before not in (None, now.name) and old.AMP == config.AMP:  # -amp on another device
         log.info("  changed since: -amp is %s here (%s), and was %s", now.name, now.choice.reason, before)
     if old.TRAIN.NUM_EPOCHS != config.TRAIN.NUM_EPOCHS:
-        now, before = counted(config.TRAIN.NUM_EPOCHS, "epoch"), old.TRAIN.NUM_EPOCHS
+        now = counted(config.TRAIN.NUM_EPOCHS, "epoch")
+        before = old.TRAIN.NUM_EPOCHS
         more = ": the learning rate may rise, and accuracy fall at first" if before < config.TRAIN.NUM_EPOCHS else ""
         log.info("  the schedule now spans %s instead of %d%s", now, before, more)
 
@@ -193,12 +199,15 @@ GROUPS = "param_groups"
 
 def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[str, Tensor]) -> None:
     """Load the saved `state` of the optimiser. `moments`: the part of it that is in a checkpoint's shards."""
-    optimizer, sharding = parts.optimizer, parts.sharding
-    saved, now = state["optimizer"], optimizer.state_dict()
+    optimizer = parts.optimizer
+    sharding = parts.sharding
+    saved = state["optimizer"]
+    now = optimizer.state_dict()
     for name, moment in moments.items():  # which `into_shards` took out
         number, _, key = name.partition(".")
         saved["state"].setdefault(int(number), {})[key] = moment
-    before, names = state["trained"], trained_weights(parts.model, optimizer)
+    before = state["trained"]
+    names = trained_weights(parts.model, optimizer)
     if before != names or [one["params"] for one in saved[GROUPS]] != [one["params"] for one in now[GROUPS]]:
         # Saved state, renumbered for the weights and groups of now. Newly trained weights start with a new state.
         states = {names[number]: values for number, values in now["state"].items()}
@@ -279,7 +288,9 @@ def check_classes(place: Path, known: list[str] | None, now: list[str] | None, c
 def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     """Raise UserError for another global batch within an epoch: the rest of the epoch would have other samples."""
     state = read_state(checkpoint, mapped=True)
-    saved, now, position = state["global_batch"], global_batch(config, world), Position(**state["position"])
+    saved = state["global_batch"]
+    now = global_batch(config, world)
+    position = Position(**state["position"])
     if not 0 < position.step < checkpoint.meta["samples"]["updates"] or saved == now:
         return
     each = checkpoint.meta["batch"]["per_process"]
@@ -305,7 +316,8 @@ def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
     if lora.RANK is None:
         return
     settings = checkpoint.meta["settings"]
-    rank, alpha = settings.get("MODEL.LORA.RANK"), settings.get("MODEL.LORA.ALPHA")
+    rank = settings.get("MODEL.LORA.RANK")
+    alpha = settings.get("MODEL.LORA.ALPHA")
     saved = None if rank is None else LoraConfig(RANK=rank, ALPHA=alpha, TARGETS=settings["MODEL.LORA.TARGETS"])
     if saved is not None and (saved.RANK, saved.factor, {*saved.TARGETS}) == (lora.RANK, lora.factor, {*lora.TARGETS}):
         return
@@ -328,7 +340,8 @@ def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
     of_muon = [("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX", bool)] * config.TRAIN.OPTIMIZER.NAME.casefold().endswith("muon")
     others = of_input if config.EVAL else (("TRAIN.OPTIMIZER.NAME", optimizer_name), *of_muon)
     for key, as_built in (*of_model, *others):
-        before, now = checkpoint.meta["settings"].get(key, default_of(key)), value_of(config, key)
+        before = checkpoint.meta["settings"].get(key, default_of(key))
+        now = value_of(config, key)
         if before != now and as_built(before) != as_built(now):
             changed = f"{key}: the run was trained with {one_line(before)}, but it is {one_line(now)} now."
             if (key, as_built) not in of_input:
@@ -343,19 +356,22 @@ def check_samples(
 
     Warnings of other updates or samples of the coming epochs. `now`: the `identity_of` the samples.
     """
-    settings, data = checkpoint.meta["settings"], config.DATA
+    settings = checkpoint.meta["settings"]
+    data = config.DATA
     unsplit = comes_unsplit(data)
     of_split = ["DATA.FOLD", "DATA.GROUP", "DATA.KEEP_TEST"]
     if data.FOLD is not None or data.DATASET != "digits":  # whose own split is always the same
         of_split += ["DATA.SPLIT_SEED", *(["DATA.VAL_FRACTION"] if data.FOLD is None else [])]
     for key in of_split if unsplit else ():
-        before, own = settings.get(key, default_of(key)), value_of(config, key)
+        before = settings.get(key, default_of(key))
+        own = value_of(config, key)
         if before != own:
             raise UserError(
                 f"{checkpoint.folder}: trained with {key} {one_line(before)}; with {one_line(own)} it would be "
                 "validated on images that it was trained on. Set it back, or start a new run."
             )
-    saved, warnings = checkpoint.meta["samples"], []
+    saved = checkpoint.meta["samples"]
+    warnings = []
     if saved["updates"] != now["updates"]:
         warnings.append(
             f"An epoch has {counted(now['updates'], 'update')} now, but had {saved['updates']} in the checkpoint. The "
@@ -391,7 +407,8 @@ def _go_back(checkpoint: Checkpoint, position: Position, config: Config, world: 
         return f"  impossible: {root} has no checkpoint of the end of an epoch before; start a new run"
     batch = _batch_flags(checkpoint, config, config.DATA.BATCH_SIZE, global_batch(config, world))
     run = run_folder_of(checkpoint.folder) or root
-    place, new = shlex.quote(str(run)), shlex.quote(f"{run}-from-epoch-{max(epochs)}")
+    place = shlex.quote(str(run))
+    new = shlex.quote(f"{run}-from-epoch-{max(epochs)}")
     return f"  {start_again(world, f'-resume {place} -output {new} -last_epoch {max(epochs)} {batch}')}"
 
 

@@ -50,12 +50,14 @@ class HostCopy:
         tensors = [leaf.detach() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
         layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if self._layout != layout:
-            self._layout, self._places = layout, []  # the old memory first: there may be no room for both
+            self._layout = layout
+            self._places = []
             size = sum(shape.numel() * dtype.itemsize for shape, dtype in layout)
             try:
                 self._places = [torch.empty(shape, dtype=dtype, pin_memory=self._pinned) for shape, dtype in layout]
             except (RuntimeError, MemoryError) as error:
-                self._layout, self.problem = [], f"{size_words(size)}: {error}".partition("\n")[0]
+                self._layout = []
+                self.problem = f"{size_words(size)}: {error}".partition("\n")[0]
                 if not self._pinned:
                     return None
                 log.warning(
@@ -91,7 +93,8 @@ def size_words(size: int) -> str:
 
 PAUSES_AT_THE_END = (1.0, 3.0, 6.0)
 """Seconds before each further attempt to write the last state"""
-SECONDS_OF_SILENCE, SECONDS_AFTER_A_FAILURE = 60.0, 10.0
+SECONDS_OF_SILENCE = 60.0
+SECONDS_AFTER_A_FAILURE = 10.0
 BYTES_SAVED_PER_SECOND = 200e6
 
 
@@ -150,7 +153,8 @@ class Saver(RankSaver):
     """Rank 0's saver: writes checkpoints, one at a time, and removes old ones."""
 
     def __init__(self, root: Path, config: Config, pinned: bool) -> None:
-        self._root, self._config = root, config
+        self._root = root
+        self._config = config
         self._copy: HostCopy | None = HostCopy(pinned)
         self._thread: threading.Thread | None = None
         self._outcomes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -215,7 +219,8 @@ class Saver(RankSaver):
             self._thread.join(SECONDS_AFTER_A_FAILURE)
 
     def wait_for_writer(self) -> None:
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         while thread is not None and thread.is_alive():
             thread.join(SECONDS_OF_SILENCE)
             if thread.is_alive():
@@ -240,7 +245,8 @@ class Saver(RankSaver):
         except Exception as error:  # reported in the training thread, where all but a disk error ends the run
             self._outcomes.put(partial(self._report_failed, snapshot.update, error))
             return
-        self._unsaved, signals.saved = None, True
+        self._unsaved = None
+        signals.saved = True
         seconds = time.perf_counter() - began
         self.longest = max(self.longest, seconds)
         self._outcomes.put(partial(self._report_written, folder.name, size, seconds, index_error))

@@ -72,7 +72,9 @@ class ShardedSaver(Saver):
 
     def __init__(self, root: Path, config: Config, pinned: bool, store: Store, ranks: int) -> None:
         super().__init__(root, config, pinned)
-        self._store, self._others, self._orders = store, range(1, ranks), 0
+        self._store = store
+        self._others = range(1, ranks)
+        self._orders = 0
 
     def write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write together with the other ranks. Raise what failed on any of them once all have stopped writing."""
@@ -100,7 +102,9 @@ class ShardWriter(RankSaver):
     """Saver of another rank that holds rows: keeps a copy and writes it whenever rank 0 orders it to."""
 
     def __init__(self, root: Path, rank: int, store: Store, pinned: bool) -> None:
-        self._root, self._rank, self._store = root, rank, store
+        self._root = root
+        self._rank = rank
+        self._store = store
         self._copy = HostCopy(pinned)
         self._orders_done = 0
         self._update = 0

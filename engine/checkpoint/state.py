@@ -135,7 +135,9 @@ def finite_everywhere(parts: TrainState) -> bool:
 
 def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> RankSaver:
     """Build this rank's saver."""
-    root, pinned, sharding = folder / CHECKPOINTS, parts.precision.device.type == "cuda", parts.sharding
+    root = folder / CHECKPOINTS
+    pinned = parts.precision.device.type == "cuda"
+    sharding = parts.sharding
     if sharding is None:
         return Saver(root, config, pinned) if world.first else RankSaver()
     if not sharding.writes:
@@ -149,7 +151,8 @@ def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> R
 
 def keep_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: Checkpoint | None) -> dict[str, Any]:
     """Write the frozen weights into the run's folder, unless they are there. Returns the entry for meta.json."""
-    file, before = folder / CHECKPOINTS / BASE, resumed.meta.get(LORA) if resumed else None
+    file = folder / CHECKPOINTS / BASE
+    before = resumed.meta.get(LORA) if resumed else None
     if before is not None and file.is_file() and sha256_of(file) == before["base"]["sha256"]:
         return before
     tensors = {name: weight.cpu().contiguous() for name, weight in base_weights(model).items()}

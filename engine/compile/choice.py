@@ -52,14 +52,17 @@ def choose_compiling(
     """
     wanted = config.TRAIN.COMPILE
     if wanted != AUTO:
-        how, reason = wanted, "as asked for"
+        how = wanted
+        reason = "as asked for"
     else:
         choice = _previous_choice(previous, parts.precision.device) or of_trial or _by_gain(config, parts, updates)
         how, reason = broadcast(choice, world)
     if how == WHOLE and world.size > 1 and (parts.sharding is not None or not parts.precision.computes_in_copy):
-        how, reason = BLOCKS, "one graph would delay the all-reduce of gradients until the backward pass has ended"
+        how = BLOCKS
+        reason = "one graph would delay the all-reduce of gradients until the backward pass has ended"
         if wanted == AUTO and not has_blocks(parts.model):
-            how, reason = NONE, f"auto: {reason}, and {type(parts.model).__name__} has no blocks to compile one by one"
+            how = NONE
+            reason = f"auto: {reason}, and {type(parts.model).__name__} has no blocks to compile one by one"
     if wanted == AUTO and how == NONE and parts.precision.fp8 and parts.precision.device.type == "cuda":
         log.warning(
             "fp8 without torch.compile is usually slower than bf16, because casting to 8 bits takes time of its own. "
@@ -79,7 +82,8 @@ def choose_compiling(
 
     on_every_rank(world, check)
     if (compiling := parts.callback(Compiling)) is not None:
-        compiling.how, compiling.auto = how, wanted == AUTO
+        compiling.how = how
+        compiling.auto = wanted == AUTO
     return how, reason
 
 
@@ -93,14 +97,16 @@ def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple
 
 
 def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]:
-    device, data = parts.precision.device, config.DATA
+    device = parts.precision.device
+    data = config.DATA
     if device.type != "cuda":
         return NONE, f"auto: on {device.type} compiling takes longer than it saves"
     if missing := _missing_tool(device):
         return NONE, f"auto: {missing}"
     without_weights = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
     flops = training_flops(without_weights, data.shape) or 0.0
-    train, full = config.TRAIN, data.IMAGE_SIZE
+    train = config.TRAIN
+    full = data.IMAGE_SIZE
     # Each size of images, with all tokens or fewer, is compiled by itself.
     epochs = range(1, train.NUM_EPOCHS + 1)
     cost = SECONDS_TO_COMPILE * len({(train.size_in(epoch, full), train.drops_tokens_in(epoch)) for epoch in epochs})

@@ -38,7 +38,9 @@ ATTENTION = " attention="
 MAX_GRAPHS = 256
 """Per function. Each stochastic-depth rate of a block and each image size need a graph."""
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-NONE, BLOCKS, WHOLE = "none", "blocks", "whole"
+NONE = "none"
+BLOCKS = "blocks"
+WHOLE = "whole"
 
 
 class Compiling(Callback):
@@ -56,7 +58,10 @@ class Compiling(Callback):
         self._gave_up = False
         self.seconds = 0.0
         """Time spent compiling so far."""
-        self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
+        self._data = data
+        self._precision = precision
+        self._world = world
+        self._sharded = sharded
         self._left_out = 0.0
         self._done: set[tuple[torch.Size, float]] = set()
 
@@ -121,7 +126,10 @@ class Compiling(Callback):
 
     def _one_graph(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
         """Compile from uint8 images to loss; if a batch transform draws random numbers on the host, after it."""
-        forward, inputs, criterion, precision = self._to.forward, self._to.inputs, self._to.criterion, self._precision
+        forward = self._to.forward
+        inputs = self._to.inputs
+        criterion = self._to.criterion
+        precision = self._precision
         batch_transform = self._to.batch_transform
         from_uint8 = batch_transform is no_transform
 
@@ -134,7 +142,9 @@ class Compiling(Callback):
         graph = torch.compile(to_loss, **options)
 
         def compute(batch: Batch) -> ForwardResult:
-            images, targets, labels = batch.images, batch.labels, batch.labels
+            images = batch.images
+            targets = batch.labels
+            labels = batch.labels
             if not from_uint8:
                 with precision.autocast():
                     images, targets, labels = batch_transform(inputs(images), labels)

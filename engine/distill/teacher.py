@@ -58,7 +58,8 @@ class DistillationLoss(nn.Module):
         super().__init__()
         self.label_loss = label_loss
         self.hard = train.DISTILLATION_TYPE == "hard"
-        self.alpha, self.tau = train.DISTILLATION_ALPHA, train.DISTILLATION_TAU
+        self.alpha = train.DISTILLATION_ALPHA
+        self.tau = train.DISTILLATION_TAU
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         label_logits, distilled_logits = logits.unbind(1) if logits.ndim == 3 else (logits, logits)
@@ -156,27 +157,33 @@ class Teacher:
     """Frozen model that takes images as the student gets them: normalised for the student, mixed, of any size."""
 
     def __init__(self, source: TeacherModel, config: Config, precision: Precision) -> None:
-        self.source, self._precision, self.setting = source, precision, f"{config.TRAIN.TEACHER_MODEL}"
+        self.source = source
+        self._precision = precision
+        self.setting = f"{config.TRAIN.TEACHER_MODEL}"
         self.model = source.model.eval().requires_grad_(False).to(precision.device)
         digest = hashlib.sha256()
         for name, value in self.model.state_dict().items():
             digest.update(name.encode())
             digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         self.fingerprint = digest.hexdigest()
-        data, channels = config.DATA, config.DATA.IMAGE_CHANNELS
+        data = config.DATA
+        channels = config.DATA.IMAGE_CHANNELS
         mine, theirs = (
             torch.tensor([per_channel(values, channels) for values in pair], dtype=torch.float64)
             for pair in ((data.IMAGENET_MEAN, data.IMAGENET_STD), (source.mean, source.std))
         )
         # Undo the student's normalisation and apply the teacher's, in one step.
-        factor, offset = mine[1] / theirs[1], (mine[0] - theirs[0]) / theirs[1]
+        factor = mine[1] / theirs[1]
+        offset = (mine[0] - theirs[0]) / theirs[1]
         self._same_normalisation = torch.equal(mine, theirs)
         self._factor, self._offset = (t.float().reshape(1, -1, 1, 1).to(precision.device) for t in (factor, offset))
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """Logits in fp32."""
-        size, device, level = sides(self.source.image_size), images.device.type, self._precision.level
+        size = sides(self.source.image_size)
+        device = images.device.type
+        level = self._precision.level
         if images.shape[-2:] != size:
             images = F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
         if not self._same_normalisation:
@@ -269,10 +276,12 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     name, place = _parse(setting, config.MODEL.TYPE.casefold() in TAUGHT)
     if name is None:
         return _of_run(setting, place, config, precision)
-    pretrained, channels = timm_weights(name), config.DATA.IMAGE_CHANNELS
+    pretrained = timm_weights(name)
+    channels = config.DATA.IMAGE_CHANNELS
     if pretrained is None:
         raise UserError(f"{KEY} {setting}: {name} is a model of your own code; name the folder of its run.")
-    classes, header = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES, {}
+    classes = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES
+    header = {}
     model = timm.create_model(name, num_classes=classes, in_chans=channels)
     for parameter in model.parameters():
         parameter.detach().fill_(torch.nan)
@@ -295,7 +304,8 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     colours = channels if config.DATA.is_plain else len(mean)
     _check_values(setting, config, (colours, header.get("bits", 8), tuple(header.get("range", (0, 255)))))
     if len(mean) != channels:  # grey images, and a teacher trained on colour
-        mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
+        mean = (sum(mean) / len(mean),)
+        std = (sum(std) / len(std),)
     return TeacherModel(model, setting, size, mean, std, classes)
 
 
@@ -309,7 +319,8 @@ def _of_run(setting: str, place: str, config: Config, precision: Precision) -> T
         if theirs.USE:
             from engine.trained.own_code import use_of_weights
 
-            run, noted = run_folder_of(chosen.place), noted_of(chosen.meta.get(FIELD), chosen.place)
+            run = run_folder_of(chosen.place)
+            noted = noted_of(chosen.meta.get(FIELD), chosen.place)
             use_of_weights([] if own else noted, theirs, run, ("model",))
             used = {one["sha256"] for one in noted_files() if theirs.MODEL.NAME in one["registers"]}
             if own and used.isdisjoint(one.sha256 for one in noted):
@@ -325,7 +336,8 @@ def _of_run(setting: str, place: str, config: Config, precision: Precision) -> T
     log.info("Teacher %s: %s", setting, chosen.words)
     if precision.level != "O0":
         force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
-    where, normalised = f"{theirs.MODEL.NAME} of {chosen.file}", (data.IMAGENET_MEAN, data.IMAGENET_STD)
+    where = f"{theirs.MODEL.NAME} of {chosen.file}"
+    normalised = (data.IMAGENET_MEAN, data.IMAGENET_STD)
     return TeacherModel(model, where, data.IMAGE_SIZE, *normalised, theirs.MODEL.NUM_CLASSES, chosen.classes)
 
 

@@ -77,5 +77,6 @@ def input_of(data: DataConfig) -> dict[str, Any]:
 
 
 def shortcuts_of(config: Config) -> Shortcuts:
-    train, full = config.TRAIN, config.DATA.IMAGE_SIZE
+    train = config.TRAIN
+    full = config.DATA.IMAGE_SIZE
     return Shortcuts(train.TOKEN_DROP, tuple(sorted({size for _, size in train.SIZE_SCHEDULE} - {full}, key=sides)))

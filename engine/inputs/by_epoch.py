@@ -15,7 +15,8 @@ class TokenDrop(Callback):
     """Sets the model's patch dropout. Tokens are drawn anew for each sample, by its micro-batch's random numbers."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self._train, self._now = train, 0.0
+        self._train = train
+        self._now = 0.0
 
     def enter(self, epoch: int, *models: nn.Module) -> None:
         self._now = self._train.TOKEN_DROP if self._train.drops_tokens_in(epoch) else 0.0
@@ -37,7 +38,9 @@ class ImageSizes(Callback):
 
     def __init__(self, train: TrainConfig, full: ImageSize) -> None:
         """`full`: size of the images in epochs for which the schedule has none."""
-        self._train, self._full, self._size = train, full, full
+        self._train = train
+        self._full = full
+        self._size = full
 
     def enter(self, epoch: int, *models: nn.Module) -> None:
         self._size = self._train.size_in(epoch, self._full)

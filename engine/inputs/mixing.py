@@ -62,7 +62,9 @@ class Mixing(Mixup):
 
     def mixed(self, images: Tensor, labels: Tensor) -> TransformedBatch:
         """Mix images and labels with those of their partners, into new tensors."""
-        count, height, width = len(images), images.shape[-2], images.shape[-1]
+        count = len(images)
+        height = images.shape[-2]
+        width = images.shape[-1]
         table = self._draw(count, (height, width)).astype(np.float32)
         lam, top, bottom, left, right, is_mixup = (
             torch.from_numpy(table).to(images.device, non_blocking=True)[..., None, None, None].unbind(1)

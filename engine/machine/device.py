@@ -19,7 +19,8 @@ from utils.machine.cpus import keep_freed_memory
 from utils.record.run_folder import versions
 from utils.text import counted
 
-NVIDIA_DRIVER, PROCESSORS = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+PROCESSORS = Path("/proc/cpuinfo")
 
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
@@ -133,7 +134,8 @@ def no_gpu_notice(config: Config, device: torch.device, dry: bool, env: Mapping[
     """One line for the log; None if a GPU is used, or if -device cpu was given."""
     if device.type != "cpu" or config.DEVICE is not None:
         return None
-    hidden, facts = env.get("CUDA_VISIBLE_DEVICES"), []
+    hidden = env.get("CUDA_VISIBLE_DEVICES")
+    facts = []
     if hidden is not None:
         facts.append(f"CUDA_VISIBLE_DEVICES is {hidden!r}")
     if NVIDIA_DRIVER.exists():

@@ -11,7 +11,8 @@ import torch
 from utils.machine.cpus import control_groups, return_freed_memory
 
 GIB = 2**30
-MEMINFO, STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
+MEMINFO = Path("/proc/meminfo")
+STATUS = Path("/proc/self/status")
 # Texts of out-of-memory errors other than torch.OutOfMemoryError: on CPUs, on Apple GPUs, and of CUDA's libraries.
 MARKS = (
     "can't allocate memory",

@@ -39,7 +39,8 @@ WORDS = {
     CTRL_C: "Interrupted (press Ctrl-C again to exit at once)",
     ENDED: "Asked to stop (SIGTERM, SIGHUP or SIGUSR1)",
 }
-SECONDS_BETWEEN_EXCHANGES, MOST_UPDATES_BETWEEN_EXCHANGES = 0.05, 8
+SECONDS_BETWEEN_EXCHANGES = 0.05
+MOST_UPDATES_BETWEEN_EXCHANGES = 8
 
 _WHAT_IS_LEFT = {
     True: "; earlier checkpoints are intact, and -resume continues from the newest",
@@ -53,7 +54,8 @@ class Stopped(Exception):
 
     def __init__(self, request: int) -> None:
         super().__init__(request)
-        self.words, self.exit_code = WORDS[request], EXIT_CODES[request]
+        self.words = WORDS[request]
+        self.exit_code = EXIT_CODES[request]
 
 
 class Signals:
@@ -79,7 +81,8 @@ class Signals:
 
     def failure_was_reported(self) -> None:
         """The reason of a failure was logged: from now on a signal ends this process without another message."""
-        self._failed, self.deferred = True, False
+        self._failed = True
+        self.deferred = False
 
     def exit_if_asked(self, *requests: int) -> None:
         """Exit now if one of `requests` was received; called when other ranks are gone."""
@@ -138,7 +141,8 @@ class Deadline:
     def passed(self) -> bool:
         """Whether it is time to stop. Call it once per update, whose duration it measures."""
         now = time.monotonic()
-        last_update, self._last_call = now - self._last_call, now
+        last_update = now - self._last_call
+        self._last_call = now
         # Doubled: ranks stop shortly after the first request, and an earlier checkpoint may still be being written.
         ahead = 2 * (last_update + SECONDS_BETWEEN_EXCHANGES + self._to_save())
         return self._end is not None and now + ahead >= self._end
@@ -154,9 +158,12 @@ class Stopping:
 
     def __init__(self, world: World, time_is_up: Callable[[], bool], timeout: datetime.timedelta) -> None:
         """`timeout`: how long the ranks wait for each other, also while rank 0 writes the last checkpoint."""
-        self._world, self._time_is_up = world, time_is_up
+        self._world = world
+        self._time_is_up = time_is_up
         self._in_flight: tuple[torch.distributed.Work, torch.Tensor] | None = None
-        self._what, self._every, self._left = "", 1, 1
+        self._what = ""
+        self._every = 1
+        self._left = 1
         self._last_exchange = time.monotonic()
         if world.size > 1:
             import torch.distributed
@@ -175,12 +182,15 @@ class Stopping:
     def _exchanged(self, request: int, what: str) -> int:
         """The largest request of all ranks at the previous exchange."""
         if what != self._what:  # other steps may take another time
-            self._what, self._every, self._left = what, 1, 1
+            self._what = what
+            self._every = 1
+            self._left = 1
         self._left -= 1
         if self._left:
             return NOTHING
         now = time.monotonic()
-        each, self._last_exchange = (now - self._last_exchange) / self._every, now
+        each = (now - self._last_exchange) / self._every
+        self._last_exchange = now
         before = self._received()
         if before == NOTHING:
             import torch.distributed

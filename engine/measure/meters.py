@@ -45,7 +45,9 @@ class Reading:
 class TrainMeters:
     def __init__(self, device: torch.device, world: World, task: Task, weighted: bool = False) -> None:
         """`weighted`: images do not count alike in the loss (TRAIN.CLASS_WEIGHTS)."""
-        self._world, self._task, self._weighted = world, task, weighted
+        self._world = world
+        self._task = task
+        self._weighted = weighted
         self._sum_type = sum_type_of(device)
         self._update, self._epoch = (torch.zeros(4, dtype=self._sum_type, device=device) for _ in range(2))
         self._finished_update = torch.zeros_like(self._update)
@@ -195,10 +197,12 @@ def is_complete(config: Config, position: Position) -> bool:
 
 def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:
     """About what is computed until these numbers of epochs, in epochs that train on all pixels and tokens."""
-    train, full = config.TRAIN, config.DATA.IMAGE_SIZE
+    train = config.TRAIN
+    full = config.DATA.IMAGE_SIZE
     pixels = math.prod(sides(full))
     with_all = max(0, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL)
-    last, starts = train.NUM_EPOCHS - 1, (math.ceil(train.epochs_before(start)) for start, _ in train.SIZE_SCHEDULE)
+    last = train.NUM_EPOCHS - 1
+    starts = (math.ceil(train.epochs_before(start)) for start, _ in train.SIZE_SCHEDULE)
     changes = sorted({0, with_all, max(last, 0), train.NUM_EPOCHS, *(start for start in starts if start < last)})
     shares = [
         math.prod(sides(train.size_in(start + 1, full)))

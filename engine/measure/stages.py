@@ -37,7 +37,8 @@ class EventStages(Stages):
         self._open: deque[tuple[str | None, Any, bool]] = deque()
         """Stage that ends at the event (None for the first after a pause), event, whether an update begins there."""
         self._paused = True
-        self._seconds, self._updates = _no_times(), 0
+        self._seconds = _no_times()
+        self._updates = 0
 
     def begin(self) -> None:
         self._mark(OTHER, begins=True)
@@ -58,7 +59,8 @@ class EventStages(Stages):
             if stage is not None:
                 self._seconds[stage] += before.elapsed_time(event) / 1000
         taken = StageTimes(self._updates, self._seconds)
-        self._seconds, self._updates = _no_times(), 0
+        self._seconds = _no_times()
+        self._updates = 0
         return taken if taken.updates else NOT_MEASURED
 
     def _mark(self, stage: str, begins: bool) -> None:
@@ -72,7 +74,9 @@ def _no_times() -> dict[str, float]:
     return defaultdict(float, dict.fromkeys(STAGES, 0.0))
 
 
-SKIPPED, WARMUP = 3, 2  # updates before the trace: the first ones allocate and tune, so their times mislead
+# updates before the trace: the first ones allocate and tune, so their times mislead
+SKIPPED = 3
+WARMUP = 2
 
 
 @contextlib.contextmanager

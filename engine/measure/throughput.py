@@ -21,7 +21,12 @@ from utils.text import counted
 
 MIN_UPDATES = 10
 """With fewer, a tally has no result: the first updates start processes and set things up."""
-DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER = "data", "copy", "forward", "backward", "optimiser", "other"
+DATA = "data"
+COPY = "copy"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMISER = "optimiser"
+OTHER = "other"
 STAGES = (DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER)
 TEACHER = "teacher"
 """Stage of distillation; runs without a teacher do not report it."""
@@ -135,10 +140,13 @@ class Throughput:
     """Counts images, time and waiting for data between two reports, and over the run in a tally."""
 
     def __init__(self, device: torch.device, stages: Stages | None = None) -> None:
-        self._device, self._stages = device, stages or Stages()
+        self._device = device
+        self._stages = stages or Stages()
         self._began = time.perf_counter()
         self._reset()
-        self._first, self._later, self._started = Tally(), Tally(), False
+        self._first = Tally()
+        self._later = Tally()
+        self._started = False
 
     def count(self, images: int) -> None:
         """Count one update of `images` images."""
@@ -153,13 +161,15 @@ class Throughput:
 
     def read(self, waited: float) -> Perf:
         """Speed and memory since the last call. `waited`: seconds that the host waited for data."""
-        passed, cores = max(time.perf_counter() - self._last, 1e-9), self._core_seconds()
+        passed = max(time.perf_counter() - self._last, 1e-9)
+        cores = self._core_seconds()
         idle, others = (after - before for before, after in zip(self._cores, cores, strict=True))
         now = Tally(self._updates, self._images, passed, waited, self._stages.take(), idle, others)
         if self._started:
             self._later += now
         else:
-            self._first, self._started = now, True
+            self._first = now
+            self._started = True
         perf = Perf(now.images / passed, now.waited_percent, peak_memory_gb(self._device), self.total, now.stages)
         self._reset()
         return perf
@@ -170,7 +180,9 @@ class Throughput:
         return self._later if self._later.updates >= MIN_UPDATES else self._first + self._later
 
     def _reset(self) -> None:
-        self._last, self._images, self._updates = time.perf_counter(), 0, 0
+        self._last = time.perf_counter()
+        self._images = 0
+        self._updates = 0
         self._cores = self._core_seconds()
 
     def _core_seconds(self) -> tuple[float, float]:
@@ -182,10 +194,15 @@ class Throughput:
         return time.perf_counter() - self._began
 
 
-INPUT, COPYING, OPTIMISING, LOOP, COMPUTE = "input", "copy", "optimiser", "loop", "compute"
+INPUT = "input"
+COPYING = "copy"
+OPTIMISING = "optimiser"
+LOOP = "loop"
+COMPUTE = "compute"
 THRESHOLDS = {INPUT: 15.0, COPYING: 10.0, OPTIMISING: 25.0, LOOP: 20.0}
 """Percent of the time above which a stage is a bottleneck; of several, the largest is reported."""
-TAKEN, IDLE = 0.1, 0.2
+TAKEN = 0.1
+IDLE = 0.2
 """Of the time of this process's cores: others slow it if they use at least that, and no more is left idle"""
 STAGE_OF = {INPUT: DATA, COPYING: COPY, OPTIMISING: OPTIMISER, LOOP: OTHER}
 
@@ -266,7 +283,8 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bott
         text = f"compute-bound: the {device} waited for data {longest:.0f} % of the time"
         if stages:
             text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
-        every, others = tally.seconds * setting.cores, ""
+        every = tally.seconds * setting.cores
+        others = ""
         if len(waited) == 1 and tally.others >= max(TAKEN * every, 1e-9) and tally.idle <= IDLE * every:
             used = f"{tally.others / tally.seconds:.1f} of the {counted(setting.cores, 'core')}"
             others = f"Other programs used {used}: without them, training is faster"

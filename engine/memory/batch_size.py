@@ -32,7 +32,8 @@ MARGIN = 0.08
 """Fraction of memory that stays free, for libraries beside torch and for gaps between tensors."""
 STEP = 8
 """Batch sizes are multiples of this, for tensor cores, unless fewer images fit."""
-MOST, MOST_ON_CPU = 8192, 1024
+MOST = 8192
+MOST_ON_CPU = 1024
 LEAST_UPDATES = 8
 """Minimum number of updates in an epoch, even if a larger batch fits."""
 SECONDS_PER_TRIAL_ON_CPU = 15.0
@@ -86,7 +87,9 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
             "process), or set -batch_size to a number."
         )
     at_most = int(limit * (1 - MARGIN))
-    fitting, peak, reason = 0, 0, ""
+    fitting = 0
+    peak = 0
+    reason = ""
     # Building the run logs its lines again, and draws random numbers again.
     with unheard(), fork_host_rng(), limited(device, at_most):
         try:
@@ -119,11 +122,15 @@ def check_batch(run: Run) -> None:
 
     There the system would kill the program without a word.
     """
-    config, device, batch = run.config, run.device, run.config.DATA.BATCH_SIZE
-    limit, sharded = _limit(config, run.world, device), config.DIST.STRATEGY == "fsdp"
+    config = run.config
+    device = run.device
+    batch = run.config.DATA.BATCH_SIZE
+    limit = _limit(config, run.world, device)
+    sharded = config.DIST.STRATEGY == "fsdp"
     if batch <= STEP or run.auto_batch_size or device.type == "cuda" or sharded or limit is None:
         return
-    limit, size = int(limit * (1 - MARGIN)), least_batch(config)
+    limit = int(limit * (1 - MARGIN))
+    size = least_batch(config)
     with unheard(), fork_host_rng():
         trial = Trial(config, None, run.world, device, limit)
         while size < min(batch, 4 * STEP) and trial.fits(size) and (len(trial.peaks) < 2 or not trial.is_slow()):
@@ -136,7 +143,8 @@ def check_batch(run: Run) -> None:
 
 def _limit(config: Config, world: World, device: torch.device) -> float | None:
     """Bytes that this process may hold: TRAIN.MEMORY_LIMIT, or less if less is free; None if both are unknown."""
-    free, given = free_memory(device, world.local_size), config.TRAIN.MEMORY_LIMIT
+    free = free_memory(device, world.local_size)
+    given = config.TRAIN.MEMORY_LIMIT
     known = (None if free is None else free + held_memory(device), given and given * GIB)
     return min((size for size in known if size is not None), default=None)
 
@@ -187,7 +195,9 @@ def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[
 
     `enough`: called after each success; True if no larger size should be tried.
     """
-    good, bad, size = 0, most + 1, min(STEP, most)
+    good = 0
+    bad = most + 1
+    size = min(STEP, most)
     while size > good:
         if fits(size):
             good = size
@@ -210,7 +220,11 @@ class Trial:
         """`each`: see `_search`."""
         # Pretrained weights take as much memory as random ones.
         config = config.changed(MODEL={"PRETRAINED": None}, TRAIN=config.TRAIN.spanning(1))
-        self._config, self._each, self._world, self._device, self._limit = config, each, world, device, limit
+        self._config = config
+        self._each = each
+        self._world = world
+        self._device = device
+        self._limit = limit
         # With two micro-batches, gradients exist during the forward pass; so they do, in buckets, under DDP.
         accumulates = each is not None or world.size > 1 or config.TRAIN.ACCUM_ITER > 1
         self._micro_batches = 2 if accumulates else 1
@@ -219,7 +233,8 @@ class Trial:
         splits = (False,) if config.EVAL else (True, False)
         self._datasets = [open_dataset(config.DATA, train, *options) for train in splits]
         self._tuned = tuned_model(config, device)
-        self._parts, self._seconds = None, 0.0
+        self._parts = None
+        self._seconds = 0.0
         if not config.EVAL:
             numbered = with_batch(config, STEP, self._micro_batches)
             self._parts = build_train_state(numbered, ALONE, self._tuned, per_epoch=1000)
@@ -231,7 +246,9 @@ class Trial:
 
     def most(self) -> tuple[int, str]:
         """Largest batch to try, and the reason."""
-        config, samples, size = self._config, len(self._datasets[0]), self._world.size
+        config = self._config
+        samples = len(self._datasets[0])
+        size = self._world.size
         most, kind = (MOST_ON_CPU, "CPU") if self._device.type == "cpu" else (MOST, "GPU")
         limits = [
             (most, f"no larger one is tried on a {kind}"),
@@ -292,6 +309,7 @@ class Trial:
         return True
 
     def _batch(self, size: int) -> Batch:
-        data, device = self._config.DATA, self._device
+        data = self._config.DATA
+        device = self._device
         images = torch.randint(0, 256, (size, *data.shape), dtype=dtype_of(data), device=device)
         return Batch(images, task_of(self._config).example(size, device), torch.arange(size))

@@ -43,17 +43,24 @@ from vitamp.sizes import ImageSize, sides, size_of
 
 SET_UP = 3
 """First updates, which allocate and start processes: they are not timed."""
-LEAST_UPDATES, MOST_UPDATES, MOST_SECONDS = 5, 20, 30.0
-MOST_BATCHES, SHORT = 20, 5.0
+LEAST_UPDATES = 5
+MOST_UPDATES = 20
+MOST_SECONDS = 30.0
+MOST_BATCHES = 20
+SHORT = 5.0
 """Of a validation: a longer one is estimated; one of fewer seconds is timed again, without the start of processes."""
 NEARLY_FULL = 0.9
-LONG, STEP = 3600.0, 32
+LONG = 3600.0
+STEP = 32
 """Seconds from which on a run is long, and a smaller image size is named: of sides divisible by that"""
-MOST_SECONDS_IN_ALL, LEAST_SECONDS = 60.0, 20.0
+MOST_SECONDS_IN_ALL = 60.0
+LEAST_SECONDS = 20.0
 """Of a dry run since the program began; but so long for the trial itself, in which one update may take longer"""
 MOST_SECONDS_ALONE = 40.0
 """One thread of a CPU, often faster with small models or on a busy machine, is not tried if it may take longer."""
-LEAST_TURNS, MOST_TURNS, SECONDS_OF_TURNS = 2, 5, 20.0
+LEAST_TURNS = 2
+MOST_TURNS = 5
+SECONDS_OF_TURNS = 20.0
 """Of updates with the run's settings and with what may be faster, by turns: other load slows both."""
 LONGEST_RUN = 10_000
 """Most epochs that TRAIN.NUM_EPOCHS auto chooses"""
@@ -69,10 +76,13 @@ class _Enough(Exception):
 
 def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     """Make a few updates and a validation, and log what the run would cost. A collective call."""
-    config, world, parts = run.config, run.world, ready.parts
+    config = run.config
+    world = run.world
+    parts = ready.parts
     parts.assemble()
     parts.enter(ready.position.epoch)
-    position, per_epoch = replace(ready.position), ready.train_loader.order.updates
+    position = replace(ready.position)
+    per_epoch = ready.train_loader.order.updates
     reporter = Reporter(config, per_epoch, None, position)
     costs: dict[str, tuple[float, float]] = {}
     end = max(stopping.BEGAN + MOST_SECONDS_IN_ALL, time.monotonic() + LEAST_SECONDS)
@@ -122,7 +132,8 @@ def _faster_ways(config: Config, ready: ReadyToTrain) -> Iterator[tuple[str, Con
 
 def _compare(faster: Run, ready: ReadyToTrain, position: Position, turns: int) -> str:
     """Time updates of `ready` and of `faster`, which has initial weights, by turns on the same images."""
-    parts, window = ready.parts, next(ready.train_loader.epoch(position.epoch))
+    parts = ready.parts
+    window = next(ready.train_loader.epoch(position.epoch))
     batches = [batch for _, batch in window]
     with unheard(), fork_host_rng():
         tuned = tuned_model(faster.config, faster.device, replaced=True)
@@ -162,14 +173,18 @@ def settle_epochs(run: Run) -> Run:
     The number is found once, by trial updates with a model of their own, and config.yaml keeps it: the training is as
     reproducible as if it had been given.
     """
-    config, world, given = run.config, run.world, run.config.MAX_TIME
+    config = run.config
+    world = run.world
+    given = run.config.MAX_TIME
     assert given is not None, "checked before"
     if config.trains_on_features:
         raise UserError(
             "TRAIN.NUM_EPOCHS auto: this training keeps the features of its frozen backbone, and an epoch takes "
             "seconds; set -epochs to a number."
         )
-    train, full, began = config.TRAIN.spanning(LONGEST_RUN), config.DATA.IMAGE_SIZE, time.monotonic()
+    train = config.TRAIN.spanning(LONGEST_RUN)
+    full = config.DATA.IMAGE_SIZE
+    began = time.monotonic()
     saved = choice.FRACTION_SAVED * seconds_of(given)
     if train.COMPILE == choice.AUTO and saved <= choice.REQUIRED_RATIO * choice.SECONDS_TO_COMPILE:
         train = train.changed(COMPILE=choice.NONE)
@@ -185,10 +200,12 @@ def settle_epochs(run: Run) -> Run:
         ready = on_every_rank(world, lambda: build_for_training(trial, None, dry=True))
         ready.parts.assemble()
         set_up = time.monotonic() - began
-        per_epoch, reporter = ready.train_loader.order.updates, Reporter(trial.config, 1, None, Position())
+        per_epoch = ready.train_loader.order.updates
+        reporter = Reporter(trial.config, 1, None, Position())
         first = {phase(train, epoch): epoch for epoch in range(LONGEST_RUN, 0, -1)}
         for one, epoch in first.items():
-            position, seconds = Position(epoch), SHARE_OF_TRIAL * seconds_of(given) / len(first)
+            position = Position(epoch)
+            seconds = SHARE_OF_TRIAL * seconds_of(given) / len(first)
             ready.parts.enter(epoch)
             started = time.monotonic()
             paces[one] = _train(ready, position, reporter, min(MOST_SECONDS, seconds), sys.maxsize)
@@ -247,9 +264,15 @@ def _train(
     during slow first updates does not flatter the time: its first wait counts once per epoch. At `end`, the update in
     progress is the last, and updates that were to set up are timed instead.
     """
-    parts, loader, device = ready.parts, ready.train_loader, ready.precision.device
-    pace, per_epoch = Throughput(device, parts.stages), loader.order.updates
-    began, done, waits, set_up = time.perf_counter(), 0, list[float](), min(SET_UP, per_epoch)
+    parts = ready.parts
+    loader = ready.train_loader
+    device = ready.precision.device
+    pace = Throughput(device, parts.stages)
+    per_epoch = loader.order.updates
+    began = time.perf_counter()
+    done = 0
+    waits = list[float]()
+    set_up = min(SET_UP, per_epoch)
     position.step = max(0, per_epoch - SET_UP)
     # The end of an epoch, to set up, and then the whole epoch again and again
     starts = itertools.chain([position.step], itertools.repeat(0))
@@ -273,7 +296,8 @@ def _train(
         if broadcast(late or (enough and (done <= per_epoch or position.step == per_epoch)), parts.world):
             break
     synchronize(device)
-    waited, timed = sum(waits), done if done > 0 else done + set_up
+    waited = sum(waits)
+    timed = done if done > 0 else done + set_up
     update = (time.perf_counter() - began - waited) / timed + waited / max(1, len(waits) * per_epoch)
     why = ": the time of a dry run is up" if time.monotonic() >= end else ""
     log.info("The time per update is estimated from %s%s.", counted(timed, "update"), why)
@@ -291,7 +315,10 @@ def _train(
 
 def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None, end: float = math.inf) -> float:
     """Validate all weights that the run keeps. Returns the seconds that this takes. `reporter` None: once more."""
-    world, batches, metrics, began = ready.parts.world, 0, {}, time.perf_counter()
+    world = ready.parts.world
+    batches = 0
+    metrics = {}
+    began = time.perf_counter()
     every = len(ready.val_loader) + (ready.neighbours.batches if ready.neighbours else 0)
     of_all = broadcast(every, world) - 1  # ranks may have one batch more or less than rank 0
 
@@ -323,21 +350,26 @@ def _costs(
     `found`: the batch size is from `auto`.
     """
     device = ready.precision.device
-    peak, total = 1e9 * peak_memory_gb(device), total_memory(device)
+    peak = 1e9 * peak_memory_gb(device)
+    total = total_memory(device)
     of = f" of {in_gib(total)}" if total else ""
     where = "for each process, its libraries included" if device.type == "cpu" else "on each GPU"
     yield f"memory     {in_gib(peak)}{of} at the peak, {where}"
     if total and peak > NEARLY_FULL * total:
         yield f"           this is nearly all memory; to save some: {'; '.join(ways_out(config, False, device, found))}"
-    per_epoch, position = ready.train_loader.order.updates, ready.position
-    epochs, at = updates / per_epoch, position.epoch - 1 + position.step / per_epoch
+    per_epoch = ready.train_loader.order.updates
+    position = ready.position
+    epochs = updates / per_epoch
+    at = position.epoch - 1 + position.step / per_epoch
     begun, whole, done, end = work_until(config, (position.epoch - 1, position.epoch, at, at + epochs))
     computed = per_epoch * (end - done) / max(whole - begun, 1e-9)  # in updates like those that were timed
     if computed > 1.001 * updates > 0:
         yield "           later epochs take more memory; their time is estimated by their pixels and tokens"
     if config.trains_on_features and updates:
         yield "           features are kept: the estimate is one pass over the images; then an epoch takes seconds"
-        updates, computed, epochs = per_epoch, per_epoch, 1.0
+        updates = per_epoch
+        computed = per_epoch
+        epochs = 1.0
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) if updates else 0
     validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)
     more = "; longer if other programs take the cores" if device.type == "cpu" else ""
@@ -362,7 +394,9 @@ def _costs(
 
 def smaller_size(config: Config) -> ImageSize | None:
     """An image size of about half the pixels, a multiple of 32; None if the model or its weights do not take it."""
-    model, size, channels = config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
+    model = config.MODEL
+    size = config.DATA.IMAGE_SIZE
+    channels = config.DATA.IMAGE_CHANNELS
     smaller = size_of([STEP * round(side / math.sqrt(2) / STEP) for side in sides(size)])
     if min(sides(smaller)) == 0 or math.prod(sides(smaller)) >= math.prod(sides(size)):
         return None

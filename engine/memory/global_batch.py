@@ -19,7 +19,9 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
 
     A collective call: all ranks get the same numbers. A resumed run keeps the batch size that it found.
     """
-    config, world, target = run.config, run.world, run.config.TRAIN.GLOBAL_BATCH
+    config = run.config
+    world = run.world
+    target = run.config.TRAIN.GLOBAL_BATCH
     saved: dict[str, Any] | None = checkpoint and checkpoint.meta["batch"]
     found: Any = choices_of(checkpoint).get(BATCH_CHOICE)
     auto = config.DATA.BATCH_SIZE == AUTO
@@ -31,7 +33,8 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
             from engine.memory.batch_size import with_largest_batch
 
             config = with_largest_batch(config, target or (_global(saved) if saved else None), world, run.device)
-    settled, asked = config, run.asked
+    settled = config
+    asked = run.asked
     if target is not None:
         config = on_every_rank(world, lambda: with_global_batch(settled, target, world))
     elif checkpoint is not None:
@@ -46,8 +49,11 @@ def _with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> 
     It may have changed in an earlier resume: then the settings still ask for the accumulation of the first number of
     processes. Nothing changes if the settings ask for another batch than they did before.
     """
-    saved, batch, before = checkpoint.meta["batch"], config.DATA.BATCH_SIZE, config.TRAIN.ACCUM_ITER
-    total, at_once = _global(saved), batch * processes
+    saved = checkpoint.meta["batch"]
+    batch = config.DATA.BATCH_SIZE
+    before = config.TRAIN.ACCUM_ITER
+    total = _global(saved)
+    at_once = batch * processes
     same = saved["per_process"] == batch and before in (saved["accumulated"], saved.get("asked"))
     if not same or total == at_once * before:
         return config
@@ -73,8 +79,10 @@ def _global(saved: dict[str, Any]) -> int:
 
 def with_global_batch(config: Config, target: int, world: World) -> Config:
     """Set the TRAIN.ACCUM_ITER that gives TRAIN.GLOBAL_BATCH."""
-    batch, before = config.DATA.BATCH_SIZE, config.TRAIN.ACCUM_ITER
-    at_once, processes = batch * world.size, counted(world.size, "process")
+    batch = config.DATA.BATCH_SIZE
+    before = config.TRAIN.ACCUM_ITER
+    at_once = batch * world.size
+    processes = counted(world.size, "process")
     if target % at_once:
         raise UserError(
             f"TRAIN.GLOBAL_BATCH: {target} is not a multiple of the {at_once} images that {processes} with "

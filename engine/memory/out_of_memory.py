@@ -21,7 +21,8 @@ HALF = {"cpu": "-amp bf16"}
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
     """Error for a training that ran out of memory, with the checkpoint to resume from."""
-    words, config = describe(error, trainer.run, trainer.position.update + 1), trainer.run.config
+    words = describe(error, trainer.run, trainer.position.update + 1)
+    config = trainer.run.config
     last = read_index(trainer.folder / CHECKPOINTS)["last"]
     resume = f"The last checkpoint is {last}: resume from it with -resume {trainer.folder} and one of these."
     taken = config.OUTPUT is not None and config.MODEL.RESUME != AUTO  # the folder contains a run now
@@ -34,7 +35,9 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
 
     While `error` is alive, so are the tensors that took the memory.
     """
-    config, data, device = run.config, run.config.DATA, run.device
+    config = run.config
+    data = run.config.DATA
+    device = run.device
     validating = IN_VALIDATION in getattr(error, "__notes__", ())
     if validating:
         where = IN_VALIDATION + ("" if update is None else f" after update {update - 1}")
@@ -62,7 +65,8 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
 
 def ways_out(config: Config, validating: bool, device: torch.device, found: bool = False) -> list[str]:
     """What to add to a command for less memory: KEY=VALUE beats flags. `found`: the batch size is from `auto`."""
-    train, batch = config.TRAIN, config.DATA.BATCH_SIZE
+    train = config.TRAIN
+    batch = config.DATA.BATCH_SIZE
     validated = config.DATA.BATCH_SIZE_EVAL or batch
     ways = []
     if validating and validated == AUTO:

@@ -101,7 +101,8 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
     if optimizer in MUON | ADAMUON:
         from engine.optim.muon import USES_MUON, matrices_of
 
-        matrices, uses_muon = matrices_of(model, train.OPTIMIZER.MUON.EVERY_MATRIX), USES_MUON
+        matrices = matrices_of(model, train.OPTIMIZER.MUON.EVERY_MATRIX)
+        uses_muon = USES_MUON
     scales: dict[str, float] = {}
     if train.LAYER_DECAY is not None:
         from engine.optim.timms import rate_scales
@@ -133,7 +134,8 @@ def scaled_learning_rates(train: TrainConfig, global_batch: int) -> tuple[float,
 
 def describe_learning_rate(train: TrainConfig, global_batch: int) -> str:
     """The learning rate after the warm-up, with its formula if it is scaled."""
-    rate, reference = f"{scaled_learning_rates(train, global_batch)[0]:.3g}", train.scale_reference
+    rate = f"{scaled_learning_rates(train, global_batch)[0]:.3g}"
+    reference = train.scale_reference
     if reference is None:
         return rate
     return f"{rate} = BASE_LR {train.BASE_LR:g} x global batch {global_batch} / LINEAR_SCALED_LR {reference:g}"

@@ -28,11 +28,13 @@ class Ema(Callback):
         self.device = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
         # Always in fp32: half precision rounds the average's small steps away.
         # Weights that are frozen for good (MODEL.LORA) are shared with the model, if they are here, and in fp32.
-        frozen, here = base_weights(model).values(), torch.empty(0, device=self.device).device
+        frozen = base_weights(model).values()
+        here = torch.empty(0, device=self.device).device
         shared = all(w.device == here and w.dtype == torch.float32 for w in frozen)
         memo = {id(weight): weight for weight in map(model.get_parameter, base_weights(model))} if shared else {}
         self.module = copy.deepcopy(model, memo).to(self.device).float().eval().requires_grad_(False)
-        self.decay, self.warmup = train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP
+        self.decay = train.MODEL_EMA_DECAY
+        self.warmup = train.MODEL_EMA_WARMUP
         self.updates: int | Tensor = 0
         self._model = model
         self._averages: list[Tensor] = []
@@ -57,7 +59,8 @@ class Ema(Callback):
         if not self._averages:  # the first update: by now both models are sharded, and each rank averages its shard
             pairs = zip(self._model.parameters(), self.module.parameters(), strict=True)
             tensors = [(local_shard(p.detach()), local_shard(ours.detach())) for p, ours in pairs if p is not ours]
-            self._sources, self._averages = [source for source, _ in tensors], [average for _, average in tensors]
+            self._sources = [source for source, _ in tensors]
+            self._averages = [average for _, average in tensors]
             # Running statistics are averages already, so they are copied: those of one dtype at once.
             groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
             for ours, theirs in zip(self.module.buffers(), self._model.buffers(), strict=True):
@@ -65,7 +68,8 @@ class Ema(Callback):
                 group[0].append(ours)
                 group[1].append(theirs)
             self._buffers = list(groups.values())
-        averages, sources = self._averages, self._sources
+        averages = self._averages
+        sources = self._sources
         if sources[0].device != self.device or sources[0].dtype != averages[0].dtype:
             sources = [s.to(self.device, torch.float32) for s in sources]
         if isinstance(stepped, Tensor):
@@ -91,6 +95,7 @@ class Ema(Callback):
         torch._foreach_add_(averages, steps)
         self.updates = self.updates + stepped.reshape(()).long()
         for ours, theirs in self._buffers:
-            new, old = _flatten_dense_tensors(theirs).to(self.device), _flatten_dense_tensors(ours)
+            new = _flatten_dense_tensors(theirs).to(self.device)
+            old = _flatten_dense_tensors(ours)
             chosen = torch.where(stepped.reshape(()).bool(), new, old)
             torch._foreach_copy_(ours, list(_unflatten_dense_tensors(chosen, ours)))

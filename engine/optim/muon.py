@@ -38,7 +38,8 @@ def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
 
     `every`: linear layers anywhere, and convolutions that mix all channels, as matrices with a row per output.
     """
-    blocks, heads = [name for name, _ in blocks_of(model)], classifiers(model)
+    blocks = [name for name, _ in blocks_of(model)]
+    heads = classifiers(model)
     modules = dict(model.named_modules())
 
     def chosen(name: str, module: nn.Module) -> bool:
@@ -135,9 +136,11 @@ class Muon(Optimizer):
 
     def _step_adamw(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
         for weight in (weight for weight in weights if not self.state[weight]):
-            state, device = self.state[weight], weight.device if group["fused"] else None
+            state = self.state[weight]
+            device = weight.device if group["fused"] else None
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
         states = ("exp_avg", "exp_avg_sq", "step")
         means, squares, steps = ([self.state[weight][key] for weight in weights] for key in states)
         adamw(

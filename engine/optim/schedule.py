@@ -26,7 +26,8 @@ SCALE = "lr_scale"
 def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float, float, float], per_epoch: int):
     """timm's schedule of the name in TRAIN.LR_SCHEDULER, in updates."""
     _, start_lr, end_lr = rates
-    shape, total = train.LR_SCHEDULER, train.epochs_of_schedule * per_epoch  # after it, timm's stay at END_LR
+    shape = train.LR_SCHEDULER
+    total = train.epochs_of_schedule * per_epoch
     warmup = min(max(round(train.WARMUP_EPOCHS * per_epoch), train.WARMUP_EPOCHS > 0), total)
     common = {"warmup_t": warmup, "warmup_lr_init": start_lr, "t_in_epochs": False}
     if shape.NAME == "step":
@@ -63,7 +64,9 @@ class Schedule:
     """Sets the optimiser's learning rates before each update, by the number of updates that moved the weights."""
 
     def __init__(self, scheduler: Scheduler, optimizer: Optimizer, total: int) -> None:
-        self._scheduler, self._optimizer, self._total = scheduler, optimizer, total
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+        self._total = total
         self._last: float | Tensor = 0.0
         scales = [float(group.get(SCALE, 1.0)) for group in optimizer.param_groups]
         self._reported = scales.index(1.0) if 1.0 in scales else 0
@@ -114,14 +117,16 @@ class DeviceSchedule(Schedule):
     """For fp16 on a GPU, where only the device knows which updates moved the weights: the host does not wait for it."""
 
     def __init__(self, scheduler: Scheduler, optimizer: Optimizer, total: int, device: torch.device) -> None:
-        self._device, self._count = device, torch.zeros((), dtype=torch.int64, device=device)
+        self._device = device
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
         super().__init__(scheduler, optimizer, total)
 
     def _fill_table(self, first: int) -> None:
         """Copy the rates of the next updates, from `first` on, to the device, before it needs them."""
         rows = [self._rates(update) for update in range(first, first + TABLE_UPDATES)]
         self._table = torch.tensor(rows, dtype=torch.float32, device=self._device)
-        self._first, self._left = first, TABLE_UPDATES - 1
+        self._first = first
+        self._left = TABLE_UPDATES - 1
         for group in self._optimizer.param_groups:
             group["lr"] = torch.zeros((), device=self._device)
 

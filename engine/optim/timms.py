@@ -33,7 +33,8 @@ def build_timms(name: str, groups: list[dict[str, Any]], settings: OptimizerConf
     # The registry imports sixty optimisers, and torch's compiler with them.
     from timm.optim._optim_factory import create_optimizer_v2, default_registry, get_optimizer_info
 
-    info, momentum = get_optimizer_info(name), settings.MOMENTUM
+    info = get_optimizer_info(name)
+    momentum = settings.MOMENTUM
     parameters = signature(default_registry.get_optimizer_class(info, bind_defaults=False)).parameters
     if momentum is None:
         momentum = (parameters["momentum"].default if "momentum" in parameters else None) or DEFAULT_MOMENTUM

@@ -24,7 +24,8 @@ from utils.errors import UserError
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-SHARDS, COPIES = "shard", "replicate"
+SHARDS = "shard"
+COPIES = "replicate"
 OPTIMIZERS = frozenset({"adam", "adamw", "nadamw", "sgd", "momentum", "nesterov", "lion", "lamb", "lars", "adan"})
 """Tested: sharded tensors give the same updates as whole ones."""
 
@@ -60,11 +61,14 @@ class Sharding:
     def __init__(self, world: World, device: torch.device, dist: DistConfig) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self._world, by_machine = world, dist.HSDP
+        self._world = world
+        by_machine = dist.HSDP
         if by_machine:
-            sizes, names = (world.size // world.local_size, world.local_size), (COPIES, SHARDS)
+            sizes = (world.size // world.local_size, world.local_size)
+            names = (COPIES, SHARDS)
         else:
-            sizes, names = (world.size,), (SHARDS,)
+            sizes = (world.size,)
+            names = (SHARDS,)
         self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         for name in names:
             self._mesh.get_group(name)._get_backend(device)._set_default_timeout(dist.group_timeout)
@@ -110,7 +114,8 @@ class Sharding:
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        level, half = precision.level, dtype_name(precision.choice.dtype)
+        level = precision.level
+        half = dtype_name(precision.choice.dtype)
         if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
             if level != "O1":
                 raise UserError(f"AMP.LEVEL {level} with DIST.STRATEGY fsdp needs torch 2.15 or later; use O1, or ddp.")
@@ -120,7 +125,8 @@ class Sharding:
             halved = {id(weight) for weight in cast_weights(model, precision.black_list)}
             kept = {id(weight) for weight in model.parameters() if id(weight) not in halved}
         else:
-            classes, forced = NORMS if level == "O2" else BATCH_NORM, forced_modules(model)  # as in `HalfCopy`
+            classes = NORMS if level == "O2" else BATCH_NORM
+            forced = forced_modules(model)
             in_fp32 = [one for name, one in model.named_modules() if name in forced or isinstance(one, classes)]
             kept = {id(weight) for module in in_fp32 for weight in module.parameters()}
         self._gathered = f", gathered in {half}" + (" where autocast casts them" if level == "O1" else "")
@@ -152,6 +158,7 @@ class Sharding:
         if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
             return whole
         rows = self.rows(whole).to(parameter.device, copy=True)
-        shape, stride = parameter.shape, parameter.stride()
+        shape = parameter.shape
+        stride = parameter.stride()
         placed = parameter.placements
         return DTensor.from_local(rows, parameter.device_mesh, placed, run_check=False, shape=shape, stride=stride)

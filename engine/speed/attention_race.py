@@ -25,7 +25,8 @@ from engine.speed.speedup import (
 from models.parts import in_eval_mode
 from utils.errors import UserError
 
-ROUNDS, WARM_UPS = 5, 2
+ROUNDS = 5
+WARM_UPS = 2
 CALLS = 4
 """Timed together."""
 MIN_SPEEDUP = 1.02
@@ -57,7 +58,8 @@ class Call:
 
     def run(self, kind: str) -> None:
         """Forward and backward by this kind alone; raises RuntimeError if it does not support this call."""
-        before, self.layer.fused_attn = self.layer.fused_attn, kind != PLAIN
+        before = self.layer.fused_attn
+        self.layer.fused_attn = kind != PLAIN
         try:
             with self._only(kind):
                 with self.precision.autocast(training=False):
@@ -84,8 +86,11 @@ class Call:
 
 def race_attention(built: BuiltModel) -> Choice:
     """The fastest kind, or the one asked for, or that of the resumed run, if it works here."""
-    wanted, before, precision = built.config.attention, built.before.get("attention"), built.precision
-    data, device = built.config.DATA, precision.device
+    wanted = built.config.attention
+    before = built.before.get("attention")
+    precision = built.precision
+    data = built.config.DATA
+    device = precision.device
     random = torch.Generator(device).manual_seed(built.config.SEED)
     size = (data.BATCH_SIZE, *data.shape)
     images = built.inputs(torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random))

@@ -28,7 +28,8 @@ class PatchesAsProduct(nn.Module):
         down, across = self.kernel_size
         if height % down or width % across:
             return super().forward(images)
-        rows, columns = height // down, width // across
+        rows = height // down
+        columns = width // across
         patches = images.reshape(batch, channels, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
         pixels = patches.reshape(batch, rows * columns, channels * down * across)
         tokens = F.linear(pixels, self.weight.flatten(1), self.bias)
@@ -39,7 +40,8 @@ class PatchesAsProduct(nn.Module):
 class LinearPatches(Speedup):
     """`auto`: where it was faster in measurements."""
 
-    key, title = "linear_patches", "patches by a matrix product"
+    key = "linear_patches"
+    title = "patches by a matrix product"
 
     def choose(self, built: BuiltModel) -> Choice:
         convolutions = _patch_convolutions(built.model)
@@ -78,10 +80,12 @@ class ChannelsLast(Speedup):
     `auto`: on a GPU in half precision, and on a CPU for ResNet, EfficientNet and the like; docs/dev/kernels.md.
     """
 
-    key, title = "channels_last", "channels last"
+    key = "channels_last"
+    title = "channels last"
 
     def choose(self, built: BuiltModel) -> Choice:
-        obstacle, wanted = "", built.config.wants("channels_last")
+        obstacle = ""
+        wanted = built.config.wants("channels_last")
         if not overlapping_convolutions(built.model):
             obstacle = f"{built.name} has no convolutions except for its patch embedding, and would gain nothing"
         elif built.sharded:

@@ -48,7 +48,8 @@ class FusedMlp(nn.Module):
 class FusedMlps(Speedup):
     """`auto`: on a GPU in half precision if the kernels work."""
 
-    key, title = "fused_mlp", "bias and GELU in one kernel"
+    key = "fused_mlp"
+    title = "bias and GELU in one kernel"
 
     def choose(self, built: BuiltModel) -> Choice:
         wanted = built.config.wants("fused_mlp")
@@ -70,7 +71,8 @@ class FusedMlps(Speedup):
 
 
 def _obstacle(built: BuiltModel) -> str:
-    precision, named = built.precision, LISTED & built.listed
+    precision = built.precision
+    named = LISTED & built.listed
     if any(has_adapters(layer) for mlp in built.model.modules() if type(mlp) is Mlp for layer in (mlp.fc1, mlp.fc2)):
         return ADAPTED
     if not _plain_mlps(built.model):
@@ -105,7 +107,8 @@ def _why_kernels_fail(precision: Precision) -> str:
 def _plain_mlps(model: nn.Module) -> list[Mlp]:
     found = []
     for mlp in (module for module in model.modules() if type(module) is Mlp):
-        act, fc1 = mlp.act, mlp.fc1
+        act = mlp.act
+        fc1 = mlp.fc1
         exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
         linear = all(type(fc) is nn.Linear for fc in (fc1, mlp.fc2))
         if exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity:

@@ -40,7 +40,8 @@ class RecomputedBlocks(Speedup):
     """All blocks (`blocks`), or the first of every N."""
 
     def choose(self, built: BuiltModel) -> Choice:
-        wanted, count = built.config.TRAIN.GRAD_CHECKPOINT, len(list(blocks_of(built.model)))
+        wanted = built.config.TRAIN.GRAD_CHECKPOINT
+        count = len(list(blocks_of(built.model)))
         if not count:
             raise UserError(
                 f"TRAIN.GRAD_CHECKPOINT {wanted}: {built.name} has no sequence of equal blocks to recompute; set it to "

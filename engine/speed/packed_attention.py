@@ -73,13 +73,15 @@ def packed_only(layer: Any, tokens: int, dtype: torch.dtype, device: torch.devic
     if not can_be_packed(layer):
         raise RuntimeError("packed attention does not support this attention layer")
     _check_kernels(tokens, layer.head_dim, dtype, device)
-    own, before = type(layer), getattr(layer, "packed", False)
+    own = type(layer)
+    before = getattr(layer, "packed", False)
     mix_in(layer, PackedAttention)
     layer.packed = layer.strict = True
     try:
         yield
     finally:
-        layer.packed, layer.strict = before, False
+        layer.packed = before
+        layer.strict = False
         layer.__class__ = own
 
 

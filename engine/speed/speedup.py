@@ -91,7 +91,12 @@ def _mixed(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
 
 # The kinds of kernels for attention, and what they can compute.
 
-FUSED, PLAIN, FLASH, EFFICIENT, CUDNN, PACKED = "fused", "plain", "flash", "efficient", "cudnn", "packed"
+FUSED = "fused"
+PLAIN = "plain"
+FLASH = "flash"
+EFFICIENT = "efficient"
+CUDNN = "cudnn"
+PACKED = "packed"
 OWN = "the model's own"
 KINDS = {"cuda": (FUSED, PLAIN, FLASH, EFFICIENT, CUDNN, PACKED)}
 KINDS_ELSEWHERE = (FUSED, PLAIN)

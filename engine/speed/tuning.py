@@ -77,8 +77,11 @@ class AttentionKernel(Speedup):
 
 def attention_by_rule(built: BuiltModel) -> Choice | None:
     """The choice that needs no timing; None if kernels must be timed or tried on this GPU."""
-    config, before, device = built.config, built.before.get("attention"), built.precision.device.type
-    wanted, kinds = config.attention, KINDS.get(device, KINDS_ELSEWHERE)
+    config = built.config
+    before = built.before.get("attention")
+    device = built.precision.device.type
+    wanted = config.attention
+    kinds = KINDS.get(device, KINDS_ELSEWHERE)
     if wanted not in ("auto", PLAIN):
         _check_forced(wanted, built, kinds)
     if not attention_layers(built.model):
@@ -103,7 +106,9 @@ def attention_by_rule(built: BuiltModel) -> Choice | None:
 
 def _check_forced(wanted: str, built: BuiltModel, kinds: Sequence[str]) -> None:
     """Raise UserError for a kind of attention that SPEED forces, and that this model or device does not have."""
-    named, listed, device = f"SPEED +{wanted}", built.listed, built.precision.device.type
+    named = f"SPEED +{wanted}"
+    listed = built.listed
+    device = built.precision.device.type
     if not attention_layers(built.model):
         raise UserError(f"{named}: {built.name} has no attention layer whose kernel can be chosen; leave it out.")
     if wanted not in kinds:
@@ -165,7 +170,8 @@ def speed_up(
     computed_in = f"{precision.device.type} {precision.name.replace('-', ' ')}"  # a blank, as in the oldest checkpoints
     if previous.get("computed_in") != computed_in:
         previous = {}
-    built, possible = BuiltModel(config, model, inputs, precision, world, previous), [*speedups(config, precision)]
+    built = BuiltModel(config, model, inputs, precision, world, previous)
+    possible = [*speedups(config, precision)]
     found = broadcast(on_every_rank(world, lambda: [speedup.choose(built) for speedup in possible]), world)
     chosen = [(speedup, choice) for speedup, choice in zip(possible, found, strict=True) if choice.value is not False]
     for speedup, choice in chosen:

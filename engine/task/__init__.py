@@ -6,7 +6,8 @@ from vitamp.metrics import NO_LABELS, SEVERAL_LABELS
 
 
 def task_of(config: Config) -> Task:
-    kind, own = config.task, config.VALIDATE_METRICS
+    kind = config.task
+    own = config.VALIDATE_METRICS
     if kind == NO_LABELS:
         from engine.task.pixels import NoLabels
 

@@ -37,7 +37,8 @@ class BinaryCrossEntropy(nn.Module):
     def __init__(self, train: TrainConfig, outcomes: int, positive_weights: Tensor | None = None) -> None:
         super().__init__()
         self.outcomes = outcomes
-        self.smoothing, self.threshold = train.SMOOTHING, train.BCE_TARGET_THRESH
+        self.smoothing = train.SMOOTHING
+        self.threshold = train.BCE_TARGET_THRESH
         self.register_buffer("positive_weights", positive_weights)
         lowest = self.smoothing / outcomes
         highest = 1 - self.smoothing + lowest

@@ -84,7 +84,8 @@ class _Accuracy(Tally):
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         hits, guesses = _hits(logits, batch.labels)
-        first, five = hits[:, 0], hits.any(dim=-1)
+        first = hits[:, 0]
+        five = hits.any(dim=-1)
         real = batch.indices >= 0  # False for samples that only pad the batch
         losses = F.cross_entropy(logits, batch.labels, reduction="none").to(self._sums.dtype)
         losses = losses.where(real, 0.0)  # not a product: 0 times an infinite loss is NaN

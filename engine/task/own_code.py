@@ -29,7 +29,8 @@ class WithOwnMetrics(Tally):
     """A tally of the program, and the metrics of `task.own_metrics`."""
 
     def __init__(self, tally: Tally, task: Task, samples: int, device: torch.device) -> None:
-        self._tally, self._task = tally, task
+        self._tally = tally
+        self._task = task
         self._table = Gathered(samples, device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
@@ -38,10 +39,12 @@ class WithOwnMetrics(Tally):
         self._table.add(torch.cat((self._task.probabilities(logits), labels), dim=1), batch.indices)
 
     def metrics(self, world: World) -> Metrics:
-        metrics, rows = self._tally.metrics(world), self._table.on_rank_0(world)
+        metrics = self._tally.metrics(world)
+        rows = self._table.on_rank_0(world)
         found: dict[str, float] | str | None = None
         if world.first:
-            probabilities, labels = rows[:, : self._task.classes], rows[:, self._task.classes :].long()
+            probabilities = rows[:, : self._task.classes]
+            labels = rows[:, self._task.classes :].long()
             labels = labels[:, 0] if self._task.kind == ONE_LABEL else labels
             try:
                 found = measured(self._task.own_metrics, probabilities, labels)
@@ -57,7 +60,8 @@ def measured(names: tuple[str, ...], probabilities: Tensor, labels: Tensor) -> d
     """The registered metrics of these names. OwnCodeError, with the user's line, if one fails."""
     found: dict[str, float] = {}
     for name in names:
-        own, given = own_named("metric", name), (probabilities.clone(), labels.clone())
+        own = own_named("metric", name)
+        given = (probabilities.clone(), labels.clone())
         assert own is not None  # checked with the settings
         try:
             made: Any = own.made()
@@ -82,7 +86,8 @@ def _what(value: object) -> str:
 
 
 SAMPLES = 4
-FOR_METRICS, MOST_FOR_METRICS = 64, 2048
+FOR_METRICS = 64
+MOST_FOR_METRICS = 2048
 """Fewest and most images on which metrics are tried"""
 
 
@@ -118,7 +123,8 @@ def try_own_code(config: Config) -> None:
 
 def _try_loss(config: Config, named: str) -> None:
     task = task_of(config)
-    loss, labels = task.loss(config.TRAIN, None), task.example(SAMPLES, torch.device("cpu"))
+    loss = task.loss(config.TRAIN, None)
+    labels = task.example(SAMPLES, torch.device("cpu"))
     weights = loss.parameters() if isinstance(loss, nn.Module) and not config.EVAL else ()
     if any(weight.requires_grad for weight in weights):
         what = "weights that nothing trains; train them in a model, or freeze them: requires_grad_(False)"
@@ -135,7 +141,9 @@ def _try_loss(config: Config, named: str) -> None:
 
 def _try_model(config: Config, named: str) -> None:
     """Run the model once without weights."""
-    classes, channels, size = config.MODEL.NUM_CLASSES, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE
+    classes = config.MODEL.NUM_CLASSES
+    channels = config.DATA.IMAGE_CHANNELS
+    size = config.DATA.IMAGE_SIZE
     with torch.no_grad(), torch.device("meta"):
         name = config.MODEL.NAME.strip()
         module = timm.create_model(name, num_classes=classes, in_chans=channels, img_size=size).eval()

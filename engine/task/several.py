@@ -74,7 +74,8 @@ class SeveralLabels(Task):
 
     def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
         """Numerator and denominator of micro F1 at a probability of 0.5. Mixed samples count as for top-1."""
-        chosen, truth = logits >= 0, labels > 0
+        chosen = logits >= 0
+        truth = labels > 0
         return 2 * (chosen & truth).sum().to(sum_type), (chosen.sum() + truth.sum()).to(sum_type)
 
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> F1Means:
@@ -103,9 +104,11 @@ class _ScoreTable(Tally):
         self._table.add(torch.cat((logits, batch.labels), dim=1), batch.indices)
 
     def metrics(self, world: World) -> LabelMetrics:
-        rows, made = self._table.on_rank_0(world), None
+        rows = self._table.on_rank_0(world)
+        made = None
         if world.first:  # alone, so that the last digits are the same on all and they agree on the best validation
-            logits, labels = rows[:, : self._classes].double(), rows[:, self._classes :].double()
+            logits = rows[:, : self._classes].double()
+            labels = rows[:, self._classes :].double()
             found = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0)._asdict()
             del found["average_precision"], found["aurocs"]
             thresholds = tuple(found.pop("thresholds").tolist())
@@ -191,16 +194,20 @@ def rank(scores: np.ndarray, truth: np.ndarray) -> tuple[float, float, float]:
     if not positives or np.isnan(scores).any():
         return np.nan, HALF, np.nan
     order = np.argsort(-scores, kind="stable")
-    scores, hits = scores[order], np.cumsum(truth[order])
+    scores = scores[order]
+    hits = np.cumsum(truth[order])
     last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))  # equal scores are predicted together
-    scores, hits, predicted = scores[last], hits[last], last + 1
+    scores = scores[last]
+    hits = hits[last]
+    predicted = last + 1
     average = float((np.diff(hits, prepend=0) * (hits / predicted)).sum() / positives)
     best = int(np.argmax(2 * hits / (predicted + positives)))
     below = float(scores[best + 1]) if best + 1 < len(scores) else 0.0
     between = (float(scores[best]) + below) / 2  # halfway, because other samples score a little lower or higher
     threshold = between if between > below else float(scores[best])
     # The area under the ROC curve through these counts of true and false positives, from the highest score on.
-    misses, auroc = predicted - hits, np.nan
+    misses = predicted - hits
+    auroc = np.nan
     if misses[-1]:
         heights = hits - np.diff(hits, prepend=0) / 2  # a positive and a negative of equal score count as half right
         auroc = float((heights * np.diff(misses, prepend=0)).sum() / (hits[-1] * misses[-1]))
@@ -232,14 +239,16 @@ class Gathered:
     """Rows are in host memory."""
 
     def __init__(self, samples: int, device: torch.device) -> None:
-        self._samples, self._device = samples, device
+        self._samples = samples
+        self._device = device
         self._indices: list[Tensor] = []
         self._rows: list[Tensor] = []
 
     def add(self, rows: Tensor, indices: Tensor) -> None:
         """One row per sample of a batch; those of padding are left out."""
         # The last column counts how often a sample was seen.
-        rows, indices = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).cpu(), indices.cpu()
+        rows = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).cpu()
+        indices = indices.cpu()
         real = indices >= 0
         self._rows.append(rows[real])
         self._indices.append(indices[real])
@@ -249,7 +258,8 @@ class Gathered:
 
         Ranks add up their rows, and zeros for others', a few rows at a time.
         """
-        indices, rows = torch.cat(self._indices), torch.cat(self._rows)
+        indices = torch.cat(self._indices)
+        rows = torch.cat(self._rows)
         width = rows.shape[1]
         table = torch.zeros(self._samples if world.first else 0, width)
         at_once = max(1, BYTES_AT_ONCE // (4 * width))

@@ -81,7 +81,8 @@ class Trained:
     def computing(self, images: int) -> Iterator[None]:
         """Compute in the precision of validation, without gradients. `images`: at once, for the error if memory runs
         out."""
-        amp, device = self.config.AMP, self.precision.device
+        amp = self.config.AMP
+        device = self.precision.device
         with (
             torch.no_grad(),  # not inference mode: fp8 layers do not run in it
             OpLists(device.type, amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST),
@@ -107,7 +108,8 @@ class Trained:
         """With several labels: the threshold of each class, and their origin for the log."""
         from engine.task.several import HALF, describe_untuned
 
-        found, classes = None if self.others else self.chosen.thresholds, int(self.config.MODEL.NUM_CLASSES)
+        found = None if self.others else self.chosen.thresholds
+        classes = int(self.config.MODEL.NUM_CLASSES)
         if found is None or len(found) != classes:
             words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
             return [HALF] * classes, words
@@ -214,7 +216,8 @@ def together(paths: Sequence[Path | str], load: Callable[[Path | str], Trained])
 
 def pretrained(config: Config, world: World) -> Trained:
     """The model of the settings with the weights of MODEL.PRETRAINED, which need no run."""
-    place, words = Path(config.MODEL.PRETRAINED or ""), f"weights for {config.MODEL.NAME}"
+    place = Path(config.MODEL.PRETRAINED or "")
+    words = f"weights for {config.MODEL.NAME}"
     return _built(config, pick_device(config.DEVICE, world), world, Chosen(place, PLAIN, words, (PLAIN,), {}))
 
 

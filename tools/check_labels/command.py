@@ -52,7 +52,8 @@ TOOL = Tool("check_labels.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPO
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    asked, out = line.asked, results_folder(line.asked.output)
+    asked = line.asked
+    out = results_folder(line.asked.output)
     _check(line, out)
 
     from datasets import comes_unsplit
@@ -76,7 +77,8 @@ def main(argv: list[str]) -> int:
             method = ByFeatures.of(line, loaded.config)
             config = searched_by(method.trained, line, loaded.config) if asked.path else method.trained.config
         else:
-            method, config = ByTraining(line, asked.folds or FOLDS, out / "folds"), loaded.config
+            method = ByTraining(line, asked.folds or FOLDS, out / "folds")
+            config = loaded.config
             if not asked.folds:
                 log.info("No weights are given (-pretrained): the recipe is trained on %d folds.", FOLDS)
         if asked.prove:

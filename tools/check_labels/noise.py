@@ -24,7 +24,8 @@ from torch import Tensor
 from utils.progress import Progress
 from utils.seeding import generator_of
 
-WRONG, SURER = 0.5, (0.8, 0.95)
+WRONG = 0.5
+SURER = (0.8, 0.95)
 """Probability from which on a label looks wrong, and others at which hard images are fewer: any of them may decide"""
 REDRAWN = 19
 """Times; so the largest number is a bound of 95 %"""
@@ -37,9 +38,12 @@ DOUBTFUL = 20
 LEARNT = 0.25
 """Fraction of a class's images that the logits must recognise for its labels to count: most of a class that models did
 not learn, because it is rare, looks like others"""
-CHANGED, DRAWS = 0.02, 5
+CHANGED = 0.02
+DRAWS = 5
 """Fraction of the labels that are changed, so many times, to see how many of them would look wrong"""
-ROUNDS, UPDATES, STEPS = 40, 8, 6
+ROUNDS = 40
+UPDATES = 8
+STEPS = 6
 """Of calibration and Q in turn; updates of Q and steps of L-BFGS in each"""
 EQUAL_SCALES = 2.0
 """How strongly scales of classes are drawn to their mean"""
@@ -99,7 +103,8 @@ class Wrong(NamedTuple):
 
 def nearest(features: np.ndarray, own: Sequence[np.ndarray]) -> Tensor:
     """Indices of the most similar images of each. None has the same number in one of `own`: a copy, or its group."""
-    rows, numbers = torch.from_numpy(features).float(), torch.from_numpy(np.stack(own))
+    rows = torch.from_numpy(features).float()
+    numbers = torch.from_numpy(np.stack(own))
     rows = F.normalize(rows - rows.mean(0))
     found = []
     for first in range(0, len(rows), AT_ONCE):
@@ -115,14 +120,16 @@ def find_wrong(
 ) -> Wrong:
     """`logits`: images x classes. `labels`: classes of the images. `known`: of labels that are not of these images.
     `near`: of `nearest`; None if there are no features, and the logits are the only view."""
-    given, classes = torch.from_numpy(labels), logits.shape[1]
+    given = torch.from_numpy(labels)
+    classes = logits.shape[1]
     views = [(torch.from_numpy(logits).double(), known)]
     if near is not None:
         views.append(((F.one_hot(given[near], classes).sum(1).double() + 1 / classes).log(), None))
     fits = [_fit(view, given, of_view) for view, of_view in views]
     probability, right, proposed, calibration = fits[0]
     doubtful = torch.stack([fitted.right for fitted in fits]).mean(0).cumsum(1)
-    levels, counts = torch.tensor([WRONG])[:, None], torch.ones(classes)
+    levels = torch.tensor([WRONG])[:, None]
+    counts = torch.ones(classes)
     if near is not None:
         levels = torch.tensor([WRONG, *SURER])[:, None]
         recognised = given[views[0][0].argmax(1) == given].bincount(minlength=classes)
@@ -134,7 +141,8 @@ def find_wrong(
         again = (draws > doubtful).sum(1).clamp(max=classes - 1)
         wrong = _by_all([_fit(view, again, of_view) for view, of_view in views]) * counts[again]
         redrawn.append((wrong >= levels).sum(1))
-    agreed, if_right = (_by_all(fits) * counts[given] >= levels).sum(1), torch.stack(redrawn).amax(0)
+    agreed = (_by_all(fits) * counts[given] >= levels).sum(1)
+    if_right = torch.stack(redrawn).amax(0)
     changed, changed_found = _changed(*views[0], given, seed)
     numbers = (probability >= levels).sum(1)
     (number, both, chance), *surer = zip(numbers.tolist(), agreed.tolist(), if_right.tolist(), strict=True)
@@ -158,13 +166,16 @@ def _changed(logits: Tensor, known: Calibration | None, given: Tensor, seed: int
 
     The logits stay as they are: models that had learnt from the few changed labels would hardly differ.
     """
-    present, found, generator = given.unique(), 0, generator_of(seed, "changed labels")
+    present = given.unique()
+    found = 0
+    generator = generator_of(seed, "changed labels")
     if len(present) < 2:
         return 0, 0
     each = max(1, round(CHANGED * len(given)))
     rows = torch.from_numpy(generator.permutation(len(given))[: DRAWS * each])
     for some in rows.split(each):
-        labels, steps = given.clone(), torch.from_numpy(generator.integers(1, len(present), len(some)))
+        labels = given.clone()
+        steps = torch.from_numpy(generator.integers(1, len(present), len(some)))
         labels[some] = present[(torch.searchsorted(present, given[some]) + steps) % len(present)]
         found += int((_fit(logits, labels, known).wrong[some] >= WRONG).sum())
     return len(rows), found
@@ -191,13 +202,15 @@ def _fit(logits: Tensor, given: Tensor, known: Calibration | None = None) -> Fit
     images, classes = logits.shape
     same = torch.eye(classes, dtype=torch.float64)
     other = (1 - same) / max(classes - 1, 1)
-    matrix, before = 0.98 * same + 0.02 * other, -np.inf
+    matrix = 0.98 * same + 0.02 * other
+    before = -np.inf
     scales, offsets = known or (torch.zeros(classes, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
     def calibrated() -> Tensor:
         return (logits * scales.exp() + offsets).softmax(1)
 
-    right, joint = calibrated(), calibrated()
+    right = calibrated()
+    joint = calibrated()
     for _ in range(ROUNDS):
         steps = torch.optim.LBFGS([scales, offsets], 1, STEPS, line_search_fn="strong_wolfe")
 

@@ -31,10 +31,12 @@ MOST_PAIRS = 20
 
 def write(images: Images, found: Found, table: Path) -> None:
     """Write `table`, of the suspects, and the list and the page beside it; log what was found."""
-    listed, page = table.with_name("exclude.txt"), table.with_name("report.html")
+    listed = table.with_name("exclude.txt")
+    page = table.with_name("report.html")
     table.parent.mkdir(parents=True, exist_ok=True)
     # In validation, suspects are mostly mistakes of the model: without them, metrics would flatter it.
-    drops, before = found.verdict.clear and images.data.PART != "val", text_of(images.data).rstrip("\n")
+    drops = found.verdict.clear and images.data.PART != "val"
+    before = text_of(images.data).rstrip("\n")
     decision = "drop" if drops else "keep"
     dropped = [one for one in found.suspects if one.equal or drops]
     excluded = [*([before] if before else []), *map(images.line, dropped)]
@@ -47,7 +49,8 @@ def write(images: Images, found: Found, table: Path) -> None:
     suspected = np.zeros(len(images.labels), bool)
     suspected[[one.image for one in found.suspects if one.wrong >= WRONG]] = True
     words = np.array([images.label_words(label) for label in images.labels])
-    shown, decisions = [], {}  # a table may name an image twice
+    shown = []
+    decisions = {}
     for one in found.suspects:
         row = rows_of(images, [one], "").partition("\n")[2].rpartition(",")[0] + ","
         decisions[images.name(one.image)] = row, "drop" if one.equal else decision, images.line(one)

@@ -34,7 +34,8 @@ DECISIONS = {WITHOUT: "drop", RELABELLED: "relabel", RANDOM: "drop"}
 
 
 def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
-    seeds, images = read_seeds(line.asked.seeds), open_images(config, "train")
+    seeds = read_seeds(line.asked.seeds)
+    images = open_images(config, "train")
     lists = search_each_seed(images, method, seeds, out / "lists")
     if not lists:
         log.info("No search found wrong labels beyond chance: there is nothing to prove.")
@@ -43,7 +44,8 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     doubtful, _ = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0, np.int64))
     wrong = [one for one in doubtful if one.wrong >= WRONG]
 
-    plan, script = plan_of(line, seeds, lists, out), "scripts/check_labels.py"
+    plan = plan_of(line, seeds, lists, out)
+    script = "scripts/check_labels.py"
     trained = train_all(plan, lambda so_far: write(plan, so_far, out, script), method.budget)
     about = write(plan, trained, out, script)
     predicted = report(about, out)
@@ -82,8 +84,10 @@ def plan_of(line: ToolLine, seeds: tuple[int, ...], lists: Mapping[tuple[str, in
             given["DATA.RELABEL"] = (f"{lists[arm, seed]}", "-prove")
         runs.append(Run(arm, seed, load_with(line, given), out / f"{arm.replace(' ', '_')}-{seed}"))
     check_runs(runs)
-    judged, device = judged_by(None, None, [run.config for run in runs]), pick_device(runs[0].config.DEVICE, ALONE)
-    name, budget = describe_device(device), line.asked.budget_min
+    judged = judged_by(None, None, [run.config for run in runs])
+    device = pick_device(runs[0].config.DEVICE, ALONE)
+    name = describe_device(device)
+    budget = line.asked.budget_min
     return Plan(ARMS, judged, None, tuple(runs), name, False, (), ("DATA.RELABEL",), budget)
 
 
@@ -116,12 +120,14 @@ def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
     `predicted`: of `report`, which evaluated them.
     """
     log.info("At each run's best checkpoint, which these very images chose:")
-    found, groups = dict[str, np.ndarray](), next(iter(predicted.values()))[1][GROUPS]
+    found = dict[str, np.ndarray]()
+    groups = next(iter(predicted.values()))[1][GROUPS]
     for arm in ARMS:
         folders = [run.folder for run in plan.runs if run.contender == arm]
         of_arm = [values_of_images(plan.judged.metric, *predicted[folder]) for folder in folders]
         found[arm] = np.stack([each for each in of_arm if each is not None])
-    every, verdicts = np.stack([each.mean(1) for each in found.values()]), list[dict[str, Any]]()
+    every = np.stack([each.mean(1) for each in found.values()])
+    verdicts = list[dict[str, Any]]()
     for arm in (WITHOUT, RELABELLED, RANDOM):
         value = float(found[arm].mean() - found[ALL].mean())
         one = over_images(value, found[arm], found[ALL], every, groups, len(ARMS) - 1)
@@ -137,11 +143,13 @@ def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
 
 def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[Suspect]:
     """As many images as suspects, at random, of each given label; with several labels per image, of all."""
-    generator, chosen = np.random.default_rng(seed), []
+    generator = np.random.default_rng(seed)
+    chosen = []
     kinds = images.labels if images.labels.ndim == 1 else np.zeros(len(images.labels))
     others = np.setdiff1d(np.arange(len(kinds)), [one.image for one in suspects])
     for kind in np.unique(kinds):
-        of_kind, pool = [one for one in suspects if kinds[one.image] == kind], others[kinds[others] == kind]
+        of_kind = [one for one in suspects if kinds[one.image] == kind]
+        pool = others[kinds[others] == kind]
         for one, index in zip(of_kind, generator.permutation(pool).tolist(), strict=False):
             chosen.append(one._replace(image=index, given=images.label_words(images.labels[index]), certain=False))
     return chosen

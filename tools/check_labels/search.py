@@ -112,7 +112,8 @@ class Images:
         These are its copies, with images as similar as `limit`, unless they are many; else those of its group.
         `likeness`: of all images to that one.
         """
-        copies, similar = self.copy_of == self.copy_of[index], likeness >= limit
+        copies = self.copy_of == self.copy_of[index]
+        similar = likeness >= limit
         alike = copies | similar if similar.sum() < MANY else copies
         for same, said in (
             (alike, "these {} images look alike and have {} labels"),
@@ -163,7 +164,8 @@ def open_images(config: Config, part: Part) -> Images:
         raise UserError(f"{label} is below 0. Correct it, or leave the image out by DATA.EXCLUDE.")
     scans = scan_split(TITLES[part], samples, data, auto_workers(given=data.NUM_WORKERS)).scans
     for index in (index for index, scan in enumerate(scans) if scan.problem):
-        name, why = samples.name(index), scans[index].reason
+        name = samples.name(index)
+        why = scans[index].reason
         raise UserError(f"{name}: cannot be read ({why}); leave it out by DATA.EXCLUDE.")
     first: dict[bytes, int] = {}
     copy_of = np.array([first.setdefault(scan.digest, index) for index, scan in enumerate(scans)])
@@ -234,7 +236,8 @@ class ByFeatures:
         fold_of, words = folds_of(images.dataset, labels, data, images.distinct)
         table = np.ascontiguousarray(self.features[images.distinct])
         self.classifier, logits = fit(table, labels, fold_of, len(images.classes), self.trained.precision.device)
-        width, strength = table.shape[1], self.classifier.strength
+        width = table.shape[1]
+        strength = self.classifier.strength
         log.info("A linear classifier of %d features (%s), strength %.2g. %s", width, self.pool, strength, words)
         return logits
 
@@ -272,7 +275,8 @@ class ByTraining:
             )
         # Trainings leave out copies, and images that are set aside.
         every = open_dataset(images.data.changed(PART="all"), False, ANY_LABEL, 0, torch.device("cpu"))
-        samples, searched = every.single_images(), {images.name(index) for index in images.distinct.tolist()}
+        samples = every.single_images()
+        searched = {images.name(index) for index in images.distinct.tolist()}
         assert samples is not None
         names = [samples.name(index) for index in range(len(samples))]
         lines = [line_of(name, "", images.data) for name in names if path_in_list(name, images.data) not in searched]
@@ -292,7 +296,8 @@ class ByTraining:
             more = {key: (value, "check_labels.py") for key, value in {**given, "DATA.FOLD": str(fold)}.items()}
             self.runs.append(Run("recipe", seed, load_with(self.line, more), out / f"fold{number}", fold))
         check_runs(self.runs)
-        judged, budget = judged_by(None, None, [run.config for run in self.runs]), self.line.asked.budget_min
+        judged = judged_by(None, None, [run.config for run in self.runs])
+        budget = self.line.asked.budget_min
         plan = Plan(("recipe",), judged, self.folds, tuple(self.runs), "", False, (), (), budget)
         done = train_all(plan, lambda _: None, self.budget)
         self.budget = done.budget
@@ -336,7 +341,8 @@ def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:
 
 def trained_last(run: Run) -> Trained:
     """The weights after the last epoch; the EMA, if the run has one."""
-    root, which = run.folder / "checkpoints", AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN
+    root = run.folder / "checkpoints"
+    which = AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN
     return load_trained(root / read_index(root)["last"], which.name)
 
 
@@ -371,9 +377,11 @@ class Found:
         if self.verdict.surer:  # of the nearest images
             chance = f"{self.verdict.agreed} of them by their nearest images, too, where {chance}"
         found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
-        few, hard = "Too few to tell from chance", ""
+        few = "Too few to tell from chance"
+        hard = ""
         if self.verdict.beyond_chance:
-            few, hard = "Too few by both", ", as hard images look so, too"
+            few = "Too few by both"
+            hard = ", as hard images look so, too"
         nothing = (
             f"{few}: {count}; {chance} if all were right, about {self.verdict.expected:.1f} on average. Some of them "
             f"may be wrong, and all may be right{hard}."
@@ -397,7 +405,8 @@ class Found:
 
 def find(images: Images, method: Method, seed: int) -> Found:
     distinct = method.logits(images, seed)
-    logits, labels = distinct[images.copy_of], images.labels[images.distinct]
+    logits = distinct[images.copy_of]
+    labels = images.labels[images.distinct]
     accuracy = _accuracy(distinct, labels, method.folds)
     counts = images_of_classes(labels, len(images.classes))
     few = (counts > 0) & (counts < method.folds)
@@ -448,14 +457,18 @@ def suspects_of(
             near = nearest(np.asarray(features)[judged], own)
         found = find_wrong(logits[judged], images.labels[judged], seed, known[0], near)
         of_labels = found.right[np.arange(len(judged)), images.labels[judged]]  # which orders equal probabilities
-        likely, certain = [*np.lexsort((of_labels, -found.probability))[: found.listed]], dict[int, int]()
+        likely = [*np.lexsort((of_labels, -found.probability))[: found.listed]]
+        certain = dict[int, int]()
         for copies in (np.flatnonzero(images.copy_of[judged] == one) for one in images.contradicted):
             given = images.labels[judged[copies]]
             best = max(given, key=lambda label, row=copies[:1]: found.right[row, label], default=0)
             certain |= {int(row): int(best) for row in copies if images.labels[judged[row]] != best}
         for row in [*certain, *(int(row) for row in likely if row not in certain)]:
-            index, right, proposed = int(judged[row]), found.right[row], certain.get(row, int(found.proposed[row]))
-            given, wrong = int(images.labels[index]), 1.0 if row in certain else float(found.probability[row])
+            index = int(judged[row])
+            right = found.right[row]
+            proposed = certain.get(row, int(found.proposed[row]))
+            given = int(images.labels[index])
+            wrong = 1.0 if row in certain else float(found.probability[row])
             names = images.classes[given], images.classes[proposed]
             differ = images.labels[images.bytes_of == images.bytes_of[index]] != given
             kinds = row in certain, row in certain and bool(differ.any())
@@ -498,11 +511,13 @@ def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int) -> str:
     """The accuracy in words. UserError if it is that of guessing: then no probability says anything."""
     how = f"Models of {folds} folds, on the images that each did not see"
     if labels.ndim == 2:
-        reached, guessing = scores_of(1 / (1 + np.exp(-logits)), labels > 0).map * 100, 100 * float(labels.mean())
+        reached = scores_of(1 / (1 + np.exp(-logits)), labels > 0).map * 100
+        guessing = 100 * float(labels.mean())
         least, words = reached / 1.1, f"mAP {reached:.1f} %; ordering at random: {guessing:.1f} %"
     else:
         reached = 100 * float((logits.argmax(1) == labels).mean())
-        guessing, least = 100 * float(np.bincount(labels).max()) / len(labels), wilson(reached, len(labels)).low
+        guessing = 100 * float(np.bincount(labels).max()) / len(labels)
+        least = wilson(reached, len(labels)).low
         words = f"top-1 {reached:.1f} % of the labels as given; always guessing the largest class: {guessing:.1f} %"
     if least <= guessing:
         raise UserError(

@@ -58,9 +58,11 @@ SKIPS_TO_FIND_THE_SCALE = 10
 """fp16 often skips its first updates until the loss scale is small enough."""
 ALIKE = 0.97
 """Fraction of the highest speed that counts as equally fast."""
-FASTER, SMALLER = 1.05, 0.90
+FASTER = 1.05
+SMALLER = 0.90
 """Least speed-up, or largest fraction of memory, for a precision to be recommended over fp32."""
-NAME, FP32 = "choose_precision", "fp32"
+NAME = "choose_precision"
+FP32 = "fp32"
 OWN = (
     Flag(
         "updates", "updates per measurement; use at least a few hundred", "N", default=300, kind=whole(FEWEST_UPDATES)
@@ -111,9 +113,11 @@ class Measured:
             self.failed = self.failed or "it reported no update in its part of -budget_min"
             return
         self.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
-        self.images_per_second, self.skipped = history.images_per_second or 0.0, history.skipped
+        self.images_per_second = history.images_per_second or 0.0
+        self.skipped = history.skipped
         self.data_wait_percent = statistics.median(line["perf"]["data_wait_percent"] for line in lines[1:] or lines)
-        self.peak_memory_gb, self.scale = history.peak_memory_gb or 0.0, lines[-1]["scale"]
+        self.peak_memory_gb = history.peak_memory_gb or 0.0
+        self.scale = lines[-1]["scale"]
         self.updates = max(line.get("update", 0) for line in history.lines)  # the last one may not be reported
 
 
@@ -175,13 +179,15 @@ def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
 
 def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[str, str]:
     """Mode, flags and a sentence. `modes`: in order of preference between equally fast ones."""
-    sound, noisy = [one for one in modes if not one.against], 1 + base.speed_noise
+    sound = [one for one in modes if not one.against]
+    noisy = 1 + base.speed_noise
     if fast := [one for one in sound if one.speed and one.speed > max(FASTER, noisy)]:
         enough = ALIKE * max(one.speed or 0 for one in fast)
         chosen = next(one for one in fast if (one.speed or 0) >= enough)
         gains = f"{chosen.speed:.2g}x faster,"
     elif small := [one for one in sound if (one.memory or 1) <= SMALLER and (one.speed or 0) * noisy >= 1]:
-        chosen, gains = min(small, key=lambda one: one.memory or 1), "no faster, but"
+        chosen = min(small, key=lambda one: one.memory or 1)
+        gains = "no faster, but"
     else:
         why = f" (the speed of equal runs varied by {100 * base.speed_noise:.0f} %)" if base.speed_noise > 0.02 else ""
         gains = (
@@ -200,7 +206,8 @@ def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[st
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    asked, loaded = line.asked, line.load()
+    asked = line.asked
+    loaded = line.load()
     config = loaded.config
     check_one_training(loaded, f"{NAME}.py")
     if not asked.overwrite and config.OUTPUT is not None and (Path(config.OUTPUT) / f"{NAME}.json").exists():
@@ -225,7 +232,8 @@ def main(argv: list[str]) -> int:
     threads = set_up_device(config, device, ALONE)
     where = describe_devices(device, ALONE, threads)
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
-    names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
+    names = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)])
+    updates = counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
     if (size := config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)) != config.DATA.IMAGE_SIZE:
         words = "images have %s pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size"
@@ -247,12 +255,14 @@ def main(argv: list[str]) -> int:
         return Run(mode.name, seed, settings, folder / f"{mode.name}-{seed}")
 
     # fp32 first, in the middle and last, each with a seed of its own, so that a drift of the machine shows.
-    half, others = len(modes) // 2, [run_of(mode, config.SEED) for mode in modes]
+    half = len(modes) // 2
+    others = [run_of(mode, config.SEED) for mode in modes]
     fp32 = [run_of(REFERENCE, config.SEED + number) for number in range(3)]
     runs = [fp32[0], *others[:half], fp32[1], *others[half:], fp32[2]]
     if_interrupted.append(f"with -output {folder}, without -overwrite, the same command resumes")
     measured = _train(runs, 60 * asked.budget_min, bool(asked.overwrite))
-    base, found = Baseline([measured[run.folder] for run in fp32]), [measured[run.folder] for run in others]
+    base = Baseline([measured[run.folder] for run in fp32])
+    found = [measured[run.folder] for run in others]
     for mode, run, one in zip(modes, others, found, strict=True):
         one.flags = mode.flags(config.AMP)
         if mode.dtype and not one.failed:
@@ -325,7 +335,8 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
 
 def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
     """One row per mode. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
-    noise, memory = _small(base.seed_noise(len(base.runs[0].losses))), f"{base.runs[0].peak_memory_gb:.2f} GB"
+    noise = _small(base.seed_noise(len(base.runs[0].losses)))
+    memory = f"{base.runs[0].peak_memory_gb:.2f} GB"
     rows = [
         ["mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped", "underflow", "headroom"],
         [FP32, rounded(base.images_per_second), "1.00x", memory, "100 %", "-", noise, *["-"] * 3],
@@ -339,7 +350,8 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
         worst = max((layer.underflow_share for layer in one.layers), default=0.0)
         speed = "-" if one.speed is None else f"{one.speed:.2f}x"
         memory = f"{one.peak_memory_gb:.2f} GB", f"{100 * (one.memory or 0):.0f} %"
-        loss, skipped = (_small(one.difference), _small(one.noise)), f"{one.skipped}/{one.updates}"
+        loss = (_small(one.difference), _small(one.noise))
+        skipped = f"{one.skipped}/{one.updates}"
         of_layers = (f"{100 * worst:.2g} %", power) if one.layers else ("-", "-")
         rows.append([one.name, rounded(one.images_per_second), speed, *memory, *loss, skipped, *of_layers])
     return rows

@@ -83,7 +83,8 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
     """Train one micro-batch in fp32 and examine the gradients of all layers that the precision runs below fp32."""
     share, batch = given
     # Precision of the gradient at each layer's output, seen in one forward pass; layers in fp32 are left out.
-    parts, precisions = ready.parts, dict[str, Scaled]()
+    parts = ready.parts
+    precisions = dict[str, Scaled]()
 
     def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.dtype in SHORT:
@@ -98,7 +99,8 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
         handle.remove()
     full = config.changed(AMP={"ENABLED": False, "TF32": False})
     tuned = tuned_model(full, ready.precision.device)
-    reference, inputs = tuned.model, tuned.inputs
+    reference = tuned.model
+    inputs = tuned.inputs
     reference.load_state_dict(parts.model.state_dict())
     layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
     modules = dict(_leaves(reference))

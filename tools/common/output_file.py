@@ -25,7 +25,9 @@ def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "f
     """
     path = path.expanduser()
     place = path.absolute().parent
-    where, kind, folder = f"{flag} {path}".lstrip(), kind_of_path(path), kind_of_path(place)
+    where = f"{flag} {path}".lstrip()
+    kind = kind_of_path(path)
+    folder = kind_of_path(place)
     if kind not in (None, "a file"):
         raise UserError(f"{where}: is {kind}; name a file.")
     if kind is not None and (place.name == CHECKPOINTS or (place / META).is_file()):
@@ -53,7 +55,8 @@ def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bo
     """
     path = path.expanduser()
     path = path if path.name not in ("", "..") else path.resolve()
-    where, kind = f"{flag} {path}", kind_of_path(path)
+    where = f"{flag} {path}"
+    kind = kind_of_path(path)
     if kind not in (None, "a folder"):
         raise UserError(f"{where}: is {kind}; name a folder.")
     if kind is None:

@@ -30,7 +30,8 @@ def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | No
     table = read_predictions(folder, last.get("update", -1))
     if table is None:
         return None
-    names, labels = table.pop("names"), table.pop("labels").astype(np.int64)
+    names = table.pop("names")
+    labels = table.pop("labels").astype(np.int64)
     groups = table.pop(GROUPS, np.empty(0, np.uint64))
     if not len(groups) and config_of_run(folder).DATA.GROUP is not None:  # of a run of an earlier version
         return None

@@ -83,7 +83,8 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device, model: nn.Module | 
 
 def modes_named(text: str, config: Config, device: torch.device) -> list[tuple[str, Mode]]:
     """Parse -modes, such as `bf16,O2-fp16`: each word and its precision."""
-    found, data = [], config.DATA
+    found = []
+    data = config.DATA
     model = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
     for word in filter(None, map(str.strip, text.split(","))):
         if (mode := mode_of(word, config.AMP, device, model)) is None:

@@ -57,7 +57,8 @@ def list_checkpoints(path: Path) -> int:
     """Log a table of the checkpoints in `path`."""
     folders = checkpoints_at(path)
     index = read_index(folders[0].parent)
-    sizes, metas = [_size(folder) for folder in folders], list[dict[str, Any] | str]()
+    sizes = [_size(folder) for folder in folders]
+    metas = list[dict[str, Any] | str]()
     for folder in folders:
         try:
             metas.append(inspect(folder).meta)
@@ -71,7 +72,8 @@ def list_checkpoints(path: Path) -> int:
         if isinstance(meta, str):
             rows.append((folder.name, *["-"] * (2 + len(shown)), size_words(size), "-", meta))
             continue
-        metrics, saved = meta.get("metrics", {}), time.localtime((folder / META).stat().st_mtime)
+        metrics = meta.get("metrics", {})
+        saved = time.localtime((folder / META).stat().st_mtime)
         row = [folder.name, f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"]
         row.append(f"{meta.get('update', '-')}")
         for key, metric in shown.values():
@@ -111,7 +113,8 @@ def strip(path: Path, out: Path, weights: str) -> int:
     source = chosen_at(path, weights)
     if source.checkpoint is None:
         raise UserError(f"{path}: this file already holds only weights; name a run or a checkpoint.")
-    which, tensors = source.which, dict(open_tensors(verify(source.checkpoint), source.which.file))
+    which = source.which
+    tensors = dict(open_tensors(verify(source.checkpoint), source.which.file))
     log.info("%s", source.with_calibration(applied=True))
     kept = source.calibration
     header = {"weights": which.words, "from": source.place.name}
@@ -127,7 +130,8 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     if alone := [folder for folder, source in zip(folders, sources, strict=True) if source.checkpoint is None]:
         raise UserError(f"{alone[0]}: this file holds only weights; name runs or checkpoints.")
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
-    which, why = sources[0].which, f"-weights {weights}"
+    which = sources[0].which
+    why = f"-weights {weights}"
     if weights == BETTER:
         which, why = _better_in_most(paths, sources)
     log.info("%s weights%s", which.label, f" ({why})" if why else "")
@@ -186,7 +190,8 @@ def _warn_of_starts(sources: list[Chosen]) -> None:
 
 def _check_alike(checkpoints: list[Checkpoint], shapes: list[Shapes]) -> None:
     """Raise UserError for a checkpoint whose mean with the first one would be no model."""
-    other, theirs = checkpoints[0], shapes[0]
+    other = checkpoints[0]
+    theirs = shapes[0]
     for one, own in zip(checkpoints, shapes, strict=True):
         both = f"{one.folder} and {other.folder}"
         if own != theirs:

@@ -131,14 +131,16 @@ def power(plan: Plan) -> str:
     """Which difference these seeds and images would show, before the time is spent; '' where it is not known."""
     finished = [run for run in plan.runs if is_finished(run.folder)]
     rows = [{"mode": run.contender, "seed": run.seed, "folder": f"{run.folder}"} for run in finished]
-    runs, seeds = by_name(rows), len(plan.seeds)
+    runs = by_name(rows)
+    seeds = len(plan.seeds)
     if plan.folds is not None or plan.these_images or seeds < 2 or not plan.judged.metric.percent:
         return ""
     base, *others = plan.contenders
     images = images_of(runs, plan.judged)
     tables = (paired_images(images, one, base, [*{*runs.get(one, {})} & {*runs.get(base, {})}]) for one in others)
     if measured := next((each for each in tables if each is not None and len(each[0]) > 1), None):
-        noise, how = noise_of(*measured).planned(seeds), "measured on the finished runs"
+        noise = noise_of(*measured).planned(seeds)
+        how = "measured on the finished runs"
     elif plan.judged.metric is ONE_LABEL.best:
         import torch
 
@@ -161,7 +163,8 @@ def power(plan: Plan) -> str:
 
 def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compare.py") -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents. `script`: of the command."""
-    names, failed = list(plan.contenders), trained.failed
+    names = list(plan.contenders)
+    failed = trained.failed
     first, *others = (non_defaults(run.config) for run in plan.runs)
     rows = [
         {
@@ -176,13 +179,16 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
     ]
     runs = by_name(rows)
     images = None if plan.these_images else images_of(runs, plan.judged, out)
-    of_classes, all_folds = dict[str, dict[str, list[float]]](), dict[str, dict[str, float]]()
+    of_classes = dict[str, dict[str, list[float]]]()
+    all_folds = dict[str, dict[str, float]]()
     for name, found in in_all_runs(runs, plan.judged, out).items():
         root = out / next(iter(runs[name].values()))["folder"] / CHECKPOINTS
         of_classes[name] = recall(found, unchecked_meta(root / (read_index(root)["last"] or "none")).get("classes"))
         if plan.folds is not None:
-            right, validated = int((found.values > 0).sum()), len(found.values)
-            accuracy, independent = 100 * right / validated, independent_images(found.values, found.groups)
+            right = int((found.values > 0).sum())
+            validated = len(found.values)
+            accuracy = 100 * right / validated
+            independent = independent_images(found.values, found.groups)
             low, high = wilson(accuracy, independent)
             all_folds[name] = {"acc1": accuracy, "low": low, "high": high, "right": right, "images": validated}
     reasons = {
@@ -226,7 +232,8 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
 
 def in_all_runs(runs: ByName, judged: Judged, out: Path) -> dict[str, PerImage]:
     """Contender -> top-1 of its last validations, all together; without contenders of which one is unknown."""
-    found, hits = dict[str, PerImage](), images_of(runs, replace(judged, metric=ONE_LABEL.best), out)
+    found = dict[str, PerImage]()
+    hits = images_of(runs, replace(judged, metric=ONE_LABEL.best), out)
     for name, of_one in runs.items():
         every = [one for seed in of_one if (one := hits[name, seed]) is not None]
         if every and len(every) == len(of_one):
@@ -239,7 +246,8 @@ def recall(found: PerImage, classes: Sequence[str] | None) -> dict[str, list[flo
     counts = dict[str, list[float]]()
     for label in np.unique(found.labels).tolist():
         of = found.labels == label
-        name, right = str(classes[label] if classes else label), found.values[of]
+        name = str(classes[label] if classes else label)
+        right = found.values[of]
         counts[name] = [int((right > 0).sum()), len(right)]
         if len(found.groups):
             counts[name].append(independent_images(right, found.groups[of]))
@@ -248,7 +256,8 @@ def recall(found: PerImage, classes: Sequence[str] | None) -> dict[str, list[flo
 
 def recall_table(about: dict[str, Any]) -> list[list[str]]:
     """Recall of each class, of a cross-validation, and where classes weigh alike; empty where classes are many."""
-    found, by_class = about["recall"], judged_of(about).metric in (BALANCED, MACRO_F1)
+    found = about["recall"]
+    by_class = judged_of(about).metric in (BALANCED, MACRO_F1)
     classes = dict.fromkeys(label for counts in found.values() for label in counts)
     if not (by_class or about.get("folds")) or not 0 < len(classes) <= MOST_CLASSES:
         return []
@@ -286,7 +295,8 @@ def report(about: dict[str, Any], out: Path) -> dict[Path, Any]:
         from tools.common.report_page.page import write_report
 
         rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
-        of, verdict = {out / row["folder"]: row["mode"] for row in rows}, "\n".join(sentences(about))
+        of = {out / row["folder"]: row["mode"] for row in rows}
+        verdict = "\n".join(sentences(about))
         try:
             contenders = Contenders(by_name(rows), about["compared"], judged_of(about), of)
             more: Any = {"contenders": contenders, "predicted": predicted, "recall": recall_table(about)}
@@ -307,7 +317,8 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
     usual = [kind.best for kind in TASKS if f"last_{kind.best.name}" in every and kind.best is not judged.metric]
     last_best += [f"last {metric.heading}" for metric in usual]
     rows = [[what, "runs", "images/s", "s/epoch", "speed", "peak memory", *last_best, "skipped"]]
-    base, digits = runs.get(names[0], {}), judged.digits + 1
+    base = runs.get(names[0], {})
+    digits = judged.digits + 1
     for name in names:
         ours = runs.get(name, {})
         if not ours:
@@ -344,7 +355,9 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
 
 def sentences(about: dict[str, Any]) -> list[str]:
     """The verdicts, each with its details, or the sentence about a single contender; and the problems."""
-    lines, rows, judged = in_words(about["verdicts"]), about["runs"], judged_of(about)
+    lines = in_words(about["verdicts"])
+    rows = about["runs"]
+    judged = judged_of(about)
     alone = len(about["compared"]) == 1
     if alone and rows:
         lines = of_all_folds(about)
@@ -364,7 +377,8 @@ def sentences(about: dict[str, Any]) -> list[str]:
 def of_all_folds(about: dict[str, Any]) -> list[str]:
     """How good a single recipe is, by all of its folds together."""
     (name,), rows, folds, judged = about["compared"], about["runs"], about["folds"], judged_of(about)
-    said, values = list[str](), judged.values(rows)
+    said = list[str]()
+    values = judged.values(rows)
     if found := about.get("all_folds", {}).get(name):
         of = f"{found['right']:,} of the {counted(found['images'], 'image')}"
         of += "" if len(rows) == folds else f" of {len(rows)} of {folds} folds"
@@ -384,7 +398,9 @@ def of_all_folds(about: dict[str, Any]) -> list[str]:
 
 def notes(about: dict[str, Any]) -> list[str]:
     """How the metrics were measured, and their noise."""
-    rows, by, rounds = about["runs"], unit(about["runs"]), about.get("folds") or len(about["seeds"])
+    rows = about["runs"]
+    by = unit(about["runs"])
+    rounds = about.get("folds") or len(about["seeds"])
     judged = judged_of(about)
     lines = [
         f"images/s: median over a run's log lines except the first, then over the {by}s",

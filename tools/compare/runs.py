@@ -148,7 +148,8 @@ def read_axes(texts: Sequence[str] | None) -> Axes:
     named: dict[str, list[str]] = {}
     for text in texts or ():
         name, _, rest = text.partition("=")
-        name, values = name.strip().removeprefix("-"), [value.strip() for value in _at_top_level(rest)]
+        name = name.strip().removeprefix("-")
+        values = [value.strip() for value in _at_top_level(rest)]
         if len(values) < 2 or not all(values):
             raise UserError(f"-vary {text}: name a setting or flag and at least two values, {EXAMPLE}.")
         if len(set(values)) < len(values):
@@ -165,7 +166,8 @@ def read_axes(texts: Sequence[str] | None) -> Axes:
 
 def _at_top_level(text: str) -> list[str]:
     """Split at commas outside brackets."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for letter in text:
         depth += (letter in "[{(") - (letter in ")}]")
         if letter == "," and not depth:
@@ -270,7 +272,8 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
     """Parse -modes. A level alone (`O2`) and `auto` are resolved as by -amp on this device."""
     from tools.common.precisions import modes_named
 
-    named, seen = modes_named(text, config, device), dict[str, str]()
+    named = modes_named(text, config, device)
+    seen = dict[str, str]()
     for name, mode in named:
         if mode.name in seen:
             raise UserError(
@@ -283,7 +286,8 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
 
 def read_rounds(line: ToolLine) -> list[tuple[int, Fold | None]]:
     """The seeds; or each of the folds, with one seed."""
-    asked, folds = line.asked, line.asked.folds
+    asked = line.asked
+    folds = line.asked.folds
     if folds is None:
         return [(seed, None) for seed in read_seeds(asked.seeds)]
     seeds = read_seeds(asked.seeds) if "seeds" in line.given else (0,)
@@ -320,8 +324,10 @@ def load_all(contenders: Sequence[Contender], line: ToolLine) -> dict[str, Loade
 
 def make_plan(line: ToolLine, out: Path) -> Plan:
     """Plan the runs. Every error that can be found before training is found here."""
-    asked, axes = line.asked, read_axes(line.asked.vary)
-    rounds, varied = read_rounds(line), tuple(axes)
+    asked = line.asked
+    axes = read_axes(line.asked.vary)
+    rounds = read_rounds(line)
+    varied = tuple(axes)
     if "cfg" in axes and line.run.cfg is not None:
         raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
     modes_text = asked.modes or (None if axes or asked.folds else DEFAULT_MODES)
@@ -380,7 +386,8 @@ def _query(
     from engine.machine.device import describe_device, visible_devices
     from tools.common.precisions import emulated
 
-    modes, remarks = () if modes_text is None else read_modes(modes_text, config, device), list[str]()
+    modes = () if modes_text is None else read_modes(modes_text, config, device)
+    remarks = list[str]()
     remarks += [f"{mode.name}: {why}" for mode in modes if (why := emulated(mode, device))]
     if many:
         processes = counted(visible_devices(config), "process")
@@ -447,7 +454,9 @@ class Trained:
 def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budget | None = None) -> Trained:
     """Train all runs that are not finished, as far as the budget allows: that of an earlier plan, or a new one."""
     budget = budget or (Budget(60 * plan.budget_min) if plan.budget_min else None)
-    done, times, total = Trained(budget=budget), dict[str, list[float]](), len(plan.runs)
+    done = Trained(budget=budget)
+    times = dict[str, list[float]]()
+    total = len(plan.runs)
     finished = [run for run in plan.runs if is_finished(run.folder)]
     for run in finished:
         times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
@@ -471,7 +480,8 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
                 why = _train_to_end(run, plan.many)
                 if why is None:
                     times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
-                    last, metric = plan.judged.of(metrics_of(run.folder)), plan.judged.metric
+                    last = plan.judged.of(metrics_of(run.folder))
+                    metric = plan.judged.metric
                     reached = "" if last is None else f"{metric.words} {metric.number(last)}, "
                     log.info("%d of %d: %s: %sin %s", nth, total, run.name, reached, clock(time.monotonic() - began))
                 else:

@@ -27,7 +27,8 @@ from vitamp.weights import CALIBRATION, Chosen, Fitted, read_calibrations
 
 FEWEST = 50
 """Images. With fewer, the temperature is mostly noise."""
-SMALLEST, LARGEST = 0.01, 100.0
+SMALLEST = 0.01
+LARGEST = 100.0
 MOST_COPIES = 5.0
 """Percent of images with the bytes of training images, above which a temperature would be of those"""
 LARGE_ECE = 2.0
@@ -63,13 +64,16 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     of_others = torch.empty(len(labels), 1, dtype=torch.float64)
     for half, other in zip(halves, reversed(fitted), strict=True):
         of_others[half] = other
-    temperature, chosen = fit_temperature(logits, labels), trained.chosen
+    temperature = fit_temperature(logits, labels)
+    chosen = trained.chosen
 
     def measure(temperatures: Tensor | float) -> OneLabel:
         scaled = logits.double() / temperatures
         return OneLabel.of(trained, zip(scaled.split(AT_ONCE), labels.split(AT_ONCE), strict=True))
 
-    before, after, crossfitted = measure(1.0), measure(temperature), measure(of_others)
+    before = measure(1.0)
+    after = measure(temperature)
+    crossfitted = measure(of_others)
     gain = interval((before.rows.nll - crossfitted.rows.nll).tolist(), 1)
     harm = None
     if chosen.calibration:
@@ -114,7 +118,8 @@ def _keep(file: Path, chosen: Chosen, new: Fitted, gain: Difference, harm: Diffe
 
     `gain`: how much the new one lowers the NLL, by cross-fitting. `harm`: how much the earlier one raises it.
     """
-    helps, harms = gain.seen and gain.value > 0, harm is not None and harm.seen and harm.value > 0
+    helps = gain.seen and gain.value > 0
+    harms = harm is not None and harm.seen and harm.value > 0
     none = f"Not kept: {new.words}. On images that it was not fitted on, the NLL"
     if helps:
         words = (
@@ -147,11 +152,13 @@ def about_calibration(trained: Trained, part: Part, found: Evaluation) -> list[s
     """Whether the calibration error is chance, is too low because of the temperature, or would be lower with one."""
     if not isinstance(found, OneLabel):
         return []
-    said, kept = [*filter(None, [found.chance.words(found.ece)])], trained.chosen.calibration
+    said = [*filter(None, [found.chance.words(found.ece)])]
+    kept = trained.chosen.calibration
     if trained.others:
         return said
     if trained.calibrated and isinstance(kept, Fitted) and (kept.data, kept.images) == (part.title, len(part.dataset)):
-        words, now = "", json.loads(json.dumps(input_of(trained.config.DATA)))  # JSON has no tuples
+        words = ""
+        now = json.loads(json.dumps(input_of(trained.config.DATA)))
         if not trained.flip and (kept.precision, kept.input) == (trained.precision.name, now):
             words = ", so calibration error and NLL are a little too low; cross-fitted, the NLL is {nll:.4f}"
             words = words.format_map(kept.crossfitted)
@@ -160,7 +167,8 @@ def about_calibration(trained: Trained, part: Part, found: Evaluation) -> list[s
     wrong = int((found.rows.guess != found.rows.label).sum())
     fits = found.images >= FEWEST and wrong > 1 and trained.config.DATA.PART not in command_line.MEMORISED
     if fits and found.ece > max(LARGE_ECE, found.chance.percentile_95) and not kept:
-        sure, right = 100 * float(found.rows.confidence.mean()), found.values[TOP1]
+        sure = 100 * float(found.rows.confidence.mean())
+        right = found.values[TOP1]
         how = "overconfident" if sure > right else "underconfident"
         taught = trained.config.TRAIN
         soft = sure < right and (taught.SMOOTHING or taught.mixes)

@@ -47,7 +47,9 @@ NAMED_BY = "-dataset imagefolder -data_path DIR"
 
 def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, world: World) -> dict[str, Any]:
     """Log the accuracy, and return what the JSON file says of the evaluation. Empty: another process does so."""
-    which, config, model = trained.chosen.which, trained.config, trained.model
+    which = trained.chosen.which
+    config = trained.config
+    model = trained.model
     check_pool(model, asked.pool or POOLED)
     named = {*given.flags, *given.words}
     data, notes = _labelled(trained, named)
@@ -59,7 +61,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     log.setLevel("INFO" if world.first else "WARNING")
     log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
-    of_bank, parts = data.changed(PART="train"), []
+    of_bank = data.changed(PART="train")
+    parts = []
     fold_of, words = folds_of(bank, bank.sample_labels(), data) if asked.probe else (np.empty(0), "")
     for dataset, about in ((bank, of_bank), (images, data)):
         with trained.computing(trained.config.DATA.val_batch):
@@ -139,7 +142,8 @@ def _probes(
     trained = replace(trained, config=trained.config.changed(MODEL=model))
     best = trained.task.kind.best
     metrics = (best, BALANCED)[: 1 if trained.config.DATA.MULTI_LABEL else 2]
-    found, said = dict[str, Any](), dict[str, list[str]]()
+    found = dict[str, Any]()
+    said = dict[str, list[str]]()
     for pool in progress_bar(pools, "poolings"):
         one, of_others = fit(known.of(pool), known.labels, fold_of, number, trained.precision.device)
         outputs = one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels)
@@ -183,7 +187,8 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
     from engine.preflight import check, fill_in
     from engine.run import run
 
-    config, chosen = trained.config.changed(DATA=data), trained.chosen
+    config = trained.config.changed(DATA=data)
+    chosen = trained.chosen
     settings = {
         key: value
         for key, value in values_to_keep(config).items()

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-CONFIG, WEIGHTS, CARD, CURVES = "config.json", "model.safetensors", "README.md", "curves.png"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+CARD = "README.md"
+CURVES = "curves.png"
 HUB_FILES = (WEIGHTS, CARD, CURVES, CONFIG)
 """Files that -to hub writes, in the order in which they get their names"""
 CHANGED = ".changed.html"

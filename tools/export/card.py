@@ -44,7 +44,8 @@ SHOWN = (*(metric for metric in ONE_LABEL.metrics if metric != LOSS), LOSS)
 
 def card_of(export: Export, title: str, license: str | None, run: Run | None, has_curves: bool) -> str:
     """`run`: of the weights, if it is known."""
-    trained, about = export.trained, export.metadata(False)
+    trained = export.trained
+    about = export.metadata(False)
     chosen = trained.chosen
     shown = [metric for metric in SHOWN if metric.trivial < about["num_classes"]]
     metrics = {metric: chosen.metrics[metric.name] for metric in shown if metric.name in chosen.metrics}
@@ -150,14 +151,16 @@ def _loading(export: Export, about: dict[str, Any], title: str) -> str:
 
 
 def _data(about: dict[str, Any], names: list[str] | None, dataset: str | None, samples: dict[str, int]) -> str:
-    size, colours = in_pixels(about["image_size"]), "grey" if about["channels"] == 1 else "RGB"
+    size = in_pixels(about["image_size"])
+    colours = "grey" if about["channels"] == 1 else "RGB"
     how = f"resized to {size} without keeping the aspect ratio"
     if about["crop"] != "none":
         how = f"{RESIZED[about['crop_mode']]}, then the centre cropped to {size}"
         how += f" (`crop_pct` {about['crop_pct']:g})"
     listed = ", ".join(_code(name) for name in (names or [])[:MOST_CLASSES])
     more = f", and {len(names) - MOST_CLASSES:,} more in config.json" if names and len(names) > MOST_CLASSES else ""
-    kept, behind = about.get("calibration"), about["background"]
+    kept = about.get("calibration")
+    behind = about["background"]
     fitted = "{temperature:.6g}, fitted on {images:,} images: divide the logits by it, as above"
     rows = {
         "data set": _code(dataset) if dataset else f"{UNKNOWN}: the run knows no name of it",
@@ -177,7 +180,8 @@ def _results(export: Export, metrics: dict[Metric, float], has_curves: bool) -> 
     if not metrics:
         return "These weights were not validated by their run: their accuracy is unknown."
     chosen = export.trained.chosen
-    epoch, update = chosen.meta.get("epoch"), int(chosen.meta.get("update") or 0)  # a file's header has text
+    epoch = chosen.meta.get("epoch")
+    update = int(chosen.meta.get("update") or 0)
     when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update else ""
     stored = "" if export.dtype == "fp32" else f" They are stored in {export.dtype} here."
     found = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
@@ -200,7 +204,8 @@ KEPT = ("architecture", "fixed_input_size", "first_conv", "classifier")
 
 
 class Hub(Safetensors):
-    name, flag = "hub", "-output"
+    name = "hub"
+    flag = "-output"
 
     def __init__(self, license: str | None) -> None:
         self.license = license
@@ -218,7 +223,8 @@ class Hub(Safetensors):
     def write(self, export: Export, file: Path) -> str:
         own: Any = export.model.pretrained_cfg
         kept = {key: own[key] for key in KEPT if own.get(key) is not None}
-        classes, chosen = export.trained.config.MODEL.NUM_CLASSES, export.trained.chosen
+        classes = export.trained.config.MODEL.NUM_CLASSES
+        chosen = export.trained.chosen
         config = {**kept, **_data_config(export), "num_classes": classes, "custom_load": False}
         vars(export.model)["pretrained_cfg"] = config
         names = {"label_names": export.trained.names()} if chosen.classes else {}
@@ -243,7 +249,8 @@ class Hub(Safetensors):
             model = timm.create_model(f"local-dir:{file}", pretrained=True).eval()
         except Exception as error:  # timm and its models raise many types
             raise TrainingError(f"timm cannot load {export.trained.config.MODEL.NAME}: {first_line(error)}") from None
-        found, wanted = resolve_model_data_config(model), _data_config(export)
+        found = resolve_model_data_config(model)
+        wanted = _data_config(export)
         found |= {key: tuple(value) for key, value in found.items() if isinstance(value, list)}  # JSON has no tuples
         if wrong := [f"{key} {found[key]} instead of {value}" for key, value in wanted.items() if found[key] != value]:
             raise TrainingError(f"timm would prepare images differently: {'; '.join(wrong)}")

@@ -20,8 +20,11 @@ MOST_SHOWN = 200
 
 def write_changed(export: Export, outputs: list[Tensor], words: str, out: Path, flag: str) -> None:
     """Write the page of `out`, the value of `flag`. `outputs`: of the model and of the file; `words`: the verdict."""
-    trained, images, labels = export.trained, export.images, export.images.labels
-    given, one_label = torch.stack([answers(export, each) for each in outputs]), trained.task.kind == ONE_LABEL
+    trained = export.trained
+    images = export.images
+    labels = export.images.labels
+    given = torch.stack([answers(export, each) for each in outputs])
+    one_label = trained.task.kind == ONE_LABEL
     if images.dataset is None or torch.equal(*given):  # None: noise, or images that were made
         return
     truth = torch.zeros_like(given[0])

@@ -46,7 +46,8 @@ from vitamp.weights import chosen_at
 
 ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2", "safetensors": ".safetensors"}
 """Formats that are files"""
-HUB, PADDLE = "hub", ".pdparams"
+HUB = "hub"
+PADDLE = ".pdparams"
 KNOWN = (*ENDINGS, HUB)
 ONLY_WEIGHTS = ("safetensors", HUB)
 DTYPES = ("fp32", "fp16", "bf16")

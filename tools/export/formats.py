@@ -59,13 +59,15 @@ from vitamp.weights import EXPORTED, MADE_BY, encoded
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "int8": math.inf}
 """Fractions of the largest output; docs/benchmarks.md has measured differences."""
-LOGITS, PROBABILITIES = "logits", "probabilities"
+LOGITS = "logits"
+PROBABILITIES = "probabilities"
 IMAGE = "image"
 """Input of a file that takes one image of any size"""
 BATCH = 32
 WORST_SHOWN = 3
 NOISE_IMAGES = 16
-TURNS, SECONDS = 7, 0.1
+TURNS = 7
+SECONDS = 0.1
 """Turns that two take to be timed, and how long one lasts"""
 
 
@@ -142,7 +144,9 @@ def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> Check
     """Readable ones of `most` evenly chosen images."""
     count = len(dataset) if most is None else min(most, len(dataset))
     chosen = np.linspace(0, len(dataset) - 1, count).round().astype(int).tolist()
-    parts, labels, indices = [], [], []
+    parts = []
+    labels = []
+    indices = []
     for first in range(0, count, BATCH):
         batch = dataset.__getitems__([(0, index) for index in chosen[first : first + BATCH]])
         readable = batch.indices != PADDING
@@ -194,12 +198,15 @@ def answers(export: Export, outputs: Tensor) -> Tensor:
 
 def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> list[str]:
     """Which answers changed, and in a lower precision what that costs; TrainingError beyond the tolerance."""
-    trained, images, limits = export.trained, export.images, thresholds_of(export.trained)
+    trained = export.trained
+    images = export.images
+    limits = thresholds_of(export.trained)
     errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
     worst = float(errors.max())
     if not worst <= tolerance:  # or NaN
         raise TrainingError(_worst_of(export, expected, found, errors, tolerance))
-    model, file = answers(export, expected), answers(export, found)
+    model = answers(export, expected)
+    file = answers(export, found)
     changed = torch.nonzero((model != file).any(1))[:, 0].tolist()
     shown = [images.names[row] for row in changed]
     for place, row in enumerate(changed if limits is None else ()):
@@ -225,7 +232,8 @@ def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -
 
 def _worst_of(export: Export, expected: Tensor, found: Tensor, errors: Tensor, tolerance: float) -> str:
     """The error for outputs that differ too much."""
-    trained, images = export.trained, export.images
+    trained = export.trained
+    images = export.images
     # NaN counts as the largest difference.
     order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)
     lines = []
@@ -243,13 +251,15 @@ def _worst_of(export: Export, expected: Tensor, found: Tensor, errors: Tensor, t
 
 def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
     """How many times as fast the second computes its next value as the first, in turns, with one thread."""
-    ratios, threads = list[float](), torch.get_num_threads()
+    ratios = list[float]()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for _ in range(TURNS):
         spent = []
         for each in (first, second):
             next(each)  # the first loads the file
-            begin, number = time.process_time(), 0
+            begin = time.process_time()
+            number = 0
             while time.process_time() - begin < SECONDS:
                 next(each)
                 number += 1
@@ -259,7 +269,8 @@ def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
     return median(ratios)
 
 
-INPUT, ANY_NUMBER = "images", "batch"
+INPUT = "images"
+ANY_NUMBER = "batch"
 DTYPES = {"int8": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TORCH_KEYS = ("pkg.", "namespace")
 """Prefixes of what torch notes at each node, paths of source files on this machine among it"""
@@ -274,9 +285,13 @@ class Export:
     """A model for one file, with the options of the export."""
 
     def __init__(self, trained: Trained, images: CheckImages, dtype: str, with_preprocess: bool) -> None:
-        self.trained, self.images, self.dtype = trained, images, dtype
-        self.with_preprocess, self.with_resize = with_preprocess, bool(images.any_size)
-        model, data = trained.config.MODEL, trained.config.DATA
+        self.trained = trained
+        self.images = images
+        self.dtype = dtype
+        self.with_preprocess = with_preprocess
+        self.with_resize = bool(images.any_size)
+        model = trained.config.MODEL
+        data = trained.config.DATA
         self.timm_name, self.timm_arguments = timm_call(model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
         self.model = timm.create_model(self.timm_name, **self.timm_arguments)
         """timm's plain model with the trained weights, on the CPU"""
@@ -311,9 +326,12 @@ class Export:
 
         `program`: the file computes outputs, so that they are divided by the temperature; else it holds only weights.
         """
-        trained, config, data = self.trained, self.trained.config, self.trained.config.DATA
+        trained = self.trained
+        config = self.trained.config
+        data = self.trained.config.DATA
         crop_mode, crop_pct = crop_of(data)
-        chosen, by_timm = trained.chosen, own_named("model", self.timm_name) is None
+        chosen = trained.chosen
+        by_timm = own_named("model", self.timm_name) is None
         about = {
             "made_by": MADE_BY,
             "model": config.MODEL.NAME,
@@ -341,10 +359,12 @@ class _Exported(nn.Module):
 
     def __init__(self, export: Export) -> None:
         super().__init__()
-        trained, self.dtype = export.trained, DTYPES[export.dtype]
+        trained = export.trained
+        self.dtype = DTYPES[export.dtype]
         self.inputs = Inputs(trained.config.DATA) if export.with_preprocess or export.with_resize else nn.Identity()
         self.probabilities = trained.task.probabilities if export.with_resize else None
-        self.module, self.temperature = export.model.to(self.dtype), trained.temperature
+        self.module = export.model.to(self.dtype)
+        self.temperature = trained.temperature
 
     def forward(self, images: Tensor) -> Tensor:
         logits = self.module(self.inputs(images).to(self.dtype)).float()
@@ -378,7 +398,8 @@ class Format:
 
 class _Program(Format):
     def gain(self, export: Export, file: Path) -> str:
-        trained, pixels = export.trained, export.images.pixels[:1]
+        trained = export.trained
+        pixels = export.images.pixels[:1]
         if export.with_resize:
             return ""
         model = map(trained.model, itertools.repeat(trained.inputs(pixels)))
@@ -445,7 +466,8 @@ class OpenVino(Onnx):
 
     def write(self, export: Export, file: Path) -> str:
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
-            summary, openvino = super().write(export, exact := Path(folder, "exact.onnx")), _openvino()
+            summary = super().write(export, exact := Path(folder, "exact.onnx"))
+            openvino = _openvino()
             try:
                 openvino.save_model(openvino.Core().read_model(exact), file, compress_to_fp16=False)
             except Exception as error:  # OpenVINO raises RuntimeError for all
@@ -490,7 +512,8 @@ class Safetensors(Format):
     name = "safetensors"
 
     def check(self, trained: Trained) -> None:
-        model, own = trained.config.MODEL, getattr(trained.model, "global_pool", None)
+        model = trained.config.MODEL
+        own = getattr(trained.model, "global_pool", None)
         if model.POOL is not None and (model.POOL, own) != ("class", "token"):  # these two are the same
             raise UserError(f"-to {self.name}: timm's model has no MODEL.POOL {model.POOL}; use -to torch or onnx.")
         if own_named("model", model.NAME):
@@ -563,9 +586,14 @@ def _move_into_place(folder: Path, out: Path) -> None:
     That is the file itself, which may have a second one (`files_beside`), or a folder's config. What an earlier export
     had besides is removed.
     """
-    source, target, last, earlier = folder, out.parent, out.name, files_beside(out)
+    source = folder
+    target = out.parent
+    last = out.name
+    earlier = files_beside(out)
     if (folder / out.name).is_dir():
-        source, target, last = folder / out.name, out, CONFIG
+        source = folder / out.name
+        target = out
+        last = CONFIG
         target.mkdir(exist_ok=True)
         earlier = *(target / name for name in HUB_FILES), *earlier
     moved = sorted(source.iterdir(), key=lambda path: path.name == last)
@@ -584,5 +612,6 @@ def _torch_exporter(what: str, export: Export) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # torch raises many types of its own, and those of the model
-        model, reason = export.trained.config.MODEL.NAME, first_line(error.__cause__ or error)
+        model = export.trained.config.MODEL.NAME
+        reason = first_line(error.__cause__ or error)
         raise TrainingError(f"-to {what}: torch cannot export the model {model}: {reason}") from None

@@ -83,14 +83,18 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     data = trained.config.DATA
     _check_input(data)
     stored = None if images.dataset is None else images.dataset.single_images()
-    own, names = images.pixels, list(images.names)
+    own = images.pixels
+    names = list(images.names)
     if stored is None:  # held in memory, or noise: only made images have another size
-        sources, bases = [], [_rgb(row.permute(1, 2, 0).numpy()) for row in own[:RESHAPED]]
-        own, names = own[:0], []
+        sources = []
+        bases = [_rgb(row.permute(1, 2, 0).numpy()) for row in own[:RESHAPED]]
+        own = own[:0]
+        names = []
     else:
         sources = [functools.partial(_decoded, data, stored, index) for index in images.indices]
         bases = [source() for source in sources[:RESHAPED]]
-    made, validation = dict[str, np.ndarray](), open_given([], data).pixels
+    made = dict[str, np.ndarray]()
+    validation = open_given([], data).pixels
     for number, base in enumerate(bases):
         for name, fractions in SHAPES.items():
             wide, high = (max(1, round(side * own)) for side, own in zip(fractions, data.shape[:0:-1], strict=True))
@@ -106,7 +110,8 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     validated = replace(found, pixels=own)
     wanted, given = (trained.task.probabilities(reference_logits(trained, one)) for one in (validated, found))
     apart = (own.short() - pixels.short()).abs()
-    percent, most = 100 * float((apart > 0).double().mean()), int(apart.max())
+    percent = 100 * float((apart > 0).double().mean())
+    most = int(apart.max())
     worst = float((wanted - given).abs().max())
     other = clearly_other(thresholds_of(trained), wanted, given)
     if bool(other.any()):
@@ -168,7 +173,8 @@ def prepend(data: DataConfig, model: ir.Model) -> None:
         node.name = f"prepare.{node.name or node.outputs[0].name}"
         for value in node.outputs:
             value.name = f"prepare.{value.name}"
-    moved, first = list(nodes), model.graph[0]
+    moved = list(nodes)
+    first = model.graph[0]
     nodes.outputs.clear()
     nodes.inputs.clear()
     nodes.remove(moved)

@@ -39,7 +39,8 @@ class Int8(Onnx):
     """`keep`: beginnings of names of layers to be left in fp32; empty: those that are found to hurt."""
 
     def __init__(self, images: CheckImages, keep: tuple[str, ...]) -> None:
-        self._images, self._keep = images, keep
+        self._images = images
+        self._keep = keep
         self._gain = ""
         self.kept: set[str] = set()  # layers in fp32
 
@@ -122,7 +123,8 @@ def reader(batches: Iterator[Tensor]) -> Any:
 
 def _ranges(exact: Path, batches: Iterator[Tensor]) -> Any:
     """The smallest and largest values of what each layer takes and gives."""
-    augmented, method = str(exact.with_name("ranges.onnx")), CalibrationMethod.MinMax
+    augmented = str(exact.with_name("ranges.onnx"))
+    method = CalibrationMethod.MinMax
     calibrator = create_calibrator(str(exact), OPERATORS, augmented, calibrate_method=method)
     calibrator.collect_data(reader(batches))
     return calibrator.compute_data()

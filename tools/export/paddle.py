@@ -74,7 +74,8 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
     tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
     write_weights(out, tensors, _header(converted, target, file))
     # Settings to give beside -pretrained. Only the name of a model says that it has a distillation token.
-    unnamed, given = DISTILLED if "dist_token" in converted.tensors else "mine", target.sizes
+    unnamed = DISTILLED if "dist_token" in converted.tensors else "mine"
+    given = target.sizes
     words = [
         f"MODEL.TYPE={converted.family}",
         f"MODEL.NAME={target.name or unnamed}",

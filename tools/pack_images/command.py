@@ -78,7 +78,8 @@ def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     """Settings that the packed bytes depend on: stored with them, and compared when packing resumes."""
     from datasets.base import background_of
 
-    data, asked = loaded.config.DATA, line.asked
+    data = loaded.config.DATA
+    asked = line.asked
     if "raw" in line.given and "keep" in line.given:
         raise UserError("-raw and -keep exclude each other; give one.")
     kind = next((name for name in ("raw", "keep") if name in line.given), "jpeg")

@@ -51,7 +51,8 @@ class Encoder:
     def __init__(self, data: DataConfig, settings: dict[str, int | str | bool]) -> None:
         self.reader = Reader(data)
         self.kind = settings["kind"]
-        self.short_side, self.quality = int(settings.get("short_side", 0)), int(settings.get("quality", 0))
+        self.short_side = int(settings.get("short_side", 0))
+        self.quality = int(settings.get("quality", 0))
 
     def __call__(self, encoded: Encoded, name: str) -> tuple[str, bytes]:
         """Ending and content of the packed file."""
@@ -64,13 +65,15 @@ class Encoder:
         # A file that is kept would follow the settings of training, not those of the other packed images.
         plain = self.kind == "keep" or not (isinstance(stored, Turned) or stored.transparent)
         if small and plain and not raw:
-            ending, content = name.rpartition(".")[2].lower(), bytes(encoded)
+            ending = name.rpartition(".")[2].lower()
+            content = bytes(encoded)
             if content.startswith(ZIP):  # perhaps several files, of which the name is the first's
                 return "npz", content
             known = ending in (*IMAGE_KINDS, *ARRAY_KINDS) and (ending != "npy" or not self.reader.is_plain)
             return ending if known else kind_of(content), content
 
-        image, file = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]), io.BytesIO()
+        image = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0])
+        file = io.BytesIO()
         if not small:  # Pillow's filter averages over all pixels, so there is no aliasing
             scale = self.short_side / min(height, width)
             size = max(self.short_side, round(width * scale)), max(self.short_side, round(height * scale))
@@ -154,7 +157,8 @@ def _add(number: int, samples: Samples, encoder: Encoder, writer: TarWriter, rec
     record.left_out.append((name, found.reason))
 
 
-SETTINGS, LOCK = "settings.json", ".lock"
+SETTINGS = "settings.json"
+LOCK = ".lock"
 KEYS = {"channels": "DATA.IMAGE_CHANNELS", "upright": "DATA.EXIF_ROTATE", "background": "DATA.BACKGROUND"}
 """Entries of a packed data set -> the settings that they are from"""
 ANY_CLASSES = 1 << 31
@@ -230,7 +234,8 @@ def _prepare(
 def _make_shards(shards: dict[str, np.ndarray], work: Any, jobs: int | None, limit: int, world: World) -> list[Record]:
     """Make this rank's tar files in several processes. `work`: for `start_process`."""
     log.setLevel("INFO" if world.first else "WARNING")  # each rank names the images that it leaves out
-    stop, bad = multiprocessing.Event(), 0
+    stop = multiprocessing.Event()
+    bad = 0
     arguments: Any = (*work, stop)
     count = max(1, min(jobs or world.own_cores, len(shards)))
     pool = ProcessPoolExecutor(count, initializer=start_process, initargs=arguments)
@@ -280,7 +285,8 @@ def _finish(
 
 def _identity(samples: Samples, data: DataConfig) -> dict[str, Any]:
     """Names and labels of the images, compared when packing resumes; SRC itself may have moved."""
-    names, prefix = hashlib.sha256(samples.labels.tobytes()), name_prefix(data)
+    names = hashlib.sha256(samples.labels.tobytes())
+    prefix = name_prefix(data)
     for index in range(len(samples)):
         names.update(samples.name(index).removeprefix(prefix).encode(errors="surrogateescape") + b"\n")
     return {"dataset": data.DATASET, "images": len(samples), "sha256": names.hexdigest()}
@@ -302,7 +308,8 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
             raise UserError(f"DST {folder} has other content, such as {other}. Name a new or empty folder.") from None
         return False
     if before.get("made_by") != MADE_BY or {name: before.get(name) for name in about} != about:
-        old, now = before.get("how"), about["how"]
+        old = before.get("how")
+        now = about["how"]
         changed = [name for name in now if isinstance(old, dict) and old.get(name) != now[name]]
         how = "from other images"
         if changed:

@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
         if line.asked.no_predictions and name in line.given:
             value = vars(line.asked)[name]
             raise UserError(f"-{name} {value}: -no_predictions evaluates no split; leave one of them out.")
-    asked, out = line.asked, line.file("out", ".html", ".htm")
+    asked = line.asked
+    out = line.file("out", ".html", ".htm")
     check_one_process("report.py")
 
     from tools.common.comparison import verdict_of

@@ -27,7 +27,8 @@ TOOL = Tool("show_batch.py", __doc__, OWN)
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    out, count = line.file("out", ".png"), line.asked.count
+    out = line.file("out", ".png")
+    count = line.asked.count
     assert out is not None, "it has a default"
     loaded = line.load()
     if loaded.config.EVAL:

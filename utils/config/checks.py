@@ -55,7 +55,8 @@ def _data(config: Config) -> Iterator[Problem]:
 
 
 def _train(config: Config) -> Iterator[Problem]:
-    train, full = config.TRAIN.spanning(1), config.DATA.IMAGE_SIZE
+    train = config.TRAIN.spanning(1)
+    full = config.DATA.IMAGE_SIZE
     epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
     if 0 < train.NUM_EPOCHS <= train.LAST_EPOCH and not config.EVAL:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of {epochs} to train"
@@ -76,7 +77,9 @@ def _train(config: Config) -> Iterator[Problem]:
 
 def _names(config: Config) -> Iterator[Problem]:
     """A loss that does not exist, or a metric that this run does not measure."""
-    loss, by, kind = config.TRAIN.LOSS, config.SAVE_BEST_BY, config.task
+    loss = config.TRAIN.LOSS
+    by = config.SAVE_BEST_BY
+    kind = config.task
     if config.TRAIN.own_loss and not config.USE:
         yield "TRAIN.LOSS", f"{loss} is not {either(LOSSES)}.{nearest(loss, LOSSES)} One of your own needs -use FILE"
     measured = [name for name in kind.deciding if name != KNN.name or config.measures_knn]
@@ -89,7 +92,8 @@ def _names(config: Config) -> Iterator[Problem]:
 def notes(config: Config, given: Mapping[str, Entry]) -> Iterator[str]:
     """Lines for the log about settings without the expected effect. `given`: keys that were set -> where."""
     span = config.TRAIN.spanning(1)
-    warmup, epochs = span.WARMUP_EPOCHS, span.NUM_EPOCHS
+    warmup = span.WARMUP_EPOCHS
+    epochs = span.NUM_EPOCHS
     if warmup > epochs > 0 and not config.EVAL:  # it stays as it is: a resume may lengthen the run
         yield (
             f"TRAIN.WARMUP_EPOCHS {warmup:g} is more than TRAIN.NUM_EPOCHS {epochs}: clipped to {epochs}, so the "
@@ -105,7 +109,9 @@ def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
     """Rates and numbers of epochs with results that whoever gives some may not expect. `sources`: key -> where."""
     if config.EVAL:
         return
-    train, shape, reference = config.TRAIN, config.TRAIN.LR_SCHEDULER, config.TRAIN.scale_reference
+    train = config.TRAIN
+    shape = config.TRAIN.LR_SCHEDULER
+    reference = config.TRAIN.scale_reference
     rates = [
         f"{key} {one_line(value_of(config, key))} ({sources[key]})"
         for key in ("TRAIN.BASE_LR", "TRAIN.WARMUP_START_LR", "TRAIN.END_LR")
@@ -119,12 +125,15 @@ def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
     if config.DATA.IMAGENET_MEAN != AUTO and config.DATA.is_plain and max(config.DATA.IMAGENET_MEAN) > 1:
         mean = one_line(config.DATA.IMAGENET_MEAN)
         yield f"DATA.IMAGENET_MEAN {mean}: images are scaled to 0..1 before; divide mean and std by 255"
-    base, epochs = train.BASE_LR, 0 if train.NUM_EPOCHS == AUTO else train.NUM_EPOCHS
+    base = train.BASE_LR
+    epochs = 0 if train.NUM_EPOCHS == AUTO else train.NUM_EPOCHS
     known = base != AUTO
-    tail, steps = train.TOKEN_DROP_TAIL if train.TOKEN_DROP else 0, "step" in shape.NAME
+    tail = train.TOKEN_DROP_TAIL if train.TOKEN_DROP else 0
+    steps = "step" in shape.NAME
     decay = f"LR_SCHEDULER.{'DECAY_EPOCHS' if shape.NAME == 'step' else 'MILESTONES'}"
     first = shape.DECAY_EPOCHS if shape.NAME == "step" else min(shape.MILESTONES, default=0)
-    never, early = "the learning rate never decays", 0 < first < epochs and first <= train.WARMUP_EPOCHS
+    never = "the learning rate never decays"
+    early = 0 < first < epochs and first <= train.WARMUP_EPOCHS
     for name, other, result, wrong in (
         ("END_LR", "BASE_LR", "the learning rate rises", known and not steps and base < train.END_LR),
         (
@@ -138,6 +147,7 @@ def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
         ("TOKEN_DROP_TAIL", "NUM_EPOCHS", "no token is dropped", 0 < epochs <= tail),
     ):
         if wrong:
-            key, limit = f"TRAIN.{name}", f"TRAIN.{other}"
+            key = f"TRAIN.{name}"
+            limit = f"TRAIN.{other}"
             high, low = (f"{one} {one_line(value_of(config, one))} ({sources[one]})" for one in (key, limit))
             yield f"{high} is too high beside {low}, so {result}: set a lower {key}"

@@ -158,7 +158,9 @@ def is_own_setting(value: Any) -> bool:
 
 
 OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), _in_words("a name that USE registers")]
-_WHOLE, _NUMBER, _AUTO = {"type": "integer", "minimum": 1}, {"type": "number"}, {"enum": [AUTO]}
+_WHOLE = {"type": "integer", "minimum": 1}
+_NUMBER = {"type": "number"}
+_AUTO = {"enum": [AUTO]}
 _SIDES = {"type": "array", "description": "[height, width]"}
 
 

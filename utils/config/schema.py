@@ -198,7 +198,8 @@ class Config(Section):
     @property
     def trains_on_features(self) -> bool:
         """Whether a frozen backbone sees the same images in each epoch, so that its features are computed once."""
-        data, train = self.DATA, self.TRAIN
+        data = self.DATA
+        train = self.TRAIN
         moved = data.CROP != "none" or data.FLIP or data.VERTICAL_FLIP or data.has_affine
         changed = moved or train.single_image_keys or train.TOKEN_DROP or train.SIZE_SCHEDULE or self.MODEL.DROPOUT
         changed = changed or train.mixes or train.RANDOM_ERASE_PROB

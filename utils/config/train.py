@@ -28,7 +28,9 @@ from utils.config.kinds import (
 from vitamp.sizes import ImageSize
 
 _MUON = only_with("TRAIN.OPTIMIZER.NAME=*Muon")
-_RAND, _AUTO, _TRIVIAL = "TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.AUGMENT=trivial"
+_RAND = "TRAIN.RAND_AUGMENT"
+_AUTO = "TRAIN.AUTO_AUGMENT"
+_TRIVIAL = "TRAIN.AUGMENT=trivial"
 _BCE = only_with("TRAIN.LOSS=bce")
 _MIXED = only_with("TRAIN.MIXUP_PROB")
 _MIXING = only_with("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX", when="TRAIN.MIXUP_PROB!=0")
@@ -36,7 +38,8 @@ _NOT_SGD = overridden_by("TRAIN.OPTIMIZER.NAME=sgd|momentum|nesterov")
 _NOT_ADAM = overridden_by("TRAIN.OPTIMIZER.NAME=Adam|AdamW")
 _STEPS = only_with("TRAIN.LR_SCHEDULER.NAME=multi-step")
 _DECAYS = only_with("TRAIN.LR_SCHEDULER.NAME=step|multi-step")
-_EMA, _ERASED = only_with("TRAIN.MODEL_EMA"), only_with("TRAIN.RANDOM_ERASE_PROB")
+_EMA = only_with("TRAIN.MODEL_EMA")
+_ERASED = only_with("TRAIN.RANDOM_ERASE_PROB")
 _NOT_STEPS = overridden_by("TRAIN.LR_SCHEDULER.NAME=step|multi-step")
 _LABELLED = overridden_by("MODEL.MAE_PRETRAIN", why="images without labels are not mixed or erased")
 

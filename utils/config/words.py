@@ -19,7 +19,8 @@ from utils.log import IN_LINE
 @cache
 def _properties() -> dict[str, dict[str, Any]]:
     """The JSON schema of every setting."""
-    schema, found = Config.model_json_schema(), {}
+    schema = Config.model_json_schema()
+    found = {}
     for key in settings():
         entry: dict[str, Any] = {"$ref": "Config"}
         for name in key.split("."):
@@ -120,7 +121,8 @@ def rule_in_words(rule: Rule) -> str:
 
 
 def rule_error(key: str, rule: Rule, read: Read) -> str:
-    value, others = one_line(read(key)), _conditions(rule.others)
+    value = one_line(read(key))
+    others = _conditions(rule.others)
     if rule.wanted:
         do = rule.do or f"set {others[0]} too, or leave {key} out"
         return f"{value} needs {either(others)}: {rule.why}; {do}"
@@ -140,7 +142,8 @@ def rule_note(key: str, rule: Rule, read: Read) -> str:
 def size_problems(config: Config) -> Iterator[str]:
     """What is wrong with the starts of a TRAIN.SIZE_SCHEDULE; engine/preflight.py checks its last size."""
     train = config.TRAIN.spanning(1)
-    steps, epochs = train.SIZE_SCHEDULE, f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
+    steps = train.SIZE_SCHEDULE
+    epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
     starts = [train.epochs_before(start) for start, _ in steps]
     if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= train.NUM_EPOCHS:
         yield (

@@ -58,7 +58,8 @@ def join(
 
     from utils.distributed.watchdog import Watchdog
 
-    backend, timeout = backend_of(dist, device), datetime.timedelta(minutes=dist.TIMEOUT)
+    backend = backend_of(dist, device)
+    timeout = datetime.timedelta(minutes=dist.TIMEOUT)
     rank_name = name_of(member)
     store, member["rendezvous"] = _open_store(world, timeout)
     members = _gather(store, world, member, settings, timeout)
@@ -105,7 +106,8 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
             f"rank {world.rank} of {world.size}: the host {host!r} cannot be resolved to an address ({why}). It must "
             "be the machine of rank 0; check -host (MASTER_ADDR)."
         ) from None
-    serves, fd = world.first and not world.served, None
+    serves = world.first and not world.served
+    fd = None
     # A rank that waits for others inside torch would run no handler of ours.
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -136,7 +138,9 @@ def _gather(
     store: Store, world: World, member: dict[str, Any], settings: dict[str, str], timeout: datetime.timedelta
 ) -> list[dict[str, Any]]:
     """Every rank's `member`, once all have described themselves. Any problem is raised on all ranks."""
-    end, checked, problem = time.monotonic() + timeout.total_seconds(), False, None
+    end = time.monotonic() + timeout.total_seconds()
+    checked = False
+    problem = None
     try:
         if world.first:
             store.set("first", json.dumps({**member, "settings": settings}))
@@ -149,7 +153,8 @@ def _gather(
             if store.check(["refused"]):
                 problem = store.get("refused").decode()
             elif not checked and store.check(["first"]):
-                problem, checked = _why_not_together(json.loads(store.get("first")), member, settings), True
+                problem = _why_not_together(json.loads(store.get("first")), member, settings)
+                checked = True
                 store.add("joined", int(problem is None))
             elif time.monotonic() > end:
                 missing = [rank for rank in range(world.size) if not store.check([f"member/{rank}"])]
@@ -178,7 +183,8 @@ def _why_not_together(first: dict[str, Any], member: dict[str, Any], settings: d
         )
     for package in ("vitamp", "torch"):
         if first[package] != member[package]:
-            theirs, ours = f"{package} {member[package]}", f"{package} {first[package]}"
+            theirs = f"{package} {member[package]}"
+            ours = f"{package} {first[package]}"
             return f"{name_of(member)} has {theirs}, {name_of(first)} has {ours}; install the same version."
     different = [key for key in first["settings"] if first["settings"][key] != settings.get(key)]
     if not different:
@@ -226,7 +232,8 @@ def leave() -> None:
     error = sys.exception()
     if error is not None and caused_by_lost_rank(error):
         return  # the watchdog stays, to find out which
-    watching, watchdog = watchdog, None
+    watching = watchdog
+    watchdog = None
     if watching is not None and error is not None and not isinstance(error, _RAISED_BY_ALL):
         watching.report_failure(error)
         return

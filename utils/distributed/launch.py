@@ -36,7 +36,8 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
     def forward(number: int, _frame: FrameType | None) -> None:
         """Forward a signal to the ranks, which save and exit; ranks that do not exit in time are killed."""
         nonlocal exit_code
-        again, name = exit_code != 0, signal.Signals(number).name
+        again = exit_code != 0
+        name = signal.Signals(number).name
         exit_code = exit_code or (EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
         if not _send_to_ranks(number):
             os.write(2, f"vitamp: stopped by {name} before any rank was started\n".encode())

@@ -12,7 +12,10 @@ from utils.errors import UserError
 from utils.flags import RANK_FLAGS
 from utils.machine.cpus import cores
 
-BY_HAND, TORCHRUN, OPENMPI, SLURM = "by hand", "torchrun", "OpenMPI", "SLURM"
+BY_HAND = "by hand"
+TORCHRUN = "torchrun"
+OPENMPI = "OpenMPI"
+SLURM = "SLURM"
 # The environment variables of each: rank, world size, local rank, local world size. The innermost launcher comes first:
 # mpirun within a SLURM job counts, not the job.
 VARIABLES = {
@@ -75,7 +78,8 @@ def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
 
 def _at_address(world: World, env: Mapping[str, str]) -> World:
     """With the address in the environment, as torchrun and others that set RANK give it."""
-    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+    host = env.get("MASTER_ADDR")
+    port = env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise UserError(
             f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE): MASTER_ADDR must be the host of rank 0 and "
@@ -106,7 +110,8 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
 
 def _of_slurm(env: Mapping[str, str]) -> World:
     # This node's number of tasks, from the list of all nodes, such as '4(x2),3' for 4, 4 and 3.
-    size, node = env["SLURM_STEP_NUM_TASKS"], int(env.get("SLURM_NODEID", "0"))
+    size = env["SLURM_STEP_NUM_TASKS"]
+    node = int(env.get("SLURM_NODEID", "0"))
     text = env.get("SLURM_STEP_TASKS_PER_NODE", size)
     counts = [int(many) for many, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
     local = int(env.get("SLURM_LOCALID", 0)), counts[node] if node < len(counts) else counts[0]

@@ -65,7 +65,9 @@ class Watchdog:
     """Rank 0 watches all others, which watch rank 0. The reason why the run ends is shared through the store."""
 
     def __init__(self, store: Store, world: World, members: list[dict[str, Any]], timeout: float) -> None:
-        self._store, self._world, self._timeout = store, world, timeout
+        self._store = store
+        self._world = world
+        self._timeout = timeout
         self._names = [name_of(member) for member in members]
         others = members[1:] if world.first else members[:1]
         # Processes that this one sees: containers may share a host name, but not their processes.
@@ -77,7 +79,9 @@ class Watchdog:
         self._mine: dict[str, Any] = {"number": 0}
         # For each other rank, the number of its last heartbeat and when it arrived, by our own clock.
         self._last_change = {member["rank"]: (-1, self._moved) for member in others}
-        self._stopped, self._disconnected, self._woken = False, False, threading.Event()
+        self._stopped = False
+        self._disconnected = False
+        self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
         self._thread.start()
 
@@ -106,7 +110,8 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at once whether a rank has failed: if so, this process ends with its reason, and this never returns."""
-        end, enough = time.monotonic() + SECONDS_TO_LOOK, self._checks + 2  # one may be past the place where it looks
+        end = time.monotonic() + SECONDS_TO_LOOK
+        enough = self._checks + 2
         while self._checks < enough and time.monotonic() < end:
             self._woken.set()
             time.sleep(0.01)
@@ -201,7 +206,8 @@ class Watchdog:
         frames = [frame for frame, _ in traceback.walk_stack(innermost)]
         stack = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         if stack != self._stack:
-            self._stack, self._moved = stack, time.monotonic()
+            self._stack = stack
+            self._moved = time.monotonic()
         ours = next((frame for frame in frames if _is_ours(frame.f_code.co_filename)), innermost)
         place = _place(innermost) + (f", called from {_place(ours)}" if ours is not innermost else "")
         in_collective = any(part in innermost.f_code.co_filename for part in _COLLECTIVES)
@@ -219,7 +225,8 @@ class Watchdog:
             text, on_terminal = self._death_of(0)
             self._end(text, 1, on_terminal)
         # Ranks whose launcher was killed first finish an update and save, unless they have lost each other, too.
-        began, served = time.monotonic(), self._world.served
+        began = time.monotonic()
+        served = self._world.served
         while time.monotonic() - began < (SECONDS_TO_SAVE if served and not self._disconnected else SECONDS_OF_GRACE):
             if self._stopped:
                 return

@@ -122,7 +122,8 @@ def check_machines(world: World, needs: str, least: int = 1) -> None:
 
 def on_every_rank(world: World, work: Callable[[], T]) -> T:
     """Do `work` on every rank; a UserError on one of them is raised on all."""
-    result, problem = None, None
+    result = None
+    problem = None
     try:
         result = work()
     except UserError as error:

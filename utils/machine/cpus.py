@@ -14,7 +14,8 @@ from pathlib import Path
 
 from utils.log import warn_once
 
-MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MOUNTED = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
@@ -49,8 +50,10 @@ def core_seconds() -> tuple[float, float]:
         return 0.0, 0.0
     # user, nice, system, idle, iowait, irq, softirq, steal
     ticks = [[int(field) for field in line[1:9]] for line in lines if line and line[0] in allowed]
-    idle, every = sum(sum(one[3:5]) for one in ticks), sum(map(sum, ticks))
-    times, second = os.times(), os.sysconf("SC_CLK_TCK")
+    idle = sum(sum(one[3:5]) for one in ticks)
+    every = sum(map(sum, ticks))
+    times = os.times()
+    second = os.sysconf("SC_CLK_TCK")
     ours = sum(times[:4]) + sum(int(one[11]) + int(one[12]) for one in workers) / second
     return idle / second, (every - idle) / second - ours
 
@@ -77,7 +80,8 @@ def control_groups() -> list[Path]:
     return [folder for group in own for folder in (group, *group.parents) if folder.is_relative_to(MOUNTED)]
 
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 KEPT_BYTES = 2**31 - 1
 """Freed memory that a process may keep."""
 

@@ -236,7 +236,8 @@ class History:
     def skips(self, by_epoch: bool | None = None) -> Points:
         """(position, loss scale) of each report that has more skipped updates than the one before."""
         points: Points = []
-        before, trained = 0, self.of("train")
+        before = 0
+        trained = self.of("train")
         if trained and self.lines[0].get("what") == "resume":  # of another run, whose skipped updates count on
             before = trained[0].get("skipped") or 0
         for line in trained:

@@ -11,7 +11,8 @@ from safetensors.numpy import load, save
 from vitamp.files import read_regular, write_atomically
 
 PREDICTIONS = "predictions.safetensors"
-UPDATE, DIGEST = "update", "sha256"
+UPDATE = "update"
+DIGEST = "sha256"
 GROUPS = "groups"
 """Column of hashes of the images' groups, where DATA.GROUP names them"""
 PROBE = "probe_guess"

@@ -23,7 +23,8 @@ from vitamp import __version__
 from vitamp.checkpoints import CHECKPOINTS, INDEX, read_index
 from vitamp.files import read_json, write_atomically
 
-CONFIG, ABOUT = "config.yaml", "run.json"
+CONFIG = "config.yaml"
+ABOUT = "run.json"
 STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
 """When this process began"""
 DATA = "data.json"
@@ -151,7 +152,8 @@ def git_state() -> dict[str, Any] | None:
     if INSTALLED:  # a checkout around it is of another project
         return None
     try:
-        commit, changed = git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
+        commit = git("rev-parse", "HEAD")
+        changed = bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit, "changed": changed}
@@ -220,7 +222,8 @@ def known_to_training(data: dict[str, Any]) -> bool:
     That is those with the bytes of a training image or, if they are more, those that look like one, unless they look
     like so `MANY` that the model may hardly tell them apart, or share a style.
     """
-    copies, alike = data.get("copies") or {}, data.get("alike") or []
+    copies = data.get("copies") or {}
+    alike = data.get("alike") or []
     found, of, each = [*alike, 0, 0, 0][:3]
     look = 0 if each >= MANY or share_a_style(alike) else found
     counts = [(copies.get("found", 0), copies.get("compared", 0)), (look, of)]
@@ -234,13 +237,15 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
     """
     found = read_data(folder)
     try:
-        copies, compared = found["copies"]["found"], found["copies"]["compared"]
+        copies = found["copies"]["found"]
+        compared = found["copies"]["compared"]
         alike = found.get("alike") or [0]
         if images not in (None, found["images"]["validation"]):
             return ""
     except (KeyError, TypeError):  # not looked for, or a damaged file
         return ""
-    check, lines = f"{tool('check_data')} {shlex.join(['-cfg', str(folder / CONFIG), *found.get('use', ())])}", []
+    check = f"{tool('check_data')} {shlex.join(['-cfg', str(folder / CONFIG), *found.get('use', ())])}"
+    lines = []
     if copies:
         lines.append(
             f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics: `{check} "

@@ -40,7 +40,8 @@ def supports(tokens: int, width: int, dtype: torch.dtype) -> bool:
 
 def key_blocks(tokens: int) -> tuple[int, int, int]:
     """Up to three block sizes, powers of two, that hold all keys with little padding; unused ones are 0."""
-    left, blocks = -(-tokens // MIN_DOT_SIZE) * MIN_DOT_SIZE, []
+    left = -(-tokens // MIN_DOT_SIZE) * MIN_DOT_SIZE
+    blocks = []
     while left > 0:
         last = len(blocks) == 2
         blocks.append(_next_power_of_2(left) if last else 1 << (left.bit_length() - 1))
@@ -76,7 +77,8 @@ def packed_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("vitamp::packed_attention_backward", mutates_args=())
 def packed_attention_backward(grad: Tensor, qkv: Tensor, out: Tensor, logsumexp: Tensor, heads: int) -> Tensor:
-    grad, qkv = grad.contiguous(), qkv.contiguous()
+    grad = grad.contiguous()
+    qkv = qkv.contiguous()
     batch, tokens, width = _sizes(qkv, heads)
     dqkv = torch.empty_like(qkv)
     from engine.speed.kernels import attention_triton as kernels

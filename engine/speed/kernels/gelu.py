@@ -125,7 +125,8 @@ SUMS: dict[str, Any] = {"BLOCK_G": 256, "BLOCK_F": 16, "num_warps": 8}
 @torch.library.custom_op("vitamp::gelu_with_bias", mutates_args=())
 def gelu_with_bias(h: Tensor, bias: Tensor) -> Tensor:
     """GELU of `h`, [..., width] of any dtype, plus `bias`, [width]; computed in fp32, returned in h's dtype."""
-    h, bias = h.contiguous(), bias.contiguous()
+    h = h.contiguous()
+    bias = bias.contiguous()
     y = torch.empty_like(h)
     tokens, width = _sizes(h)
     with torch.cuda.device_of(h):
@@ -135,8 +136,11 @@ def gelu_with_bias(h: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.custom_op("vitamp::gelu_with_bias_backward", mutates_args=())
 def gelu_with_bias_backward(dy: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    dy, h, bias = dy.contiguous(), h.contiguous(), bias.contiguous()
-    dh, db = torch.empty_like(h), torch.empty_like(bias)
+    dy = dy.contiguous()
+    h = h.contiguous()
+    bias = bias.contiguous()
+    dh = torch.empty_like(h)
+    db = torch.empty_like(bias)
     tokens, width = _sizes(h)
     groups = triton.cdiv(tokens, BACKWARD.rows)
     sums = torch.empty((groups, width), dtype=torch.float32, device=h.device)
@@ -179,7 +183,8 @@ gelu_with_bias.register_autograd(_backward, setup_context=_save_for_backward)
 def self_test(device: torch.device, dtype: torch.dtype) -> None:
     """Run both passes once on a small matrix; raises an error if that fails or differs from torch's result."""
     values = torch.linspace(-6.0, 6.0, 16 * 64, device=device).view(16, 64)
-    h, bias = values.to(dtype, copy=True).requires_grad_(), (values[0] / 8).requires_grad_()
+    h = values.to(dtype, copy=True).requires_grad_()
+    bias = (values[0] / 8).requires_grad_()
     output = gelu_with_bias(h, bias)
     expected = F.gelu(h.float() + bias)
     gradients = [torch.autograd.grad(y.float().sum(), (h, bias)) for y in (output, expected)]

@@ -17,15 +17,23 @@ from vitamp.metrics import SETS
 if TYPE_CHECKING:
     from tools.common.evaluation import Bin
 
-HUES, SHADES = 8, 4
+HUES = 8
+SHADES = 4
 """Colours in style.html, and variants of each: a shade and a marker shape."""
 MOST_POINTS = 300
 """Points of a line: more would not be visible."""
-MOST_MARKERS, SPARSE_MARKERS = 60, 12
-WIDTH, HEIGHT = 360, 220
-LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 36
+MOST_MARKERS = 60
+SPARSE_MARKERS = 12
+WIDTH = 360
+HEIGHT = 220
+LEFT = 50
+RIGHT = 10
+TOP = 10
+BOTTOM = 36
 SIZES = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
-PLOT, GAP, COUNTS = 200, 10, 34
+PLOT = 200
+GAP = 10
+COUNTS = 34
 """Heights: a reliability diagram, and below it the bars of how many images each bin has"""
 
 
@@ -108,7 +116,8 @@ class Chart:
     def y_ticks(self) -> list[tuple[float, str]]:
         low, high = self._y_range
         if self.logarithmic:
-            first, last = math.ceil(low), math.floor(high)
+            first = math.ceil(low)
+            last = math.floor(high)
             powers = range(first, last + 1, max(1, -(-(last - first) // 5)))
             return [(self._place((0, 2.0**power))[1], f"2^{power}") for power in powers]
         return [(self._place((0, tick))[1], text) for tick, text in labelled(round_numbers(low, high, 5))]
@@ -141,7 +150,8 @@ class Chart:
         found = [self._scaled(y) for curve in self.curves for _, y in curve.points]
         if not found:
             return 0.0, 1.0
-        low, high = min(found), max(found)
+        low = min(found)
+        high = max(found)
         margin = (high - low) * 0.06 or abs(high) * 0.05 or 0.5
         return (0.0 if 0 <= low < 0.3 * high and not self.logarithmic else low - margin), high + margin
 
@@ -173,7 +183,8 @@ class Reliability:
 
     def bars(self) -> list[dict[str, Any]]:
         """Heights and words of the bins that have images."""
-        width, most = (WIDTH - LEFT - RIGHT) / len(self.bins), max(bin.images for bin in self.bins)
+        width = (WIDTH - LEFT - RIGHT) / len(self.bins)
+        most = max(bin.images for bin in self.bins)
         return [
             {
                 "x": round(LEFT + number * width + 1, 1),
@@ -241,9 +252,11 @@ def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
 
     found = []
     for metric in metrics_of(runs):
-        curves, best = [], []
+        curves = []
+        best = []
         for run, style in styled if metric.title else ():
-            history, key = run.history, metric.name
+            history = run.history
+            key = metric.name
             curves.append(Curve(history.trained(key, by_epoch), label(run, "training"), style, faint=True))
             for which in SETS:
                 points = history.points("val", f"{which.prefix}{key}", by_epoch)
@@ -256,7 +269,9 @@ def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
         training("Learning rate", "lr"),
         training("Gradient norm, unscaled", "grad_norm"),
     ]
-    curves, skips = [], []  # of the runs that scale the loss: without scaling, the scale is always 1
+    # of the runs that scale the loss: without scaling, the scale is always 1
+    curves = []
+    skips = []
     for run, style in styled:
         points = run.history.points("train", "scale", by_epoch)
         if any(scale != 1 for _, scale in points):

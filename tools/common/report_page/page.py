@@ -37,14 +37,16 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     by_name, names, judged, contender_of = found
     hues = {name: styles[folder].hue for folder, name in contender_of.items()}
     every = [metrics for runs in by_name.values() for metrics in runs.values()]
-    by, values = unit(every), found.values()
+    by = unit(every)
+    values = found.values()
     if len(values) < 2:
         return None
     means = {name: statistics.fmean(of_runs.values()) for name, of_runs in values.items()}
     kind, intervals = _intervals_of(values, every, judged)
     ends = [end for name, of_runs in values.items() for end in (*of_runs.values(), *intervals.get(name, ()))]
     margin = (max(ends) - min(ends)) * 0.04 or 0.5
-    low, high = min(ends) - margin, max(ends) + margin
+    low = min(ends) - margin
+    high = max(ends) + margin
 
     def place(value: float) -> float:
         return round(100 * (value - low) / (high - low), 2)
@@ -52,7 +54,8 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     best = best_two(by_name, names, judged)[0]
     rows = []
     for name, ours in values.items():
-        at, spread = intervals.get(name), list(ours.values())
+        at = intervals.get(name)
+        spread = list(ours.values())
         text = judged.metric.number_in_table(means[name])
         if len(spread) > 1:
             text += f" ± {judged.metric.number_in_table(statistics.stdev(spread))}"
@@ -83,10 +86,12 @@ def _intervals_of(
     """What the lines of the figure show, in words; and the interval of each contender, if runs or images give one."""
     images = next((row["validation_images"] for row in every if row.get("validation_images")), None)
     if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
-        overlap, intervals = overlap_of(every), dict[str, Interval]()
+        overlap = overlap_of(every)
+        intervals = dict[str, Interval]()
         for name, of_runs in values.items():
             at = interval([*of_runs.values()], 1, overlap=overlap)
-            low, high = at.low or 0.0, at.high or 0.0
+            low = at.low or 0.0
+            high = at.high or 0.0
             bounded = judged.metric.percent
             intervals[name] = Interval(max(low, 0.0), min(high, 100.0)) if bounded else Interval(low, high)
         where = "" if overlap else ", on these images"
@@ -121,20 +126,26 @@ def write_report(
     `recall`: a table of the classes, by contender.
     """
     read = read_runs(runs)
-    folders, names = [run.folder for run in read], [run.name for run in read]
-    metric, of = None, None
+    folders = [run.folder for run in read]
+    names = [run.name for run in read]
+    metric = None
+    of = None
     if contenders:
-        names, metric, of = contenders.names, contenders.judged.metric, contenders.of
+        names = contenders.names
+        metric = contenders.judged.metric
+        of = contenders.of
     out = check_output_file(out or _folder_of_all(folders) / "report.html", "-out")
     evaluations, failures = _evaluated(read, part, metric, data_path, predicted) if predictions else ([], [])
     if failures and out.exists():
         raise UserError("\n  ".join([*failures, f"{out} stays as it is. {ADVICE}"]))
     rows, short_rows = summary(read, metric)
     styles = styles_of(read, of)
-    title, opening = f"{len(read)} runs: {some_of(names)}", None
+    title = f"{len(read)} runs: {some_of(names)}"
+    opening = None
     if len(read) == 1:
         first = next((one for one in evaluations if not isinstance(one, str)), {"headline": None})
-        title, opening = read[0].name, opening_of(read[0], first["headline"])
+        title = read[0].name
+        opening = opening_of(read[0], first["headline"])
     compared = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
     write_template(
         *("page.html", out, "-out"),
@@ -172,7 +183,8 @@ def _evaluated(
     """What `evaluate` finds of each run, and failures; it imports torch and timm, which the rest does not need."""
     from tools.common.report_page.evaluations import IMAGE_OF, evaluate
 
-    found, failures = list[dict[str, Any] | str](), list[str]()
+    found = list[dict[str, Any] | str]()
+    failures = list[str]()
     for run in runs:
         log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
         found.append(one := evaluate(run.folder, part, metric or run.deciding, data_path))

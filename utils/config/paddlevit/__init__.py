@@ -16,8 +16,11 @@ from utils.config.resumed import FROM_WEIGHTS
 from utils.errors import UserError, closest
 
 FILE = Path(__file__).with_name("families.yaml")
-NAME, IMAGE_SIZE = "MODEL.NAME", "DATA.IMAGE_SIZE"
-WIDTH, GRAD_CLIP, DISTILLED_BY = "MODEL.EMBED_DIM", "TRAIN.GRAD_CLIP", "TRAIN.DISTILLATION_TYPE"
+NAME = "MODEL.NAME"
+IMAGE_SIZE = "DATA.IMAGE_SIZE"
+WIDTH = "MODEL.EMBED_DIM"
+GRAD_CLIP = "TRAIN.GRAD_CLIP"
+DISTILLED_BY = "TRAIN.DISTILLATION_TYPE"
 _NORMALISED = "true", "masked pre-training always normalises the pixels of each patch"
 FIXED: dict[str, tuple[str, str]] = {
     "LOCAL_RANK": ("0", "the launcher numbers the processes"),
@@ -62,7 +65,8 @@ class Family:
 
     def sizes_in(self, layers: Sequence[Layer]) -> dict[str, Entry]:
         """Take the entries that restate a model's sizes out of the layers; those with a value are returned."""
-        known, found = {key for model in self.models.values() for key in model}, dict[str, Entry]()
+        known = {key for model in self.models.values() for key in model}
+        found = dict[str, Entry]()
         for layer in layers:
             for key in [key for key in layer.entries if key.startswith("MODEL.")]:
                 short = key.removeprefix("MODEL.")
@@ -122,7 +126,8 @@ def families() -> dict[str, Family]:
     found = {}
     for word, given in _tables()["families"].items():
         table = {**given}
-        common, also = table.pop("sizes", {}), table.pop("also", ())
+        common = table.pop("sizes", {})
+        also = table.pop("also", ())
         models = {name: {**common, **sizes} for name, sizes in table.pop("models", {}).items()}
         defaults = _with_tuples(_tables()["defaults"] | table.pop("defaults", {}))
         found |= dict.fromkeys((word, *also), Family(models=models, defaults=defaults, **table))
@@ -135,12 +140,14 @@ def translate(layers: Sequence[Layer]) -> list[str]:
         _update(layer)
     given = merged(layers)
     notes = _without_absent(layers, given)
-    family, name = families().get(type_of(given)), given.get(NAME)
+    family = families().get(type_of(given))
+    name = given.get(NAME)
     if family is None or not family.models:
         return notes + _distilled(layers, given)
     if name is None:
         raise UserError(f"{given[TYPE].source}: {NAME} is not set; timm has {', '.join(family.models)}")
-    typed, sizes = layers[-1], family.sizes_in(layers)
+    typed = layers[-1]
+    sizes = family.sizes_in(layers)
     model, of_sizes = family.model_of(name, sizes, typed=NAME in typed.entries)
     if model is None:
         return notes
@@ -148,7 +155,8 @@ def translate(layers: Sequence[Layer]) -> list[str]:
     for layer in layers:
         if NAME in layer.entries:
             layer.entries[NAME] = Entry(model, layer.entries[NAME].source)
-    size, image = given.get(IMAGE_SIZE), sizes.get(family.image)
+    size = given.get(IMAGE_SIZE)
+    image = sizes.get(family.image)
     if size is not None and image is not None and str(size.value) != image.value[0] and IMAGE_SIZE not in typed.entries:
         # PaddleViT loads smaller images and enlarges them in the model.
         layer = next(layer for layer in reversed(layers) if IMAGE_SIZE in layer.entries)
@@ -190,7 +198,8 @@ def _without_absent(layers: Sequence[Layer], given: Mapping[str, Entry]) -> list
     """Refuse a file of a family that timm lacks, whatever TYPE the command line gives, or leave out its sizes."""
     notes = []
     for layer in layers:
-        family, name = families().get(type_of(layer.entries)), given.get(NAME)
+        family = families().get(type_of(layer.entries))
+        name = given.get(NAME)
         if family is None or family.models:
             continue
         if name is None or name is layer.entries.get(NAME):
@@ -207,7 +216,8 @@ def _without_absent(layers: Sequence[Layer], given: Mapping[str, Entry]) -> list
 
 def _distilled(layers: Sequence[Layer], given: Mapping[str, Entry]) -> list[str]:
     """PaddleViT's files of distilled DeiTs name plain ones: its scripts for distillation add token and classifier."""
-    by, name = given.get(DISTILLED_BY), given.get(NAME)
+    by = given.get(DISTILLED_BY)
+    name = given.get(NAME)
     if type_of(given) != "deit" or by is None or name is None or folded(by.value) not in ("hard", "soft"):
         return []
     layer = next(layer for layer in layers if layer.entries.get(NAME) is name)

@@ -17,7 +17,7 @@ from vitamp.checkpoints import CHECKPOINTS, read_index
 
 if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
-    from engine.amp.overflow import Blame
+    from engine.amp.overflow import Blame, OverflowWatch
 
 TIMES_TO_BLAME = 2
 """A module that is blamed this often moves to fp32 (AMP.AUTO_FP32)."""
@@ -47,7 +47,8 @@ class Health:
             return
         from engine.amp.overflow import OverflowWatch
 
-        if (watch := self.parts.callback(OverflowWatch)) is None:
+        watch = self.parts.callback(OverflowWatch)
+        if watch is None:
             return
         clearest: dict[int, Blame] = {}  # one report per update: of a rank that found the operation, if one did
         for blame in sorted(all_gather(watch.take(), self.world), key=lambda blame: not blame.operation):
@@ -58,17 +59,19 @@ class Health:
             self._last = blame
             # A backward overflow counts only at the smallest loss scale; a forward one does not depend on it.
             counts = blame.is_forward or blame.scale <= 1
-            if not (self.amp.AUTO_FP32 and counts and self._is_in_model(blame)):
-                continue
-            blamed = watch.skips.blamed
-            name = blame.module
-            blamed[name] = blamed.get(name, 0) + 1
-            if blamed[name] == TIMES_TO_BLAME:
-                self.parts.force_fp32([name])
-                self.parts.assemble()
-                watch.begin_anew()
-                self.parts.meters.forget_skips()
-                log.info("AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", name, TIMES_TO_BLAME)
+            if self.amp.AUTO_FP32 and counts and self._is_in_model(blame):
+                self._count(blame.module, watch)
+
+    def _count(self, name: str, watch: OverflowWatch) -> None:
+        """Count an overflow of a module, which computes in fp32 after several."""
+        blamed = watch.skips.blamed
+        blamed[name] = blamed.get(name, 0) + 1
+        if blamed[name] == TIMES_TO_BLAME:
+            self.parts.force_fp32([name])
+            self.parts.assemble()
+            watch.begin_anew()
+            self.parts.meters.forget_skips()
+            log.info("AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", name, TIMES_TO_BLAME)
 
     def _is_in_model(self, blame: Blame) -> bool:
         return blame.module != "" and blame.module in dict(self.parts.model.named_modules())
@@ -100,19 +103,17 @@ class Health:
         update = reading.first_bad
         since = position.update - update  # in the same epoch: the device is read at the end of each
         rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - since - 1)
-        last = read_index(folder / CHECKPOINTS)["last"]
         amp = ""
         if self.parts.precision.level != "O0":
             amp = "; or use -amp off to see whether the precision is the cause"
+        last = read_index(folder / CHECKPOINTS)["last"]
+        where = "There is no checkpoint yet."
+        if last:
+            where = f"The last checkpoint is {last}; resume from it with -resume."
         raise AllRanksError(
             f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
             f"{position.step - since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
-            f"lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, or TRAIN.GRAD_CLIP=1.0{amp}. "
-            + (
-                f"The last checkpoint is {last}; resume from it with -resume."
-                if last
-                else "There is no checkpoint yet."
-            )
+            f"lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, or TRAIN.GRAD_CLIP=1.0{amp}. {where}"
         )
 
 

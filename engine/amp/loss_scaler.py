@@ -66,7 +66,8 @@ class LossScaler(torch.amp.GradScaler):
         scale.copy_(torch.where(enough, (scale * backoff).clamp(min=self._floor), scale))
 
     def state_dict(self) -> dict[str, Any]:
-        if state := super().state_dict():
+        state = super().state_dict()
+        if state:
             count = self._overflows_in_a_row
             state["bad_in_a_row"] = self._restored_overflows if count is None else int(count)
         return state

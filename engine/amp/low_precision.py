@@ -173,7 +173,7 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
             classes = {type(module).__name__ for module in modules.values()}
             raise UserError(
                 f"AMP.FP32_MODULES: no module's name or class matches {pattern!r}."
-                f"{nearest(pattern, [*modules, *classes])} Top-level modules: "
+                f"{nearest(pattern, list(modules) + list(classes))} Top-level modules: "
                 f"{', '.join(name for name in modules if '.' not in name)}. Classes: {', '.join(sorted(classes))}."
             )
     newly_forced: list[str] = []
@@ -189,11 +189,7 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
             if type(module) in CONTAINERS:
                 containers.add(name)
                 continue
-            # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to it.
-            module.fp32_on = device_type  # pyright: ignore[reportArgumentType]
-            # The user may have given this module a forward of its own, in place of its class's.
-            module.own_forward = vars(module).get("forward")  # pyright: ignore[reportArgumentType]
-            module.forward = MethodType(_forward_in_fp32, module)
+            _force(module, device_type)
             newly_forced.append(name)
         outermost = name
     if newly_forced:
@@ -201,6 +197,14 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
         # compute these modules' gradients in low precision.
         autograd_config.backward_pass_autocast = "off"
     return newly_forced
+
+
+def _force(module: nn.Module, device_type: str) -> None:
+    # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to it.
+    module.fp32_on = device_type  # pyright: ignore[reportArgumentType]
+    # The user may have given this module a forward of its own, in place of its class's.
+    module.own_forward = vars(module).get("forward")  # pyright: ignore[reportArgumentType]
+    module.forward = MethodType(_forward_in_fp32, module)
 
 
 def forced_modules(model: nn.Module) -> list[str]:
@@ -223,12 +227,20 @@ def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     device_type: str = self.fp32_on  # pyright: ignore[reportAssignmentType]
     under_autocast = torch.is_autocast_enabled(device_type)
     with torch.autocast(device_type, enabled=False):
-        fp32_args, fp32_kwargs = (cast_floats(values, torch.float32, device_type) for values in (args, kwargs))
+        fp32_args = cast_floats(args, torch.float32, device_type)
+        fp32_kwargs = cast_floats(kwargs, torch.float32, device_type)
         own: Callable[..., Any] | None = self.own_forward  # pyright: ignore[reportAssignmentType]
-        outputs = own(*fp32_args, **fp32_kwargs) if own else type(self).forward(self, *fp32_args, **fp32_kwargs)
-    given = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), torch.float32)
+        if own:
+            outputs = own(*fp32_args, **fp32_kwargs)
+        else:
+            outputs = type(self).forward(self, *fp32_args, **fp32_kwargs)
+    if under_autocast:
+        return outputs
     # Without autocast the next module's weights are in half precision, and it takes no other dtype.
-    return outputs if under_autocast or given not in HALVES else cast_floats(outputs, given, device_type)
+    inputs = [value for value in args + tuple(kwargs.values()) if isinstance(value, torch.Tensor)]
+    if inputs and inputs[0].dtype in HALVES:
+        return cast_floats(outputs, inputs[0].dtype, device_type)
+    return outputs
 
 
 # fp8 by torchao: linear layers of suitable size compute in 8 bits, everything else under bf16 autocast.

@@ -7,7 +7,7 @@ models, under DDP and activation checkpointing. A TorchFunctionMode or TorchDisp
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -20,17 +20,15 @@ from utils.log import log
 
 # Name on a list -> overloads of the aten operator that Python calls by it. In-place variants (`+=`, `relu_`) cannot be
 # listed: their precision is that of the tensor they write to.
-OPERATORS: dict[str, tuple[str, ...]] = {
-    name: (name,)
-    for name in (
-        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
-        *("layer_norm", "rms_norm", "group_norm", "batch_norm"),
-        *("gelu", "relu", "silu", "sigmoid", "tanh", "softplus", "hardswish", "hardsigmoid", "leaky_relu"),
-        *("exp", "log", "square", "sqrt", "rsqrt", "reciprocal", "cumsum", "logsumexp", "cosine_similarity"),
-        *("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
-        *("mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy_with_logits"),
-    )
-} | {
+UNDER_OWN_NAME = """
+linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention
+layer_norm rms_norm group_norm batch_norm
+gelu relu silu sigmoid tanh softplus hardswish hardsigmoid leaky_relu
+exp log square sqrt rsqrt reciprocal cumsum logsumexp cosine_similarity
+max_pool2d avg_pool2d adaptive_avg_pool2d
+mse_loss l1_loss smooth_l1_loss kl_div binary_cross_entropy_with_logits
+"""
+OPERATORS: dict[str, tuple[str, ...]] = {name: (name,) for name in UNDER_OWN_NAME.split()} | {
     "conv1d": ("conv1d", "conv1d.padding"),
     "conv2d": ("conv2d", "conv2d.padding"),
     "conv3d": ("conv3d", "conv3d.padding"),
@@ -90,14 +88,15 @@ PADDLE: dict[str, tuple[str, ...]] = {
 def check_names(white: Sequence[str], black: Sequence[str]) -> None:
     """Reject unknown operators, and operators that are on both lists."""
     lists = {"AMP.CUSTOM_WHITE_LIST": white, "AMP.CUSTOM_BLACK_LIST": black}
-    known = [*OPERATORS, *PADDLE]
+    known = list(OPERATORS | PADDLE)
     for key, names in lists.items():
         for one in names:
             if one not in known:
                 raise UserError(f"{key}: no operator {one!r}.{nearest(one, known)} Known: {', '.join(sorted(known))}.")
         if "mul" in names:
             log.warning("%s: mul is torch's elementwise product; Paddle's mul is called linear here.", key)
-    if both := operators_named(white).keys() & operators_named(black).keys():
+    both = operators_named(white).keys() & operators_named(black).keys()
+    if both:
         raise UserError(
             f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {', '.join(sorted(both))} (under torch's or "
             "Paddle's name); an operator can be on only one list."
@@ -111,9 +110,9 @@ class OpLists:
     does; otherwise operators forced to fp32 would run in low precision again.
     """
 
-    def __init__(self, device_type: str, white: Iterable[str], black: Iterable[str]) -> None:
+    def __init__(self, device_type: str, white: Sequence[str], black: Sequence[str]) -> None:
         self.device_type = device_type
-        self._names = (*white, *black)
+        self._names = tuple(white) + tuple(black)
         self.white = operators_named(white)
         self.black = operators_named(black)
         self._called: set[str] = set()
@@ -129,10 +128,8 @@ class OpLists:
         with warnings.catch_warnings():
             # Overriding autocast's kernels is intended.
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-            for operators, low in ((self.white, True), (self.black, False)):
-                for name, overloads in operators.items():
-                    for overload in overloads:
-                        library.impl(overload, _kernel(name, overload, self.device_type, low, self._called), key)
+            self._override(library, key, self.white, low=True)
+            self._override(library, key, self.black, low=False)
         # torch caches compiled graphs on disk: graphs compiled with other lists must not be reused.
         tag = f"{compiler_config.cache_key_tag} {key} white={sorted(self.white)} black={sorted(self.black)}"
         self._undo.enter_context(compiler_config.patch(cache_key_tag=tag))  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,12 +137,20 @@ class OpLists:
         _reset_compiler()
         return self
 
+    def _override(
+        self, library: torch.library.Library, key: str, operators: Mapping[str, Sequence[str]], low: bool
+    ) -> None:
+        for name, overloads in operators.items():
+            for overload in overloads:
+                library.impl(overload, _kernel(name, overload, self.device_type, low, self._called), key)
+
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
     def warn_uncalled(self) -> None:
         """Warn about listed operators that the model has not called under autocast; call it after the first update."""
-        if uncalled := [name for name in self._names if not operators_named([name]).keys() & self._called]:
+        uncalled = [name for name in self._names if not operators_named([name]).keys() & self._called]
+        if uncalled:
             log.warning(
                 "AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: the model never calls %s; listing %s has no effect.",
                 ", ".join(uncalled),
@@ -155,7 +160,11 @@ class OpLists:
 
 def operators_named(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Map torch's names to overloads, after translating Paddle's names."""
-    return {own: OPERATORS[own] for name in names for own in PADDLE.get(name, (name,))}
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        for own in PADDLE.get(name, (name,)):
+            found[own] = OPERATORS[own]
+    return found
 
 
 def _reset_compiler() -> None:
@@ -179,16 +188,18 @@ def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[s
         dtype = torch.get_autocast_dtype(device_type) if low else torch.float32
         with torch.autocast(device_type, enabled=False):
             # A dtype that the caller asks for is respected, as under torch's own lists.
-            if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+            if any(isinstance(value, torch.dtype) for value in args + tuple(kwargs.values())):
                 return operator(*args, **kwargs)
-            args = (*cast_floats(args[:castable], dtype, device_type), *(args[castable:] if castable else ()))
-            return operator(*args, **cast_floats(kwargs, dtype, device_type))
+            cast = cast_floats(args[:castable], dtype, device_type)
+            if castable:
+                cast += args[castable:]
+            return operator(*cast, **cast_floats(kwargs, dtype, device_type))
 
     return kernel
 
 
 HALVES = (torch.float16, torch.bfloat16)
-FLOATS = (*HALVES, torch.float32)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def cast_floats(value: Any, dtype: torch.dtype, device_type: str) -> Any:

@@ -31,16 +31,31 @@ from utils.log import log
 from utils.seeding import fork_host_rng, seed_all
 from utils.text import counted
 
+# Names for places outside the model
 BATCH = "batch"
 INPUTS = "inputs"
 LOSS = "loss"
-"""Names for places outside the model."""
+
 FORWARD = "forward"
 BACKWARD = "backward"
 
 MASKING = {
-    *("add", "cat", "clone", "copy", "fill", "full", "full_like", "index_fill", "index_put", "lift_fresh_copy"),
-    *("masked_fill", "new_full", "repeat", "scalar_tensor", "_to_copy", "where"),
+    "add",
+    "cat",
+    "clone",
+    "copy",
+    "fill",
+    "full",
+    "full_like",
+    "index_fill",
+    "index_put",
+    "lift_fresh_copy",
+    "masked_fill",
+    "new_full",
+    "repeat",
+    "scalar_tensor",
+    "_to_copy",
+    "where",
 }
 """Kernels with which a model writes minus infinity on purpose, as a mask for softmax."""
 
@@ -206,7 +221,8 @@ class _ExtremesRecorder(TorchDispatchMode):
         *values, (loss_value, _) = extremes.tolist()
         # If the loss is finite, infinities in the forward pass did no harm.
         begin = records_before_loss if isfinite(loss_value) else 0
-        at = next((n for n in range(begin, len(values)) if self.records[n].is_bad(*values[n])), None)
+        bad_ones = (number for number in range(begin, len(values)) if self.records[number].is_bad(*values[number]))
+        at = next(bad_ones, None)
         if at is None:
             return None
         bad = self.records[at]
@@ -273,7 +289,8 @@ class Blame(Overflow):
         if self.operation:
             parts.append(self._samples())
         parts.append(f"loss scale {self.scale:g}")
-        if late := self.noticed_at - self.update:
+        late = self.noticed_at - self.update
+        if late:
             parts.append(f"noticed {counted(late, 'update')} later, and replayed with the weights of that later update")
         if self.passed_over:
             parts.append(f"{self.passed_over} skipped updates before it were not replayed")
@@ -315,8 +332,10 @@ class KeptStatistics(Callback):
     """Undoes what skipped updates did to the running statistics of batch norm, which infinity would spoil for good."""
 
     def attach(self, to: Computing) -> None:
-        norms = [module for module in to.model.modules() if isinstance(module, BATCH_NORM)]
-        self._statistics = [buffer for norm in norms for buffer in norm.buffers() if buffer.is_floating_point()]
+        self._statistics: list[Tensor] = []
+        for module in to.model.modules():
+            if isinstance(module, BATCH_NORM):
+                self._statistics += [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self._sizes = list(map(len, self._statistics))
         self._kept = torch.cat(self._statistics) if self._statistics else None
 
@@ -437,8 +456,10 @@ class OverflowWatch(Callback):
             with fork_host_rng(), torch.random.fork_rng(generators, device_type=device.type):
                 for share, batch in skipped.micro_batches:
                     seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
-                    if found := self._replay(batch, share.weight, skipped.scale):
-                        batches, (overflow, rows) = [(share, batch)], found
+                    found = self._replay(batch, share.weight, skipped.scale)
+                    if found:
+                        batches = [(share, batch)]
+                        overflow, rows = found
                         break
                 else:
                     reasons = ["the weights have changed since"] if self._update > skipped.update else []
@@ -450,7 +471,9 @@ class OverflowWatch(Callback):
         except RuntimeError as error:  # such as out of memory: the training itself can continue
             reason = f"cause unknown, the replay failed ({str(error).strip().partition(chr(10))[0]})"
             log.debug("The replay of update %d failed.", skipped.update, exc_info=True)
-        samples = [index for _, batch in batches for index in batch.indices.tolist()]
+        samples: list[int] = []
+        for _, batch in batches:
+            samples += batch.indices.tolist()
         return Blame(
             **vars(overflow),
             update=skipped.update,

@@ -205,10 +205,7 @@ class Precision:
     def line(self) -> str:
         """One line for the banner."""
         if self.level == "O0":
-            if self.device.type == "cuda":
-                return f"{self.name}, TF32 {'on' if self.tf32 else 'off'}"
-            why = f" ({self.choice.reason})" if self.choice.reason != OFF else ""
-            return self.name + why + (" (AMP.TF32 has no effect: only CUDA GPUs have TF32)" if self.tf32 else "")
+            return self._line_of_fp32()
         how = {
             "O1": "by autocast",
             "O2": "copy of fp32 master weights, norms in fp32",
@@ -218,6 +215,17 @@ class Precision:
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
         listed = f" with {', '.join(self.black_list)} in fp32" if self.black_list else ""
         return f"{self.name} {how}{listed}, {scaling} ({self.choice.reason})"
+
+    def _line_of_fp32(self) -> str:
+        if self.device.type == "cuda":
+            switch = "on" if self.tf32 else "off"
+            return f"{self.name}, TF32 {switch}"
+        line = self.name
+        if self.choice.reason != OFF:
+            line += f" ({self.choice.reason})"
+        if self.tf32:
+            line += " (AMP.TF32 has no effect: only CUDA GPUs have TF32)"
+        return line
 
 
 def switch_tf32(on: bool) -> None:
@@ -248,7 +256,8 @@ def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
             raise UserError("AMP.DTYPE fp8 needs torchao, which is not installed: pip install torchao") from None
     if amp.LEVEL in ("NAIVE", "O3"):
         autocast_only = ("CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES", "AUTO_FP32")
-        if given := [f"AMP.{key}" for key in autocast_only if getattr(amp, key)]:
+        given = [f"AMP.{key}" for key in autocast_only if getattr(amp, key)]
+        if given:
             raise UserError(
                 f"{', '.join(given)} cannot be used with AMP.LEVEL {amp.LEVEL}, which works without autocast "
                 "and cannot choose the precision of single operators or modules; use O1 or O2."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -158,9 +157,12 @@ def _row(label: str, module: nn.Module, dtypes: dict[nn.Module, ModuleDtypes]) -
         by_name.setdefault(name, []).append(dtype)
     parameters = dict.fromkeys(dtype_name(p.dtype) for p in module.parameters())
     operations = ", ".join(f"{name} {'+'.join(used)}" for name, used in by_name.items())
-    inputs = _joined(own.inputs) + "*" * is_forced(module)
+    inputs = _joined(own.inputs)
+    if is_forced(module):
+        inputs += "*"
     cells = (type(module).__name__, _joined(parameters), inputs, _joined(own.outputs), operations)
-    return Row(label, cells, tuple(_fold(_row(name, child, dtypes) for name, child in module.named_children())))
+    children = [_row(name, child, dtypes) for name, child in module.named_children()]
+    return Row(label, cells, inside=tuple(_fold(children)))
 
 
 def _joined(dtypes: Iterable[str]) -> str:
@@ -178,10 +180,18 @@ def _fold(rows: Iterable[Row]) -> Iterator[Row]:
         else:
             alike[row.label] = row, []
     for row, numbers in alike.values():
-        # Numbers as ranges: 0, 1, 2, 4 -> 0-2,4. Consecutive ones have the same distance from their places in the list.
-        runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-        label = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-        yield replace(row, label=label) if numbers else row
+        yield replace(row, label=_ranges(numbers)) if numbers else row
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0, 1, 2, 4 -> 0-2,4"""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _lines(rows: Iterable[Row], under: str = "") -> Iterator[tuple[str, ...]]:

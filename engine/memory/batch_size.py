@@ -81,7 +81,8 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
 
     `each`: images per update and process, if the global batch is given.
     """
-    if (limit := _limit(config, world, device)) is None:
+    limit = _limit(config, world, device)
+    if limit is None:
         raise UserError(
             "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT (GiB per "
             "process), or set -batch_size to a number."
@@ -107,10 +108,12 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
                 raise
         gc.collect()
         take_peak(device)
-    if fitting < (least := least_batch(config)):
+    least = least_batch(config)
+    if fitting < least:
         smallest = with_batch(config, 1, config.TRAIN.ACCUM_ITER)
         ways = [way.partition(":")[0] for way in ways_out(smallest, config.EVAL, device, found=True)]
-        words = f"Try {', '.join([*ways, 'a smaller MODEL.NAME or DATA.IMAGE_SIZE'])}"
+        ways.append("a smaller MODEL.NAME or DATA.IMAGE_SIZE")
+        words = f"Try {', '.join(ways)}"
         if not config.EVAL:
             words += "; or, on several devices, DIST.STRATEGY=fsdp with a number as -batch_size"
         raise UserError(f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. {words}.")
@@ -135,7 +138,8 @@ def check_batch(run: Run) -> None:
         trial = Trial(config, None, run.world, device, limit)
         while size < min(batch, 4 * STEP) and trial.fits(size) and (len(trial.peaks) < 2 or not trial.is_slow()):
             size *= 2
-    if (expected := max(trial.expected(batch), *trial.peaks.values())) > limit:
+    expected = max(trial.expected(batch), max(trial.peaks.values()))
+    if expected > limit:
         taken = f"an update would take about {in_gib(expected)} per process, and {in_gib(limit)} can be had"
         ways = "\n  ".join(ways_out(config, False, device))
         raise UserError(f"DATA.BATCH_SIZE {batch}: {taken}. Ways out:\n  {ways}")
@@ -144,9 +148,12 @@ def check_batch(run: Run) -> None:
 def _limit(config: Config, world: World, device: torch.device) -> float | None:
     """Bytes that this process may hold: TRAIN.MEMORY_LIMIT, or less if less is free; None if both are unknown."""
     free = free_memory(device, world.local_size)
-    given = config.TRAIN.MEMORY_LIMIT
-    known = (None if free is None else free + held_memory(device), given and given * GIB)
-    return min((size for size in known if size is not None), default=None)
+    limits: list[float] = []
+    if free is not None:
+        limits.append(free + held_memory(device))
+    if config.TRAIN.MEMORY_LIMIT is not None:
+        limits.append(config.TRAIN.MEMORY_LIMIT * GIB)
+    return min(limits, default=None)
 
 
 def free_memory(device: torch.device, processes: int) -> int | None:
@@ -156,8 +163,10 @@ def free_memory(device: torch.device, processes: int) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    left_in_groups = (max(0, limit - used) for limit, used in cgroups())
-    known = [size for size in (meminfo("MemAvailable"), *left_in_groups) if size is not None]
+    known = [max(0, limit - used) for limit, used in cgroups()]
+    available = meminfo("MemAvailable")
+    if available is not None:
+        known.append(available)
     return min(known) // processes if known else None
 
 

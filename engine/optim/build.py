@@ -1,6 +1,6 @@
 """The optimiser with its parameter groups, learning rates and clipping. timms.py has those that timm alone has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -46,10 +46,10 @@ def build_optimizer(
     settings = train.OPTIMIZER
     name = optimizer_name(settings.NAME)
     groups = _groups(model, train, name)
-    fused = name in {*FUSED, *MUON} and device.type in ("cpu", "cuda", "mps")
+    fused = (name in FUSED or name in MUON) and device.type in ("cpu", "cuda", "mps")
     try:
         if name in ("adam", "adamw"):
-            return FUSED[name](groups, lr=base_lr, **({"fused": True} if fused else {}), **settings.arguments())
+            return FUSED[name](groups, lr=base_lr, fused=fused or None, **settings.arguments())
         if name in FUSED:
             return _sgd(groups, base_lr, settings.MOMENTUM, fused, nesterov=name == "nesterov")
         if name in MUON:
@@ -64,15 +64,23 @@ def build_optimizer(
         raise UserError(f"TRAIN.OPTIMIZER.NAME {settings.NAME}: cannot be built ({error}).") from None
 
 
+def weights_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
+    weights: list[nn.Parameter] = []
+    for group in groups:
+        weights += group["params"]
+    return weights
+
+
 def _sgd(groups: list[dict[str, Any]], lr: float, momentum: float | None, fused: bool, nesterov: bool) -> Optimizer:
     momentum = DEFAULT_MOMENTUM if momentum is None else momentum
+    weights = weights_of(groups)
     # torch's fused kernel does not support sharded weights.
-    fused = fused and not any(is_sharded(weight) for group in groups for weight in group["params"])
+    fused = fused and not any(is_sharded(weight) for weight in weights)
     sgd = torch.optim.SGD(groups, lr, momentum, nesterov=nesterov, fused=fused or None)
     if fused and momentum:
         # Zero gives the same first step as none. torch's fused SGD allocates momentum in the first step, and leaves it
         # uninitialised if that step is skipped for an overflow; the next step would then add arbitrary numbers.
-        for weight in (weight for group in sgd.param_groups for weight in group["params"]):
+        for weight in weights:
             sgd.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return sgd
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from engine.amp.precision import dtype_name
+from engine.optim.build import weights_of
 from models.parts import blocks_of, classifiers, is_inside
 from utils.errors import UserError
 from utils.text import counted
@@ -71,7 +72,7 @@ def describe_muon(optimizer: Optimizer) -> str:
     """Parameters that Muon and that AdamW updates, for the banner."""
 
     def size(groups: Sequence[dict[str, Any]]) -> str:
-        weights = [weight for group in groups for weight in group["params"]]
+        weights = weights_of(groups)
         return f"{counted(len(weights), 'tensor')} ({sum(w.numel() for w in weights):,} parameters)"
 
     muon = [group for group in optimizer.param_groups if group[USES_MUON]]
@@ -117,15 +118,17 @@ class Muon(Optimizer):
             if not group[MATRICES]:
                 self._step_adamw(group, weights, gradients)
                 continue
-            for weight in (weight for weight in weights if not self.state[weight]):
-                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # as Nesterov looks
             for weight, update in zip(weights, ahead, strict=True):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                parts = weight.chunk(group[MATRICES]), update.chunk(group[MATRICES])
-                for matrix, direction in zip(*parts, strict=True):
+                matrices = weight.chunk(group[MATRICES])
+                directions = update.chunk(group[MATRICES])
+                for matrix, direction in zip(matrices, directions, strict=True):
                     rows = direction.flatten(1)  # of a convolution: one per output
                     by_shape.setdefault(rows.shape, []).append((matrix, rows, group["lr"]))
         for shape, same in by_shape.items():  # one batch for all matrices of a shape: few, large products
@@ -135,16 +138,22 @@ class Muon(Optimizer):
                 matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
 
     def _step_adamw(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        for weight in (weight for weight in weights if not self.state[weight]):
+        for weight in weights:
             state = self.state[weight]
+            if state:
+                continue
             device = weight.device if group["fused"] else None
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"] = torch.zeros_like(weight)
             state["exp_avg_sq"] = torch.zeros_like(weight)
-        states = ("exp_avg", "exp_avg_sq", "step")
-        means, squares, steps = ([self.state[weight][key] for weight in weights] for key in states)
+        states = [self.state[weight] for weight in weights]
         adamw(
-            *(weights, gradients, means, squares, [], steps),
+            weights,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
             fused=group["fused"],
             amsgrad=False,
             beta1=group["betas"][0],

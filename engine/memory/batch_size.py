@@ -138,7 +138,8 @@ def check_batch(run: Run) -> None:
         trial = Trial(config, None, run.world, device, limit)
         while size < min(batch, 4 * STEP) and trial.fits(size) and (len(trial.peaks) < 2 or not trial.is_slow()):
             size *= 2
-    expected = max(trial.expected(batch), max(trial.peaks.values()))
+    largest_tried = max(trial.peaks.values(), default=0)
+    expected = max(trial.expected(batch), largest_tried)
     if expected > limit:
         taken = f"an update would take about {in_gib(expected)} per process, and {in_gib(limit)} can be had"
         ways = "\n  ".join(ways_out(config, False, device))

@@ -1,7 +1,8 @@
 """The optimiser with its parameter groups, learning rates and clipping. timms.py has those that timm alone has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fnmatch import fnmatch
+from itertools import chain
 from typing import Any
 
 import torch
@@ -64,16 +65,9 @@ def build_optimizer(
         raise UserError(f"TRAIN.OPTIMIZER.NAME {settings.NAME}: cannot be built ({error}).") from None
 
 
-def weights_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
-    weights: list[nn.Parameter] = []
-    for group in groups:
-        weights += group["params"]
-    return weights
-
-
 def _sgd(groups: list[dict[str, Any]], lr: float, momentum: float | None, fused: bool, nesterov: bool) -> Optimizer:
     momentum = DEFAULT_MOMENTUM if momentum is None else momentum
-    weights = weights_of(groups)
+    weights = list(chain.from_iterable(group["params"] for group in groups))
     # torch's fused kernel does not support sharded weights.
     fused = fused and not any(is_sharded(weight) for weight in weights)
     sgd = torch.optim.SGD(groups, lr, momentum, nesterov=nesterov, fused=fused or None)

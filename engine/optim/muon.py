@@ -9,6 +9,7 @@ matrix, and q, k and v one by one.
 # pyright: reportPrivateImportUsage=false
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from engine.amp.precision import dtype_name
-from engine.optim.build import weights_of
 from models.parts import blocks_of, classifiers, is_inside
 from utils.errors import UserError
 from utils.text import counted
@@ -72,7 +72,7 @@ def describe_muon(optimizer: Optimizer) -> str:
     """Parameters that Muon and that AdamW updates, for the banner."""
 
     def size(groups: Sequence[dict[str, Any]]) -> str:
-        weights = weights_of(groups)
+        weights = list(chain.from_iterable(group["params"] for group in groups))
         return f"{counted(len(weights), 'tensor')} ({sum(w.numel() for w in weights):,} parameters)"
 
     muon = [group for group in optimizer.param_groups if group[USES_MUON]]

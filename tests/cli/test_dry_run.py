@@ -11,6 +11,7 @@ from datasets import TrainLoader
 from engine.machine.device import Run
 from engine.measure.meters import Position
 from engine.memory import dry_run
+from engine.memory.dry_run import Cost
 from engine.task.one import Means
 from tests.engine.small import CPU, build
 from tests.program import Vitamp
@@ -86,33 +87,35 @@ def test_dry_run_says_the_time_left_and_warns_of_little_memory(tiny: Path, monke
     loader = SimpleNamespace(order=SimpleNamespace(updates=100))
     ready: Any = SimpleNamespace(precision=SimpleNamespace(device=CPU), train_loader=loader, position=Position())
     monkeypatch.setattr(dry_run, "total_memory", lambda _: 1000)
-    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0), "THREADS=1": (0.5, 25.0)}, 1000))
+    costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(2.0, 100.0), "THREADS=1": Cost(0.5, 25.0)}, 1000))
     assert "nearly all memory; to save some: DATA.BATCH_SIZE=16 TRAIN.ACCUM_ITER=2: " in costs
     assert "2 s per update, about 0:01:40 per validation" in costs
     assert "1,000 updates to go (10.0 epochs): about 0:41:40" in costs, "1,000 updates of 2 s, 5 validations of 100 s"
     assert re.search(r"THREADS=1  0\.5 s per update, .* about 0:10:25, until", costs)
     more = config.changed(VALIDATE_EVERY_UPDATES=300)
-    assert "about 0:46:40" in "\n".join(dry_run._costs(more, ready, {"time": (2.0, 100.0)}, 1000)), "3 more validations"
-    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 1000, found=True))
+    assert "about 0:46:40" in "\n".join(dry_run._costs(more, ready, {"time": Cost(2.0, 100.0)}, 1000)), (
+        "3 more validations"
+    )
+    costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(2.0, 100.0)}, 1000, found=True))
     assert "DATA.BATCH_SIZE=auto" not in costs
     monkeypatch.setattr(dry_run, "total_memory", lambda _: 2**60)
-    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 0))
+    costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(2.0, 100.0)}, 0))
     assert "nearly" not in costs
     assert "0 updates to go (0.0 epochs): about 0:00:00" in costs
     alike = {"MODEL.FREEZE": "backbone", "DATA.CROP": "none", "DATA.FLIP": "0", "MODEL.DROPOUT": "0"}
     frozen = load_config(str(tiny), words=alike).config
-    costs = "\n".join(dry_run._costs(frozen, ready, {"time": (2.0, 100.0)}, 1000))
+    costs = "\n".join(dry_run._costs(frozen, ready, {"time": Cost(2.0, 100.0)}, 1000))
     assert "features are kept" in costs
     assert "100 updates to go (1.0 epochs): about 0:05:00" in costs, "one pass and one validation"
     config = load_config(str(tiny), words={"TRAIN.NUM_EPOCHS": "10", "TRAIN.SIZE_SCHEDULE": "[[0,4],[0.5,8]]"}).config
-    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 1000))
+    costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(2.0, 100.0)}, 1000))
     assert "later epochs take more memory" in costs
     assert "about 1:40:00, until" in costs, "500 updates of 2 s, 500 of four times as many pixels, 10 validations"
     ready.position = Position(epoch=5, step=50, update=450)
-    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 550))
+    costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(2.0, 100.0)}, 550))
     assert "about 1:18:20, until" in costs, "50 updates of 2 s, 500 of four times as many pixels, 6 validations"
     ready.position = Position(epoch=6, step=0, update=500)
-    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 500))
+    costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(2.0, 100.0)}, 500))
     assert "about 0:25:00, until" in costs, "500 updates of 2 s, 5 validations"
     assert "later epochs" not in costs
 
@@ -133,9 +136,9 @@ def test_dry_run_of_a_long_run_names_a_smaller_image_size(model: str, size: str,
     words["MODEL.PRETRAINED"] = "weights.pth"
     config, loader = load_config(words=words).config, SimpleNamespace(order=SimpleNamespace(updates=100))
     ready: Any = SimpleNamespace(precision=SimpleNamespace(device=CPU), train_loader=loader, position=Position())
-    costs = "\n".join(dry_run._costs(config, ready, {"time": (3.6, 1.0)}, 1000))
+    costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(3.6, 1.0)}, 1000))
     assert (f"-image_size {smaller}" in costs) if smaller else ("-image_size" not in costs)
-    short = {"time": (3.6, 1.0), "THREADS=1": (3.5, 1.0)}
+    short = {"time": Cost(3.6, 1.0), "THREADS=1": Cost(3.5, 1.0)}
     assert "-image_size" not in "\n".join(dry_run._costs(config, ready, short, 1000)), "less than an hour"
 
 

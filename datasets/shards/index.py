@@ -40,6 +40,8 @@ SILENCE = 30.0
 """Seconds without a byte from a web server, after which a request has failed; aiohttp's own limit is 5 minutes."""
 BLOCK = 8 << 20
 """Most bytes of a request"""
+LARGEST_READ = 32 << 20
+"""Most bytes that reading the headers of a tar file requests at once: a member's name or label, and what follows"""
 GAP = 32 << 10
 """Ranges of a file that are so near each other are one request: these bytes cost less than another one."""
 
@@ -124,10 +126,9 @@ class Remote:
         options: dict[str, Any] = {"use_listings_cache": False}
         try:
             if self.root.startswith(("http:", "https:")):  # other stores' packages have limits of their own
-                import aiohttp
+                from datasets.shards.web import session_options
 
-                limit = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
-                options["client_kwargs"] = {"timeout": limit}
+                options["client_kwargs"] = session_options(SILENCE)
             files, root = fsspec.core.url_to_fs(self.root, **options)
         except (ImportError, ValueError) as error:  # each protocol needs its own package
             raise UserError(f"DATA.DATA_PATH (-data_path): {self.root} cannot be opened: {error}") from None
@@ -161,7 +162,13 @@ class Remote:
         opened = self._patiently(lambda: files.open(place, "rb"))
         if (cache := getattr(opened, "cache", None)) is not None:  # fsspec's, which reads the file in blocks
             fetch = cache.fetcher
-            cache.fetcher = lambda at, end: self._patiently(lambda: _whole(fetch(at, end), min(end, cache.size) - at))
+
+            def fetch_all(begin: int, end: int) -> bytes:
+                if end - begin > LARGEST_READ:
+                    raise OSError(f"a header has {end - begin:,} bytes")
+                return self._patiently(lambda: _whole(fetch(begin, end), min(end, cache.size) - begin))
+
+            cache.fetcher = fetch_all
         return opened
 
     def range(self, wanted: Range) -> np.ndarray:
@@ -232,6 +239,8 @@ def _as_os_error(error: Exception) -> tuple[OSError, float | None]:
         return TimeoutError("it does not answer"), 0.0
     if isinstance(error, OSError):
         return error, None if isinstance(error, FileNotFoundError | PermissionError) else 0.0
+    if getattr(error, "lasting", False):
+        return OSError(str(error)), None
     status = getattr(error, "status", 0)
     text = f"it answers {status} ({getattr(error, 'message', '')})" if status else f"{type(error).__name__}: {error}"
     asked = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))

@@ -27,7 +27,7 @@ from datasets.base import (
     shuffled_by_file,
 )
 from datasets.labels import check_class_count, check_label, log_unused_outputs, warn_empty_classes
-from datasets.shards.cache import HASH, ShardCache
+from datasets.shards.cache import HASH, ShardCache, tar_folder
 from datasets.shards.index import Folder, Remote, ShardFile, ShardIndex, Store, from_bytes, make_index, open_store
 from datasets.sources.files import leads_out
 from datasets.sources.split import (
@@ -113,8 +113,10 @@ class ShardSet:
         shards, root = self.splits[split], self.store.root
         with self._reading():
             if isinstance(self.store, Remote):
-                # A server that cannot read a part of a file would send a whole tar file for each image.
-                self.store.range((shards[0].name, 0, 1))
+                # A server that cannot read a part of a file would send a whole tar file for each image. So many bytes
+                # also show one that is too slow.
+                part = min(shards[0].size - 1, TRIED)
+                self.store.range((shards[0].name, 0, max(part, 1)))
             index = self._beside(split)
         if not index:
             folder = cache_folder(self.data, "shards")
@@ -238,6 +240,10 @@ def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]
     return sum(entry["samples"] for entry in entries.values())
 
 
+TRIED = 64 << 10
+"""Bytes of a tar file that are requested to try the server"""
+CHECKED = 256 << 20
+"""Bytes of tar files of each split whose hash is checked before training, so that it does not begin on wrong ones."""
 WINDOW = 8
 """Tar files whose samples are shuffled together, unless all of them are on a local disk that we filled."""
 
@@ -257,8 +263,8 @@ class ShardSamples(Samples):
         self.remote = self.store.remote
         self.cache: ShardCache | None = None
         if isinstance(self.store, Remote) and shards.data.CACHE_GB:
-            files, folder = shards.splits[split], cache_folder(shards.data, "tars")
-            self.cache = ShardCache(self.store, files, folder, shards.data.CACHE_GB * 1e9)
+            folder = tar_folder(shards.data)
+            self.cache = ShardCache(self.store, shards.splits[split], folder, shards.data.CACHE_GB * 1e9)
         self._prefetched: dict[int, list[np.ndarray]] = {}
         """By row, once for each time that it will be read"""
 
@@ -333,6 +339,17 @@ class ShardSamples(Samples):
             return f"a machine reads {100 * part:.0f} % of them in an epoch, and there is no room to keep them all"
         return ""
 
+    def check_hashes(self) -> None:
+        """Download the first tar files and check their hashes, if they are known and files are kept."""
+        if self.cache is None or self._why_in_parts():
+            return
+        size = 0
+        for number, file in enumerate(self.index.files):
+            size += file.size
+            if size > CHECKED and number:
+                return
+            self.cache.check(number)
+
     def announce(self, indices: Sequence[int]) -> None:
         if self.cache:
             self.cache.announce(list(dict.fromkeys(self.index.shard[self.rows[indices]].tolist())), 2 * self.window)
@@ -400,6 +417,8 @@ def shard_source(
             check_class_count(len(shards.classes), num_classes, f"The {owner}")
         parts = parts_read(data, train, shards.parts())
         splits = [open_split(shards, data, part, num_classes, 1) for part in parts]
+        for split in splits:
+            split.check_hashes()
         classes = shards.classes if shards.classes is not None else range(int(splits[0].labels.max()) + 1)
         log_unused_outputs(len(classes), num_classes, f"The {owner}")
         for part, split in zip(parts, splits, strict=True):

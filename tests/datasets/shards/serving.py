@@ -89,3 +89,39 @@ class FaultyStore(ByteRanges):
         if fault == "elsewhere":
             body = content[-len(body) :]
         return super().send_part(content, first, body)
+
+
+class Hostile(ByteRanges):
+    """A server whose answers about names that end with `of` have a fault. It counts their bytes."""
+
+    poured = 0
+    MOST = 256 << 20
+
+    def __init__(self, *args: Any, fault: str, of: str, **options: Any) -> None:
+        self.fault, self.of = fault, of
+        super().__init__(*args, **options)
+
+    def do_GET(self) -> None:
+        if not self.path.endswith(self.of) or self.headers["Host"].startswith("localhost"):
+            super().do_GET()
+            return
+        if self.fault == "redirect":
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}{self.path}")
+            self.end_headers()
+            return
+        if self.fault == "slow headers":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        else:
+            self.send_response(206 if "Range" in self.headers else 200)
+            if self.fault == "gzip":
+                self.send_header("Content-Encoding", "gzip")
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+        piece, nap = (b"x", 0.05) if self.fault.startswith("slow") else (b" " * (1 << 16), 0)
+        end = time.monotonic() + 10
+        with contextlib.suppress(OSError):
+            while Hostile.poured < self.MOST and time.monotonic() < end:
+                self.wfile.write(piece)
+                Hostile.poured += len(piece)
+                time.sleep(nap)

@@ -18,13 +18,20 @@ from datasets.shards.cache import HASH, ShardCache
 from datasets.shards.index import Remote, ShardFile
 from tests.datasets.opened import CPU, of_shards
 from tests.datasets.processes import in_order
-from tests.datasets.shards.serving import FaultyStore, serving
+from tests.datasets.shards.serving import ByteRanges, FaultyStore, serving
 from tests.datasets.shards.tar_files import write_set
+from tests.program import Vitamp
 from tests.waiting import until
+from utils.errors import TrainingError, UserError
 
 pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
 
 USAGE = namedtuple("USAGE", "free")  # as shutil.disk_usage says it
+TINY_MODEL = (
+    *("MODEL.NAME=t", "MODEL.PATCH_SIZE=4", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2"),
+    *("DATA.IMAGE_SIZE=8", "DATA.NUM_WORKERS=0", "-num_classes", 3, "-batch_size", 4, "-device", "cpu"),
+    *("THREADS=1", "TRAIN.NUM_EPOCHS=1"),
+)
 FAULTS = ("503", "truncated", "shorter", "429", "whole")
 
 
@@ -60,6 +67,20 @@ def epochs(place: object, workers: int, world: int = 1, **more: object) -> list[
         finally:
             loader.close()
     return found
+
+
+def manifest_with_hashes(root: Path, wrong: str = "") -> None:
+    """The manifest that packing would write; `wrong`: the file whose hash is another."""
+    parts = {}
+    for part in ("train", "val"):
+        shards = []
+        for tar in sorted((root / part).iterdir()):
+            name = f"{part}/{tar.name}"
+            digest = "0" * 64 if name == wrong else hashlib.sha256(tar.read_bytes()).hexdigest()
+            shards.append({"name": name, "bytes": tar.stat().st_size, "sha256": digest})
+        parts[part] = {"shards": shards}
+    about = {"made_by": "vitamp", "classes": None, "parts": parts}
+    (root / "dataset.json").write_text(json.dumps(about))
 
 
 def cached(address: str, root: Path, folder: Path, limit: float = 1e9, stamps: bool = False) -> ShardCache:
@@ -176,7 +197,7 @@ def test_cache_is_bounded_and_drops_the_file_unused_for_longest(
 ) -> None:
     limit = 3.5 * (root / "train" / "0000.tar").stat().st_size
     cache = cached(address, root, tmp_path / "kept", limit)
-    (abandoned := cache.folder / f"old-{limit:.0f}.part").touch()
+    (abandoned := cache.folder / f"{'0' * 32}-{limit:.0f}.part").touch()
     os.utime(abandoned, (0, 0))
     for number in (0, 1, 2, 0, 3):
         cache.announce([number], 1)
@@ -190,25 +211,96 @@ def test_cache_is_bounded_and_drops_the_file_unused_for_longest(
     assert cache.bytes_used() <= limit, "nor does it remove what is needed now"
 
 
-@pytest.mark.parametrize("problem", ["full", "hash"])
-def test_images_are_read_without_a_cache_that_fails(
-    root: Path, address: str, cache: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, problem: str
+def test_images_are_read_without_a_cache_on_a_full_disk(
+    root: Path, address: str, cache: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk without room, and files whose hash is not the one in dataset.json."""
     monkeypatch.setattr(caches, "SECONDS_TO_REST", 0.0)
     expected = epochs(root, 0)
-    if problem == "full":
-        monkeypatch.setattr(caches.shutil, "disk_usage", lambda _: USAGE(20_000))
-        monkeypatch.setattr("datasets.shards.source.ShardSamples._why_in_parts", lambda _: "")
-    else:
-        shards = [
-            {"name": f"train/{tar.name}", "bytes": tar.stat().st_size, "sha256": "0" * 64}
-            for tar in sorted((root / "train").iterdir())
-        ]
-        val = [{"name": "val/0000.tar", "bytes": (root / "val" / "0000.tar").stat().st_size}]
-        about = {"made_by": "vitamp", "classes": None, "parts": {"train": {"shards": shards}, "val": {"shards": val}}}
-        (root / "dataset.json").write_text(json.dumps(about))
+    monkeypatch.setattr(caches.shutil, "disk_usage", lambda _: USAGE(20_000))
+    monkeypatch.setattr("datasets.shards.source.ShardSamples._why_in_parts", lambda _: "")
     assert epochs(address, 1) == expected
-    assert {"full": "there is no room", "hash": "has another hash than in dataset.json"}[problem] in said.text
+    assert "there is no room" in said.text
     assert not [*(cache / "tars").glob("*.tar")]
     shutil.rmtree(cache / "tars")
+
+
+def test_tar_files_with_another_hash_are_refused_before_training(root: Path, cache: Path, vitamp: Vitamp) -> None:
+    manifest_with_hashes(root, wrong="train/0011.tar")
+    output = root / "run"
+    words = (*TINY_MODEL, f"DATA.CACHE={cache}", "-output", output)
+    with serving(partial(ByteRanges, directory=str(root))) as address:
+        refused = vitamp("-dataset", "shards", "-data_path", address, *words, code=2)
+    assert f"{address}/train/0011.tar has another hash (sha256) than in dataset.json" in refused.err
+    assert not output.exists()
+    assert len([*(cache / "tars").glob("*-*.tar")]) == 11
+    assert not [*(cache / "tars").glob("*.part")]
+
+
+def test_another_hash_found_later_ends_training(root: Path, address: str, tmp_path: Path) -> None:
+    """Such a file is downloaded once more before."""
+    cache = cached(address, root, tmp_path / "kept", stamps=True)
+    wrong = root / "train" / "0003.tar"
+    wrong.write_bytes(wrong.read_bytes()[::-1])
+    cache.announce([3], 16)
+    until(lambda: cache.refusal)
+    with pytest.raises(TrainingError, match=r"train/0003\.tar has another hash"):
+        cache.has(0)
+    assert of_tars("0003.tar")[-2:] == [wrong.stat().st_size] * 2
+    assert not [*cache.folder.iterdir()]
+
+
+def test_cached_file_is_hashed_at_its_first_use_in_a_run(
+    root: Path, address: str, tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one of the processes of a machine. A file with other bytes is removed."""
+    digest, hashed = caches.hashlib.file_digest, []
+    monkeypatch.setattr(caches.hashlib, "file_digest", lambda *a: (hashed.append(a), digest(*a))[1])
+    folder = tmp_path / "kept"
+    before = cached(address, root, folder, stamps=True)
+    for number in (2, 3):
+        tar = root / "train" / f"{number:04d}.tar"
+        content = tar.read_bytes()
+        path = before._path(number)
+        path.write_bytes(content if number == 2 else content[::-1])
+        os.utime(path, (0, 0))
+    one, other = (cached(address, root, folder, stamps=True) for _ in range(2))
+    assert all(cache.has(2) for cache in (one, other, one, other))
+    assert len(hashed) == 1
+    assert one.range(3, 0, 600) is None
+    assert not one._path(3).exists()
+    assert "is damaged (its sha256 is not the one in dataset.json), so it is downloaded again" in said.text
+    one.check(3)
+    assert other.has(3)
+    assert one._path(3).read_bytes() == (root / "train" / "0003.tar").read_bytes()
+
+
+def test_only_files_that_the_cache_wrote_are_removed(root: Path, tmp_path: Path, vitamp: Vitamp) -> None:
+    """In a folder of the user, and in its own."""
+    place, other = tmp_path / "cache", "0" * 32
+    sizes = [tar.stat().st_size for tar in (root / "train").iterdir()]
+    names = ["imagenet-train-000000.tar", "imagenet-train-000001.tar", "old-12345.part", f"{other}-30000.tar"]
+    own = place / "tars-vitamp"
+    for folder in (place / "tars", own):
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).write_bytes(bytes(30000))
+            os.utime(folder / name, (0, 0))
+    (own / caches.MARK).touch()
+    (own / f"{other}-30000.tar").rename(own / f"{other}-31000.tar")
+    manifest_with_hashes(root)
+    words = (*TINY_MODEL, f"DATA.CACHE={place}", f"DATA.CACHE_GB={(sum(sizes) + 5000) / 1e9}")
+    with serving(partial(ByteRanges, directory=str(root))) as address:
+        done = vitamp("-dataset", "shards", "-data_path", address, *words, "-output", root / "run", code=0)
+    assert f"{place}/tars has files that this cache did not write; they are left alone." in done.text
+    assert sorted(path.name for path in (place / "tars").iterdir()) == sorted(names)
+    left = {path.name for path in own.iterdir()}
+    assert {*names[:3], f"{other}-31000.tar"} <= left
+    assert len(left) > 5, "tar files are kept beside them"
+
+
+def test_cache_in_folders_of_the_user_is_refused(tmp_path: Path) -> None:
+    for name in ("tars", "tars-vitamp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.tar").touch()
+    with pytest.raises(UserError, match="tars-vitamp has files that vitamp did not write"):
+        caches.tar_folder(of_shards("http://host", CACHE=str(tmp_path)))

@@ -1,6 +1,7 @@
 """Shards at a URL and in an object store."""
 
 import socket
+import tarfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,7 @@ from datasets.images import Images
 from datasets.variants import Repeated
 from tests.datasets.opened import CPU, of_shards, pixels
 from tests.datasets.processes import in_order
-from tests.datasets.shards.serving import ByteRanges, serving
+from tests.datasets.shards.serving import ByteRanges, Hostile, serving
 from tests.datasets.shards.tar_files import write_set
 from tests.datasets.shards.test_shards_bad import manifest
 from tests.program import Vitamp
@@ -118,6 +119,72 @@ def test_a_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monke
         with pytest.raises(UserError, match="/set cannot be read: it does not answer"):
             check_dataset(of_shards(place), 3)
     assert time.monotonic() - began < 60
+
+
+SLOW = r"is too slow \(\d+ bytes in \d+ s; the least is 1,000 bytes per second\)"
+
+
+@pytest.mark.parametrize(
+    ("fault", "of", "message"),
+    [
+        ("endless", "/dataset.json", "/dataset.json has more than 16,777,216 bytes"),
+        ("endless", "/index-train.npz", "/index-train.npz has more than 16,777,216 bytes"),
+        ("endless", "/train", "/train has more than 16,777,216 bytes"),
+        ("endless", "/0000.tar", "ignores requests for a part of a file"),
+        ("gzip", "/dataset.json", "Content-Encoding 'gzip', which was not asked for"),
+        ("gzip", "/0000.tar", "Content-Encoding 'gzip', which was not asked for"),
+        ("slow", "/dataset.json", f"/dataset.json {SLOW}"),
+        ("slow", "/0000.tar", f"/0000.tar {SLOW}"),
+        ("slow headers", "/dataset.json", "it does not answer"),
+    ],
+)
+def test_answers_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, of: str, message: str
+) -> None:
+    """In size and time; one that is encoded could become any size."""
+    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+    monkeypatch.setattr("datasets.shards.index.PAUSES", (0.0,))
+    monkeypatch.setattr("datasets.shards.web.SECONDS_OF_SPEED", 0.2)
+    monkeypatch.setattr("datasets.shards.web.SECONDS_OF_HEADERS", 0.3)
+    monkeypatch.setattr("datasets.shards.web.LARGEST_ANSWER", 16 << 20)
+    write_set(tmp_path / "set", [3])
+    Hostile.poured = 0
+    server = serving(partial(Hostile, fault=fault, of=of, directory=str(tmp_path)))
+    with server as place, pytest.raises(UserError, match=message):
+        check_dataset(of_shards(f"{place}/set"), 3)
+    assert Hostile.poured < 32 << 20
+
+
+def test_hostile_server_is_refused_before_training(tmp_path: Path, vitamp: Vitamp) -> None:
+    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+    write_set(tmp_path / "set", [3])
+    Hostile.poured = 0
+    with serving(partial(Hostile, fault="endless", of="/dataset.json", directory=str(tmp_path))) as place:
+        words = ("-dataset", "shards", "-data_path", f"{place}/set", "-num_classes", 3, "-device", "cpu")
+        refused = vitamp(*words, "-output", tmp_path / "run", f"DATA.CACHE={tmp_path / 'cache'}", code=2)
+    assert f"{place}/set/dataset.json has more than 16,777,216 bytes" in refused.err
+
+
+def test_header_that_claims_to_be_huge_is_not_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+    monkeypatch.setattr("datasets.shards.index.PAUSES", (0.0,))
+    monkeypatch.setattr("datasets.shards.index.LARGEST_READ", 6 << 20)
+    huge = tarfile.TarInfo("pax")
+    huge.type, huge.size = tarfile.XHDTYPE, 20 << 20
+    (tmp_path / "all.tar").write_bytes(huge.tobuf() + bytes(21 << 20))
+    server = serving(partial(ByteRanges, directory=str(tmp_path)))
+    with server as place, pytest.raises(UserError, match=r"all\.tar cannot be read: a header has [\d,]+ bytes"):
+        check_dataset(of_shards(place), 3)
+
+
+def test_redirect_to_another_host_is_logged_once(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
+    write_set(tmp_path / "set", [3])
+    with serving(partial(Hostile, fault="redirect", of="", directory=str(tmp_path))) as place:
+        check_dataset(of_shards(f"{place}/set"), 3)
+    other = place.replace("127.0.0.1", "localhost")
+    assert said.text.count("redirects to another host") == 1
+    assert f"{place} redirects to another host: {other}. That one is read." in said.text
 
 
 def test_password_of_a_url_reaches_no_file(tmp_path: Path, vitamp: Vitamp, address: str) -> None:

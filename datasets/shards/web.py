@@ -24,6 +24,9 @@ LARGEST_LIST = 16 << 20
 LARGEST_ANSWER = 768 << 20
 """Most bytes of any answer. The largest is an index: that of the 14 million images of ImageNet-21k has 700 MB."""
 
+NOT_ENCODED = ("", "identity", "aws-chunked")
+"""Values of Content-Encoding; the last one is of an upload to S3, not of the content."""
+
 
 class Refused(aiohttp.ClientError):
     """An answer that will be no better when the request is repeated."""
@@ -36,9 +39,12 @@ class Answer(aiohttp.ClientResponse):
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """Read the headers. A byte now and then does not prolong that."""
-        await asyncio.wait_for(super().start(connection), SECONDS_OF_HEADERS)
-        encoding = self.headers.get("Content-Encoding", "identity")
-        if encoding != "identity":
+        try:
+            await asyncio.wait_for(super().start(connection), SECONDS_OF_HEADERS)
+        except TimeoutError:
+            raise OSError(f"{self._shown} is too slow (no complete headers in {SECONDS_OF_HEADERS:g} s)") from None
+        encoding = self.headers.get("Content-Encoding", "")
+        if encoding.lower() not in NOT_ENCODED:
             raise Refused(f"{self._shown} is sent with Content-Encoding {encoding[:40]!r}, which was not asked for")
         return self
 

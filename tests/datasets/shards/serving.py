@@ -107,7 +107,7 @@ class Hostile(ByteRanges):
             return
         if self.fault == "redirect":
             self.send_response(302)
-            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}{self.path}")
+            self.send_header("Location", f"http://{self.headers['Host'].replace('127.0.0.1', 'localhost')}{self.path}")
             self.end_headers()
             return
         if self.fault == "slow headers":

@@ -35,6 +35,8 @@ SECONDS_TO_REST = 5.0
 """Without downloads after the disk failed or was full, or a file was not what it should be"""
 SECONDS_ABANDONED = 600.0
 """After which an unfinished file may make room"""
+TRIED = 64 << 10
+"""Bytes of a file that are requested to try the store"""
 MARK = "written-by-vitamp.txt"
 MARK_TEXT = """vitamp writes tar files here, named by 32 hexadecimal digits and a size, and removes them.
 DATA.CACHE_GB is their most. It leaves all other files alone.
@@ -155,10 +157,16 @@ class ShardCache:
                 time.sleep(SECONDS_TO_REST)
 
     def check(self, number: int) -> None:
-        """Download a file whose hash is known, if store and disk allow it. UserError if its content has another."""
+        """Download a file whose hash is known, if the disk allows it.
+
+        UserError if its content has another hash; OSError if the store fails, or is too slow.
+        """
+        if not self._hash(number) or self.has(number):
+            return
+        file = self._files[number]
+        self._store.range((file.name, 0, min(file.size, TRIED)))
         with contextlib.suppress(OSError):
-            if self._hash(number) and not self.has(number):
-                self._download(number, self._path(number).with_suffix(".part"))
+            self._download(number, self._path(number).with_suffix(".part"))
         if self.refusal:
             raise UserError(self.refusal)
 

@@ -66,7 +66,7 @@ class ShardSet:
         self.store, self.data = store, data
         self.classes: list[str] | None = None
         self.how: dict[str, Any] = {}  # it was packed
-        with self._reading():
+        with self.reading():
             if manifest := self._read_manifest():
                 self.classes, self.splits, self.how = manifest["classes"], self._listed(manifest), manifest["how"]
                 return
@@ -76,7 +76,7 @@ class ShardSet:
             self.splits = self._found()
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -111,12 +111,10 @@ class ShardSet:
         Skipped files in its tar files are logged, once per process.
         """
         shards, root = self.splits[split], self.store.root
-        with self._reading():
+        with self.reading():
             if isinstance(self.store, Remote):
-                # A server that cannot read a part of a file would send a whole tar file for each image. So many bytes
-                # also show one that is too slow.
-                part = min(shards[0].size - 1, TRIED)
-                self.store.range((shards[0].name, 0, max(part, 1)))
+                # A server that cannot read a part of a file would send a whole tar file for each image.
+                self.store.range((shards[0].name, 0, 1))
             index = self._beside(split)
         if not index:
             folder = cache_folder(self.data, "shards")
@@ -240,8 +238,6 @@ def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]
     return sum(entry["samples"] for entry in entries.values())
 
 
-TRIED = 64 << 10
-"""Bytes of a tar file that are requested to try the server"""
 CHECKED = 256 << 20
 """Bytes of tar files of each split whose hash is checked before training, so that it does not begin on wrong ones."""
 WINDOW = 8
@@ -417,8 +413,9 @@ def shard_source(
             check_class_count(len(shards.classes), num_classes, f"The {owner}")
         parts = parts_read(data, train, shards.parts())
         splits = [open_split(shards, data, part, num_classes, 1) for part in parts]
-        for split in splits:
-            split.check_hashes()
+        with shards.reading():
+            for split in splits:
+                split.check_hashes()
         classes = shards.classes if shards.classes is not None else range(int(splits[0].labels.max()) + 1)
         log_unused_outputs(len(classes), num_classes, f"The {owner}")
         for part, split in zip(parts, splits, strict=True):

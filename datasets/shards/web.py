@@ -40,9 +40,12 @@ class Answer(aiohttp.ClientResponse):
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """Read the headers. A byte now and then does not prolong that."""
         try:
-            await asyncio.wait_for(super().start(connection), SECONDS_OF_HEADERS)
+            async with asyncio.timeout(SECONDS_OF_HEADERS) as limit:
+                await super().start(connection)
         except TimeoutError:
-            raise OSError(f"{self._shown} is too slow (no complete headers in {SECONDS_OF_HEADERS:g} s)") from None
+            if limit.expired():  # else the server is silent
+                raise OSError(f"{self._shown} is too slow (no complete headers in {SECONDS_OF_HEADERS:g} s)") from None
+            raise
         encoding = self.headers.get("Content-Encoding", "")
         if encoding.lower() not in NOT_ENCODED:
             raise Refused(f"{self._shown} is sent with Content-Encoding {encoding[:40]!r}, which was not asked for")

@@ -39,8 +39,9 @@ class Answer(aiohttp.ClientResponse):
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """Read the headers. A byte now and then does not prolong that."""
+        limit = asyncio.timeout(SECONDS_OF_HEADERS)
         try:
-            async with asyncio.timeout(SECONDS_OF_HEADERS) as limit:
+            async with limit:
                 await super().start(connection)
         except TimeoutError:
             if limit.expired():  # else the server is silent

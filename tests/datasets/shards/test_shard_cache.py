@@ -265,6 +265,7 @@ def test_cached_file_is_hashed_at_its_first_use_in_a_run(
         os.utime(path, (0, 0))
     one, other = (cached(address, root, folder, stamps=True) for _ in range(2))
     assert all(cache.has(2) for cache in (one, other, one, other))
+    assert other._check(2, other._path(2)), "as when both begin at once, and one waits for the other"
     assert len(hashed) == 1
     assert one.range(3, 0, 600) is None
     assert not one._path(3).exists()

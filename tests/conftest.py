@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.program import TINY_DIGITS, Result, Vitamp, run_program, save_image, train_tiny
+from tests.program import ROOT, TINY_DIGITS, Result, Vitamp, run_program, save_image, train_tiny
 from utils.log import log
 
 pytest_plugins = ["tests.gate"]
@@ -45,14 +45,17 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
-def vitamp(tmp_path_factory: pytest.TempPathFactory) -> Vitamp:
+def vitamp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vitamp]:
     """`vitamp("-cfg", path, ...)`: run an entry script in a process of its own and give back code and output."""
     streams = tmp_path_factory.mktemp("streams")
+    there = {*ROOT.glob("output/*")}
 
     def call(*args: object, **options: Any) -> Result:
         return run_program(*args, streams=streams, **options)
 
-    return call
+    yield call
+    left = {*ROOT.glob("output/*")} - there
+    assert not left, f"a run needs -output, or SAVE={{tmp_path}}, or it leaves {left} in the checkout"
 
 
 @pytest.fixture

@@ -99,9 +99,10 @@ def test_pretrained_takes_pooling_and_layer_scale_of_a_run(vitamp: Vitamp, tmp_p
     run = train_tiny(tmp_path, "MODEL.POOL=both", "MODEL.INIT_VALUES=0.5", "TRAIN.WARMUP_EPOCHS=0")
     file = tmp_path / "ema.safetensors"
     vitamp("strip", run, "-out", file, script="scripts/checkpoint.py", code=0)
+    evaluated = ("-cfg", tmp_path / "tiny.yaml", f"SAVE={tmp_path / 'evals'}", "-eval")
     for words, script in (
-        (("-cfg", tmp_path / "tiny.yaml", "-eval", "-pretrained", run), "main_single_gpu.py"),
-        (("-cfg", tmp_path / "tiny.yaml", "-eval", "-pretrained", file), "main_single_gpu.py"),
+        ((*evaluated, "-pretrained", run), "main_single_gpu.py"),
+        ((*evaluated, "-pretrained", file), "main_single_gpu.py"),
         ((file,), "scripts/evaluate.py"),  # a name of weights alone chooses none
     ):
         assert f"{metrics(run, 'val')[-1]['acc1']:.2f} %" in vitamp(*words, script=script, code=0).text

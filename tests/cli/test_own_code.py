@@ -294,7 +294,8 @@ def test_timms_register_model_counts(vitamp: Vitamp, tmp_path: Path) -> None:
     done = vitamp("-use", file, "-model", "vit_of_an_author", *data, "TRAIN.MAX_UPDATES=1", "-output", run, code=0)
     assert "Own code: author.py (model vit_of_an_author)" in done.text
     assert "vit_of_an_author (VisionTransformer, patch 4, width 24, depth 2, heads 2), 15,418 parameters" in done.text
-    vitamp("-eval", "-pretrained", run, "-use", file, "-model", "vit_of_an_author", *data, code=0)
+    again = ("-eval", "-pretrained", run, "-output", tmp_path / "eval")
+    vitamp(*again, "-use", file, "-model", "vit_of_an_author", *data, code=0)
 
 
 NET = """import torch

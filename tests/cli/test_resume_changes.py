@@ -181,7 +181,7 @@ def test_other_fold_is_refused_on_resuming(vitamp: Vitamp, tiny: Path, tmp_path:
     for other, before in (("FOLD=3/5", "FOLD 2/5"), ("FOLD=null", "FOLD 2/5"), ("SPLIT_SEED=1", "SPLIT_SEED 0")):
         done = vitamp(*words, "DATA.FOLD=2/5", f"DATA.{other}", "-resume", "auto", code=2)
         assert f"trained with DATA.{before}; with {other.partition('=')[2]} it would be validated on" in done.err
-    done = vitamp("-eval", "-resume", tmp_path / "run", code=0)
+    done = vitamp("-eval", "-resume", tmp_path / "run", "-output", tmp_path / "eval", code=0)
     assert "validation split: 360 images" in done.out, "the run's own fold"
 
 

@@ -130,8 +130,9 @@ def test_it_shows_that_it_lives(tmp_path: Path) -> None:
 def test_lock_that_is_removed_is_taken_again(tmp_path: Path) -> None:
     with FolderLock() as first:
         first.take(tmp_path)
-        (tmp_path / run_lock.LOCK).unlink()
-        until((tmp_path / run_lock.LOCK).exists, 10)
+        path = tmp_path / run_lock.LOCK
+        path.unlink()
+        until(lambda: path.exists() and path.read_text(), 10)  # written to once it is locked
         with pytest.raises(UserError, match="a run is training in this folder"), FolderLock() as second:
             second.take(tmp_path)
     with FolderLock() as third:

@@ -7,6 +7,7 @@ trained. meta.json names its hash, so that adapters are never added to other wei
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ LORA, ADAPTER = "lora", "lora_"
 """Field of meta.json; and how the names of the adapters' weights begin"""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
 MODEL, STATE, INDEX = PLAIN.file, "state.pt", "index.json"
+NAMED = ("best", "last")
+"""Words for checkpoints of a run, in place of their names"""
 PREFIX = "step-"
 NAME = rf"{PREFIX}(\d{{9}}|[1-9]\d{{9,}})"
 _SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
@@ -104,12 +107,28 @@ def checkpoint_of(path: Path) -> tuple[Path, str]:
     return by_name.get(index["last"] or "", checkpoints[-1]), "the run's last; no best is recorded"
 
 
+def located(path: Path) -> Path:
+    """The path, but of RUN/best and RUN/last, also in RUN/checkpoints, the checkpoint that the run calls so.
+
+    A file or folder of this name is itself.
+    """
+    word = path.name
+    root = path.parent if path.parent.name == CHECKPOINTS else path.parent / CHECKPOINTS
+    if word not in NAMED or os.path.lexists(path) or not root.is_dir():
+        return path
+    by_name = {found.name: found for found in checkpoints_in(root).values()}
+    name = read_index(root)["best"] if word == "best" else next(reversed(by_name), None)
+    if name not in by_name:
+        raise UserError(f"{path}: this run has no {word} checkpoint yet (looked in {root}).")
+    return by_name[name]
+
+
 def read_index(root: Path) -> dict[str, Any]:
     """Names of the last and the best checkpoint, where index.json has them."""
     names: dict[str, Any] = {}
     with contextlib.suppress(UserError):
         names = read_json(root / INDEX)
-    return {key: names[key] if isinstance(names.get(key), str) else None for key in ("last", "best")}
+    return {key: names[key] if isinstance(names.get(key), str) else None for key in NAMED}
 
 
 def write_index(root: Path, last: str, best: str | None) -> None:

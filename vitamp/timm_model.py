@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from vitamp.bands import planes_of
+from vitamp.checkpoints import located
 from vitamp.colours import as_rgb_or_grey
 from vitamp.errors import TRAIN, UserError, started
 from vitamp.metrics import CHOICES
@@ -51,7 +52,10 @@ def load_model(path: Path, weights: str) -> Loaded:
     """See `vitamp.load`. ValueError, or FileNotFoundError, if there is no such model, or timm cannot build it."""
     if weights not in CHOICES:
         raise ValueError(f"weights={weights!r}: takes 'auto', 'model' or 'ema'")
-    path = path.expanduser()
+    try:
+        path = located(path.expanduser())
+    except UserError as error:
+        raise FileNotFoundError(str(error)) from None
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
     try:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
-from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of, seal_of
+from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, located, run_folder_of, seal_of
 from vitamp.errors import TRAIN, UserError, started
 from vitamp.files import kind_of_path, parse_json, read_json
 from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields
@@ -161,6 +161,7 @@ class Chosen:
 
 def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
     """The weights of a run, of a checkpoint, or in a file of weights alone. `weights`: a value of -weights."""
+    path = located(path)
     if not path.exists():
         raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
     if not path.is_file() and not path.is_dir():
@@ -178,6 +179,8 @@ def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
     if asked != BETTER:
         found = found.other(set_named(asked))
     reason = f"-weights {weights}" if weights != BETTER else ""
+    if found.checkpoint and found.meta["update"] == 0 and found.meta["settings"].get("MODEL.NEW_CLASSIFIER") == "probe":
+        why = ": ".join(filter(None, (why, "the linear probe before the first update")))
     which, words = choose_weights(found.meta, found.sets, asked, reason)
     return replace(found, which=which, words=f"{found.place.name}{f' ({why})' if why else ''}, {words}")
 

@@ -37,7 +37,7 @@ from utils.log import unheard
 from utils.own_code import FIELD, allowed, noted_of
 from utils.text import counted
 from vitamp.bands import picture_of_bands
-from vitamp.checkpoints import run_folder_of
+from vitamp.checkpoints import located, run_folder_of
 from vitamp.metrics import BETTER, NO_LABELS, PLAIN, WeightSet
 from vitamp.pooling import POOLED, pool_of, pooled_features
 from vitamp.tensors import fp32_modules, read_weights
@@ -160,7 +160,7 @@ def load_trained(
     `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
     `needs_labels`: refuse a model that learned without them. `world`: processes of a launcher, each with its device.
     """
-    place = Path(path).expanduser()
+    place = located(Path(path).expanduser())
     chosen = chosen_at(place, weights)
     flags = dict(given.flags) if given else {}
     if device is not None:

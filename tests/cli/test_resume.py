@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.program import Result, Vitamp, last_weights, metrics, save_image, train_tiny
+import vitamp as vitamp_package
+from tests.program import Result, Vitamp, change_meta, last_weights, metrics, save_image, train_tiny
 from utils.config import config_of_run
+from utils.errors import UserError
+from vitamp.checkpoints import located, write_index
 
 # Everything that has a state or draws random numbers.
 ALL_ON = [
@@ -215,3 +218,67 @@ def test_resume_does_not_depend_on_the_working_directory(vitamp: Vitamp, tiny: P
     vitamp("-resume", "../run", "TRAIN.MAX_UPDATES=null", cwd=tmp_path / "elsewhere", code=0)
     assert metrics(tmp_path / "run", "train")[-1]["update"] == 88
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+FIRST, LAST = "step-000000044", "step-000000088"
+
+
+@pytest.fixture
+def two(digits_run: Path, tmp_path: Path) -> Path:
+    """A run whose best checkpoint is its first, not its last."""
+    run = tmp_path / "two"
+    shutil.copytree(digits_run, run)
+    write_index(run / "checkpoints", LAST, FIRST)
+    return run
+
+
+def test_best_and_last_are_names_of_checkpoints_in_every_command(
+    vitamp: Vitamp, tiny: Path, two: Path, tmp_path: Path
+) -> None:
+    new, one = tmp_path / "new", ("TRAIN.MAX_UPDATES=1", "TRAIN.MODEL_EMA=false")
+    refused = vitamp("-resume", two / "best", code=2)
+    assert f"{two}/checkpoints/{FIRST}: the run has later checkpoints, up to {LAST}" in refused.err
+    resumed = vitamp("-resume", two / "best", "-output", new, "TRAIN.MAX_UPDATES=46", "-dry_run", code=0)
+    assert f"Resuming from {two}/checkpoints/{FIRST}: " in resumed.text
+    vitamp("-cfg", tiny, f"MODEL.PRETRAINED={two}/last", *one, "-output", new, code=0)
+    assert f"{two}/checkpoints/{LAST}" == config_of_run(new).MODEL.PRETRAINED
+    teacher = ("TRAIN.DISTILLATION_TYPE=soft", "-teacher_model", f"{two}/checkpoints/best")
+    assert FIRST in vitamp("-cfg", tiny, *teacher, *one, "-output", tmp_path / "taught", code=0).text
+    for script, words, said in (
+        ("evaluate", (two / "best",), FIRST),
+        ("predict", (two / "last", two / "checkpoints" / "best", "-part", "val"), FIRST),
+        ("checkpoint", ("list", two / "last"), LAST),
+        ("export", (two / "best", "-to", "safetensors", "-out", tmp_path / "e.safetensors"), FIRST),
+        ("report", (two / "last", "-out", tmp_path / "report.html"), "report.html"),
+    ):
+        assert said in vitamp(*words, script=f"scripts/{script}.py", code=0).text
+    assert vars(vitamp_package.load(two / "best").model)["vitamp"].path.name == FIRST
+
+
+def test_best_that_a_run_has_not_yet_is_refused_and_a_real_folder_wins(two: Path) -> None:
+    root = two / "checkpoints"
+    write_index(root, LAST, None)
+    with pytest.raises(UserError, match=f"{two}/best: this run has no best checkpoint yet"):
+        located(two / "best")
+    with pytest.raises(FileNotFoundError, match="no best checkpoint yet"):
+        vitamp_package.load(two / "best")
+    assert located(root / "last") == root / LAST
+    (two / "best").mkdir()
+    assert located(two / "best") == two / "best"
+    nowhere = two.parent / "elsewhere" / "best"
+    assert located(nowhere) == nowhere
+
+
+def test_tools_say_that_the_best_checkpoint_is_the_probe(vitamp: Vitamp, two: Path, tmp_path: Path) -> None:
+    root = two / "checkpoints"
+    settings = json.loads((root / FIRST / "meta.json").read_text())["settings"]
+    change_meta(root / FIRST, update=0, settings={**settings, "MODEL.NEW_CLASSIFIER": "probe"})
+    (root / FIRST).rename(root / "step-000000000")
+    write_index(root, LAST, "step-000000000")
+    said = "step-000000000 (the run's best: the linear probe before the first update), "
+    for script, words in (
+        ("evaluate", (two,)),
+        ("predict", (two, "-part", "val")),
+        ("export", (two, "-to", "safetensors", "-out", tmp_path / "e.safetensors")),
+    ):
+        assert vitamp(*words, script=f"scripts/{script}.py", code=0).text.count(said) == 1

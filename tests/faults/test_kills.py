@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.faults.killing import Run, drawn_curves, reported, send
 from tests.program import metrics, save_image
 from tests.waiting import until
+from utils.distributed.launch import _first_failure
 
 SEED = int(os.environ.get("VITAMP_KILL_SEED", "0")) or time.time_ns() % 10**6
 WINDOW, UPDATES = 8, 120  # 20 epochs of 48 images
@@ -203,3 +205,13 @@ def test_killed_anywhere_it_is_the_run_that_was_never_killed(
     found, told_again = outcome(tmp_path / "killed")
     assert told_again == told
     assert [name for name in wanted if found.get(name) != wanted[name]] == []
+
+
+@pytest.mark.parametrize(("codes", "seconds", "wins"), [((1, -9), 0, 1), ((1, -9), 30, 0), ((1, -15), 0, 0)])
+def test_killed_rank_is_the_first_failure_among_those_of_one_second(
+    codes: tuple[int, int], seconds: int, wins: int
+) -> None:
+    """The other rank may exit before torch looks. torch itself ends ranks by SIGTERM, and kills them after 30 s."""
+    failures = {rank: ProcessFailure(rank, 4711 + rank, code, error_file="") for rank, code in enumerate(codes)}
+    failures[1].timestamp = failures[0].timestamp + seconds
+    assert _first_failure(ChildFailedError("main", failures))[0] == wins

@@ -17,13 +17,13 @@ Exit codes: 0 done, 1 `verify` found damage, 2 anything wrong with the command, 
 from pathlib import Path
 from typing import Any
 
-from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, tool
+from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, model_at, tool
 from utils.errors import UserError
 from utils.flags import Flag, Positional, whole
 
 NAME = "checkpoint.py"
-ONE = Positional("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one", kind=Path)
-MANY = Positional("path", "RUN_OR_CHECKPOINT", ONE.about, "+", Path)
+ONE = Positional("path", "RUN_OR_CHECKPOINT", "a run's folder, one of its checkpoints, or a file in one", kind=model_at)
+MANY = Positional("path", "RUN_OR_CHECKPOINT", ONE.about, "+", model_at)
 OUT = Flag("out", "file to write", "FILE.safetensors", kind=Path, required=True)
 LAST = Flag("last", "average the last K checkpoints of a run", "K", kind=whole(1))
 COMMANDS = {

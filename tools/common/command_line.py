@@ -39,6 +39,7 @@ from utils.log import log, start_log
 from utils.own_code import allow
 from utils.program import die_with_starting_tool, help_here, started_as
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
+from vitamp.checkpoints import located
 from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, NO_LABELS, ONE_LABEL
 from vitamp.pooling import PATCHES, POOLED, POOLS
 
@@ -149,6 +150,11 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
         files = f"already written and complete: {', '.join(map(str, written))}" if written else "no result was written"
         log.warning("interrupted; %s", if_interrupted[-1] if if_interrupted else files)
         return getattr(error, "exit_code", EXIT_INTERRUPTED)  # SIGTERM has a code of its own
+
+
+def model_at(text: str) -> Path:
+    """For `Positional.kind`: a run, a checkpoint, which RUN/best and RUN/last are too, or a file."""
+    return located(Path(text).expanduser())
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, ToolLine, number, tool
+from tools.common.command_line import (
+    NO_CALIBRATION,
+    OVERWRITE,
+    PART,
+    TRUST,
+    WEIGHTS,
+    Tool,
+    ToolLine,
+    model_at,
+    number,
+    tool,
+)
 from tools.common.output_file import check_output_file, check_output_folder
 from tools.export import HUB_FILES, files_beside
 from utils.errors import EXIT_DONE, UserError
@@ -105,7 +116,7 @@ OWN = (
         kind=number("between 0 and 1, such as 1e-3", lambda value: 0 < value < 1),
     ),
 )
-PLACES = (Positional("path", "PATH", "the model: a run, a checkpoint or weights", kind=Path),)
+PLACES = (Positional("path", "PATH", "the model: a run, a checkpoint or weights", kind=model_at),)
 TOOL = Tool("export.py", __doc__, OWN, PLACES, settings=False)
 
 

@@ -46,7 +46,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
 from utils.record.run_folder import is_run_folder
-from vitamp.checkpoints import META
+from vitamp.checkpoints import META, located
 from vitamp.files import replacing
 from vitamp.pooling import POOLED
 
@@ -88,7 +88,7 @@ OWN = (
     Flag("num_workers", "loading processes", "N", default_text="depends on the number of cores", kind=whole(0)),
 )
 PLACES = (
-    Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),
+    Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=command_line.model_at),
     Positional("images", "IMAGE", "file, folder, glob, .csv table, or - for a list on stdin", "*"),
 )
 OF_CLASSES = ("topk", "threshold", "format", "out", "tta", "no_calibration")
@@ -210,7 +210,7 @@ def _say_what_predicts(paths: list[Path], trained: Trained, choose: Chosen) -> N
 
 
 def _is_model(path: Path) -> bool:
-    path = path.expanduser()
+    path = located(path.expanduser())
     return path.suffix == ".safetensors" or is_run_folder(path) or (path / META).is_file()
 
 

@@ -10,9 +10,8 @@ Without -out, it is report.html in the run's folder, or for several runs in the 
 """
 
 from dataclasses import replace
-from pathlib import Path
 
-from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, check_one_process, tool
+from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, check_one_process, model_at, tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log, log_lines
@@ -25,7 +24,7 @@ OWN = (
     Flag("no_predictions", "leave out predictions, and do not evaluate the best checkpoint"),
     *TRUST,
 )
-TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folder", "+", Path),), settings=False)
+TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folder", "+", model_at),), settings=False)
 
 
 @tool

@@ -5,12 +5,14 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from utils.config.schema import Config
+from vitamp.checkpoints import NAMED, located
 
 RENAMED = {
     "MODEL.IN_CHANNELS": "DATA.IMAGE_CHANNELS",
@@ -108,6 +110,15 @@ WITH_PATH = {
     "TRAIN.TEACHER_MODEL": r"([\w.]+=)?",
 }
 """Settings that may have a path -> pattern of what is before it"""
+
+
+def with_checkpoint(key: str, value: Any) -> Any:
+    """A setting with the checkpoint that it calls RUN/best or RUN/last."""
+    if not isinstance(value, str) or Path(value).name not in NAMED:
+        return value
+    before = re.match(WITH_PATH.get(key, ""), value)
+    begin = before.end() if before else 0
+    return f"{value[:begin]}{located(Path(os.path.expanduser(value[begin:])))}"
 
 
 def absolute(key: str, value: Any, folder: str) -> Any:

@@ -29,6 +29,7 @@ from utils.config.keys import (
     settings,
     value_of,
     values_by_key,
+    with_checkpoint,
 )
 from utils.config.kinds import AUTO, as_integer, as_names, as_yaml, folded, is_own_setting, one_line
 from utils.config.read import NOT_SET, Entry, Kind, Layer, Source, merged, read_recipe, read_typed, text_of, type_of
@@ -110,6 +111,9 @@ def load_config(
         elif gone:
             lines.append(without_words(layer.name, gone))
     given = merged(layers)
+    for key in ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.TEACHER_MODEL"):
+        if key in given:
+            given[key] = replace(given[key], value=with_checkpoint(key, given[key].value))
     if unknown:
         from utils.foreign_flags import unknown_keys
 

@@ -31,7 +31,7 @@ from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import warn_once
 from utils.record.run_folder import CONFIG, is_run_folder, start_of
-from vitamp.checkpoints import CHECKPOINTS, checkpoints_at, checkpoints_in, run_folder_of
+from vitamp.checkpoints import CHECKPOINTS, checkpoints_at, checkpoints_in, located, run_folder_of
 from vitamp.meta import unchecked_meta
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def resume_of(values: Mapping[str, Any]) -> Resume | None:
     """What settings by dotted key, checked or not, say to resume; None if nothing."""
     auto = values.get("MODEL.RESUME") == AUTO
     place = values.get("OUTPUT" if auto else "MODEL.RESUME")
-    return Resume(Path(os.path.expanduser(place)), auto) if place and isinstance(place, str) else None
+    return Resume(located(Path(os.path.expanduser(place))), auto) if place and isinstance(place, str) else None
 
 
 def resumed_run(config: Config) -> Path | None:

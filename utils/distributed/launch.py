@@ -1,5 +1,7 @@
 """Starts one process per device on this machine with torchrun's launcher, and exits with their exit code."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os
@@ -10,11 +12,15 @@ import threading
 import uuid
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from utils.distributed.world import LOOPBACK
 from utils.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from utils.program import LAUNCHER_PID, die_with
 from utils.text import counted
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 SECONDS_TO_SAVE = 60
 SECONDS_TO_EXIT = 5  # after a second Ctrl-C
@@ -69,7 +75,7 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", script, *argv)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = _first_failure(error)
         if failure.exitcode > 0:
             return failure.exitcode
         name = f"rank {rank} on {socket.gethostname()} (process {failure.pid})"
@@ -79,6 +85,18 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
         print(f"vitamp: stopped by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
     return 0
+
+
+def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that ended the others, and how it ended.
+
+    Others may exit, because a rank was killed, before torch looks, which knows times to the second.
+    """
+    rank, first = error.get_first_failure()
+    for other, failure in error.failures.items():
+        if failure.exitcode == -signal.SIGKILL and failure.timestamp <= first.timestamp + 1:  # torch kills after 30 s
+            return other, failure
+    return rank, first
 
 
 def _kill_remaining(name: str, seconds: float) -> None:

@@ -245,9 +245,10 @@ class BalancedOrder:
             drawn.append(np.concatenate(copies)[:count])
         return generator.permutation(np.concatenate(drawn))
 
-    def words(self) -> str:
-        """For the banner of a run."""
+    def words(self, whole: bool = True) -> str:
+        """For the banner of a run. `whole`: an epoch leaves out none of those drawn."""
         each = " or ".join(f"{number * self._repeated:,}" for number in range(self.least, self._most + 1))
+        each = each if whole else f"up to {self._most * self._repeated:,}"
         repeated = f", each image at most {self.copies} times" if self.copies > 1 else ""
         return f"sampler balanced: {each} images of each of {self.classes} classes per epoch{repeated}"
 

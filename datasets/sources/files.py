@@ -5,6 +5,7 @@ import os
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from datasets.labels import check_label
 from datasets.sources.grouped import groups_in_paths
 from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
-from utils.errors import UserError
+from utils.errors import UserError, closest
 from utils.log import log, warn_once
 from utils.text import one_line
 from vitamp.bands import together
@@ -228,7 +229,7 @@ def readable_folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         kind = kind_of_path(folder)
-        what = f"is {kind}, not a folder" if kind else "does not exist"
+        what = f"is {kind}, not a folder" if kind else f"does not exist{_meant(folder)}"
         raise UserError(f"DATA.DATA_PATH (-data_path): {folder} {what}.")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"DATA.DATA_PATH (-data_path): no permission to read {folder}.")
@@ -247,7 +248,20 @@ def no_file(path: Path) -> str:
     if kind := kind_of_path(path):
         return f"{path} is {kind}, not a file"
     below = next(path.parent.glob(f"*/{glob.escape(path.name)}"), None)
-    return f"there is no file {path}{f' (there is {below})' if below else ''}"
+    return f"there is no file {path}{f' (there is {below})' if below else _meant(path)}"
+
+
+def _meant(path: Path) -> str:
+    """' (did you mean X?)' for a missing path; '' if nothing has a name like the first part that is missing."""
+    missing = path.absolute()
+    while not missing.parent.exists():
+        missing = missing.parent
+    with suppress(OSError):
+        if found := closest(missing.name, os.listdir(missing.parent)):
+            near = missing.parent / found
+            whole = near / path.absolute().relative_to(missing)
+            return f" (did you mean {whole if whole.exists() else near}?)"
+    return ""
 
 
 PROBED = 8

@@ -76,14 +76,17 @@ class Nearest(NamedTuple):
     """How similar that is"""
     alike: np.ndarray
     """How many are as similar as the limit"""
+    farther: np.ndarray
+    """The most similar one below the limit"""
 
-    def counted(self, labels: np.ndarray, of_others: np.ndarray) -> tuple[int, int, int, int]:
-        """How many have any that is alike, of how many; how many such a one has (the median); and how many of them
-        have the label of the most similar one."""
+    def counted(self, labels: np.ndarray, of_others: np.ndarray) -> tuple[int, int, int, int, int]:
+        """How many have any that is alike, of how many; how many such a one has (the median); how many of them have
+        the label of the most similar one, and how many that of the most similar one below the limit."""
         some = self.alike > 0
-        same = (labels[: len(some)] == of_others[self.place]).reshape(len(some), -1).all(1)
+        own = labels[: len(some)]
+        same, below = ((own == of_others[other]).reshape(len(some), -1).all(1) for other in (self.place, self.farther))
         each = int(np.median(self.alike[some])) if some.any() else 0
-        return int(some.sum()), len(some), each, int((some & same).sum())
+        return int(some.sum()), len(some), each, int((some & same).sum()), int((some & below).sum())
 
 
 def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = float("inf")) -> Nearest:
@@ -91,7 +94,9 @@ def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = fl
     blocks, end = list[Nearest](), time.monotonic() + seconds
     for first in range(0, len(of), AT_ONCE):
         similar = of[first : first + AT_ONCE] @ among.T
-        blocks.append(Nearest(similar.argmax(1), similar.max(1), (similar >= limit).sum(1)))
+        place, most, alike = similar.argmax(1), similar.max(1), similar >= limit
+        similar[alike] = -2  # less than any
+        blocks.append(Nearest(place, most, alike.sum(1), similar.argmax(1)))
         if time.monotonic() > end:
             break
     return Nearest(*map(np.concatenate, zip(*blocks, strict=True)))

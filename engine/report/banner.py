@@ -104,7 +104,9 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
     """How classes of different frequency are treated; '' if they are not."""
     words = []
     if config.DATA.SAMPLER == "balanced":
-        words.append(BalancedOrder(ready.train_set.sample_labels(), config.DATA.REPEATED_AUGMENT).words())
+        order = ready.train_loader.order
+        drawn = BalancedOrder(ready.train_set.sample_labels(), config.DATA.REPEATED_AUGMENT)
+        words.append(drawn.words(whole=order.used == order.samples))
     if (weights := weights_of_classes(config, ready.train_set)) is not None:
         where = "on positives only, " if loss_named(config.TRAIN.LOSS).weighs == "positives" else ""
         weighed = f"class weights {config.TRAIN.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"

@@ -32,7 +32,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import log
-from utils.record.run_folder import MANY, alike_in_words, share_a_style
+from utils.record.run_folder import MANY, alike_in_words, copies_unknown
 from utils.text import counted
 from vitamp.files import write_atomically
 from vitamp.pooling import pool_of
@@ -104,7 +104,7 @@ class Images:
 def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     """Write the page of the most similar images of two splits, and a table that keeps them out of one of them.
 
-    Returns how many may be copies: none, where they are alike to too many images, or mostly to those of other labels.
+    Returns how many may be copies: none, where they are alike to too many images, or often to those of other labels.
     """
     if len(splits) < 2:
         raise UserError(f"-alike compares two splits whose images are files; {source_of(config.DATA)} has not two.")
@@ -116,7 +116,7 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     ]
     likest = Nearest(*map(np.concatenate, zip(*by_split, strict=True)))
     order = np.argsort(-likest.similar, kind="stable")
-    count = alike, _, each, _ = likest.counted(images.labels[training:], images.labels)
+    count = alike, _, each, *_ = likest.counted(images.labels[training:], images.labels)
     found = alike_in_words(count, "images look like one of another split")
     found = f"{found or 'No image looks like one of another split as edited copies do'}."
     about = (
@@ -137,8 +137,8 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     write_template("alike.html", page, "-alike", **values)
     log.info("Look at them: %s", page)
 
-    if share_a_style(count):
-        log.info("No list is written: it would leave out images, or join them, that are no copies.")
+    if copies_unknown(count):
+        log.info("No list is written: it would leave out images, or join them, that may be no copies.")
         return 0
     if each >= MANY:
         log.info("No list is written: it would leave out too many images, or join them to a few groups.")
@@ -156,8 +156,13 @@ def _write_groups(images: Images, table: Path) -> None:
     groups, text = images.groups(), io.StringIO()
     largest = int(np.bincount(groups).max())
     if largest > max(MANY, len(groups) / MANY):
-        joined = f"{largest:,} of {len(groups):,} images, each like the next,"
-        log.info("No table is written: %s would be one group. What they show may be a group: DATA.GROUP.", joined)
+        log.info(
+            "No table is written. It would put images that look alike into one group, which a split does not divide. "
+            "Here one group would have %s of %s images: each looks like the next, though the first need not look like "
+            "the last. If names or a table say what images show, such as a patient, split by that (DATA.GROUP, "
+            "docs/splits.md). Else look at the page, and list those that are copies in a file for DATA.EXCLUDE.",
+            *(f"{number:,}" for number in (largest, len(groups))),
+        )
         return
     root = Path(images.data.DATA_PATH or "").expanduser()
     root = root if root.is_dir() else root.parent
@@ -186,7 +191,7 @@ def _write_groups(images: Images, table: Path) -> None:
 def _write_list(images: Images, listed: Path) -> None:
     """Write a list of the training images that are as similar to one of another split, or nearly the same."""
     training = int(images.begins[1])
-    place, similar, _ = nearest(images.features[:training], images.features[training:], images.limit)
+    place, similar, *_ = nearest(images.features[:training], images.features[training:], images.limit)
     same = images.nearly_same()
     same = same[(same[:, 0] < training) & (same[:, 1] >= training)]
     place[same[:, 0]] = same[:, 1] - training

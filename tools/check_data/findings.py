@@ -34,6 +34,7 @@ from utils.errors import TrainingError
 from utils.log import log
 from utils.program import started_as
 from utils.progress import Progress
+from utils.text import some_of
 from vitamp.sizes import ImageSize, sides
 
 SIDE, CELLS, BLOCKS = 32, 16, 8
@@ -196,6 +197,8 @@ class Scan(NamedTuple):
     reason: str
     digest: bytes
     """Equal for images of equal bytes; b'' where they cannot be read"""
+    same: bytes
+    """Equal for images of equal pixels too, unless they are of one colour"""
     header: decoding.Header
     damage: str = ""
     """The decoder's warning about an image that it could read all the same"""
@@ -274,28 +277,35 @@ class _Scanner(Dataset[Any]):
         return [self._scan(index) for index in indices]
 
     def _scan(self, index: int) -> Scan:
-        def decode() -> Encoded:
+        def decode() -> tuple[Encoded, np.ndarray]:
             read = self.samples.read(index)
-            self.pixels(read, self.out)
-            return read
+            whole, view = self.pixels.decode(read)
+            self.pixels.finish(self.pixels.resize(whole, view, None), self.out.numpy().transpose(1, 2, 0))
+            return read, whole
 
-        encoded, damage = failure_or(decode, self.storage_failures), ""
-        if isinstance(encoded, Failure):
-            self.storage_failures += encoded.kind == "storage"
-            problem = next((kind for kind, reason in KINDS.items() if reason in encoded.reason), encoded.kind)
-            return Scan(problem, encoded.reason, b"", decoding.Header("", (0, 0)))
+        decoded, damage = failure_or(decode, self.storage_failures), ""
+        if isinstance(decoded, Failure):
+            self.storage_failures += decoded.kind == "storage"
+            problem = next((kind for kind, reason in KINDS.items() if reason in decoded.reason), decoded.kind)
+            return Scan(problem, decoded.reason, b"", b"", decoding.Header("", (0, 0)))
+        encoded, whole = decoded
         self.storage_failures = 0
         if self.by_simplejpeg and isinstance(encoded, bytes) and encoded.startswith(decoding.JPEG_START):
             damage = decoding.damage_of(encoded)
-        digest = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
+        digest = same = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
+        if (whole != whole[0, 0]).any():
+            same = hashlib.blake2b(np.ascontiguousarray(whole), digest_size=16, key=str(whole.shape).encode()).digest()
         header = decoding.header_of(encoded, self.data)
         if self.data.is_plain:
-            return Scan("", "", digest, header, damage, self.out.numpy().tobytes())
+            return Scan("", "", digest, same, header, damage, self.out.numpy().tobytes())
         blank = [str(number + 1) for number, band in enumerate(self.out) if band.min() == band.max()]
         header = header._replace(mode=f"blank: band {', '.join(blank)}" if blank else "")
         # Shades by mean and deviation, so that images of 12 of 16 bits are no copies of each other.
         shades = (self.inputs(self.out[None])[0] * SHADES + 128).round().clamp(0, 255).byte()
-        return Scan("", "", digest, header, damage, shades.numpy().tobytes())
+        return Scan("", "", digest, same, header, damage, shades.numpy().tobytes())
+
+
+PIXELS = "pixels"
 
 
 class Found(NamedTuple):
@@ -305,7 +315,7 @@ class Found(NamedTuple):
     name: str
     about: str
     kind: str = ""
-    """Kind of problem of an unreadable image"""
+    """Kind of problem of an unreadable image; PIXELS of a copy in other bytes"""
     copy_of: str = ""
     """Name of the image that it is a copy of"""
     contradicts: bool = False
@@ -383,12 +393,15 @@ class _Image(NamedTuple):
     def found(self, about: str, kind: str = "", copy_of: str = "", contradicts: bool = False) -> Found:
         return Found(self.split.title, self.split.samples.name(self.number), about, kind, copy_of, contradicts)
 
-    def copy_of(self, other: _Image, alike: str = "the same bytes as") -> Found:
-        """Finding of this image, which has the bytes of `other`, or nearly its pixels."""
+    def copy_of(self, other: _Image, alike: str = "") -> Found:
+        """Finding of this image, which has the bytes or the pixels of `other`; `alike`: else how alike they are."""
+        same_bytes = self.split.scans[self.number].digest == other.split.scans[other.number].digest
+        kind = "" if alike or same_bytes else PIXELS
+        alike = alike or ("the same bytes as" if same_bytes else "the same pixels, in other bytes, as")
         labels = "" if self.label == other.label else f", but {self.label} instead of {other.label}"
         name = other.split.samples.name(other.number)
         where = "" if self.split is other.split else f" in the {other.split.title} split"
-        return self.found(f"{alike} {name}{where}{labels}", "", name, bool(labels and where))
+        return self.found(f"{alike} {name}{where}{labels}", kind, name, bool(labels and where))
 
 
 def find_problems(splits: list[Split], num_classes: int, data: DataConfig) -> Findings:
@@ -442,17 +455,40 @@ def _sources(splits: list[Split], usual: str) -> Iterator[str]:
         by_class = csr_array((ones, (value_of, label_of)), (len(values), len(labels)))  # ImageNet has many of both
         by_part = csr_array((ones, (value_of, part_of)), (len(values), len(splits))).toarray()
         of_class, of_part = by_class.sum(0), by_part.sum(0)
-        for at in np.flatnonzero((counts >= AT_LEAST) & (counts <= len(images) / 2)).tolist():
+        told = list[np.ndarray]()
+        for at in np.argsort(counts, kind="stable")[counts >= AT_LEAST].tolist():
             value, count, row = values[at], counts[at], by_class[[at]].toarray()[0]
-            most, label = row.max(), row.argmax()
-            others = (of_class[label] - most) / (len(images) - count)
-            if most >= 0.9 * count and others <= 0.5:
-                many = f"{most:,} of {count:,} images are {labels[label]}, of the others {100 * others:.0f} %"
-                yield f"{what} {value}: {many}; a model may take the one for the other"
+            common = count > len(images) / 2
+            chosen = _told_by(row, of_class, common)
+            if chosen is not None and not any(np.array_equal(chosen, one) for one in told):
+                told += [chosen, ~chosen]
+                named = chosen if 2 * chosen.sum() <= len(chosen) else ~chosen
+                have, elsewhere = row[named].sum(), row[~named].sum()
+                of, rest = of_class[named].sum(), of_class[~named].sum()
+                many = f"{'all' if have == of else f'{have:,} of'} {of:,} images of {some_of(labels[named].tolist())}"
+                yield f"{what} {value}: {many}, {elsewhere:,} of {rest:,} of the other classes; a model may go by it"
             for split, has, size in zip(splits, by_part[at], of_part, strict=True):
                 expected = count * size / len(images)
-                if expected >= FEW and not has:
+                if expected >= FEW and not has and not common:
                     yield f"{what} {value}: none of {count:,} images in {split.title}, where chance puts {expected:.0f}"
+
+
+def _told_by(have: np.ndarray, images: np.ndarray, common: bool) -> np.ndarray | None:
+    """Which classes a property tells from the others; None if it tells none.
+
+    `have`: images of each class that have it, of so many `images`; `common`: more than half of all have it.
+    """
+    if not common:  # then nearly all of those may be of one class, of which others lack it
+        label = have.argmax()
+        without = (images[label] - have[label]) / (images.sum() - have.sum())
+        if have[label] >= 0.9 * have.sum() and without <= 0.5:
+            return np.arange(len(have)) == label
+    most = 2 * have > images
+    sizes = [images[most].sum(), images[~most].sum()]
+    if min(sizes) < AT_LEAST or images.sum() < AT_LEAST * len(images):  # few images of a class are alike by chance
+        return None
+    clear = have[most].sum() >= 0.9 * sizes[0] and have[~most].sum() <= 0.1 * sizes[1]
+    return most if clear else None
 
 
 MOST_KEPT = 0.6
@@ -498,11 +534,11 @@ def _counts(splits: list[Split], num_classes: int) -> dict[str, dict[str, int]]:
 
 
 def _add_copies(findings: Findings, splits: list[Split]) -> None:
-    """Images of the same bytes: all whose labels differ, else all but one, in the last split."""
+    """Images of the same bytes or pixels: all whose labels differ, else all but one, in the last split."""
     copies: dict[bytes, list[_Image]] = defaultdict(list)
     for split in splits:
         for index, scan in enumerate(split.scans):
-            copies[scan.digest].append(_Image(split, index))
+            copies[scan.same].append(_Image(split, index))
     copies.pop(b"", None)
     for same in (images for images in copies.values() if len(images) > 1):
         if len({copy.label for copy in same}) > 1:  # every copy is listed, since no label is known to be right
@@ -519,7 +555,7 @@ def _add_copies(findings: Findings, splits: list[Split]) -> None:
 
 
 def _add_near(findings: Findings, splits: list[Split]) -> None:
-    """Images that are nearly the same, though not byte for byte; of byte-identical ones, one stands for all.
+    """Images that are nearly the same, though not pixel for pixel; of identical ones, one stands for all.
 
     The last split comes first, so that an image of the training split is reported as a copy of one in validation.
     """
@@ -527,7 +563,7 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
     for split in reversed(splits):
         for index, scan in enumerate(split.scans):
             if scan.thumbnail:
-                by_digest.setdefault(scan.digest, _Image(split, index))
+                by_digest.setdefault(scan.same, _Image(split, index))
     if not by_digest:
         return
     images = list(by_digest.values())
@@ -567,7 +603,7 @@ HEADINGS = {
     NEAR_DUPLICATES: "nearly the same within a split",
     FLAT_IMAGES: "almost of one colour; if they should not be, see DATA.BACKGROUND",
     UNLIKE: "perhaps placeholders: in another format than nearly all others",
-    SOURCES: "perhaps of another source, by their format, colours or size",
+    SOURCES: "properties (format, colours, size) that tell classes or splits apart, perhaps of another source",
     LARGE: f"at least {TIMES_LARGER} times as large as most others",
     TURNED: "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them",
     MODES: "colours are converted when read (transparent parts become DATA.BACKGROUND)",
@@ -594,6 +630,8 @@ def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
         if found:
             other = sum(isinstance(one, Found) and one.contradicts for one in found)
             more = f", {other:,} with another label in another split" if other else ""
+            pixels = sum(isinstance(one, Found) and one.kind == PIXELS for one in found)
+            more += f", {pixels:,} with the same pixels in other bytes" if pixels else ""
             summary.append(f"{heading}: {len(found):,}{more}")
     if modes := Counter(found.about for found in findings.notes.get(MODES, ())):
         summary.append(f"note: colour modes: {', '.join(f'{mode} {count:,}' for mode, count in modes.items())}")
@@ -674,10 +712,17 @@ def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near
             elif not intact or found.split == "training":
                 chosen.setdefault((found.split, found.name), (kind, found))
     lines = [("# " if one.kind == "storage" else "") + line_of(one.name, one.about, data) for _, one in chosen.values()]
-    counts = Counter((found.split, kind) for kind, found in chosen.values() if found.kind != "storage")
+    counts = Counter(
+        (found.split, kind, found.kind == PIXELS) for kind, found in chosen.values() if found.kind != "storage"
+    )
     if lost := len(chosen) - counts.total():
         log.warning("Images not excluded, because of storage errors: %d. Check again when the storage is back.", lost)
-    words = [f"  {count:>7,} {split} images: {REASONS[kind]}" for (split, kind), count in counts.items()]
+    words = []
+    for (split, kind, by_pixels), count in counts.items():
+        reason = REASONS[kind]
+        if by_pixels:
+            reason = f"{reason.removesuffix(', byte for byte')} (the same pixels in other bytes)"
+        words.append(f"  {count:>7,} {split} images: {reason}")
     return text_of_list(lines, data), "\n".join(words), counts.total()
 
 

@@ -35,7 +35,7 @@ from utils.config.read import Kind, Source
 from utils.distributed.world import ALONE, World
 from utils.log import log, log_lines, quiet_terminal
 from utils.program import tool
-from utils.record.run_folder import alike_in_words, share_a_style
+from utils.record.run_folder import alike_in_words, copies_unknown
 from utils.text import wilson
 from vitamp.metrics import BALANCED, KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
@@ -101,7 +101,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         with trained.computing(data.val_batch):
             alike = count_alike(trained, images, seen, known, pools[0], data)
         if words := alike_in_words(alike, look):
-            said.append(f"{words}.{'' if share_a_style(alike) else ' This may raise the metrics.'}")
+            said.append(f"{words}.{'' if copies_unknown(alike) else ' This may raise the metrics.'}")
     said += filter(None, [of_groups(seen.groups)])
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
     if asked.out:

@@ -186,6 +186,11 @@ MANY = 10
 """Images that an image looks like, for which copies are an unlikely cause"""
 
 
+FEWEST_OTHERS, PART_OTHERS = 3, 1 / 3
+"""Pairs with two labels, from which on alike images may be no copies: of wrong labels, copies have some too; and how
+often they have two labels, as a part of how often less similar ones have"""
+
+
 def share_a_style(alike: Sequence[int]) -> bool:
     """Whether images that look like others are hardly copies, because most of these have another label.
 
@@ -194,11 +199,28 @@ def share_a_style(alike: Sequence[int]) -> bool:
     return len(alike) > 3 and alike[2] < MANY and 2 * alike[3] < alike[0]
 
 
+def copies_unknown(alike: Sequence[int]) -> bool:
+    """Whether images that look like others may be no copies, by their labels (`alike`: as `share_a_style` takes it).
+
+    A copy has the label of its image. Other images that look alike have two labels about as often as less similar ones.
+    """
+    if share_a_style(alike) or len(alike) < 5 or alike[2] >= MANY:
+        return share_a_style(alike)
+    apart, farther = alike[0] - alike[3], alike[0] - alike[4]
+    return apart >= FEWEST_OTHERS and apart >= PART_OTHERS * farther
+
+
 def alike_in_words(alike: Sequence[int], look: str = "validation images look like training images") -> str:
     """What was counted of images that look like others (as `share_a_style` takes it); '' for none."""
     if not alike or not alike[0]:
         return ""
     what = f"{alike[0]:,} of {alike[1]:,} {look}, "
+    if copies_unknown(alike) and not share_a_style(alike):
+        apart, farther = (100 * (1 - same / alike[0]) for same in alike[3:5])
+        return (
+            "Whether edited copies are in both splits cannot be told here, where different images look as alike: of "
+            f"pairs as similar as copies, {apart:.0f} % have two labels, of the next similar ones {farther:.0f} %"
+        )
     if share_a_style(alike):
         return (
             f"{what}but only {alike[3]:,} of them like one of their own label: if labels are right, they share a style "
@@ -220,12 +242,12 @@ def known_to_training(data: dict[str, Any]) -> bool:
     """Whether training knows `KNOWN` of the validation images. `data`: of `read_data`.
 
     That is those with the bytes of a training image or, if they are more, those that look like one, unless they look
-    like so `MANY` that the model may hardly tell them apart, or share a style.
+    like so `MANY` that the model may hardly tell them apart, or may be no copies by their labels.
     """
     copies = data.get("copies") or {}
     alike = data.get("alike") or []
     found, of, each = [*alike, 0, 0, 0][:3]
-    look = 0 if each >= MANY or share_a_style(alike) else found
+    look = 0 if each >= MANY or copies_unknown(alike) else found
     counts = [(copies.get("found", 0), copies.get("compared", 0)), (look, of)]
     return any(known and known >= KNOWN * compared for known, compared in counts)
 
@@ -252,6 +274,6 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
             "-fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them."
         )
     if alike[0] > copies:
-        raises = "" if share_a_style(alike) else " This may raise the metrics;"
+        raises = "" if copies_unknown(alike) else " This may raise the metrics;"
         lines.append(f"{alike_in_words(alike)}.{raises} `{check} -alike DIR` shows them.")
     return " ".join(lines)

@@ -16,7 +16,7 @@ from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.program import started_as
 from utils.record.history import History, Line
-from utils.record.run_folder import alike_in_words, is_run_folder, read_about, read_data, share_a_style
+from utils.record.run_folder import alike_in_words, is_run_folder, read_about, read_data, copies_unknown
 from utils.text import Interval, clock, counted, wilson
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
@@ -266,7 +266,7 @@ def _remarks(run: Run, found: Headline | None) -> list[str]:
         have = "image has a copy" if copies["found"] == 1 else "images have a copy"
         remarks.append(f"{copies['found']:,} validation {have} in training: expect less on new images.")
     elif words := alike_in_words(alike):
-        remarks.append(f"{words}.{'' if share_a_style(alike) else ' Expect less on new images.'}")
+        remarks.append(f"{words}.{'' if copies_unknown(alike) else ' Expect less on new images.'}")
     elif copies.get("found") == 0 and data.get("images") == compared:
         looks = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
         show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"

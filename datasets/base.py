@@ -58,6 +58,8 @@ Colour = tuple[int, int, int]
 StorageKind = Literal["files", "tar files", "pixels"]
 """How images are stored: as single files, as encoded images in tar files, or as raw pixels."""
 
+CSV_PREFIX = "csv:"
+"""Beginning of DATA.DATASET for a table, or the folder of tables, that is not in DATA_PATH"""
 HUB_PREFIX = "hf:"
 """Beginning of DATA.DATASET for a data set of the Hugging Face hub, or a folder of such files."""
 

@@ -24,6 +24,7 @@ from datasets.base import ImageDataset, Samples, Unreadable
 from datasets.decoding import DEEP, TRANSPARENT, Header, header_of
 from datasets.labels import distinct_names, images_of_classes
 from datasets.registry import comes_unsplit, open_test
+from datasets.sources.grouped import IN_NAMES
 from utils.cli import parse
 from utils.config import Config
 from utils.config.data import DataConfig
@@ -52,11 +53,6 @@ MEASURED = 100
 """Images whose sides give `median_side`."""
 RARE = 100
 """Images among which one in a format of its own is called unlike the others"""
-NAMED = {
-    "Without their last number": "([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$",  # of a number alone, the folder
-    "Up to their first -, _ or blank": "([^/_ -]+)[^/]*$",
-}
-"""Part of a file's name -> a pattern for DATA.GROUP"""
 OF_IMAGES, OF_CLASS = 0.05, 0.25
 """Most of all images, and of those of a class, with one such name, for it to say what they show: not IMG_, no class"""
 TORN, MOST_NAMES = 0.1, 200_000
@@ -199,13 +195,13 @@ def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
         )
     if number > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
         return ""
-    for what, pattern in NAMED.items():
+    for word, (pattern, what) in IN_NAMES.items():
         torn, counts, most = _in_several(_named_alike(splits, pattern))
         if most >= TORN:
             keeps = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
             return (
                 f"{what}, the names of {counts} are also those of images in another split, such as {min(torn)}. If "
-                f"such images show one thing, 'DATA.GROUP={pattern}' {keeps} (docs/splits.md)"
+                f"such images show one thing, 'DATA.GROUP={word}' {keeps} (docs/splits.md)"
             )
     return ""
 

@@ -148,12 +148,19 @@ def excluded(data: DataConfig) -> dict[str, int]:
             f"DATA.EXCLUDE: the file {data.EXCLUDE} {why}. It lists images to leave out, one per line; "
             f"{started_as('scripts/check_data.py')} -fix FILE writes such a file."
         ) from None
-    prefix, line_of_name = name_prefix(data), dict[str, int]()
+    file, prefix, line_of_name = Path(data.EXCLUDE or "").expanduser(), name_prefix(data), dict[str, int]()
     for number, line in enumerate(lines, start=1):
         for end in [*(mark.start() for mark in MARK.finditer(line)), len(line)]:
             if (text := line[:end].strip()) and not text.startswith("#"):
-                line_of_name[below(text, prefix)] = number
+                line_of_name[named_in(file, text, prefix)] = number
     return line_of_name
+
+
+def named_in(table: Path, path: str, prefix: str) -> str:
+    """The path of a list or table as `below` gives it: of an image of the data there, else relative to DATA_PATH."""
+    beside = os.path.abspath(table.parent / path)
+    inside = below(beside, prefix)
+    return inside if inside != beside and os.path.isfile(beside) else below(path, prefix)
 
 
 def below(path: str, prefix: str) -> str:
@@ -173,7 +180,7 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
             columns = f"the columns {','.join(COLUMNS)}, separated by commas; others are ignored"
             raise UserError(f"DATA.RELABEL {file} has no column {missing[0]}. Its first line must name {columns}.")
         for row in table:
-            where, name = f"{file}:{table.line_num}", below(one_line(row["path"]), prefix)
+            where, name = f"{file}:{table.line_num}", named_in(file, one_line(row["path"]), prefix)
             if (decision := row["decision"].strip().casefold()) not in ("keep", "drop", "relabel"):
                 raise UserError(f"{where}: the decision {row['decision']!r} must be keep, drop or relabel.")
             if name in rows:

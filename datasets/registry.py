@@ -7,7 +7,7 @@ import importlib
 
 import torch
 
-from datasets.base import HUB_PREFIX, ImageDataset, Samples, Source, distinct, part_of, parts_read
+from datasets.base import CSV_PREFIX, HUB_PREFIX, ImageDataset, Samples, Source, distinct, part_of, parts_read
 from datasets.labels import ANY_LABEL, check_gaps, log_unused_outputs
 from utils.config.data import DataConfig
 from utils.config.kinds import AUTO
@@ -39,6 +39,7 @@ def names() -> list[str]:
 
 def source_named(name: str) -> Source | None:
     """The data set of this name; None if the name is unknown, or one of the hub's."""
+    name = "csv" if name.startswith(CSV_PREFIX) else name
     if name not in PLACES:
         return None
     file, _, variable = PLACES[name].partition(":")
@@ -151,7 +152,7 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
         log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
     if unread := unread_path(data):
         log.warning("%s", unread)
-    if data.COLUMNS is not None and data.DATASET != "csv":
+    if data.COLUMNS is not None and data.DATASET.partition(":")[0] != "csv":
         raise UserError(f"DATA.COLUMNS {data.COLUMNS}: the data set {source_of(data)} is no csv table; leave it out.")
     try:
         if source.check is not None:

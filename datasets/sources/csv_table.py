@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Part, Source, part_made, parts_read
+from datasets.base import CSV_PREFIX, Part, Source, part_made, parts_read
 from datasets.decoding import ENDINGS
 from datasets.labels import (
     ANY_LABEL,
@@ -23,7 +23,7 @@ from datasets.labels import (
     warn_alike_names,
     warn_empty_classes,
 )
-from datasets.sources.files import OF_SEVERAL, FileSamples, check_first_files, check_path, no_file, split_files
+from datasets.sources.files import OF_SEVERAL, PROBED, FileSamples, check_first_files, check_path, no_file, split_files
 from datasets.sources.split import SPLIT_NAMES, TRAIN, named_parts, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.config.kinds import COLUMN
@@ -49,9 +49,10 @@ LAYOUT = """Expected layout:
   {root}/train.csv    a header such as path,target, then lines such as images/cat 1.jpg,cat
   {root}/val.csv    (or valid.csv, validation.csv, dev.csv; test.csv if there is one)
 or a single file, given as DATA.DATA_PATH: {root}/all.csv
+or a file or folder elsewhere, as -dataset csv:/lists/all.csv, with -data_path as the folder of the images.
 It is split by its column split, which holds train, val or test; without one by DATA.VAL_FRACTION.
-Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true
-a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1.
+Paths are relative to the file, or else to -data_path; a target is a name or a whole number from 0. With
+DATA.MULTI_LABEL=true a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1.
 Columns file_1, file_2 and so on are files of one image, with its channels in this order."""
 
 ADVICE = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
@@ -145,6 +146,8 @@ class _Table:
     columns: list[str] | None
     """With DATA.MULTI_LABEL: the classes, if each has a column"""
     paths: list[str]
+    root: Path
+    """The folder that they are relative to"""
     numbers: list[int]
     """Line numbers in the file"""
     groups: list[str]
@@ -216,7 +219,7 @@ class _Table:
             labels[[row for row, _ in self.each()], numbers] = 1
         else:
             labels = np.array(numbers, dtype=np.int64)
-        files = FileSamples(self.file.parent, self.paths, labels, names)
+        files = FileSamples(self.root, self.paths, labels, names)
         files.groups = self.groups or None
         return files
 
@@ -268,20 +271,22 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
             if {*other.sets[before]} != {*table.sets[row]}:
                 what = f"{table.where(row)}: {path.partition(OF_SEVERAL)[0]} has other labels in {other.where(before)}."
                 raise UserError(f"{what} An image has one label, or, with DATA.MULTI_LABEL, all of them in one line.")
-        check_first_files(table.file, table.paths, data)
+        check_first_files(table.file, table.paths, data, table.root)
 
 
 def _files(data: DataConfig) -> dict[Part, tuple[Path, str]]:
     """The file of each split, or one file for all. With it, the split's name in the file's column of splits, if any."""
-    if data.DATA_PATH is None:
+    given = data.DATASET.removeprefix(CSV_PREFIX) if data.DATASET.startswith(CSV_PREFIX) else data.DATA_PATH
+    if given is None:
         raise UserError(f"DATA.DATASET csv needs DATA.DATA_PATH (-data_path). {LAYOUT.format(root='/data/cats')}")
-    root = Path(data.DATA_PATH).expanduser()
+    root = Path(given).expanduser()
     if root.is_file():
         return {part: (root, name) for part, name in _splits_in(root, data).items()}
     parts = parts_in_files(root, data, table_name)
     if missing := next((part for part in ("train", "val") if parts.keys().isdisjoint((part, "all"))), None):
         problem = no_file(root / table_name(missing) if root.is_dir() else root)
-        raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
+        key = "DATA.DATA_PATH (-data_path)" if given == data.DATA_PATH else "DATA.DATASET (-dataset)"
+        raise UserError(f"{key}: {problem}. {LAYOUT.format(root=root)}")
     return {part: (root / file, "") for part, file in parts.items()}
 
 
@@ -315,6 +320,15 @@ def _read_part(files: dict[Part, tuple[Path, str]], part: Part, training: _Table
     if part not in files:
         raise no_such_part(part, data.DATA_PATH)
     return training if part == "train" else _read(files[part], data, training.separator)
+
+
+def _root(file: Path, paths: Sequence[str], data: DataConfig) -> Path:
+    """The folder that paths in a table are relative to: its own, or DATA_PATH if images of the first lines are there
+    alone."""
+    own, other = file.parent, Path(data.DATA_PATH or file.parent).expanduser()
+    first = [path.partition(OF_SEVERAL)[0] for path in paths[:PROBED]]
+    is_elsewhere = not any((own / path).exists() for path in first) and any((other / path).exists() for path in first)
+    return other if is_elsewhere else own
 
 
 def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
@@ -372,7 +386,7 @@ def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = Non
     classes = [header[place] for place in targets] if len(targets) > 1 else None
     if separator is None:
         separator = next((one for one in SEPARATORS if any(one in fields[0] for fields in texts)), ";")
-    table = _Table(file, data.MULTI_LABEL, classes, paths, numbers, groups, separator)
+    table = _Table(file, data.MULTI_LABEL, classes, paths, _root(file, paths, data), numbers, groups, separator)
     table.sets.extend(_label_set(fields, table, table.where(row)) for row, fields in enumerate(texts))
     return table
 
@@ -411,8 +425,9 @@ def images_in_table(file: Path, data: DataConfig) -> list[str]:
     paths = []
     for number, fields in rows:
         of_image = [check_path(fields[place] if place < len(fields) else "", f"{file}:{number}") for place in places]
-        paths.append(OF_SEVERAL.join(str(file.parent / path) for path in of_image))
-    return paths
+        paths.append(OF_SEVERAL.join(of_image))
+    root = _root(file, paths, data)
+    return [OF_SEVERAL.join(str(root / path) for path in of_image.split(OF_SEVERAL)) for of_image in paths]
 
 
 def _whole_number(text: str) -> int | None:

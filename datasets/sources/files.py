@@ -297,13 +297,14 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     return table, np.array(labels, dtype=np.int64)
 
 
-def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataConfig) -> None:
-    """Raise UserError unless the first images that `file` names exist, or are left out."""
+def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataConfig, root: Path | None = None) -> None:
+    """Raise UserError unless the first images that `file` names exist, or are left out. `root`: if not the file's."""
+    root = root or file.parent
     left_out, prefix = excluded(data) if data.EXCLUDE else {}, name_prefix(data)
     for index in range(min(PROBED, len(paths))):
         of_image = paths[index].split(OF_SEVERAL)
-        for path in of_image if below(str(file.parent / of_image[0]), prefix) not in left_out else ():
-            if not (image := file.parent / path).is_file():
+        for path in of_image if below(str(root / of_image[0]), prefix) not in left_out else ():
+            if not (image := root / path).is_file():
                 raise UserError(f"{file} names {path}, but {no_file(image)}. Paths are relative to the file.")
 
 

@@ -12,6 +12,13 @@ from utils.log import warn_once
 from utils.seeding import generator_of
 from utils.text import counted
 
+IN_NAMES = {
+    # Of a number alone, the folder.
+    "name": ("([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$", "Without their last number"),
+    "name_start": ("([^/_ -]+)[^/]*$", "Up to their first -, _ or blank"),
+}
+"""Words for DATA.GROUP -> the pattern of a part of a file's name, and which part it is"""
+
 
 def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the training and the validation split, each ascending, of `labels` (samples x classes)."""
@@ -56,15 +63,17 @@ def stratified(labels: np.ndarray, sizes: Sequence[int], order: np.ndarray) -> n
 
 
 def groups_in_paths(paths: Iterable[str], data: DataConfig) -> list[str]:
-    """The group of each path, which the pattern DATA.GROUP finds in it."""
+    """The group of each path, which the pattern DATA.GROUP, or that of its word, finds in it."""
     what = f"DATA.GROUP {data.GROUP}"
     try:
-        pattern = re.compile(str(data.GROUP))
+        pattern = re.compile(IN_NAMES[data.GROUP][0] if data.GROUP in IN_NAMES else str(data.GROUP))
     except re.error as error:
         raise UserError(f"{what}: not a regular expression ({error}).") from None
     if pattern.groups > 1:
         raise UserError(f"{what}: has {pattern.groups} pairs of parentheses; put one around what names the group.")
     groups = []
+    if data.GROUP in IN_NAMES:
+        paths = (path.partition("\0")[0] for path in paths)  # the first of several files of an image
     for path in paths:
         if (found := pattern.search(path)) is None or found[pattern.groups] is None:
             raise UserError(

@@ -180,12 +180,13 @@ def _write_groups(images: Images, table: Path) -> None:
             rows.writerow([os.path.relpath(images.name(number), root), images.label(number), group, *split])
     with writing(table, "-alike"):
         write_atomically(table, text.getvalue())
-    of, copied = counted(max(written.values()), "image"), shlex.quote(str(root / table.name))
+    of, images_at = counted(max(written.values()), "image"), shlex.quote(str(root))
+    words = f"-dataset {shlex.quote(f'csv:{table}')} -data_path {images_at} DATA.GROUP=group"
     log.info("%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, of)
     if kept:
         log.info("it leaves out %s like test images, and keeps test for the end;", counted(int(of_test.sum()), "image"))
-        copied += " DATA.KEEP_TEST=true"
-    log.info("copy it to %s, train with -data_path %s DATA.GROUP=group, and check that split again.", root, copied)
+        words += " DATA.KEEP_TEST=true"
+    log.info("train with %s, and check that split again.", words)
 
 
 def _write_list(images: Images, listed: Path) -> None:

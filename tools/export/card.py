@@ -97,7 +97,7 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
 def _public_name(dataset: str) -> str | None:
     """Name of the data set, if the run knows one; never a path."""
     if not dataset.startswith(HUB_PREFIX):
-        return None if dataset in LAYOUTS else dataset
+        return None if dataset.partition(":")[0] in LAYOUTS else dataset
     place = dataset.removeprefix(HUB_PREFIX)
     return None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
 

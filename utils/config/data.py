@@ -131,7 +131,8 @@ class DataConfig(Section):
     GROUP: str | None = setting(
         None,
         "Keeps images of a group, such as a patient or a video, on one side of the split by VAL_FRACTION or FOLD, and "
-        "of folds for probes. A column of a csv table, or a regular expression that finds the group in each path.",
+        "of folds for probes. A column of a csv table; else name (the file's name without its last number), name_start "
+        "(up to the first -, _ or blank), or a regular expression that finds the group in each path.",
     )
     KEEP_TEST: bool = setting(
         False, "Without a split val, keep test for the end, and take VAL_FRACTION or FOLD of train for validation."

@@ -105,7 +105,7 @@ def values_to_keep(config: Config) -> dict[str, Any]:
 
 WITH_PATH = {
     **dict.fromkeys(("DATA.DATA_PATH", "DATA.EXCLUDE", "DATA.RELABEL", "DATA.CACHE", "MODEL.PRETRAINED", "USE"), ""),
-    "DATA.DATASET": "hf:",
+    "DATA.DATASET": "hf:|csv:",
     "TRAIN.KNN": r"\w+=|(?=.*/)",  # a word alone may be the name of a data set
     "TRAIN.TEACHER_MODEL": r"([\w.]+=)?",
 }

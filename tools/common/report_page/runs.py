@@ -16,7 +16,7 @@ from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.program import started_as
 from utils.record.history import History, Line
-from utils.record.run_folder import alike_in_words, is_run_folder, read_about, read_data, copies_unknown
+from utils.record.run_folder import alike_in_words, copies_unknown, is_run_folder, read_about, read_data
 from utils.text import Interval, clock, counted, wilson
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
@@ -281,7 +281,7 @@ def _learnt(run: Run) -> str:
     if run.config is None:
         return f"{run.name} was trained" + (f" on {counted(samples, 'image')}." if samples else ".")
     task, name, path, word = run.config.task, run.config.DATA.DATASET, run.config.DATA.DATA_PATH, "of"
-    if name in LAYOUTS and path:
+    if name.partition(":")[0] in LAYOUTS and path:
         place, word = Path(str(path)).resolve(), "from"
         name = place.name if place.is_file() else f"{place.name}/"
     images = f"{counted(samples, 'image')} {word} {name}" if samples else name

@@ -157,10 +157,12 @@ def excluded(data: DataConfig) -> dict[str, int]:
 
 
 def named_in(table: Path, path: str, prefix: str) -> str:
-    """The path of a list or table as `below` gives it: of an image of the data there, else relative to DATA_PATH."""
-    beside = os.path.abspath(table.parent / path)
+    """A path in a list or table as `below`: relative to DATA_PATH, or to the table if only there is such an image."""
+    named, beside = below(path, prefix), os.path.abspath(table.parent / path)
     inside = below(beside, prefix)
-    return inside if inside != beside and os.path.isfile(beside) else below(path, prefix)
+    if inside in (named, beside) or not os.path.isfile(beside) or os.path.isfile(f"{prefix}{named}"):
+        return named
+    return inside
 
 
 def below(path: str, prefix: str) -> str:

@@ -52,7 +52,8 @@ or a single file, given as DATA.DATA_PATH: {root}/all.csv
 or a file or folder elsewhere, as -dataset csv:/lists/all.csv, with -data_path as the folder of the images.
 It is split by its column split, which holds train, val or test; without one by DATA.VAL_FRACTION.
 Paths are relative to the file, or else to -data_path; a target is a name or a whole number from 0. With
-DATA.MULTI_LABEL=true a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1.
+DATA.MULTI_LABEL=true a target is a list of any length, such as cat;dog, or every column but the path is a class and
+holds 0 or 1.
 Columns file_1, file_2 and so on are files of one image, with its channels in this order."""
 
 ADVICE = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."

@@ -188,11 +188,39 @@ def test_colours_that_tell_a_class_or_that_a_split_lacks_are_named(check: Check,
     for number in range(12):
         save_image(tree / "val/bee" / f"more{number}.jpg", 2000 + number)
     done, found = check(tree)
-    assert "note: perhaps of another source, by their format, colours or size: 2\n" in done.out
+    said = "properties (format, colours, size) that tell classes or splits apart, perhaps of another source: 2\n"
+    assert f"note: {said}" in done.out
     assert found["notes"]["of_another_source"] == [
-        "colours grey: 20 of 20 images are ant, of the others 24 %; a model may take the one for the other",
+        "colours grey: 20 of 30 images of ant, 0 of 32 of the other classes; a model may go by it",
         "colours grey: none of 20 images in validation, where chance puts 6",
     ]
+
+
+def test_a_size_that_all_classes_but_one_share_is_named(check: Check, tmp_path: Path) -> None:
+    for number in range(96):
+        size = (36 + number % 7, 40) if number % 4 == 0 else (48, 40)
+        name = "ant" if number % 4 == 0 else CLASSES[1 + number % 2]
+        save_image(tmp_path / "data" / name / f"{number}.png", number, size=size)
+    found = check(tmp_path / "data")[1]["notes"]["of_another_source"]
+    assert found == ["size 48 x 40: 0 of 24 images of ant, 72 of 72 of the other classes; a model may go by it"]
+
+
+def test_images_of_equal_pixels_in_other_bytes_are_copies(check: Check, tree: Path, tmp_path: Path) -> None:
+    for name in ("train/ant/0", "val/ant/0"):
+        image = Image.open(tree / f"{name}.jpg")
+        image.save(tree / "train/ant" / f"{name.replace('/', '_')}.png", compress_level=1)
+        image.save(tree / f"{name}.png", compress_level=9)
+        (tree / f"{name}.jpg").unlink()
+    done, found = check(tree, "-fix", tmp_path / "fix.txt", code=1)
+    assert "DEFECT: duplicates within a split: 1, 1 with the same pixels in other bytes\n" in done.out
+    overlap = "DEFECT: in two splits (training images in another, or validation images in test): 1"
+    assert f"{overlap}, 1 with the same pixels in other bytes\n" in done.out
+    (one,) = found["defects"]["in_both_parts"]
+    assert one["kind"] == "pixels"
+    assert "the same pixels, in other bytes, as" in one["about"]
+    assert "1 training images: also in another split (the same pixels in other bytes)" in done.out
+    assert "train/ant/val_ant_0.png" in lines_of(tmp_path / "fix.txt")
+    check(tree, f"DATA.EXCLUDE={tmp_path / 'fix.txt'}")
 
 
 def test_masks_beside_their_images_are_named(check: Check, tree: Path, vitamp: Vitamp) -> None:
@@ -379,6 +407,24 @@ def test_images_that_look_like_those_of_other_classes_are_no_copies(
     assert [file.name for file in out.iterdir()] == ["alike.html"], "no list"
 
 
+def test_copies_are_not_told_from_images_that_look_alike_in_every_class(
+    check: Check, weights: tuple[object, ...], tmp_path: Path
+) -> None:
+    root, out = tmp_path / "data", tmp_path / "alike"
+    write_photographs(root / "train", range(60))
+    write_photographs(root / "val", range(60, 80))
+    for number in range(12):
+        of = CLASSES[number % 3]
+        to = CLASSES[(number + (number < 4)) % 3]
+        edit(root / f"train/{of}/{number}.png", root / f"val/{to}/copy{number}.png", cropped)
+    done, _ = check(root, "-alike", out, *weights)
+    assert "Whether edited copies are in both splits cannot be told here" in done.out
+    assert "of pairs as similar as copies, 33 % have two labels, of the next similar ones" in done.out
+    assert "12 of" not in done.out
+    assert "Defects: " not in done.out
+    assert [file.name for file in out.iterdir()] == ["alike.html"], "no list"
+
+
 def test_no_table_where_most_images_would_be_one_group(
     check: Check, weights: tuple[object, ...], tmp_path: Path
 ) -> None:
@@ -387,7 +433,9 @@ def test_no_table_where_most_images_would_be_one_group(
     for number in range(11):  # so few of them are in training that they may be copies
         edit(root / "ant/0.png", root / f"ant/series{number}.png", lambda image: image)
     done, _ = check(root, "-alike", out, *weights, "DATA.VAL_FRACTION=0.4", code=1)
-    assert "No table is written: 12 of 71 images, each like the next, would be one group." in done.out
+    assert "No table is written. It would put images that look alike into one group" in done.out
+    assert "Here one group would have 12 of 71 images: each looks like the next" in done.out
+    assert "list those that are copies in a file for DATA.EXCLUDE" in done.out
     assert not (out / "groups.csv").exists()
 
 
@@ -407,6 +455,11 @@ def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[o
     words = "-alike", out, *weights, "DATA.VAL_FRACTION=0.4", "DATA.GROUP=group"
     split, _ = check(root / "groups.csv", *words, dataset="csv")
     assert "No image looks" in split.out
+    (root / "groups.csv").unlink()
+    table = f"csv:{out / 'groups.csv'}"
+    assert f"train with -dataset {table} -data_path {root} DATA.GROUP=group, and check" in done.out
+    split, _ = check(root, "DATA.VAL_FRACTION=0.4", "DATA.GROUP=group", dataset=table)
+    assert "Training split: 42 images" in split.out or "Training split: 41 images" in split.out
     # A test split that is kept stays; what training has of it goes.
     write_photographs(tmp_path / "kept/test", range(90, 96))
     edit(root / "ant/copy0.png", tmp_path / "kept/test/ant/0.png", lambda image: image.crop((1, 1, 94, 63)))
@@ -481,6 +534,7 @@ def test_series_of_names_in_several_splits_are_named(check: Check, tmp_path: Pat
     assert hint
     assert (hint[2], hint[4]) == (images, does)
     assert 0.4 < int(hint[1]) / int(hint[2]) < 0.7
+    assert hint[3] == f"DATA.GROUP=name{'_start' if 'shot' in name else ''}"
     grouped, _ = check(tmp_path / "data", hint[3])
     assert "the names of" not in grouped.out
     assert ("in more than one split, such as" in grouped.err) == split

@@ -140,6 +140,7 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
     for data, weights, named in (
         ("hf:ylecun/mnist", "vit_tiny_patch16_224", ("ylecun/mnist", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")),
         ("hf:/secret/images", "/secret/weights.pth", (None, None)),
+        ("csv:/secret/images.csv", None, (None, None)),
         ("cifar10", None, (None, None)),
         ("imagenet2012", None, (None, None)),
         ("digits", None, (None, None)),

@@ -400,6 +400,9 @@ def test_copies_of_training_images_are_named(run: Path) -> None:
     assert f"{favoured}checkpoints that remember them: on new images, others may be better." in of(23, 400)
     assert favoured not in of(19, 400), "fewer than 5 %"
     assert favoured not in of(9, 400, alike=(200, 400, 10)), "the model may hardly tell them apart"
+    assert favoured not in of(9, 400, alike=(40, 400, 2, 30, 20)), "many of those that look alike have two labels"
+    assert favoured in of(9, 400, alike=(40, 400, 2, 38, 20)), "few copies have wrong labels"
+    assert favoured in of(9, 400, alike=(40, 400, 2, 36, 20)), "a fifth as often as less similar images"
     change(run, "config.yaml", lambda text: f"{text}MODEL: {{NEW_CLASSIFIER: probe, PRETRAINED: w.pth}}\n")
     alike = of(9, 400, alike=(20, 400, 2))
     assert f"{favoured}the probe, which works like nearest neighbours, and checkpoints" in alike

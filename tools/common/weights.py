@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from datasets.base import HUB_PREFIX
+from datasets.base import CSV_PREFIX, HUB_PREFIX
 from datasets.shards import hub
 from engine.checkpoint.find import OtherVersion, resumable
 from engine.checkpoint.folder import raising_os_errors
@@ -251,6 +251,8 @@ def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
     dataset = str(public.get(DATASET))
     if dataset.startswith(HUB_PREFIX) and hub.is_path(dataset.removeprefix(HUB_PREFIX)):
         public[DATASET] = HUB_PREFIX  # without the key, the default would name another data set
+    if dataset.startswith(CSV_PREFIX):
+        public[DATASET] = "csv"
     choices = {key: value for key, value in chosen.choices.items() if key not in PRIVATE}
     return {"settings": public, "choices": choices, "fp32_modules": fp32_modules(chosen)}
 

@@ -48,6 +48,17 @@ def test_exclude_accepts_every_form_of_a_line(names, listed: Path, line: str) ->
     assert val == [f"{i}.png" for i in range(1, 7)]
 
 
+def test_a_list_may_be_anywhere_with_paths_relative_to_it(listed: Path, tmp_path: Path) -> None:
+    for place, lines in ((listed / "train", "4.png\ntrain/5.png"), (tmp_path / "lists/mine", "../../{}/train/4.png")):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "out.txt").write_text(lines.format(listed.relative_to(tmp_path)))
+        data = settings(DATA_PATH=str(listed), EXCLUDE=str(place / "out.txt"))
+        train = open_dataset(data, True, 3, 0, CPU).single_images()
+        assert train is not None
+        left = {f"{number}.png" for number in range(12)} - {Path(train.name(i)).name for i in range(len(train))}
+        assert left == ({"4.png", "5.png"} if place.name == "train" else {"4.png"})
+
+
 def test_exclude_accepts_bom_and_hash_in_names(names, listed: Path) -> None:
     text = (listed / "train_list.txt").read_text()
     (listed / "train" / "c # 4.png").write_bytes((listed / "train" / "4.png").read_bytes())

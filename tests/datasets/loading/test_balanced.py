@@ -44,6 +44,7 @@ def test_repeated_augmentation_repeats_drawn_samples() -> None:
     assert len(set(repeated.tolist())) == len(repeated)
     assert repeated.max() // len(LABELS) + 1 == order.copies == 40
     assert order.words().endswith("200 images of each of 5 classes per epoch, each image at most 40 times")
+    assert "balanced: up to 200 images of each" in order.words(whole=False)
 
 
 def test_copies_of_an_image_are_augmented_differently() -> None:

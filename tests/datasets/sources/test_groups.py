@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from datasets import open_dataset
-from datasets.sources.grouped import split_by_group
+from datasets.sources.grouped import groups_in_paths, split_by_group
 from engine.evaluation.linear import folds_of
 from engine.report.intervals import (
     balanced_accuracy_interval,
@@ -106,6 +106,12 @@ def test_paths_and_columns_name_groups(vitamp: Vitamp, tiny: Path, tmp_path: Pat
     table = ("-dataset", "csv", "-data_path", tmp_path / "all.csv")
     done = train(vitamp, tiny, *table, "DATA.GROUP=who", "DATA.FOLD=2/3", code=0)
     assert "32 training and 16 validation images" in done.out
+
+
+def test_words_name_parts_of_file_names_as_groups() -> None:
+    paths = ["ant/p1_007.jpg", "bee/p1_8.jpg", "bee/p1-left 3.jpg", "p2/31.jpg", "b/p3_1.tif\0b/p3_2.tif"]
+    assert groups_in_paths(paths, DataConfig(GROUP="name")) == ["p1_", "p1_", "p1-left ", "p2/", "p3_"]
+    assert groups_in_paths(paths, DataConfig(GROUP="name_start")) == ["p1", "p1", "p1", "31.jpg", "p3"]
 
 
 @pytest.mark.parametrize("kind", ["csv", "imagefolder"])

@@ -78,6 +78,18 @@ def test_unknown_layout_is_an_error_with_the_known_ones(tmp_path: Path) -> None:
     assert recognise(str(tmp_path / "nowhere")) is None, "the data set's own check reports it"
 
 
+@pytest.mark.parametrize("dataset", [None, "imagefolder", "csv", "imagenet2012", "shards", "images"])
+def test_a_mistyped_folder_is_answered_by_the_one_that_is_there(
+    tmp_path: Path, vitamp: Vitamp, dataset: str | None
+) -> None:
+    (tmp_path / "xray/small").mkdir(parents=True)
+    words = ("-dataset", dataset) if dataset else ()
+    for typed, meant in (("xry", "xray"), ("xry/small", "xray/small"), ("xry/other", "xray"), ("q", "")):
+        done = vitamp("-data_path", tmp_path / typed, *words, "-num_classes", 2, code=2)
+        assert (f"(did you mean {tmp_path / meant}?)" in done.err) == bool(meant)
+        assert ("did you mean" in done.err) == bool(meant)
+
+
 @pytest.mark.parametrize("below", ["", "images"])
 def test_a_table_beside_its_images_is_offered(tmp_path: Path, vitamp: Vitamp, below: str) -> None:
     table = tmp_path / "labels.csv"

@@ -58,6 +58,23 @@ def parts(data: DataConfig, classes: int = 10) -> list[list[tuple[str, int]]]:
     return found
 
 
+@pytest.mark.usefixtures("table")
+def test_a_table_may_be_anywhere_with_paths_below_the_data(tmp_path: Path) -> None:
+    lists = tmp_path / "elsewhere"
+    lists.mkdir()
+    for name in ("all.csv", "train.csv", "val.csv"):
+        (lists / name).write_text(rows(ANIMALS))
+    for place in (lists / "all.csv", lists):
+        data = settings(DATASET=f"csv:{place}", DATA_PATH=str(tmp_path), VAL_FRACTION=0.5)
+        train, val = parts(data)
+        assert {*train, *val} == {(f"{n}.png", ["ant", "bee", "cat"].index(name)) for n, name in enumerate(ANIMALS)}
+        assert count_classes(data, train=True) == 3
+    with pytest.raises(UserError, match=re.escape(f"DATA.DATASET (-dataset): there is no file {lists}/no.csv")):
+        check_dataset(data.changed(DATASET=f"csv:{lists}/no.csv"), 10)
+    with pytest.raises(UserError, match=r"names 0\.png, but there is no file"):
+        check_dataset(data.changed(DATA_PATH=str(lists)), 10)
+
+
 def two(table: Callable[..., Path], train: str, val: str) -> Path:
     table(train, "train.csv")
     return table(val, "val.csv").parent

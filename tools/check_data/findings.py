@@ -294,7 +294,7 @@ class _Scanner(Dataset[Any]):
             damage = decoding.damage_of(encoded)
         digest = same = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
         if (whole != whole[0, 0]).any():
-            same = hashlib.blake2b(np.ascontiguousarray(whole), digest_size=16, key=str(whole.shape).encode()).digest()
+            same = hashlib.blake2b(whole.tobytes(), digest_size=16, key=str(whole.shape).encode()).digest()
         header = decoding.header_of(encoded, self.data)
         if self.data.is_plain:
             return Scan("", "", digest, same, header, damage, self.out.numpy().tobytes())
@@ -458,7 +458,7 @@ def _sources(splits: list[Split], usual: str) -> Iterator[str]:
         told = list[np.ndarray]()
         for at in np.argsort(counts, kind="stable")[counts >= AT_LEAST].tolist():
             value, count, row = values[at], counts[at], by_class[[at]].toarray()[0]
-            common = count > len(images) / 2
+            common = bool(count > len(images) / 2)
             chosen = _told_by(row, of_class, common)
             if chosen is not None and not any(np.array_equal(chosen, one) for one in told):
                 told += [chosen, ~chosen]

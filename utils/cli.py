@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from utils.config.keys import default_of, settings
@@ -19,8 +20,10 @@ from utils.errors import EXIT_DONE, UserError, either, nearest
 from utils.flags import BY_NAME, FLAGS, IGNORED, RANK_FLAGS, Action, Flag, Positional
 from utils.precisions import amp_settings_of
 from utils.program import INSTALLED, help_here
-from utils.record.run_folder import versions
+from utils.record.run_folder import is_run_folder, versions
 from vitamp import __version__
+from vitamp.checkpoints import INDEX
+from vitamp.meta import META
 
 WIDTH = 100
 """Columns of -h."""
@@ -69,6 +72,9 @@ class Parser(argparse.ArgumentParser):
             program,
             *(f"{one.metavar}{' ...' if one.nargs in ('+', '*') else ''}" for one in positionals),
         ]
+        self.takes_folder = settings and all(one.nargs == "?" for one in positionals)
+        """Whether a word that is a folder of images is the value of -data_path."""
+        usage += ["[DIR]"] if self.takes_folder else []
         usage += ["[-flag value ...]", *(["[KEY=VALUE ...]"] if settings else [])]
         super().__init__(
             program,
@@ -112,6 +118,7 @@ class Parser(argparse.ArgumentParser):
             sys.exit(EXIT_DONE)
         flags: list[str] = []
         positionals: list[str] = []
+        folders: list[str] = []
         words: dict[str, str] = {}
         unknown: list[tuple[str, str]] = []
         strays: list[UserError] = []
@@ -125,6 +132,8 @@ class Parser(argparse.ArgumentParser):
                 # One of our keys in small letters is a mistake, for which there is a suggestion.
                 if word and (word[1].isupper() or word[1].upper() not in settings()):
                     words[word[1]] = word[2]
+                elif self.takes_folder and _may_hold_data(Path(text)):
+                    folders.append(text)
                 elif (len(positionals) < len(self.positionals) or many) and not (self.settings and "=" in text):
                     positionals.append(text)
                 else:
@@ -147,6 +156,12 @@ class Parser(argparse.ArgumentParser):
 
             raise unknown_flags(unknown, strays, self.known, self.settings)
         positionals += files
+        if folders:
+            named = [*folders, *(flag for flag in flags if flag.startswith("-data_path="))]
+            named += [key for key in words if key == "DATA.DATA_PATH"]
+            if len(named) > 1:
+                raise UserError(f"{' and '.join(named)} name the data more than once; give one folder.")
+            flags.append(f"-data_path={folders[0]}")
         return vars(self.parse_args([*flags, *(["--"] if positionals else []), *positionals])), words
 
     def _take_value(self, flag: Flag, rest: list[str]) -> str | None:
@@ -162,6 +177,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; -h lists all arguments.")
+
+
+def _may_hold_data(folder: Path) -> bool:
+    """Whether it is a folder, and no run nor checkpoint."""
+    return folder.is_dir() and not is_run_folder(folder) and not any((folder / name).exists() for name in (META, INDEX))
 
 
 def _take_foreign_value(rest: list[str]) -> str:
@@ -198,6 +218,8 @@ def _value(name: str, argument: Flag | Positional, text: str) -> Any:
 
 def parse(argv: Sequence[str], program: str) -> CommandLine:
     """Parse the command line of an entry script. -h prints and exits with code 0."""
+    if not argv:
+        raise UserError(help_here(WITHOUT_WORDS.format(program=program)))
     return command_line(*entry_parser(program).read(argv))
 
 
@@ -244,6 +266,12 @@ Trains a Vision Transformer, with -amp in mixed precision. Examples:
   python {program} -cfg configs/vit_digits.yaml -output output/mine -resume auto
   python {program} -eval -resume output/mine
   python {program} -cfg configs/vit_digits.yaml -amp -dry_run TRAIN.BASE_LR=1e-3"""
+
+WITHOUT_WORDS = """\
+nothing to train is named.
+  quickstart: python {program} -cfg configs/vit_digits.yaml -amp
+  own images: python {program} DIR -cfg configs/finetune.yaml -amp
+  all flags:  python {program} -h"""
 
 USAGE_END = (
     "-flag value, -flag=value and --flag value are equivalent, and so are - and _ inside a name. KEY=VALUE, such as "

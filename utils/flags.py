@@ -126,7 +126,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("DATA.DATASET",),
             default_text="recognised in -data_path",
         ),
-        Flag("data_path", "folder of the data set", "DIR", ("DATA.DATA_PATH",)),
+        Flag("data_path", "folder of the data set; a folder needs no -data_path before it", "DIR", ("DATA.DATA_PATH",)),
         Flag("columns", "columns of a csv table's paths and labels", "file=NAME,label=NAME", ("DATA.COLUMNS",)),
         Flag(
             "part",

@@ -159,8 +159,10 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
     elif is_run_folder(Path(text)):
         read_by = f"`{tool('evaluate')} {text}` evaluates it, `{tool('report')} RUN RUN` compares two"
         advice = f" It is a run: training takes it as -resume {text}, {read_by}."
-    elif "data_path" in known and ("/" in text or Path(text).exists()):
+    elif "data_path" in known and Path(text).exists():
         advice = f" Did you mean -data_path {text}?"
+    elif "data_path" in known and "/" in text:
+        advice = " There is no such file or folder for -data_path."
     elif before is not None and before.name == "amp":
         advice = f" {amp_advice(text)}"
     elif before is not None and not before.value:

@@ -33,6 +33,22 @@ def test_too_few_open_files_are_refused(tiny: Path) -> None:
     assert (done.returncode, done.stderr.count("error: ulimit -n is 20;")) == (2, 1), done.stderr
 
 
+@pytest.mark.parametrize("script", ["main_single_gpu.py", "main_multi_gpu.py"])
+def test_a_bare_command_is_answered_with_three_commands(vitamp: Vitamp, tmp_path: Path, script: str) -> None:
+    first, *lines = vitamp(script=script, code=2).err.splitlines()
+    assert first == "error: nothing to train is named."
+    commands = dict(line.strip().split(":", 1) for line in lines)
+    assert list(commands) == ["quickstart", "own images", "all flags"]
+    for number in range(4):
+        save_image(tmp_path / f"{number % 2}" / f"{number}.jpg", number)
+    for command in commands.values():
+        python, name, *words = command.replace("DIR", f"{tmp_path}").split()
+        assert (python, name) == ("python", script)
+        result = vitamp(*words, "-print_config", script=script, code=0)
+        if str(tmp_path) in words:
+            assert f"DATA_PATH: {tmp_path} " in result.out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

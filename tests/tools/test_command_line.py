@@ -10,8 +10,10 @@ import pytest
 from tests.program import ROOT, Vitamp, save_image
 from tests.refused import refusal
 from tests.tools.conftest import interrupted
+from tools.check_labels import command as check_labels
 from tools.common.command_line import Tool, ToolLine, above_zero, tool
 from tools.common.output_file import check_output_file, writing
+from tools.evaluate import command as evaluate
 from tools.export import command as export
 from utils.errors import EXIT_INTERRUPTED, UserError
 from utils.flags import Flag, whole
@@ -41,6 +43,19 @@ def test_own_flags_and_those_of_the_run_are_kept_apart() -> None:
     assert loaded.sources["DATA.DATASET"] == "SRC"
 
 
+def test_a_folder_is_the_data_path_unless_it_is_the_model(tmp_path: Path) -> None:
+    data, run = tmp_path / "photos", tmp_path / "run"
+    data.mkdir()
+    (run / "checkpoints").mkdir(parents=True)
+    here = {"DATA.DATA_PATH": (str(data), "-data_path")}
+    assert read(str(data), "-count", "3").run.flags == here
+    by_features = check_labels.TOOL.read([str(run), str(data)])
+    assert (by_features.asked.path, by_features.run.flags) == (str(run), here)
+    by_training = check_labels.TOOL.read([str(data)])
+    assert (by_training.asked.path, by_training.run.flags) == (None, here)
+    assert evaluate.TOOL.read([str(data)]).asked.path == [str(data)], "which takes several models"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -64,7 +79,7 @@ def test_help_shows_own_flags_and_exits_with_0(word: str, capsys: pytest.Capture
         read("-count", "3", word)
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("usage: python scripts/tool.py [-flag value ...] [KEY=VALUE ...]\n\nWhat it does.\n")
+    assert shown.startswith("usage: python scripts/tool.py [DIR] [-flag value ...] [KEY=VALUE ...]\n\nWhat it does.\n")
     assert "\nFlags of this tool:\n  -out FILE.png  where to\n  -count N       how many (default: 7)\n" in shown
     assert "-num_classes" not in shown
 

@@ -165,12 +165,25 @@ def test_a_run_as_an_argument_gets_the_commands_that_read_one(tmp_path: Path) ->
     assert f"It is a run: training takes it as -resume {tmp_path}, `python " in error_of(f"{tmp_path}")
 
 
+def test_a_word_that_is_a_folder_is_the_data_path(tmp_path: Path) -> None:
+    line = read(f"-amp {tmp_path} SEED=1")
+    assert line.flags["DATA.DATA_PATH"] == (str(tmp_path), "-data_path")
+    assert (line.words, line.flags["AMP.ENABLED"]) == ({"SEED": "1"}, (True, "-amp"))
+    assert read(f"-output {tmp_path}").flags == {"OUTPUT": (str(tmp_path), "-output")}
+    for other in (f"{tmp_path.parent}", "-data_path x", "DATA.DATA_PATH=x"):
+        named = other.replace(" x", "=x").removesuffix("=x" if other[0] == "D" else " ")
+        assert f"{tmp_path} and {named} name the data more than once" in error_of(f"{tmp_path} {other}")
+    (tmp_path / "table.csv").touch()
+    assert f"Did you mean -data_path {tmp_path}/table.csv?" in error_of(f"{tmp_path}/table.csv")
+    assert "Did you mean -data_path" not in error_of(f"{tmp_path}/nothing")
+
+
 def test_unknown_flags_of_a_timm_command_are_reported_together() -> None:
     line = "/data/in1k --model vit_tiny_patch16_224 --opt adamw --lr 1e-3 --aa rand-m9-mstd0.5-inc1 --model-ema"
     assert error_of(f"{line} --drop-path 0.1 data/b --sched cosine -amp").splitlines() == [
         "7 unknown arguments; -h lists all flags, docs/migrating.md those of other programs:",
-        "  unrecognised argument '/data/in1k'. Did you mean -data_path /data/in1k?",
-        "  unrecognised argument 'data/b'. Did you mean -data_path data/b?",
+        "  unrecognised argument '/data/in1k'. There is no such file or folder for -data_path.",
+        "  unrecognised argument 'data/b'. There is no such file or folder for -data_path.",
         "  --opt. Did you mean TRAIN.OPTIMIZER.NAME=adamw?",
         "  --aa. Did you mean TRAIN.RAND_AUGMENT=true?",
         "  --model-ema. Did you mean TRAIN.MODEL_EMA=true?",

@@ -54,8 +54,12 @@ def similar_models(name: str, more: Sequence[str] = ()) -> str:
 
     `more`: other names that are possible, such as those of weights.
     """
+    from utils.foreign_flags import MODELS
+
     known = timm.list_models()
     beginning = name.casefold()
+    if beginning in MODELS:
+        return f" Did you mean {MODELS[beginning]}, which torchvision calls so?"
     if not any(one.startswith(beginning) for one in known):
         possible = [*known, *RECIPES, *more]
         beginning = closest(name, [*_beginnings(known), *RECIPES, *more])

@@ -30,7 +30,8 @@ WIDTH = 100
 
 WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*|[A-Za-z_]\w*\.[A-Za-z_]\w*)=(.*)", re.DOTALL)
 """A setting, or one of the user's own code (focal.gamma=1.5)"""
-FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+FLAG = re.compile(r"--?([A-Za-z][\w-]*|(?<=--)[A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+"""One with dots is another program's, such as --trainer.max_epochs."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Parser(argparse.ArgumentParser):
             group = self.add_argument_group(title) if title else self
             for one in positionals if title == next(iter(groups)) else ():
                 options: dict[str, Any] = {"metavar": one.metavar, "nargs": one.nargs, "help": one.about}
-                group.add_argument(one.name, type=partial(_value, one.metavar, one), **options)
+                group.add_argument(one.name, type=partial(value_of, one.metavar, one), **options)
             for flag in flags:
                 if flag.name in self.known:  # a tool's own, which has the name of a hidden one
                     continue
@@ -102,7 +103,7 @@ class Parser(argparse.ArgumentParser):
                 options = {"dest": flag.name, "required": flag.required, "help": text, "action": "store_true"}
                 if flag.value:
                     options |= {"action": "append" if flag.append else "store", "metavar": flag.value.strip("[]")}
-                    options["type"] = partial(_value, f"-{flag.name}", flag)
+                    options["type"] = partial(value_of, f"-{flag.name}", flag)
                     options |= {"nargs": "?", "const": flag.const} if flag.optional_value else {}
                 group.add_argument(f"-{flag.name}", **options)
 
@@ -201,9 +202,11 @@ def help_text(flag: Flag) -> str:
     return about if default in (None, ()) or isinstance(default, bool) else f"{about} (default: {default})"
 
 
-def _value(name: str, argument: Flag | Positional, text: str) -> Any:
+def value_of(name: str, argument: Flag | Positional, text: str) -> Any:
+    """The value that `text` gives an argument, which errors call `name`."""
     if isinstance(argument, Flag):
-        if not text and not argument.optional_value:
+        # True is what switches of other programs take: -pretrained=True
+        if text.casefold() in ("", "true", "false") and argument.value and not argument.optional_value:
             raise UserError(f"{name} needs a value: {name} {argument.value} ({argument.about})")
         if argument.choices and text not in argument.choices:
             from utils.foreign_flags import why_not

@@ -223,7 +223,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("THREADS",),
             default_text="what SLURM reserves, else cores / ranks on this machine",
         ),
-        Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",), default_text="nccl on GPUs, gloo on CPUs"),
+        Flag(
+            "backend",
+            "nccl or gloo",
+            "NAME",
+            ("DIST.BACKEND",),
+            default_text="nccl on GPUs, gloo on CPUs",
+            choices=("nccl", "gloo"),
+        ),
         *RANK_FLAGS,
     ),
 }

@@ -25,6 +25,7 @@ TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 INSTEAD: dict[str, list[str]] = TABLE["instead"]
 ABSENT: dict[str, list[str]] = TABLE["absent"]
 GONE: dict[str, list[str]] = TABLE["gone"]
+MODELS: dict[str, str] = TABLE["models"]
 CLOSE, CLOSE_WORD = 0.7, 0.85
 """Similarity from which a flag, or a KEY=VALUE word, is taken for one of ours: a wrong suggestion is worse than none"""
 ANY_VALUE = "..."
@@ -47,7 +48,7 @@ def unknown_flags(
 
 def suggest_flag(flag: str, value: str, known: list[str], takes_settings: bool) -> str:
     """' Did you mean TRAIN.SMOOTHING=0.1?' for `-label_smoothing 0.1`; '' if nothing is close. `known`: our flags."""
-    name = flag.lstrip("-").replace("-", "_")
+    name = flag.lstrip("-").replace("-", "_").rpartition(".")[2]
     if advice := by_table(name, value, known, takes_settings):
         return advice
     same = [key for key in settings() if takes_settings and key.rpartition(".")[2] == name.upper()]
@@ -153,7 +154,7 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
     if text.endswith((".yaml", ".yml")) and "cfg" in known:
         advice = f" Did you mean -cfg {text}?"
     elif name in known:
-        advice = f" Did you mean -{text if separator else name}?"
+        advice = _as_flag(known[name], value) if separator else f" Did you mean -{name}?"
     elif separator and takes_settings:
         advice = by_table(name, value, known) or _similar_setting(key, value)
     elif is_run_folder(Path(text)):
@@ -168,6 +169,19 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
     elif before is not None and not before.value:
         advice = f" -{before.name} takes no value."
     return UserError(f"unrecognised argument '{text}'.{advice}")
+
+
+def _as_flag(flag: Flag, value: str) -> str:
+    """Advice for `flag=value`, a flag without its dash: what is wrong with the value, or else the flag."""
+    from utils.cli import value_of
+
+    if not flag.value:
+        return f" Did you mean -{flag.name}?"
+    try:
+        value_of(f"-{flag.name}", flag, value)
+    except UserError as error:
+        return f" {error}"
+    return f" Did you mean -{flag.name}={value}?"
 
 
 def _similar_setting(key: str, value: str) -> str:

@@ -3,8 +3,11 @@
 import re
 
 import pytest
+import timm
+import torchvision
 from pydantic import ValidationError
 
+from models.refusals import similar_models
 from tests.lint import for_each
 from tests.program import ROOT, Vitamp
 from utils.cli import Parser, parse
@@ -13,7 +16,7 @@ from utils.config.keys import nested, settings
 from utils.config.paddlevit import FIXED as OF_PADDLEVIT
 from utils.errors import UserError
 from utils.flags import BY_NAME, FLAGS
-from utils.foreign_flags import ABSENT, ANY_VALUE, GONE, INSTEAD
+from utils.foreign_flags import ABSENT, ANY_VALUE, GONE, INSTEAD, MODELS
 
 OF_TIMM_AND_TORCHVISION = """
 c config data-dir dataset train-split val-split train-num-samples val-num-samples dataset-download class-map
@@ -38,7 +41,7 @@ variable-batch-loss-scale naflex-loader naflex-train-seq-lens naflex-max-seq-len
 naflex-patch-size-probs naflex-loss-scale naflex-patchify-channels-first kd-model-name kd-distill-type
 kd-loss-type distill-loss-weight task-loss-weight kd-temperature kd-student-feature-dim kd-teacher-feature-dim
 kd-token-distill-type data-path wd norm-weight-decay bias-weight-decay transformer-embedding-decay
-label-smoothing mixup-alpha cutmix-alpha lr-scheduler lr-warmup-epochs lr-warmup-method lr-warmup-decay
+post-training-quantize label-smoothing mixup-alpha cutmix-alpha lr-scheduler lr-warmup-epochs lr-warmup-method lr-warmup-decay
 lr-step-size lr-gamma lr-min print-freq output-dir cache-dataset test-only auto-augment ra-magnitude
 augmix-severity random-erase world-size dist-url model-ema-steps use-deterministic-algorithms val-resize-size
 val-crop-size train-crop-size clip-grad-norm ra-sampler ra-reps weights backend use-v2
@@ -52,7 +55,11 @@ def error_of(*argv: str, **tool: object) -> str:
     return str(caught.value)
 
 
-@for_each([(flag, ours) for ours, flags in INSTEAD.items() for flag in flags])
+OF_TOOLS = ("-to",)
+"""Flags that the entry scripts lack"""
+
+
+@for_each([(flag, ours) for ours, flags in INSTEAD.items() for flag in flags if ours not in OF_TOOLS])
 def test_flag_of_another_program_gets_our_flag_or_setting(both: tuple[str, str]) -> None:
     (name, *own_value), ours = both[0].split(), both[1].partition(" and ")[0]
     assert name not in BY_NAME
@@ -69,7 +76,7 @@ def test_flag_without_an_equivalent_says_why(both: tuple[str, str]) -> None:
     assert both[1][1:] in error_of(*f"--{both[0]}".split())
 
 
-@for_each(list(INSTEAD))
+@for_each([ours for ours in INSTEAD if ours not in OF_TOOLS])
 def test_what_is_suggested_is_accepted(ours: str) -> None:
     """Flags exist, keys exist, and values are valid."""
     ours, _, besides = ours.partition(" and ")
@@ -120,6 +127,32 @@ def test_flags_and_values_of_tools_that_are_gone_say_so(vitamp: Vitamp) -> None:
         assert " It is gone: " in vitamp(*rest, script=f"scripts/{tool}", code=2).err
 
 
+def test_format_of_an_export_is_to(vitamp: Vitamp) -> None:
+    said = vitamp("x", "-format", "onnx", script="scripts/export.py", code=2).err
+    assert "unknown flag -format. Did you mean -to?" in said
+
+
+def test_models_of_torchvision_are_those_of_timm() -> None:
+    for theirs, ours in MODELS.items():
+        assert theirs in torchvision.models.list_models(), theirs
+        assert theirs not in timm.list_models(), theirs
+        assert similar_models(theirs) == f" Did you mean {ours}, which torchvision calls so?"
+        assert ours in timm.list_models(), ours
+    for theirs in ("vit_b_16", "swin_v2_t", "mobilenet_v3_small"):  # but for tables of positions, the same weights
+        there = sum(weight.numel() for weight in torchvision.models.get_model(theirs).parameters())
+        here = sum(weight.numel() for weight in timm.create_model(MODELS[theirs]).parameters())
+        assert abs(here / there - 1) < 1e-3, theirs
+
+
+@pytest.mark.parametrize("value", ["True", "true", "False"])
+def test_flags_that_take_a_value_are_no_switches(vitamp: Vitamp, value: str) -> None:
+    for name in ("pretrained", "resume"):
+        for word in (f"-{name}={value}", f"{name}={value}"):
+            assert f"-{name} needs a value: -{name} " in vitamp("-cfg", "vit_digits", word, code=2).err
+    assert f"Did you mean -model={value}x?" in error_of(f"model={value}x")
+    assert "Did you mean -eval? " in f"{error_of(f'eval={value}')} "
+
+
 @pytest.mark.parametrize(
     ("word", "advice"),
     [
@@ -132,6 +165,16 @@ def test_flags_and_values_of_tools_that_are_gone_say_so(vitamp: Vitamp) -> None:
         ("box=7.5", "Settings have the form KEY=VALUE"),
         ("trainer.max_epochs=3", "needs its file: -use FILE. Did you mean -epochs?"),
         ("optimizer.lr=3", "needs its file: -use FILE. Did you mean -lr?"),
+        ("--trainer.max_epochs=3", "unknown flag --trainer.max_epochs. Did you mean -epochs?"),
+        ("--trainer.epochs=3", "unknown flag --trainer.epochs. Did you mean -epochs?"),
+        ("--data.batch_size=8", "unknown flag --data.batch_size. Did you mean DATA.BATCH_SIZE=8?"),
+        ("device=0", "'device=0'. -device 0: takes cpu, cuda or mps; for these GPUs, write CUDA_VISIBLE_DEVICES=0"),
+        ("task=classify", "Not needed: this program classifies images."),
+        ("out=x", "Did you mean -output?"),
+        ("method=dino", "-mae_pretrain learns without labels"),
+        ("steps=90", "Did you mean TRAIN.MAX_UPDATES=90?"),
+        ("overwrite=True", "Not available here: no run is overwritten"),
+        ("model_args={}", "Not available here: each setting has its own key"),
     ],
 )
 def test_words_of_other_programs_get_the_right_hint_or_none(vitamp: Vitamp, word: str, advice: str) -> None:
@@ -146,6 +189,7 @@ def test_value_of_the_other_program_is_suggested_only_if_it_is_valid_here() -> N
     assert "TRAIN.MIXUP_PROB=0.5?" in error_of("--mixup-prob", "0.5")
     assert "TRAIN.OPTIMIZER.NAME=nesterov or TRAIN.OPTIMIZER.NAME=SGD? " in error_of("--opt", "sgd")
     assert "TRAIN.WARMUP_START_LR=...?" in error_of("--lr-warmup-decay", "0.01"), "there a factor"
+    assert "MODEL.POOL=mean? " in error_of("--gp", "avg")
     assert "EMA_DECAY=...?" in error_of("--model-ema-decay", "0.99998"), "which torchvision scales by the batch"
 
 

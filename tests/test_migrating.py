@@ -1,6 +1,10 @@
 """What docs/migrating.md says of other programs."""
 
 import re
+from typing import Any
+
+import timm
+import torch
 
 from tests.documents import blocks, commands
 from tests.program import ROOT
@@ -104,3 +108,16 @@ def test_the_worked_command_from_torchvision_has_its_defaults() -> None:
     assert (config.TRAIN.NUM_EPOCHS, config.DATA.BATCH_SIZE) == (90, 32)
     assert list(config.DATA.IMAGENET_MEAN) == [float(part) for part in rows["DATA.IMAGENET_MEAN"].split(",")]
     assert (config.DATA.INTERPOLATION, config.TRAIN.LR_SCHEDULER.DECAY_EPOCHS) == ("bilinear", 30)
+
+
+def test_parameters_of_coat_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith("| CoaT "))
+    here, there = (re.findall(r"\d+\.\d\d", part) for part in row.split(" million parameters"))
+    for name, ours, theirs in zip(("coat_tiny", "coat_mini", "coat_small"), here, there, strict=True):
+        with torch.device("meta"):
+            model: Any = timm.create_model(name)
+        parameters = sum(weight.numel() for weight in model.parameters())
+        each = [sum(weight.numel() for weight in block.mlp2.parameters()) for block in model.parallel_blocks]
+        assert all(block.mlp2 is block.mlp3 is block.mlp4 for block in model.parallel_blocks)
+        assert (f"{parameters / 1e6:.2f}", f"{(parameters + 2 * sum(each)) / 1e6:.2f}") == (ours, theirs)

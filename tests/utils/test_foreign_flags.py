@@ -41,10 +41,11 @@ variable-batch-loss-scale naflex-loader naflex-train-seq-lens naflex-max-seq-len
 naflex-patch-size-probs naflex-loss-scale naflex-patchify-channels-first kd-model-name kd-distill-type
 kd-loss-type distill-loss-weight task-loss-weight kd-temperature kd-student-feature-dim kd-teacher-feature-dim
 kd-token-distill-type data-path wd norm-weight-decay bias-weight-decay transformer-embedding-decay
-post-training-quantize label-smoothing mixup-alpha cutmix-alpha lr-scheduler lr-warmup-epochs lr-warmup-method lr-warmup-decay
+label-smoothing mixup-alpha cutmix-alpha lr-scheduler lr-warmup-epochs lr-warmup-method lr-warmup-decay
 lr-step-size lr-gamma lr-min print-freq output-dir cache-dataset test-only auto-augment ra-magnitude
 augmix-severity random-erase world-size dist-url model-ema-steps use-deterministic-algorithms val-resize-size
 val-crop-size train-crop-size clip-grad-norm ra-sampler ra-reps weights backend use-v2
+post-training-quantize
 """
 """All flags of timm's train.py (353356e, August 2026), and by hand those of torchvision's references (0.16)"""
 

@@ -29,7 +29,7 @@ from utils.cli import parse
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.train import LOSSES
-from utils.log import IN_FULL, log
+from utils.log import log
 from utils.program import tool
 from utils.record.run_folder import CONFIG, DATA, alike_in_words, write_json
 from utils.text import counted, some_of
@@ -308,14 +308,14 @@ def median_side(samples: Samples, data: DataConfig) -> int | None:
 
 def check_data(
     config: Config, train_set: ImageDataset, val_set: ImageDataset, folder: Path | None, alike: list[int]
-) -> None:
-    """Say what the data set is like, in the log and in data.json. Images in memory, the program's own, pass.
+) -> list[str]:
+    """Notes on the data set. Logs warnings, and writes both into data.json. Images in memory, the program's own, pass.
 
     `folder` None: a dry run, which writes nothing. `alike`: as in `Findings`.
     """
     train, validation = train_set.single_images(), val_set.single_images()
     if train is None or validation is None:
-        return
+        return []
     found = examine(train, validation, config.DATA, None if train.remote else open_test(config.DATA))
     found.alike = alike
     if config.task == NO_LABELS:
@@ -326,16 +326,15 @@ def check_data(
     check = f"{tool('check_data')} {shlex.join([*settings, *use])}"
     notes = notes_of(found, config, check)
     warnings = [*warnings_of(found, config.DATA, check)]
-    for number, note in enumerate(notes):
-        log.info("%s.", note, extra=IN_FULL if number else None)  # the first says what the banner does
     for warning in warnings:
         log.warning("%s", warning)
     if folder is None:
-        return
+        return notes
     try:
         write_json(folder / DATA, {**asdict(found), "notes": notes, "warnings": warnings, "use": use})
     except OSError as error:  # only a description: the training does not need it
         log.warning("%s: cannot be written (%s).", folder / DATA, error.strerror)
+    return notes
 
 
 def _settings_of_data(argv: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from utils.config.load import load_command
 from utils.distributed.launchers import BY_HAND, MAKE_TERMINALS, read_world, world_from_launcher
 from utils.distributed.world import ALONE, World
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, AllRanksError, AllRanksUserError, TrainingError, UserError
-from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
+from utils.log import hold_warnings, log, logs_to_terminal, shorten_on_terminal, start_log, stop_holding_warnings
 from utils.program import die_with_starting_tool, started_as
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 from utils.text import redacted
@@ -189,9 +189,12 @@ def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, g
 
             die_with_launcher()
 
+        if number > 1:
+            hold_warnings(after=0)  # rank 0 logs the same
         loaded = fill_in(loaded)
         check(loaded.config)
         if number > 1:
+            stop_holding_warnings(counts=False)
             from utils.distributed.launch import self_launch
 
             os.environ[stopping.LAUNCHER_BEGAN] = str(stopping.BEGAN)
@@ -218,6 +221,8 @@ def _world_of(command: CommandLine, loaded: Loaded, many: bool) -> World:
     trains = command.action == "train" and not config.EVAL
     if trains and config.LOG_STYLE == "auto" and world.launcher not in MAKE_TERMINALS:
         shorten_on_terminal()
+    if trains:
+        hold_warnings()
     if not many and world.size > 1:
         raise UserError(
             f"{started_as('main_single_gpu.py')} was started {world.size} times ({world.launcher}), and each "

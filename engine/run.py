@@ -41,7 +41,17 @@ from utils.config.kinds import AUTO
 from utils.config.resumed import resumed_run
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, AllRanksError, AllRanksUserError, TrainingError, UserError
-from utils.log import CONTROL, DETAIL, IN_LINE, brief_terminal, log, log_lines, print_on_terminal
+from utils.log import (
+    CONTROL,
+    DETAIL,
+    IN_FULL,
+    IN_LINE,
+    brief_terminal,
+    log,
+    log_lines,
+    print_on_terminal,
+    stop_holding_warnings,
+)
 from utils.program import FOLDER_FILE
 from utils.record.folder_lock import FolderLock
 from utils.record.history import History, is_end, last_line
@@ -175,23 +185,26 @@ def _build(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyT
 
 
 def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, folder: Path | None) -> None:
-    """Log what is trained, from where, and what is wrong with the images. `folder` None: a dry run."""
-    text = banner(run, ready, folder)
-    log.info(text, extra=DETAIL)
-    if (brief := brief_terminal()) and folder is not None:
-        print_on_terminal(brief.banner(text.translate(CONTROL)))
-    for warning in ready.train_loader.order.warnings():
+    """Log what is wrong, what is trained, from where, and what the images are. `folder` None: a dry run."""
+    for warning in (*ready.train_loader.order.warnings(), *ready.warnings):
         log.warning(warning)
+    notes: list[str] = []
+    if run.world.first and run.config.DATA.CHECK != "off" and ready.train_set.single_images() is not None:
+        from datasets.examine import check_data
+
+        notes = check_data(run.config, ready.train_set, ready.val_set, folder, ready.choices.get(ALIKE) or [])
     if checkpoint:
         from engine.checkpoint.restore import log_resumption
 
         log_resumption(checkpoint, run.config, ready.parts, ready.position)
-    for warning in ready.warnings:
-        log.warning(warning)
-    if run.world.first and run.config.DATA.CHECK != "off" and ready.train_set.single_images() is not None:
-        from datasets.examine import check_data
-
-        check_data(run.config, ready.train_set, ready.val_set, folder, ready.choices.get(ALIKE) or [])
+    if folder is not None:
+        stop_holding_warnings()
+    text = banner(run, ready, folder)
+    log.info(text, extra=DETAIL)
+    if (brief := brief_terminal()) and folder is not None:
+        print_on_terminal(brief.banner(text.translate(CONTROL)))
+    for number, note in enumerate(notes):
+        log.info("%s.", note, extra=IN_FULL if number else None)  # the first says what the banner does
 
 
 def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:
@@ -260,12 +273,13 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
         groups = ready.val_set.groups()
         context = in_context(by, figure, largest_class(ready), labels, guesses, groups)
         said = [context]
+        copies = [copies_in_words(folder, advice=False)]
         if trainer.probe is not None and guesses is not None and trainer.best.update:
             said.append(beside_probe(by, history, labels, trainer.probe, guesses, groups))
         elif config.MODEL.starts_at_probe and figure is not None and trainer.best.update == 0 < trainer.position.update:
             said.append(probe_is_best(by, history))
         if context and figure is not None:
-            said.append(favoured(folder, history, config.MODEL.starts_at_probe))
+            copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
             said.append(flatters(len(history.of("val")), folder, splits))
             said.append(in_folds_instead(len(labels), folder, config.DATA, splits))
         table = read_predictions(folder, trainer.position.update) or {}  # of the last validation
@@ -274,7 +288,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
             names, folds = ready.val_set.classes or [], ready.choices.get(FOLDS)
             said += strange(labels.astype(int), seen.astype(int), names, folds, trainer.probe, groups)
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
-        log_lines((*said, copies_in_words(folder), commands))
+        log_lines((*said, " ".join(copies).strip(), commands))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best.words_after(": best "), clock(time.monotonic() - stopping.BEGAN)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from tqdm import tqdm
 
 from utils.standard_output import LineFile, OutputError, discard_output
-from utils.text import redacted
+from utils.text import counted, redacted
 from vitamp.files import LINK, NotRegular
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vitamp")
 LOG = "log.txt"
+MOST_WARNINGS = 5
+"""On the terminal before a training's banner; its log.txt has all."""
 DETAIL = {"detail": True}
 """`extra` of a log line that a terminal with a table of epochs leaves out; log.txt and pipes have it."""
 IN_FULL = {"in_full": True}
@@ -81,9 +83,21 @@ class _Terminal(logging.Handler):
         self._survives_closed_pipe = survives_closed_pipe
         self.brief: Brief | None = None
         """What chooses the lines that are shown; None: all are."""
+        self.warnings_left: int | None = None
+        """How many warnings are shown before others are held; None: all."""
+        self.held: list[str] = []
+        """Warnings that only log.txt will have, unless an error comes before it"""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
+        if record.levelno == logging.WARNING and self.warnings_left is not None:
+            self.warnings_left -= 1
+            if self.warnings_left < 0:
+                self.held.append(text)
+                return
+        if record.levelno > logging.WARNING:
+            while self.held:
+                self.print(self.held.pop(0), sys.stderr)
         if self.brief is not None:
             text = self.brief.shown(record, text)
         if text is not None:
@@ -199,6 +213,21 @@ def shorten_on_terminal() -> None:
         from utils.terminal import Brief
 
         terminal.brief = Brief()
+
+
+def hold_warnings(after: int = MOST_WARNINGS) -> None:
+    """Show this many warnings on the terminal, if this process logs to one, and hold the others."""
+    if terminal := _terminal():
+        terminal.warnings_left = after
+
+
+def stop_holding_warnings(counts: bool = True) -> None:
+    """Show all warnings from now on. Those held are in log.txt, and counted on the terminal if `counts`."""
+    if terminal := _terminal():
+        if terminal.held and counts:
+            print_on_terminal(f"{counted(len(terminal.held), 'more warning')} in {LOG}")
+        terminal.held.clear()
+        terminal.warnings_left = None
 
 
 def brief_terminal() -> Brief | None:

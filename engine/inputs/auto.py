@@ -361,7 +361,8 @@ def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
                 instead = f". That of {by}, is not used"
     notes = [f"Preprocessing of {where}: {_in_words(taken)}{instead}"] if taken else []
     notes += _of_siblings(loaded.config.MODEL.NAME, source, of_run) if where.startswith("timm's ") else []
-    loaded = _with_differences(loaded, differing, where)
+    named = where.partition(" (MODEL.NAME;")[0] if taken else where  # the first note has the rest
+    loaded = _with_differences(loaded, differing, named)
     return loaded.with_values(taken, where, [*notes, *unsupported])
 
 
@@ -425,7 +426,7 @@ def _of_siblings(name: str, source: str, unnamed: bool) -> list[str]:
         need = f"need another mean and std than {name}'s, and may compute otherwise: -model {named.partition('.')[0]}"
         return [f"MODEL.PRETRAINED {source}: weights of {named} {need}"]
     need = f"add -model {different[0]}, for another mean and std"
-    return [f"If the weights are of {some_of(different, 2)}, {need} (MODEL.PRETRAINED {source} does not say)"]
+    return [f"If the weights are of {some_of(different, 2)}, {need}"]
 
 
 def preprocessing_of(source: str) -> Preprocessing | None:

@@ -182,8 +182,11 @@ def test_weights_of_a_sibling_with_another_mean_get_one_line(tmp_path: Path) -> 
     at = {"EVAL": "true", "MODEL__TYPE": "efficientnet"}
     unsure = resolved(MODEL__PRETRAINED=str(mine), MODEL__NAME="efficientnet_lite0", **at)
     weights = "tf_efficientnet_lite0.in1k"
-    line = f"If the weights are of {weights}, add -model {weights}, for another mean and std (MODEL.PRETRAINED {mine}"
-    assert line in "\n".join(unsure.notes)
+    line = f"If the weights are of {weights}, add -model {weights}, for another mean and std"
+    assert line in unsure.notes
+    sized = resolved(MODEL__PRETRAINED=str(mine), MODEL__NAME="efficientnet_lite0", DATA__IMAGE_SIZE="32", **at).notes
+    assert "DATA.IMAGE_SIZE 32 in place of 224 (command line), the size of timm's efficientnet_lite0" in sized
+    assert "\n".join(sized).count("does not say its own") == 1
     sure = resolved(MODEL__PRETRAINED=str(mine), MODEL__NAME=weights, **at)
     assert sure.config.DATA.IMAGENET_MEAN == (0.5, 0.5, 0.5)
     assert "If the weights are" not in "\n".join(sure.notes)

@@ -252,10 +252,11 @@ def known_to_training(data: dict[str, Any]) -> bool:
     return any(known and known >= KNOWN * compared for known, compared in counts)
 
 
-def copies_in_words(folder: Path, images: int | None = None) -> str:
+def copies_in_words(folder: Path, images: int | None = None, advice: bool = True) -> str:
     """One line for the end of a run or an evaluation, if validation images of the run are also in training.
 
     `images`: the number of those evaluated; if it is not that of the run's validation split, nothing is said of them.
+    `advice`: with the commands that list them, which a warning before training has.
     """
     found = read_data(folder)
     try:
@@ -269,11 +270,11 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
     check = f"{tool('check_data')} {shlex.join(['-cfg', str(folder / CONFIG), *found.get('use', ())])}"
     lines = []
     if copies:
-        lines.append(
-            f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics: `{check} "
-            "-fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them."
-        )
+        text = f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics"
+        lists = f": `{check} -fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them"
+        lines.append(f"{text}{lists}." if advice else f"{text}.")
     if alike[0] > copies:
         raises = "" if copies_unknown(alike) else " This may raise the metrics;"
-        lines.append(f"{alike_in_words(alike)}.{raises} `{check} -alike DIR` shows them.")
+        text = f"{alike_in_words(alike)}.{raises}"
+        lines.append(f"{text} `{check} -alike DIR` shows them." if advice else text.replace("metrics;", "metrics."))
     return " ".join(lines)

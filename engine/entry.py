@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from engine.machine import late_compiler, stopping
 from engine.machine.stopping import CTRL_C, ENDED, signals
-from utils.cli import CommandLine, parse, version_text
+from utils.cli import WITHOUT_WORDS, CommandLine, parse, version_text
 from utils.config import Loaded, format_config
 from utils.config.keys import default_of
 from utils.config.load import load_command
@@ -21,7 +21,7 @@ from utils.distributed.launchers import BY_HAND, MAKE_TERMINALS, read_world, wor
 from utils.distributed.world import ALONE, World
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, AllRanksError, AllRanksUserError, TrainingError, UserError
 from utils.log import hold_warnings, log, logs_to_terminal, shorten_on_terminal, start_log, stop_holding_warnings
-from utils.program import die_with_starting_tool, started_as
+from utils.program import die_with_starting_tool, help_here, started_as
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 from utils.text import redacted
 
@@ -123,6 +123,8 @@ def _report(text: str, aloud: bool) -> None:
 
 def _dispatch(script: str, argv: list[str], many: bool) -> int:
     """Do what the command line asks for."""
+    if not argv:
+        raise UserError(help_here(WITHOUT_WORDS.format(program=Path(script).name)))
     command = parse(argv, Path(script).name)
     if command.action == "version":
         print(version_text())

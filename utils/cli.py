@@ -140,7 +140,7 @@ class Parser(argparse.ArgumentParser):
                 else:
                     from utils.foreign_flags import unrecognised
 
-                    strays.append(unrecognised(text, before, self.known, self.settings))
+                    strays.append(unrecognised(text, before, self.known, self.settings, convert=value_of))
                 before = None
                 continue
             before, value = self.known.get(match[1].replace("-", "_")), match[2]
@@ -221,8 +221,6 @@ def value_of(name: str, argument: Flag | Positional, text: str) -> Any:
 
 def parse(argv: Sequence[str], program: str) -> CommandLine:
     """Parse the command line of an entry script. -h prints and exits with code 0."""
-    if not argv:
-        raise UserError(help_here(WITHOUT_WORDS.format(program=program)))
     return command_line(*entry_parser(program).read(argv))
 
 

@@ -4,8 +4,9 @@ Imported only where there is a mistake. foreign_flags.yaml is the table; docs/mi
 flags of other programs and ours.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -145,8 +146,17 @@ def unknown_keys(given: Mapping[str, Entry], unknown: Mapping[str, Entry]) -> li
     return lines
 
 
-def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], takes_settings: bool) -> UserError:
-    """The error for a word, after the flag `before`, that is neither a flag, nor a flag's value, nor KEY=VALUE."""
+def unrecognised(
+    text: str,
+    before: Flag | None,
+    known: Mapping[str, Flag],
+    takes_settings: bool,
+    convert: Callable[[str, Flag, str], Any],
+) -> UserError:
+    """The error for a word, after the flag `before`, that is neither a flag, nor a flag's value, nor KEY=VALUE.
+
+    `convert`: as `value_of` in utils/cli.py.
+    """
     key, separator, value = text.partition("=")
     name = key.replace("-", "_")
     forms = "-flag value or KEY=VALUE" if takes_settings else "-flag value"
@@ -154,7 +164,13 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
     if text.endswith((".yaml", ".yml")) and "cfg" in known:
         advice = f" Did you mean -cfg {text}?"
     elif name in known:
-        advice = _as_flag(known[name], value) if separator else f" Did you mean -{name}?"
+        flag = known[name]
+        advice = f" Did you mean -{text if separator and flag.value else name}?"
+        if separator and flag.value:
+            try:
+                convert(f"-{name}", flag, value)
+            except UserError as error:
+                advice = f" {error}"
     elif separator and takes_settings:
         advice = by_table(name, value, known) or _similar_setting(key, value)
     elif is_run_folder(Path(text)):
@@ -169,19 +185,6 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
     elif before is not None and not before.value:
         advice = f" -{before.name} takes no value."
     return UserError(f"unrecognised argument '{text}'.{advice}")
-
-
-def _as_flag(flag: Flag, value: str) -> str:
-    """Advice for `flag=value`, a flag without its dash: what is wrong with the value, or else the flag."""
-    from utils.cli import value_of
-
-    if not flag.value:
-        return f" Did you mean -{flag.name}?"
-    try:
-        value_of(f"-{flag.name}", flag, value)
-    except UserError as error:
-        return f" {error}"
-    return f" Did you mean -{flag.name}={value}?"
 
 
 def _similar_setting(key: str, value: str) -> str:

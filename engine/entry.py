@@ -221,7 +221,8 @@ def _world_of(command: CommandLine, loaded: Loaded, many: bool) -> World:
     if not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
     trains = command.action == "train" and not config.EVAL
-    if trains and config.LOG_STYLE == "auto" and world.launcher not in MAKE_TERMINALS:
+    on_terminal = sys.stdout.isatty() and world.launcher not in MAKE_TERMINALS
+    if trains and (config.LOG_STYLE == "table" or (config.LOG_STYLE == "auto" and on_terminal)):
         shorten_on_terminal()
     if trains:
         hold_warnings()

@@ -208,8 +208,8 @@ def _terminal() -> _Terminal | None:
 
 
 def shorten_on_terminal() -> None:
-    """From now on, the terminal leaves out details, if this process logs to one and no pipe or file takes its place."""
-    if (terminal := _terminal()) and sys.stdout.isatty():
+    """From now on, the terminal, or what takes its place, leaves out details, if this process logs to it."""
+    if terminal := _terminal():
         from utils.terminal import Brief
 
         terminal.brief = Brief()

@@ -1,8 +1,9 @@
-"""What a terminal can show, and which log lines one with a table of epochs shows (LOG_STYLE auto)."""
+"""What a terminal can show, and which log lines one with a table of epochs shows (LOG_STYLE auto, table)."""
 
 import logging
 import os
 import shutil
+import sys
 
 MOST_LINES = 10
 """Before the first update, warnings aside."""
@@ -27,7 +28,7 @@ class Brief:
     """Chooses what the terminal shows of each log line: before training begins, one line each, and no details."""
 
     def __init__(self) -> None:
-        self.moves = os.environ.get("TERM") != "dumb"
+        self.moves = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         """Whether a line can be drawn again in place."""
         self.colours = self.moves and not os.environ.get("NO_COLOR")
         self.training = False

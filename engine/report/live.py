@@ -39,8 +39,9 @@ class _Bar(tqdm):
 class Live:
     """Follows a training; its methods are called in the order of the events.
 
-    On a terminal with LOG_STYLE auto, a table of epochs takes the place of the log's details. With the other styles,
-    only the bar is shown, on standard error below the log lines. Without a terminal, nothing is.
+    On a terminal with LOG_STYLE auto, and everywhere with table, a table of epochs takes the place of the log's
+    details. With the other styles, only the bar is shown, on standard error below the log lines. Without a terminal,
+    there is no bar.
     """
 
     def __init__(self, config: Config, per_epoch: int, start: Position) -> None:

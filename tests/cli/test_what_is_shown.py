@@ -65,6 +65,17 @@ def test_paddlevit_lines_on_a_terminal_have_a_progress_bar(tiny: Path, tmp_path:
     assert "Done: best" in shown.raw
 
 
+def test_table_of_epochs_goes_into_a_pipe_if_asked_for(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = vitamp("-cfg", tiny, "-output", run, "LOG_STYLE=table", "TRAIN.NUM_EPOCHS=2", code=0)
+    assert "Step[" not in done.out
+    assert len(lines_like(r"epoch  train loss  val loss .*", done.out)) == 1
+    assert len(lines_like(r" *[12]/2 +\d+\.\d+ +\d+\.\d+ .*", done.out)) == 2
+    assert "\x1b" not in done.text, "no colours"
+    assert "\r" not in done.text, "no bar"
+    assert (run / "log.txt").read_text().count("Step[") > 2
+
+
 def test_first_update_and_the_loss_of_a_part_of_an_epoch_are_logged(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.MAX_UPDATES=3", code=0)
     assert [line["update"] for line in metrics(tmp_path / "run", "train")] == [1]

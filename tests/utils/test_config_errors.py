@@ -54,7 +54,7 @@ def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> No
     [
         (
             "LOG_STYLE: flet\n",
-            "run.yaml:1: LOG_STYLE: expected auto, paddlevit or fleet, got flet. Did you mean fleet?",
+            "run.yaml:1: LOG_STYLE: expected auto, table, paddlevit or fleet, got flet. Did you mean fleet?",
         ),
         ("DATA: {IMAGE_CHANNELS: 0}\n", "run.yaml:1: DATA.IMAGE_CHANNELS: expected whole number >= 1, got 0."),
         ("DATA: {BATCH_SIZE: true}\n", "DATA.BATCH_SIZE: expected whole number >= 1 or auto, got true."),

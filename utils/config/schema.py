@@ -142,8 +142,10 @@ class Config(Section):
     EVAL: bool = setting(False, "Validate once and exit.")
     WANDB: str | None = setting(None, "Project of Weights & Biases to log the metrics to; see docs/trackers.md.")
     MLFLOW: str | None = setting(None, "Experiment of MLflow to log the metrics to; see docs/trackers.md.")
-    LOG_STYLE: Literal["auto", "paddlevit", "fleet"] = setting(
-        "auto", "Training log lines. auto: on a terminal a table of epochs and a progress bar, elsewhere paddlevit."
+    LOG_STYLE: Literal["auto", "table", "paddlevit", "fleet"] = setting(
+        "auto",
+        "Training log lines. table: one row per epoch, in a file or pipe, too; auto: on a terminal the table and a "
+        "progress bar, elsewhere paddlevit.",
     )
     DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "Device to train on; null: the best available.")
     NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1, le=1024)

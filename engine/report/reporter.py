@@ -54,7 +54,8 @@ class Reporter:
             # Points up to the checkpoint were flushed before it was saved.
             self._board = Board(folder / "tensorboard", start.update + 1)
         self.live: Live | None = None
-        if folder and not config.EVAL and (sys.stdout.isatty() or sys.stderr.isatty()):
+        shows = config.LOG_STYLE == "table" or sys.stdout.isatty() or sys.stderr.isatty()
+        if folder and not config.EVAL and shows:
             from engine.report.live import Live
 
             self.live = Live(config, per_epoch, start)

@@ -18,7 +18,7 @@ from utils.config.kinds import AUTO
 from utils.config.train import TrainConfig
 from utils.log import log, warn_once
 from utils.seeding import generator_of
-from vitamp.sizes import ImageSize
+from vitamp.sizes import MOST_BYTES, ImageSize
 
 Key = tuple[int, int]
 """(epoch, sample index): besides the seed, all that determines a training sample."""
@@ -118,6 +118,8 @@ class Samples(ABC):
     """Read over a network. Loading processes then mostly wait and use little CPU."""
     machines: int = 1
     """Of the run that reads it"""
+    most_bytes = MOST_BYTES
+    """Of a stored image (DATA.MAX_IMAGE_BYTES)"""
     by_machine = False
     """Whether each of them reads files of its own"""
     window: int = 1
@@ -194,6 +196,13 @@ class Box(NamedTuple):
 
 class Unreadable(Exception):
     """Bytes that are not an image, or a broken one. The text says why."""
+
+
+NO_MEMORY = (
+    "memory ran out while it was read; if others fail so, too, use fewer loading processes (DATA.NUM_WORKERS, "
+    "-num_workers), a smaller -batch_size, or more memory"
+)
+"""Of an image: nothing shows whether it takes too much, or others left too little"""
 
 
 def background_of(data: DataConfig) -> Colour | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-from datasets.base import Broken, Unreadable
+from datasets.base import NO_MEMORY, Broken, Unreadable
 from datasets.exclude import REMARK, text_of
 from utils.config.data import DataConfig
 from utils.distributed.world import World, all_gather
@@ -40,7 +40,6 @@ def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure 
     """Call `read` until it succeeds or retries are used up; what it returns after success.
 
     `storage_failures`: so many images in a row failed before, and FAILURES_OF_STORAGE end the retries.
-    Raises TrainingError if memory runs out, which is not the image's fault.
     """
     pauses, decoded_before = iter(PAUSES if storage_failures < FAILURES_OF_STORAGE else ()), False
     while True:
@@ -61,10 +60,7 @@ def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure 
                 return Failure(text, "storage")
             time.sleep(pause)
         except MemoryError:
-            raise TrainingError(
-                "Memory ran out while an image was read. Use fewer loading processes (DATA.NUM_WORKERS, -num_workers), "
-                "a smaller -batch_size, or more memory. Then repeat the command, or resume a training run with -resume."
-            ) from None
+            return Failure(NO_MEMORY, "damaged")
 
 
 def allowed(max_bad: float, samples: int) -> int:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from datasets.base import Box, Colour, Encoded, Unreadable, background_of
+from datasets.base import NO_MEMORY, Box, Colour, Encoded, Unreadable, background_of
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
 from vitamp.bands import ENDINGS as ARRAYS
 from vitamp.bands import NUMPY, ZIP, read_bands
 from vitamp.colours import as_rgb_or_grey
+from vitamp.sizes import BYTES_PER_PIXEL, refuse_large
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 """Formats that PIL may open. It knows more, but one of them starts a program, and none is for photographs."""
@@ -35,8 +36,8 @@ def endings_of(data: DataConfig) -> tuple[str, ...]:
     return ENDINGS if data.is_plain else (*ENDINGS, *ARRAYS)
 
 
-MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**27)
-"""PIL's limit against small files that decode to more than the memory holds; it applies to all decoders."""
+Image.MAX_IMAGE_PIXELS = None
+"""DATA.MAX_IMAGE_BYTES is the limit in place of PIL's, for all decoders"""
 
 
 class Stored(ABC):
@@ -141,8 +142,8 @@ class JpegStored(Stored):
         self.data, self.channels = data, channels
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         self.height, self.width = int(height), int(width)
-        if colours not in COLOURS or self.width * self.height > MOST_PIXELS:
-            raise ValueError("PIL must read or refuse this file")
+        if colours not in COLOURS:
+            raise ValueError("PIL must read this file")
         self.colours, self.depth = COLOURS[colours]
 
     def cut(self, box: Box) -> np.ndarray:
@@ -273,6 +274,7 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
         return Header("", Reader(data).whole(encoded).shape[1::-1])  # only what the model takes passes
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
+            refuse_large(BYTES_PER_PIXEL * image.width * image.height, data.MAX_IMAGE_BYTES)
             mode, turned = _unusual_mode(image, data.IMAGE_CHANNELS), orientation_of(image) in TURNS
             # MPO files are of cameras: JPEG with a preview.
             return Header(mode, image.size, turned, "JPEG" if image.format == "MPO" else image.format or "")
@@ -298,26 +300,28 @@ class Reader:
 
     def __init__(self, data: DataConfig) -> None:
         self.channels, self.turns, self.bits = data.IMAGE_CHANNELS, data.EXIF_ROTATE, data.BITS
-        self.is_plain = data.is_plain
+        self.is_plain, self.most = data.is_plain, data.MAX_IMAGE_BYTES
         self.background = background_of(data)
         self.by_simplejpeg = decoder_of_jpeg() == "simplejpeg"
 
     def open(self, encoded: Encoded) -> Stored:
         if not self.is_plain:
             with warnings.catch_warnings(action="ignore"):
-                pixels = read_bands(encoded, self.channels, self.bits)
-            return ArrayStored(pixels.astype(np.float32), self.channels)  # in which each value of 16 bits is exact
+                pixels = read_bands(encoded, self.channels, self.bits, self.most)
+            pixels = pixels.astype(np.float32, copy=False)  # in which each value of 16 bits is exact
+            return ArrayStored(pixels, self.channels)
         if isinstance(encoded, np.ndarray):
             return ArrayStored(encoded, self.channels)
         # PIL warns of odd EXIF data and large sizes in images that it can read, which is noise during training.
         with warnings.catch_warnings(action="ignore"):
             if encoded.startswith((NUMPY, ZIP)):
-                return ArrayStored(read_bands(encoded, self.channels, self.bits), self.channels)
+                return ArrayStored(read_bands(encoded, self.channels, self.bits, self.most), self.channels)
             stored: Stored | None = None
             if self.by_simplejpeg and encoded.startswith(JPEG_START):
                 with contextlib.suppress(ValueError):  # PIL supports more kinds, and has better error messages
                     stored = JpegStored(encoded, self.channels)
             stored = stored or PilStored(encoded, self.channels, self.background)
+            refuse_large(BYTES_PER_PIXEL * stored.width * stored.height, self.most)
             if self.turns and (isinstance(stored, PilStored) or encoded.find(MARK, 0, SEARCHED) >= 0):
                 image = (stored if isinstance(stored, PilStored) else PilStored(encoded, 3)).image
                 # PIL always rotates TIFF files itself.
@@ -333,22 +337,23 @@ class Reader:
 
 
 EMPTY, UNKNOWN_FORMAT = "the file is empty", "not an image in a known format"
-TOO_LARGE = f"its header claims more than {MOST_PIXELS:,} pixels"
+TOO_LARGE = "DATA.MAX_IMAGE_BYTES"
+"""In the reason of an image with too many pixels"""
 
 
 @contextlib.contextmanager
 def decoding_errors(encoded: Encoded) -> Iterator[None]:
-    """Raise Unreadable in place of whatever decoding this image raises, except when memory runs out."""
+    """Raise Unreadable in place of whatever decoding this image raises."""
     try:
         yield
-    except (MemoryError, UserError):
+    except UserError:
         raise  # not the file's fault
+    except MemoryError:
+        raise Unreadable(NO_MEMORY) from None
     except Exception as error:  # the decoder of a damaged file can raise nearly anything
         reason = str(error) or type(error).__name__
         if len(encoded) == 0:
             reason = EMPTY
         elif isinstance(error, UnidentifiedImageError):
             reason = UNKNOWN_FORMAT
-        elif isinstance(error, Image.DecompressionBombError):
-            reason = f"{TOO_LARGE}, PIL's limit against decompression bombs"
         raise Unreadable(": ".join([*getattr(error, "__notes__", ()), reason])) from None

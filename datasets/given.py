@@ -18,6 +18,7 @@ def open_given(paths: Sequence[str], data: DataConfig) -> Images:
     """A data set of these files, in this order. Their labels are all 0, as a placeholder."""
     data = data.changed(EXCLUDE=None, RELABEL=None)
     samples = FileSamples("", paths, np.zeros(len(paths), dtype=np.int64), None)
+    samples.most_bytes = data.MAX_IMAGE_BYTES
     images = Images(samples, data, train=False, seed=0)
     source = source_named(data.DATASET)
     if source is not None and source.arrays is not None:  # such sources have their own preprocessing

@@ -7,7 +7,7 @@ import importlib
 
 import torch
 
-from datasets.base import CSV_PREFIX, HUB_PREFIX, ImageDataset, Samples, Source, distinct, part_of, parts_read
+from datasets.base import CSV_PREFIX, HUB_PREFIX, ImageDataset, Part, Samples, Source, distinct, part_of, parts_read
 from datasets.labels import ANY_LABEL, check_gaps, log_unused_outputs
 from utils.config.data import DataConfig
 from utils.config.kinds import AUTO
@@ -65,26 +65,31 @@ def _open(
     if source.open is not None:
         return source.open(data, train, num_classes, seed, device)
     part = part_of(data, train)
-    opened = source.samples
     cropped = source.arrays == "cropped"
-    assert opened is not None, "a source has one of the two"
+
+    def opened(part: Part) -> Samples:
+        assert source.samples is not None, "a source has one of the two"
+        samples = source.samples(data, part, num_classes)
+        samples.most_bytes = data.MAX_IMAGE_BYTES
+        return samples
+
     # Random crops of arrays, too, are made one image at a time, in loading processes.
     if source.arrays is not None and not (train and cropped and data.CROP == "random"):
         from datasets.memory import ArraySamples, InMemory
 
-        samples = opened(data, part, num_classes)
+        samples = opened(part)
         assert isinstance(samples, ArraySamples)
         return InMemory(samples, data, train, seed, device, cropped)
     from datasets.images import Images, Joined
 
     if part == "all" and "all" not in (parts := source.parts(data)):
-        samples = Joined([opened(data, one, num_classes) for one in distinct(parts)])
+        samples = Joined([opened(one) for one in distinct(parts)])
     elif source.shares_list and world.size > 1:
         from datasets.sources.shared import listed_once
 
-        samples = listed_once(lambda: opened(data, part, num_classes), world)
+        samples = listed_once(lambda: opened(part), world)
     else:
-        samples = opened(data, part, num_classes)
+        samples = opened(part)
     samples.machines = world.machines
     samples.by_machine = train and data.SAMPLER == "by_machine"
     return Images(samples, data, train, seed)

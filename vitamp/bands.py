@@ -5,8 +5,10 @@ Values stay as they are stored; of DICOM, slope and window are applied. Several 
 
 import importlib
 import io
+import math
 import zipfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 from PIL import Image
 
 from vitamp.errors import UserError
+from vitamp.files import read_regular
+from vitamp.sizes import BYTES_PER_PIXEL, MOST_BYTES, refuse_large
 
 ENDINGS = (".npy", ".npz", ".dcm")
 """Of the files that only this module reads"""
@@ -24,34 +28,33 @@ BY_PILLOW = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "JPEG2000")
 MODES = ("L", "LA", "RGB", "RGBA", "F", "I", "I;16", "I;16B", "I;16L")
 DTYPES = {"8": "uint8", "16": "uint16", "float": "float32"}
 """DATA.BITS -> type of the values; floats may have 16 or 64 bits, too"""
-MOST_BYTES = 2**32
-"""Limit against small files that decode to more than the memory holds"""
+DEFLATED = "1.2.840.10008.1.2.1.99"
+"""Transfer syntax of DICOM files that are compressed as a whole"""
 
 
-def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str) -> np.ndarray:
+def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str, most: int = MOST_BYTES) -> np.ndarray:
     """An image file, or an array, as height x width x channels.
 
-    ValueError, in half a sentence, unless a model of these channels and bits takes it.
+    ValueError, in half a sentence, unless a model of these channels and bits takes it, and it has at most `most` bytes.
     """
-    parts: list[bytes | np.ndarray] = [image]
-    if isinstance(image, bytes) and image.startswith(ZIP):
-        with zipfile.ZipFile(io.BytesIO(image)) as files:
-            _refuse_large(sum(info.file_size for info in files.infolist()))
-            parts = [files.read(info) for info in files.infolist()]
     paths = getattr(image, "paths", ())
-    arrays = []
-    for number, part in enumerate(parts):
+    arrays = list[np.ndarray]()
+    for number, part in enumerate(_parts(image, most)):
         try:
-            arrays.append(_arranged(part if isinstance(part, np.ndarray) else _read(part), channels))
+            array = part if isinstance(part, np.ndarray) else _read(part, most)
+            arrays.append(_arranged(array, channels))
         except Exception as error:
             if paths:
                 error.add_note(f"its file {paths[number]}")
             raise
+        most -= array.nbytes
     kinds = [f"{one.shape[1]} x {one.shape[0]} of {one.dtype.name}" for one in arrays]
     if other := next((number for number, kind in enumerate(kinds) if kind != kinds[0]), 0):
         place = f" ({paths[other]})" if paths else ""
         raise ValueError(f"its files differ: {kinds[0]} and {kinds[other]}{place}")
     pixels = np.concatenate(arrays, axis=2)
+    if pixels.size == 0:
+        raise ValueError(f"its shape is {' x '.join(map(str, pixels.shape))}, which has no pixels")
     kind, wanted = pixels.dtype, DTYPES[str(bits)]
     if kind.kind == "i":
         raise ValueError(f"its values are {kind.name}, which have a sign; store uint16, or floats with DATA.BITS=float")
@@ -63,6 +66,21 @@ def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str) -> np.
     if kind.kind == "f" and (wrong := pixels.size - int(np.isfinite(pixels).sum())):
         raise ValueError(f"{wrong:,} of its {pixels.size:,} values are NaN or infinity")
     return pixels
+
+
+def _parts(image: bytes | np.ndarray, most: int) -> Iterator[bytes | np.ndarray]:
+    """The files in a zip, one after the other; of another image, that alone."""
+    if isinstance(image, np.ndarray) or not image.startswith(ZIP):
+        yield image
+        return
+    with zipfile.ZipFile(io.BytesIO(image)) as files:
+        refuse_large(sum(info.file_size for info in files.infolist()), most)
+        for info in files.infolist():
+            # Others unpack as much as they like at once.
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError("its files are compressed by another method than deflate")
+            with files.open(info) as file:
+                yield file.read(info.file_size)  # no more, even if the file's size is a lie
 
 
 class SeveralFiles(bytes):
@@ -82,12 +100,14 @@ def together(contents: Sequence[bytes], paths: Sequence[str] = ()) -> SeveralFil
     return files
 
 
-def planes_of(image: str | Path | Sequence[str | Path] | np.ndarray, channels: int, bits: int | str) -> torch.Tensor:
+def planes_of(
+    image: str | Path | Sequence[str | Path] | np.ndarray, channels: int, bits: int | str, most: int = MOST_BYTES
+) -> torch.Tensor:
     """The values of a file, of the files of one image, or of an array, as channels x height x width."""
     if not isinstance(image, np.ndarray):
-        contents = [Path(path).read_bytes() for path in ([image] if isinstance(image, str | Path) else image)]
-        image = read_bands(contents[0] if len(contents) == 1 else together(contents), channels, bits)
-    pixels = read_bands(image, channels, bits)
+        contents = [read_regular(path, most) for path in ([image] if isinstance(image, str | Path) else image)]
+        image = read_bands(contents[0] if len(contents) == 1 else together(contents), channels, bits, most)
+    pixels = read_bands(image, channels, bits, most)
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32))
 
 
@@ -102,20 +122,26 @@ def _arranged(pixels: np.ndarray, channels: int) -> np.ndarray:
     return pixels.transpose(1, 2, 0) if first == channels or (last != channels and first < last) else pixels
 
 
-def _read(content: bytes) -> np.ndarray:
+def _read(content: bytes, most: int) -> np.ndarray:
     """The array that one file holds, with its axes as they are stored."""
     if content.startswith(NUMPY):
-        return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        file = io.BytesIO(content)
+        first = np.lib.format.read_magic(file) == (1, 0)
+        read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        refuse_large(math.prod(shape) * dtype.itemsize, most)
+        file.seek(0)
+        return np.lib.format.read_array(file, allow_pickle=False)
     if content[128:132] == b"DICM":  # such files may begin as a TIFF does
-        return _of_dicom(content)
+        return _of_dicom(content, most)
     if content.startswith(TIFF):
         tifffile = _package("tifffile")
         tifffile.logger().setLevel("CRITICAL")  # the reason that is raised says enough
         with tifffile.TiffFile(io.BytesIO(content)) as file:
-            _refuse_large(file.series[0].nbytes)
+            refuse_large(file.series[0].nbytes, most)
             return file.series[0].asarray()
     with Image.open(io.BytesIO(content), formats=BY_PILLOW) as image:
-        _refuse_large(8 * image.width * image.height)
+        refuse_large(BYTES_PER_PIXEL * image.width * image.height, most)
         if (content[:4], content[24]) == DEEP_PNG:  # Pillow keeps 8 bits of colours
             from torchvision.io import ImageReadMode, decode_image
 
@@ -127,17 +153,32 @@ def _read(content: bytes) -> np.ndarray:
         return np.asarray(image).astype(np.uint16) if image.mode == "I" else np.asarray(image)
 
 
-def has_window(content: bytes | np.ndarray) -> bool:
+def has_window(content: bytes | np.ndarray, most: int) -> bool:
     """Whether a DICOM file has a window, whose ends become 0 and 1. A broken one has none."""
-    about = _package("pydicom").dcmread(io.BytesIO(bytes(content)), stop_before_pixels=True, force=True)
-    return about.get("WindowCenter") is not None
+    return _dicom(bytes(content), most, stop_before_pixels=True).get("WindowCenter") is not None
 
 
-def _of_dicom(content: bytes) -> np.ndarray:
+def _dicom(content: bytes, most: int, **how: bool) -> Any:
+    """The fields of a DICOM file. One compressed as a whole is unpacked as a whole, so its size comes first."""
+    file = io.BytesIO(content)
+    reader = _package("pydicom.filereader")
+    reader.read_preamble(file, True)
+    if reader._read_file_meta_info(file).get("TransferSyntaxUID") == DEFLATED:
+        size = 0
+        unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+        while part := file.read(2**16):
+            size += len(unpacker.decompress(part))
+            refuse_large(size, most)
+    file.seek(0)
+    return _package("pydicom").dcmread(file, force=True, **how)
+
+
+def _of_dicom(content: bytes, most: int) -> np.ndarray:
     """The stored values with slope and intercept; scaled to 0..1 over the window, if there is one. White is high."""
     pixels = _package("pydicom.pixels")
-    about = _package("pydicom").dcmread(io.BytesIO(content))
-    _refuse_large(about.get("Rows", 0) * about.get("Columns", 0) * int(about.get("NumberOfFrames") or 1) * 8)
+    about = _dicom(content, most)
+    frames = int(about.get("NumberOfFrames") or 1)
+    refuse_large(about.get("Rows", 0) * about.get("Columns", 0) * frames * BYTES_PER_PIXEL, most)
     values = about.pixel_array
     if about.get("PhotometricInterpretation") == "PALETTE COLOR":  # the values number colours
         return pixels.apply_color_lut(values, about)
@@ -153,11 +194,6 @@ def _of_dicom(content: bytes) -> np.ndarray:
     if about.get("PhotometricInterpretation") == "MONOCHROME1":  # low values are white
         values = float(low) + float(high) - values
     return values.astype(np.float32)
-
-
-def _refuse_large(size: int) -> None:
-    if size > MOST_BYTES:
-        raise ValueError(f"it decodes to {size:,} bytes; {MOST_BYTES:,} are allowed")
 
 
 def _package(name: str) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import stat
 import tempfile
@@ -13,6 +14,8 @@ from typing import Any
 from vitamp.errors import UserError
 
 ODD = "a pipe or device"
+MOST_WITHOUT_SIZE = 2**24
+"""Bytes to read of a file whose size the system gives as 0"""
 LINK = "it is a link, which is not followed here"
 
 
@@ -41,9 +44,22 @@ def only_regular(path: str | os.PathLike[str], flags: int) -> int:
     raise NotRegular(errno.EINVAL, f"it is {ODD}, not a file", str(path))
 
 
-def read_regular(path: str | os.PathLike[str]) -> bytes:
+def read_regular(path: str | os.PathLike[str], most: float = math.inf) -> bytes:
+    """The content of a file. NotRegular if it has more than `most` bytes (DATA.MAX_IMAGE_BYTES, of an image)."""
     with open(path, "rb", buffering=0, opener=only_regular) as file:
-        return file.readall()
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise NotRegular(errno.EFBIG, f"it has {size:,} bytes; DATA.MAX_IMAGE_BYTES allows {most:,}", str(path))
+        if size > 0:
+            return file.readall()
+        # It is empty, or one that the system makes up, such as /proc/kmsg, which may have no end.
+        content = b""
+        while len(content) <= MOST_WITHOUT_SIZE:
+            part = file.read(MOST_WITHOUT_SIZE)
+            if not part:  # None: nothing is there yet
+                return content
+            content += part
+        raise NotRegular(errno.EFBIG, "it has no size, and does not end", str(path))
 
 
 def leads_to(path: Path, handle: int) -> bool:

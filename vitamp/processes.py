@@ -16,8 +16,10 @@ import sys
 import tempfile
 import termios
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,8 @@ from vitamp.__main__ import EXIT_USAGE, PROGRAM
 
 IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 """Modes of images that PNG keeps"""
+SECONDS_STOPPED = 30
+"""A process that is stopped (SIGSTOP) for so long is killed."""
 
 
 class Guess(NamedTuple):
@@ -85,9 +89,10 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
             return []
         origin: Any = self.model.vitamp
         words = [str(origin.path), "-weights", origin.weights, *words_of(flags)]
-        predictor = self._predictor
-        if predictor is None or not predictor.answers(words):
-            predictor = self._predictor = _Predictor(words)
+        with _starting:  # threads that ask at once share one process
+            predictor = self._predictor
+            if predictor is None or not predictor.answers(words):
+                predictor = self._predictor = _Predictor(words)
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             paths, broken = list[str](), dict[str, str]()
             for number, image in enumerate(many):
@@ -136,22 +141,59 @@ def _as_child() -> dict[str, str]:
     return {**os.environ, "VITAMP_PARENT_PID": str(os.getpid())}
 
 
+_starting = threading.Lock()
+
+
+def _watch(command: list[str], how: dict[str, Any], started: Future[subprocess.Popen[str]]) -> None:
+    """A thread: start a process, and wait for its end. Linux ends a process with the thread that started it."""
+    try:
+        process = subprocess.Popen(command, **how)
+    except BaseException as error:
+        started.set_exception(error)
+        return
+    started.set_result(process)
+    seconds = 0
+    before = list[str]()
+    while process.poll() is None:
+        time.sleep(1)
+        now = _state(process.pid)
+        seconds = seconds + 1 if now[:1] == ["T"] and now == before else 0
+        before = now
+        if seconds == SECONDS_STOPPED:
+            said = how["stderr"]
+            said.write(f"\nerror: process {process.pid}, which predicts, was stopped (SIGSTOP) for {seconds} s, so it ")
+            said.write("was killed. The next call starts another.")
+            said.flush()
+            process.kill()
+
+
+def _state(pid: int) -> list[str]:
+    """Of a process on Linux: T if it is stopped, and the processor time that it has used. Elsewhere empty."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
+    except OSError:
+        return []
+    return [fields[0], *fields[11:13]]
+
+
 class _Predictor:
     """A process of `predict.py -serve`, which ends with this object."""
 
     def __init__(self, words: list[str]) -> None:
         self._words, self._folder, self._lock = words, os.getcwd(), threading.Lock()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM / "scripts" / "predict.py"), *words, "-serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=_as_child(),
-            text=True,
-            encoding="utf-8",
-            errors="surrogateescape",
-        )
+        command = [sys.executable, str(PROGRAM / "scripts" / "predict.py"), *words, "-serve"]
+        how = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self._errors,
+            "env": _as_child(),
+            "encoding": "utf-8",
+            "errors": "surrogateescape",
+        }
+        started = Future[subprocess.Popen[str]]()
+        threading.Thread(target=_watch, args=(command, how, started), daemon=True).start()
+        self._process = started.result()
         weakref.finalize(self, self._process.kill)
 
     def answers(self, words: list[str]) -> bool:

@@ -19,3 +19,15 @@ def size_of(size: int | Sequence[int]) -> ImageSize:
 def in_pixels(size: int | Sequence[int]) -> str:
     """`224 x 448`: height and width."""
     return "{} x {}".format(*sides(size))
+
+
+MOST_BYTES = 2**30
+"""Default of DATA.MAX_IMAGE_BYTES, against small files that decode to more than the memory holds"""
+BYTES_PER_PIXEL = 8
+"""Of an image that Pillow decodes: it takes 4, and its array 3 of colours. DICOM files get floats of 8 bytes."""
+
+
+def refuse_large(size: int, most: int) -> None:
+    """ValueError for an image with more bytes of pixels than DATA.MAX_IMAGE_BYTES allows."""
+    if size > most:
+        raise ValueError(f"it decodes to {size:,} bytes or more; DATA.MAX_IMAGE_BYTES allows {most:,}")

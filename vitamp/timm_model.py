@@ -24,6 +24,7 @@ from vitamp.metrics import CHOICES
 from vitamp.pooling import pool_by
 from vitamp.processes import Loaded
 from vitamp.resize import Resized
+from vitamp.sizes import BYTES_PER_PIXEL, MOST_BYTES, refuse_large
 from vitamp.tensors import read_weights
 from vitamp.weights import chosen_at
 
@@ -62,7 +63,8 @@ def load_model(path: Path, weights: str) -> Loaded:
         chosen = chosen_at(path, weights)
         model = _build(chosen.meta, path)
         model.load_state_dict(read_weights(chosen))
-        transform = transform_of(chosen.meta["input"])
+        most = chosen.meta["settings"].get("DATA.MAX_IMAGE_BYTES", MOST_BYTES)
+        transform = transform_of(chosen.meta["input"], most)
         temperature = chosen.calibration.temperature if chosen.calibration else 1.0
     except UserError as error:
         raise ValueError(str(error)) from None
@@ -103,15 +105,18 @@ def _export(path: Path) -> str:
     return f"Export it, and load the file: {EXPORT} {path} -to safetensors -out model.safetensors"
 
 
-def transform_of(about: Mapping[str, Any]) -> v2.Compose:
-    """One of Pillow's images, or of bands a file or an array -> C x S x S, normalised. `about`: the weights' input."""
+def transform_of(about: Mapping[str, Any], most: int = MOST_BYTES) -> v2.Compose:
+    """One of Pillow's images, or of bands a file or an array -> C x S x S, normalised. `about`: the weights' input.
+
+    `most`: bytes of an image (DATA.MAX_IMAGE_BYTES).
+    """
     channels, background = about["channels"], about.get("background")
-    upright = Upright(channels, bool(about.get("exif_rotate")), tuple(background) if background else None)
+    upright = Upright(channels, bool(about.get("exif_rotate")), tuple(background) if background else None, most)
     mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")
     low, high = about.get("range", (0, 255))
     border = [low + (high - low) * value for value in about["mean"]]
     if bits := about.get("bits"):
-        opened = [partial(planes_of, channels=channels, bits=bits)]
+        opened = [partial(planes_of, channels=channels, bits=bits, most=most)]
     else:
         opened, border = [upright, v2.PILToTensor()], [min(255, max(0, round(shade))) for shade in border]
     resized = Resized(about["image_size"], mode, about["crop_pct"], about["interpolation"], tuple(border))
@@ -127,8 +132,10 @@ class Upright:
     """As its EXIF data says"""
     background: tuple[int, ...] | None
     """None: transparency is dropped"""
+    most: int = MOST_BYTES
 
     def __call__(self, image: Image.Image) -> Image.Image:
+        refuse_large(BYTES_PER_PIXEL * image.width * image.height, self.most)
         if self.rotate:
             image = ImageOps.exif_transpose(image)
         return as_rgb_or_grey(image, self.channels, self.background)[0]

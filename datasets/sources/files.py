@@ -176,13 +176,13 @@ class FileSamples(Samples):
     def read(self, index: int) -> bytes:
         paths = self._paths(index)
         if len(paths) == 1:
-            return read_regular(paths[0])
+            return read_regular(paths[0], self.most_bytes)
         if missing := next((path for path in paths if not os.path.exists(path)), ""):
             raise Unreadable(f"its file {one_line(missing)} does not exist")
         contents = []
         for path in paths:
             try:
-                contents.append(read_regular(path))
+                contents.append(read_regular(path, self.most_bytes))
             except OSError as error:
                 error.strerror = f"its file {one_line(path)}: {error.strerror or error}"
                 raise

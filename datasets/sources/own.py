@@ -27,7 +27,7 @@ class OwnSamples(Samples):
 
     def read(self, index: int) -> Encoded:
         image = self._images[index]
-        return read_regular(image) if isinstance(image, str) else image
+        return read_regular(image, self.most_bytes) if isinstance(image, str) else image
 
     def name(self, index: int) -> str:
         image = self._images[index]

@@ -212,7 +212,8 @@ def with_measurements(loaded: Loaded) -> Loaded:
     if samples.name(0).lower().endswith(".dcm"):
         notes.append("DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1")
         first = range(min(len(samples), HEADERS))
-        if failure_or(lambda: {has_window(samples.read(index)) for index in first}) == {True, False}:
+        limit = data.MAX_IMAGE_BYTES
+        if failure_or(lambda: {has_window(samples.read(index), limit) for index in first}) == {True, False}:
             said = "DICOM: some training images have a window, and so values of another unit; give it to all or none"
             loaded = loaded.with_warning(said)
     about = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)

@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 from utils.seeding import seed_host
-from vitamp.bands import together
+from vitamp.bands import DEFLATED, together
 
 SIDE = 16
 TINY = (
@@ -144,6 +145,56 @@ def test_files_of_other_bands_are_refused_with_the_reason(content: bytes, bits: 
     assert said in refusal(Reader(settings(IMAGE_CHANNELS=4, BITS=bits)).whole, content, by=Unreadable)
 
 
+def claiming(*shape: int) -> bytes:
+    """The header of a file of numpy, which is all of it."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+def zipped(content: bytes, method: int, size: int | None = None) -> bytes:
+    """A zip that says `size` of its one file."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as files:
+        files.writestr("a.npy", content)
+    whole = bytearray(file.getvalue())
+    at = whole.rindex(b"PK\x01\x02") + 24
+    if size is not None:
+        whole[at : at + 4] = struct.pack("<I", size)
+    return bytes(whole)
+
+
+SQUARE = np.zeros((40, 40), np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (lambda: claiming(2**44, 10), "it decodes to 175,921,860,444,160 bytes or more; DATA.MAX_IMAGE_BYTES allows"),
+        (lambda: npz(SQUARE), "it decodes to 3,328 bytes or more; DATA.MAX_IMAGE_BYTES allows 2,000"),
+        (lambda: zipped(claiming(2**44, 10), zipfile.ZIP_DEFLATED), "it decodes to 175,921,860,444,160 bytes"),
+        (lambda: zipped(npy(SQUARE), zipfile.ZIP_DEFLATED, size=500), "Bad CRC-32"),
+        (lambda: zipped(npy(SQUARE), zipfile.ZIP_BZIP2, size=500), "compressed by another method than deflate"),
+        (lambda: together([npy(SQUARE[:20]), npy(SQUARE[:20])]), "it decodes to 3,456 bytes or more"),
+        (lambda: together([saved(SQUARE[:12, :12])] * 9), "it decodes to 1,152 bytes or more; DATA.MAX_IMAGE_BYTES al"),
+        (lambda: tiff(SQUARE), "it decodes to 3,200 bytes or more"),
+        (lambda: saved(SQUARE), "it decodes to 12,800 bytes or more"),
+        (lambda: dicom(SQUARE), "it decodes to 12,800 bytes or more"),
+        (lambda: dicom(SQUARE, syntax=DEFLATED, Rows=2, Columns=2), "it decodes to 3,"),
+        (lambda: npy(np.zeros((0, 16, 1), np.uint16)), "its shape is 0 x 16 x 1, which has no pixels"),
+    ],
+)
+def test_sizes_are_judged_before_pixels_are_unpacked(content: Callable[[], bytes], said: str) -> None:
+    reader = Reader(settings(IMAGE_CHANNELS=1, BITS=16, MAX_IMAGE_BYTES=2000))
+    assert said in refusal(reader.whole, content(), by=Unreadable)
+
+
+def test_a_limit_of_bytes_can_be_raised() -> None:
+    large = saved(SQUARE.astype(np.uint8))
+    assert "DATA.MAX_IMAGE_BYTES" in refusal(Reader(settings(MAX_IMAGE_BYTES=12_799)).whole, large, by=Unreadable)
+    assert Reader(settings(MAX_IMAGE_BYTES=12_800)).whole(large).shape == (40, 40, 3)
+
+
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tifffile", None)
     with pytest.raises(Exception, match=r"tifffile is needed to read these images .* Run: pip install tifffile"):
@@ -154,7 +205,7 @@ def dicom(stored: np.ndarray, **fields: object) -> bytes:
     pydicom = pytest.importorskip("pydicom")
     about = pydicom.dataset.FileDataset(None, {}, preamble=b"II*\0".ljust(128, b"\0"))
     about.file_meta = pydicom.dataset.FileMetaDataset()
-    about.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    about.file_meta.TransferSyntaxUID = fields.pop("syntax", pydicom.uid.ExplicitVRLittleEndian)
     about.file_meta.MediaStorageSOPClassUID = about.SOPClassUID = pydicom.uid.CTImageStorage
     about.file_meta.MediaStorageSOPInstanceUID = about.SOPInstanceUID = "1.2.3"
     about.Rows, about.Columns = stored.shape

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -168,6 +169,36 @@ def test_the_interrupt_of_a_terminal_does_not_reach_the_program_itself(
     assert capsys.readouterr().out == "True\n", "Ctrl-C goes to the caller's group; it would come twice"
 
 
+def test_threads_that_end_share_one_process(loaded: Loaded, photos: Path) -> None:
+    """Linux ends a process with the thread that started it."""
+    loaded._predictor = None
+    answers, processes = list[list[Prediction]](), set[int]()
+
+    def ask() -> None:
+        answers.append(loaded.predict(photos))
+        assert loaded._predictor is not None
+        processes.add(loaded._predictor._process.pid)
+
+    for number in (1, 2):
+        threads = [Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(answers) == 2 * number
+    assert answers[1:] == answers[:-1]
+    assert len(processes) == 1
+
+
+def test_a_stopped_process_is_killed_and_named(loaded: Loaded, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded.predict(photos)
+    monkeypatch.setattr("vitamp.processes.SECONDS_STOPPED", 1)
+    assert loaded._predictor is not None
+    os.kill(loaded._predictor._process.pid, signal.SIGSTOP)
+    with pytest.raises(RuntimeError, match=r"was stopped \(SIGSTOP\) for 1 s, so it was killed"):
+        loaded.predict(photos)
+
+
 def test_a_wrong_question_is_an_exception_and_the_next_is_answered(loaded: Loaded, photos: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.png: no such file or folder"):
         loaded.predict("none.png")
@@ -176,20 +207,32 @@ def test_a_wrong_question_is_an_exception_and_the_next_is_answered(loaded: Loade
     assert len(loaded.predict(photos)) == 4
 
 
-def test_serve_says_what_it_cannot_answer(say: Vitamp, digits_run: Path, photos: Path) -> None:
+NONSENSE = (
+    *(b"", b"\xff\xfe", b"\x00", b"NaN", b"[1e999]", b"1" * 5001, b"[" * 100_000, b'["-"]', b'["a\\u0000b"]'),
+    *(b'["\\ud800"]', b'["\xff.png"]', b'["", ""]', b'["[a"]', b'[["a"]]', b'["' + b"a/" * 9999 + b'"]', b"[]"),
+)
+"""Requests that name no image"""
+
+
+def test_serve_answers_every_line(say: Vitamp, digits_run: Path, photos: Path, tmp_path: Path) -> None:
     result = say(digits_run, photos, "-serve", script="scripts/predict.py")
     assert f"-serve: standard input names the images; leave {photos} out." in result.expect(2).err
+    sparse = tmp_path / "sparse.jpg"
+    with sparse.open("wb") as file:
+        file.truncate(2**36)
+    os.mkfifo(tmp_path / "pipe.png")
+    odd = [str(sparse), str(tmp_path / "pipe.png"), "/dev/zero", "/dev/random", "/proc/self/pagemap", "/proc/version"]
     process = subprocess.run(
         [sys.executable, ROOT / "scripts/predict.py", digits_run, "-serve"],
-        input=f"{{}}\nno json\n{json.dumps([str(photos)])}\n",
+        input=b"\n".join([b"{}", b"no json", *NONSENSE, json.dumps(odd).encode(), json.dumps([str(photos)]).encode()]),
         capture_output=True,
-        text=True,
         check=True,
     )
-    first, second, third = map(json.loads, process.stdout.splitlines())
+    first, *wrong, each, last = map(json.loads, process.stdout.splitlines())
     assert first == {"error": "{}: is no list of names of images."}
-    assert "error" in second
-    assert len(third) == 4
+    assert [[*one] for one in wrong] == [["error"]] * (1 + len(NONSENSE))
+    assert [row["image"] for row in each if "error" in row] == odd
+    assert len(last) == 4
 
 
 def test_training_returns_the_run(tmp_path: Path, photos: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,8 @@ def _predict(asked: Namespace, world: World) -> int:
     if asked.serve:
         choose = Chosen(trained, asked.topk, asked.threshold)
         _say_what_predicts(asked.models, trained, choose)
-        return serve(sys.stdin, sys.stdout, trained, choose, asked)
+        with _opened(None) as stream:
+            return serve(sys.stdin.buffer, stream, trained, choose, asked)
     find = partial(find_images, asked.images, trained.config.DATA)
     paths = broadcast(on_rank_0(world, find), world) if asked.images else []  # one process reads standard input
     if asked.part is None:

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -205,6 +205,8 @@ def _paths_of(word: str, skipped: SkippedFiles, data: DataConfig) -> list[str]:
     return found
 
 
+MOST_QUOTED = 200
+"""Characters of a wrong request in its answer"""
 LONGEST_IMAGE = 60
 """Longer paths move the columns of their line"""
 Rows = Iterable[tuple[str, list[Guess] | None, str]]
@@ -256,24 +258,31 @@ def write_table(stream: TextIO, rows: Rows, classes: Sequence[str], topk: int, p
         write_line(path, [f"cannot be predicted: {shown(reason)}"] if reason else cells or ["-"])
 
 
-def serve(requests: TextIO, stream: TextIO, trained: Trained, choose: Chosen, asked: Namespace) -> int:
-    """Answer each line, a JSON list of images as the command line takes them, with a line of JSON."""
+def serve(requests: BinaryIO, stream: TextIO, trained: Trained, choose: Chosen, asked: Namespace) -> int:
+    """Answer each line, a JSON list of images as the command line takes them, with a line of JSON.
+
+    No line ends it: whatever a request raises is its answer.
+    """
     data = trained.config.DATA
 
     def predict(batch: Batch) -> list[list[Guess] | None]:
         return choose(trained.logits(batch.images))
 
-    for line in requests:
+    for request in requests:
+        line = os.fsdecode(request)
         try:
             words = json.loads(line)
             if not isinstance(words, list) or not all(isinstance(word, str) and word != "-" for word in words):
-                raise UserError(f"{one_line(line.strip())}: is no list of names of images.")
+                raise UserError(f"{one_line(line.strip()[:MOST_QUOTED])}: is no list of names of images.")
             paths = find_images(words, data)
             dataset, names = open_given(paths, data), [path.partition(OF_SEVERAL)[0] for path in paths]
             rows = predict_images(trained, dataset, names, predict, asked, False, [])
             answer = f"[{', '.join(_json(*row) for row in rows)}]"
-        except (UserError, TrainingError, json.JSONDecodeError, RecursionError) as error:
+        except (UserError, TrainingError, ValueError, RecursionError) as error:
             answer = json.dumps({"error": str(error)})
+        except Exception as error:
+            log.exception("internal error")
+            answer = json.dumps({"error": f"internal error: {type(error).__name__}: {error}"})
         print(answer, file=stream, flush=True)
     return EXIT_DONE
 

@@ -28,7 +28,7 @@ from utils.config.kinds import (
     read_fold,
 )
 from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS, TaskKind
-from vitamp.sizes import sides
+from vitamp.sizes import MOST_BYTES, sides
 
 DropLast = Annotated[
     Literal["batch", "update"] | bool, AfterValidator(lambda value: "batch" if value is True else value)
@@ -148,6 +148,11 @@ class DataConfig(Section):
         None, "Table of training images to leave out or to train with another label; see docs/broken_images.md."
     )
     MAX_BAD: NonNegative = setting(0.01, "Stop at more unreadable training images: below 1 a fraction, else a number.")
+    MAX_IMAGE_BYTES: Positive = setting(
+        MOST_BYTES,
+        "Most bytes of an image's pixels, by its header; a larger image is unreadable. A pixel of a photograph or of "
+        "DICOM counts 8.",
+    )
     BACKGROUND: Background = setting(
         "white",
         "Colour behind transparent pixels: a name, mean (IMAGENET_MEAN) or [r, g, b]; drop: transparency is ignored.",

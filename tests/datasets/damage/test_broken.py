@@ -33,8 +33,15 @@ def claim_to_be_huge(path: Path) -> None:
     path.write_bytes(png[:12] + header + struct.pack(">I", zlib.crc32(header)) + png[33:])
 
 
+def hold_a_huge_array(path: Path) -> None:
+    """A file of numpy of 128 bytes whose header says 160 TiB."""
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (2**44, 10, 1)})
+
+
 SPOILS: dict[str, Callable[[Path], object]] = {
     "bomb": claim_to_be_huge,
+    "array": hold_a_huge_array,
     "text": lambda path: path.write_text("no picture at all"),
     "empty": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:600]),
@@ -72,7 +79,8 @@ def test_broken_image_is_replaced_by_the_next_and_other_samples_are_unchanged(
         assert batch.labels.tolist() == [(5 if i == 4 else i) % 3 for i in batch.indices.tolist()]
     assert len(said.messages) == 1
     assert str(image(listed, 4)) in said.messages[0]
-    reasons = {"missing": "it does not exist", "empty": "the file is empty", "bomb": "PIL's limit"}
+    reasons = {"missing": "it does not exist", "empty": "the file is empty"}
+    reasons |= dict.fromkeys(("bomb", "array"), "DATA.MAX_IMAGE_BYTES allows")
     assert reasons.get(spoil, "cannot be read") in said.messages[0]
 
 
@@ -276,20 +284,26 @@ def test_storage_failures_are_comments_in_the_broken_list(failing: Loaders, list
 
 
 @pytest.mark.parametrize("where", ["decoding", "reading"])
-def test_memory_error_is_not_a_broken_image(failing: Loaders, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_memory_error_is_of_the_image_that_raised_it(
+    failing: Loaders, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, where: str
+) -> None:
     loader = failing([4] if where == "reading" else [], 12, MemoryError())
     if where == "decoding":
-
-        def starve(*_: object) -> None:
-            raise MemoryError
-
         images = loader._fetch.dataset
         assert isinstance(images, Images)
         assert isinstance(images.pixels, Pixels)
+        open_image, fourth = images.pixels.reader.open, images.samples.read(4)
+
+        def starve(encoded: bytes) -> object:
+            if encoded == fourth:
+                raise MemoryError
+            return open_image(encoded)
+
         monkeypatch.setattr(images.pixels.reader, "open", starve)
-    with pytest.raises(TrainingError, match=r"Memory ran out.*NUM_WORKERS.*-resume"):
-        epoch(loader)
-    assert broken_of(loader).summary() == ""
+    epoch(loader)
+    assert "1 training image could not be read" in broken_of(loader).summary()
+    assert "4.png cannot be read: memory ran out while it was read; if others fail" in said.text
+    assert "NUM_WORKERS" in said.text
 
 
 def test_fractions_of_images_are_rounded_up_but_not_their_noise() -> None:

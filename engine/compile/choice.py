@@ -51,11 +51,12 @@ def choose_compiling(
     `updates`: number of updates left. `previous`: choices of the run that is resumed. `of_trial`: `Run.compiling`.
     """
     wanted = config.TRAIN.COMPILE
+    device = parts.precision.device
     if wanted != AUTO:
         how = wanted
         reason = "as asked for"
     else:
-        choice = _previous_choice(previous, parts.precision.device) or of_trial or _by_gain(config, parts, updates)
+        choice = _previous_choice(previous, device) or of_trial or _by_gain(config, parts, updates)
         how, reason = broadcast(choice, world)
     if how == WHOLE and world.size > 1 and (parts.sharding is not None or not parts.precision.computes_in_copy):
         how = BLOCKS
@@ -63,33 +64,38 @@ def choose_compiling(
         if wanted == AUTO and not has_blocks(parts.model):
             how = NONE
             reason = f"auto: {reason}, and {type(parts.model).__name__} has no blocks to compile one by one"
-    if wanted == AUTO and how == NONE and parts.precision.fp8 and parts.precision.device.type == "cuda":
+    if wanted == AUTO and how == NONE and parts.precision.fp8 and device.type == "cuda":
         log.warning(
             "fp8 without torch.compile is usually slower than bf16, because casting to 8 bits takes time of its own. "
             "This run is not compiled (%s): set TRAIN.COMPILE=%s, or use -amp bf16.",
             reason,
             WHOLE if world.size == 1 else BLOCKS,
         )
-
-    def check() -> None:
-        if how != NONE and (missing := _missing_tool(parts.precision.device)):
-            raise UserError(f"TRAIN.COMPILE {how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
-        if how == BLOCKS and not has_blocks(parts.model):
-            raise UserError(
-                f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use "
-                f"{'none' if world.size > 1 else 'whole or none'}."
-            )
-
-    on_every_rank(world, check)
-    if (compiling := parts.callback(Compiling)) is not None:
+    on_every_rank(world, lambda: _check_possible(how, parts, world))
+    compiling = parts.callback(Compiling)
+    if compiling is not None:
         compiling.how = how
         compiling.auto = wanted == AUTO
     return how, reason
 
 
+def _check_possible(how: str, parts: TrainState, world: World) -> None:
+    if how == NONE:
+        return
+    missing = _missing_tool(parts.precision.device)
+    if missing:
+        raise UserError(f"TRAIN.COMPILE {how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
+    if how == BLOCKS and not has_blocks(parts.model):
+        others = "none" if world.size > 1 else "whole or none"
+        raise UserError(
+            f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use {others}."
+        )
+
+
 def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple[str, str] | None:
     """The choice of the run that is resumed; None if it has none, or one for another kind of machine."""
-    if (how := previous.get("compile")) is None:
+    how = previous.get("compile")
+    if how is None:
         return None
     device_before = str(previous.get("computed_in", device.type)).partition(" ")[0]
     works_here = device_before == device.type and (how == NONE or _missing_tool(device) is None)
@@ -99,28 +105,32 @@ def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple
 def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]:
     device = parts.precision.device
     data = config.DATA
+    train = config.TRAIN
     if device.type != "cuda":
         return NONE, f"auto: on {device.type} compiling takes longer than it saves"
-    if missing := _missing_tool(device):
+    missing = _missing_tool(device)
+    if missing:
         return NONE, f"auto: {missing}"
     without_weights = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
     flops = training_flops(without_weights, data.shape) or 0.0
-    train = config.TRAIN
-    full = data.IMAGE_SIZE
     # Each size of images, with all tokens or fewer, is compiled by itself.
     epochs = range(1, train.NUM_EPOCHS + 1)
-    cost = SECONDS_TO_COMPILE * len({(train.size_in(epoch, full), train.drops_tokens_in(epoch)) for epoch in epochs})
+    graphs = {(train.size_in(epoch, data.IMAGE_SIZE), train.drops_tokens_in(epoch)) for epoch in epochs}
+    cost = SECONDS_TO_COMPILE * len(graphs)
     share = work_until(config, [len(epochs)])[0] / max(1, len(epochs))
     micro_batch = share * flops * data.BATCH_SIZE / FLOPS_PER_SECOND[parts.precision.level != "O0"]
-    seconds = max(FRACTION_SAVED * micro_batch, SAVED_PER_MICRO_BATCH) * config.TRAIN.ACCUM_ITER * updates
+    seconds = max(FRACTION_SAVED * micro_batch, SAVED_PER_MICRO_BATCH) * train.ACCUM_ITER * updates
     is_worthwhile = seconds > REQUIRED_RATIO * cost
+    more = "more" if is_worthwhile else "no more"
     words = (
-        f"auto: about {seconds:,.0f} s saved in {counted(updates, 'update')}, {'more' if is_worthwhile else 'no more'} "
-        f"than {REQUIRED_RATIO:g} times the {cost:.0f} s of compiling"
+        f"auto: about {seconds:,.0f} s saved in {counted(updates, 'update')}, {more} than {REQUIRED_RATIO:g} times the "
+        f"{cost:.0f} s of compiling"
     )
     if not is_worthwhile:
         return NONE, words
-    return BLOCKS if config.TRAIN.GRAD_CHECKPOINT != "none" and has_blocks(parts.model) else WHOLE, words
+    if train.GRAD_CHECKPOINT != "none" and has_blocks(parts.model):
+        return BLOCKS, words
+    return WHOLE, words
 
 
 def training_flops(model: nn.Module, shape: tuple[int, int, int]) -> float | None:

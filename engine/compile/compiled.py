@@ -73,19 +73,28 @@ class Compiling(Callback):
         self._to = to
         self._done.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
-        self._compute = to.eager if self.how == BLOCKS else self._one_graph(options)
-        # Each block by itself, so that the last blocks' gradients are all-reduced during the backward pass.
-        for _, block in blocks_of(to.forward) if self.how == BLOCKS else ():
+        if self.how == BLOCKS:
+            self._compute = to.eager
+            self._compile_blocks(to.forward, options)
+        else:
+            self._compute = self._one_graph(options)
+        to.compute = self
+
+    def _compile_blocks(self, model: nn.Module, options: dict[str, Any]) -> None:
+        """Each block by itself, so that the last blocks' gradients are all-reduced during the backward pass."""
+        for _, block in blocks_of(model):
             if self._sharded:  # only the block's own code: FSDP's hooks around it gather and free the weights
                 block.forward = torch.compile(block.forward, **options)
             else:
                 block.compile(**options)
-        to.compute = self
 
     def enter(self, epoch: int, *models: nn.Module) -> None:
         """After `TokenDrop`, which sets what is left out."""
-        modules = (module for model in models for module in model.modules())
-        self._left_out = max((module.prob for module in modules if isinstance(module, PatchDropout)), default=0.0)
+        self._left_out = 0.0
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, PatchDropout):
+                    self._left_out = max(self._left_out, module.prob)
 
     def __call__(self, batch: Batch) -> ForwardResult:
         if self._gave_up or len(batch.images) != self._data.BATCH_SIZE:
@@ -98,11 +107,13 @@ class Compiling(Callback):
         """Forward pass of the first micro-batch of its kind. It compiles the backward pass too."""
         from torch._dynamo.exc import TorchDynamoException
 
-        began, (size, left_out) = perf_counter(), kind
+        began = perf_counter()
+        size, left_out = kind
+        high, wide = size[-2:]
         what = "each block" if self.how == BLOCKS else "the forward and backward pass"
         duration = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
         special = f", {100 * left_out:g} % of the patches left out" if left_out else ""
-        log.info("Compiling %s for %d x %d pixels%s: this update takes %s.", what, *size[-2:], special, duration)
+        log.info("Compiling %s for %d x %d pixels%s: this update takes %s.", what, high, wide, special, duration)
         try:
             computed = self._compute(batch)
         except TorchDynamoException as error:
@@ -111,11 +122,11 @@ class Compiling(Callback):
                 log.warning(words, first_line(error))
                 self._gave_up = True
                 return self(batch)
+            others = "none" if self.how == BLOCKS else "none, or blocks"
             failure = TrainingError if self.seconds else UserError  # UserError before the first update is done
             raise failure(
-                f"TRAIN.COMPILE: torch cannot compile this model ({first_line(error)}). Set TRAIN.COMPILE=none"
-                f"{'' if self.how == BLOCKS else ', or blocks'}. If a run was killed while it compiled, remove the "
-                f"incomplete files in {os.environ[CACHE]} first."
+                f"TRAIN.COMPILE: torch cannot compile this model ({first_line(error)}). Set TRAIN.COMPILE={others}. "
+                f"If a run was killed while it compiled, remove the incomplete files in {os.environ[CACHE]} first."
             ) from error
         took = perf_counter() - began
         self.seconds += took
@@ -148,7 +159,8 @@ class Compiling(Callback):
             if not from_uint8:
                 with precision.autocast():
                     images, targets, labels = batch_transform(inputs(images), labels)
-            return ForwardResult(*graph(images, targets), labels)
+            loss, logits = graph(images, targets)
+            return ForwardResult(loss, logits, labels)
 
         return compute
 

@@ -62,14 +62,19 @@ class DistillationLoss(nn.Module):
         self.tau = train.DISTILLATION_TAU
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        label_logits, distilled_logits = logits.unbind(1) if logits.ndim == 3 else (logits, logits)
+        if logits.ndim == 3:
+            label_logits, distilled_logits = logits.unbind(1)
+        else:
+            label_logits = logits
+            distilled_logits = logits
         if targets.ndim < 3:  # labels alone: the teacher was not asked
             return self.label_loss(label_logits, targets)
         labels, teacher_logits = targets.unbind(1)
         if self.hard:
             teacher_loss = F.cross_entropy(distilled_logits, teacher_logits.argmax(1))
         else:
-            student, teacher = (F.log_softmax(one / self.tau, 1) for one in (distilled_logits, teacher_logits))
+            student = F.log_softmax(distilled_logits / self.tau, 1)
+            teacher = F.log_softmax(teacher_logits / self.tau, 1)
             # The factor tau**2 makes up for the temperature, which divides gradients by its square.
             teacher_loss = F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.tau**2
         return (1 - self.alpha) * self.label_loss(label_logits, labels) + self.alpha * teacher_loss
@@ -105,7 +110,8 @@ class Distillation(Callback):
         if to.batch_transform is not self:  # else it is attached anew
             self._before: BatchTransform = to.batch_transform
             self._stages = to.stages
-            to.batch_transform, to.criterion = self, DistillationLoss(to.criterion, self._train)
+            to.batch_transform = self
+            to.criterion = DistillationLoss(to.criterion, self._train)
 
     def __call__(self, images: Tensor, labels: Tensor) -> TransformedBatch:
         seen = self._before(images, labels)
@@ -118,7 +124,8 @@ class Distillation(Callback):
         return seen._replace(targets=torch.stack((targets, teacher_logits), dim=1))
 
     def rows(self) -> dict[str, str]:
-        source, (total, _) = self.teacher.source, count_parameters(self.teacher.model)
+        source = self.teacher.source
+        total, _ = count_parameters(self.teacher.model)
         return {"teacher": f"{source.where}, {total:,} parameters, frozen; images of {one_line(source.image_size)}"}
 
     def noted(self) -> dict[str, str]:
@@ -167,31 +174,32 @@ class Teacher:
             digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         self.fingerprint = digest.hexdigest()
         data = config.DATA
-        channels = config.DATA.IMAGE_CHANNELS
-        mine, theirs = (
-            torch.tensor([per_channel(values, channels) for values in pair], dtype=torch.float64)
-            for pair in ((data.IMAGENET_MEAN, data.IMAGENET_STD), (source.mean, source.std))
-        )
+        mine = _mean_and_std(data.IMAGENET_MEAN, data.IMAGENET_STD, data.IMAGE_CHANNELS)
+        theirs = _mean_and_std(source.mean, source.std, data.IMAGE_CHANNELS)
         # Undo the student's normalisation and apply the teacher's, in one step.
         factor = mine[1] / theirs[1]
         offset = (mine[0] - theirs[0]) / theirs[1]
         self._same_normalisation = torch.equal(mine, theirs)
-        self._factor, self._offset = (t.float().reshape(1, -1, 1, 1).to(precision.device) for t in (factor, offset))
+        self._factor = factor.float().reshape(1, -1, 1, 1).to(precision.device)
+        self._offset = offset.float().reshape(1, -1, 1, 1).to(precision.device)
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """Logits in fp32."""
         size = sides(self.source.image_size)
-        device = images.device.type
-        level = self._precision.level
         if images.shape[-2:] != size:
             images = F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
         if not self._same_normalisation:
             images = torch.addcmul(self._offset, images, self._factor)
         # Under autocast at every level of AMP: the teacher keeps fp32 weights even where the student has a half copy.
-        dtype = self._precision.choice.dtype if level != "O0" else None
-        with torch.autocast(device, dtype, enabled=level != "O0"):
+        in_half = self._precision.level != "O0"
+        dtype = self._precision.choice.dtype if in_half else None
+        with torch.autocast(images.device.type, dtype, enabled=in_half):
             return self.model(images).float()
+
+
+def _mean_and_std(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> Tensor:
+    return torch.tensor([per_channel(mean, channels), per_channel(std, channels)], dtype=torch.float64)
 
 
 def check_teacher(config: Config) -> None:
@@ -257,19 +265,20 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
     same_setting = saved_choices.get("teacher_model") == teacher.setting
     if same_setting and saved_choices.get("teacher_sha256") != teacher.fingerprint:
         before = saved_choices.get("teacher")
-        change = (
-            "the teacher's weights have changed since this run began"
-            if before == source.where
-            else f"the teacher's weights are now {source.where}, but this run began with {before}"
-        )
+        if before == source.where:
+            change = "the teacher's weights have changed since this run began"
+        else:
+            change = f"the teacher's weights are now {source.where}, but this run began with {before}"
         raise UserError(
             f"{KEY} {teacher.setting}: {change}. Restore the former weights; or, to resume with the changed teacher, "
             "copy its weights to another path and name that path."
         )
-    pairs = enumerate(zip(source.names or (), names or (), strict=False))
-    other = next((f"class {n} is '{a}' in the teacher and '{b}' in the data" for n, (a, b) in pairs if a != b), None)
-    if other:
-        raise UserError(f"{KEY} {source.where}: {other}; both must have the same classes in the same order.")
+    for number, (taught, learned) in enumerate(zip(source.names or (), names or (), strict=False)):
+        if taught != learned:
+            raise UserError(
+                f"{KEY} {source.where}: class {number} is '{taught}' in the teacher and '{learned}' in the data; both "
+                "must have the same classes in the same order."
+            )
 
 
 def _load_source(setting: str, config: Config, precision: Precision) -> TeacherModel:
@@ -293,20 +302,21 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     except UserError as error:
         if name != PADDLEVIT or name in setting:
             raise
-        raise UserError(f"{error}\n{UNNAMED(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
+        raise UserError(f"{error}\n{_unnamed(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
     if any(parameter.isnan().any() for parameter in model.parameters()):
         raise UserError(
             f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
             "classifier, too."
         )
     size = size_of(header.get("image_size", pretrained.input_size[1:]))
-    mean, std = (tuple(header.get(key, getattr(pretrained, key))) for key in ("mean", "std"))
+    mean = tuple(header.get("mean", pretrained.mean))
+    std = tuple(header.get("std", pretrained.std))
     colours = channels if config.DATA.is_plain else len(mean)
     _check_values(setting, config, (colours, header.get("bits", 8), tuple(header.get("range", (0, 255)))))
     if len(mean) != channels:  # grey images, and a teacher trained on colour
         mean = (sum(mean) / len(mean),)
         std = (sum(std) / len(std),)
-    return TeacherModel(model, setting, size, mean, std, classes)
+    return TeacherModel(model, where=setting, image_size=size, mean=mean, std=std, classes=classes)
 
 
 def _of_run(setting: str, place: str, config: Config, precision: Precision) -> TeacherModel:
@@ -335,10 +345,21 @@ def _of_run(setting: str, place: str, config: Config, precision: Precision) -> T
     load_weights(model, read_weights(chosen), f"{chosen.file}")
     log.info("Teacher %s: %s", setting, chosen.words)
     if precision.level != "O0":
-        force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
-    where = f"{theirs.MODEL.NAME} of {chosen.file}"
-    normalised = (data.IMAGENET_MEAN, data.IMAGENET_STD)
-    return TeacherModel(model, where, data.IMAGE_SIZE, *normalised, theirs.MODEL.NUM_CLASSES, chosen.classes)
+        in_fp32 = list(theirs.AMP.FP32_MODULES) + fp32_modules(chosen)
+        force_fp32(model, in_fp32, precision.device.type)
+    return TeacherModel(
+        model,
+        where=f"{theirs.MODEL.NAME} of {chosen.file}",
+        image_size=data.IMAGE_SIZE,
+        mean=data.IMAGENET_MEAN,
+        std=data.IMAGENET_STD,
+        classes=theirs.MODEL.NUM_CLASSES,
+        names=chosen.classes,
+    )
+
+
+def _unnamed(setting: str) -> str:
+    return f"{KEY} {setting}: neither the file's header nor its name says which timm model it is"
 
 
 def _check_values(setting: str, config: Config, theirs: tuple[Any, ...]) -> None:
@@ -347,9 +368,6 @@ def _check_values(setting: str, config: Config, theirs: tuple[Any, ...]) -> None
     for key, its, mine in zip(("IMAGE_CHANNELS", "BITS", "RANGE"), theirs, ours, strict=True):
         if its != mine:
             raise UserError(f"{KEY} {setting}: trained with DATA.{key} {its}, but here it is {mine}.")
-
-
-UNNAMED = f"{KEY} {{}}: neither the file's header nor its name says which timm model it is".format
 
 
 def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
@@ -369,7 +387,7 @@ def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
         candidates = [str(header.get("model", "")), path.stem, path.name.partition(".")[0]]
         model = next(filter(is_timm_name, filter(None, candidates)), None)
         if model is None and not taught:
-            raise UserError(f"{UNNAMED(setting)}. {FORMS}")
+            raise UserError(f"{_unnamed(setting)}. {FORMS}")
         return model or PADDLEVIT, str(path)
     if path.exists():
         return None, str(path)

@@ -94,7 +94,9 @@ class Sharding:
         else:
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         try:
-            for unit in (*(block for _, block in blocks_of(model)), model):
+            units = [block for _, block in blocks_of(model)]
+            units.append(model)
+            for unit in units:
                 # Free gathered weights after the forward pass: between updates each rank holds its shard only.
                 fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
         except ValueError as error:
@@ -121,15 +123,18 @@ class Sharding:
                 raise UserError(f"AMP.LEVEL {level} with DIST.STRATEGY fsdp needs torch 2.15 or later; use O1, or ddp.")
             self._gathered = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
             return MixedPrecisionPolicy(cast_forward_inputs=False)
+        self._gathered = f", gathered in {half}"
         if level == "O1":
             halved = {id(weight) for weight in cast_weights(model, precision.black_list)}
             kept = {id(weight) for weight in model.parameters() if id(weight) not in halved}
+            self._gathered += " where autocast casts them"
         else:
+            kept: set[int] = set()
             classes = NORMS if level == "O2" else BATCH_NORM
             forced = forced_modules(model)
-            in_fp32 = [one for name, one in model.named_modules() if name in forced or isinstance(one, classes)]
-            kept = {id(weight) for module in in_fp32 for weight in module.parameters()}
-        self._gathered = f", gathered in {half}" + (" where autocast casts them" if level == "O1" else "")
+            for name, module in model.named_modules():
+                if name in forced or isinstance(module, classes):
+                    kept.update(id(weight) for weight in module.parameters())
         # To a type checker with an older torch, the last argument is unknown.
         return cast(Any, MixedPrecisionPolicy)(
             param_dtype=precision.choice.dtype,
@@ -149,7 +154,9 @@ class Sharding:
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor, split as FSDP does."""
         chunks = whole.chunk(self.count, dim=0)
-        return chunks[self.nth] if self.nth < len(chunks) else whole.new_empty((0, *whole.shape[1:]))
+        if self.nth < len(chunks):
+            return chunks[self.nth]
+        return whole.new_empty((0, *whole.shape[1:]))
 
     def like(self, whole: Tensor, parameter: Tensor) -> Tensor:
         """Shard a whole tensor as `parameter` is sharded."""

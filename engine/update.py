@@ -67,7 +67,10 @@ class TrainState:
     @property
     def others(self) -> dict[WeightSet, nn.Module]:
         """Weights beside the trained ones; see `Callback.weights`."""
-        return {which: module for callback in self.callbacks for which, module in callback.weights().items()}
+        found: dict[WeightSet, nn.Module] = {}
+        for callback in self.callbacks:
+            found.update(callback.weights())
+        return found
 
     @property
     def weights(self) -> dict[WeightSet, nn.Module]:
@@ -99,7 +102,10 @@ class TrainState:
 
     def figures(self) -> dict[str, Figure]:
         """What the callbacks report of the last update. A collective call."""
-        return {name: figure for callback in self.callbacks for name, figure in callback.figures().items()}
+        found: dict[str, Figure] = {}
+        for callback in self.callbacks:
+            found.update(callback.figures())
+        return found
 
     def eager(self, batch: Batch) -> ForwardResult:
         """Forward pass of a micro-batch without compiled code around it."""

@@ -25,7 +25,12 @@ PROCESSORS = Path("/proc/cpuinfo")
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
     """The device asked for, else the best one available; each local rank gets its own GPU."""
-    kind = wanted or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+    if wanted:
+        kind = wanted
+    elif torch.cuda.is_available():
+        kind = "cuda"
+    else:
+        kind = "mps" if torch.backends.mps.is_available() else "cpu"
     if kind == "cpu":
         return torch.device("cpu")
     if kind == "mps":
@@ -65,13 +70,16 @@ def set_up_device(config: Config, device: torch.device, world: World) -> int:
 
 def threads_of(config: Config, world: World) -> int:
     """THREADS, else OMP_NUM_THREADS, else a process's share of the cores."""
+    if config.THREADS:
+        return config.THREADS
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if world.launcher == TORCHRUN and given == "1":  # torchrun sets that where it is not set
         given = ""
         with contextlib.suppress(OSError):
             if b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes():
                 given = "1"
-    return config.THREADS or (int(given) if given.isdecimal() and int(given) else world.own_cores)
+    number = int(given) if given.isdecimal() else 0
+    return number or world.own_cores
 
 
 def describe_devices(device: torch.device, world: World, threads: int) -> str:
@@ -93,8 +101,9 @@ def describe_device(device: torch.device) -> str:
 
 def processor() -> str:
     with contextlib.suppress(OSError), PROCESSORS.open(encoding="ascii", errors="replace") as lines:
-        if found := next((line for line in lines if line.startswith("model name")), ""):
-            return found.partition(":")[2].strip()
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
@@ -145,10 +154,8 @@ def no_gpu_notice(config: Config, device: torch.device, dry: bool, env: Mapping[
             facts.append(f"torch {torch.__version__} is built for CPUs only, and {new}")
     why = f" ({'; '.join(facts)})" if facts else ""
     slow = ", on which training on ImageNet takes weeks" if config.DATA.DATASET == "imagenet2012" else ""
-    return (
-        f"No GPU is visible{why}: this run uses the CPU{slow}. "
-        f"{'' if dry else '-dry_run estimates the time of training; '}-device cpu silences this."
-    )
+    estimate = "" if dry else "-dry_run estimates the time of training; "
+    return f"No GPU is visible{why}: this run uses the CPU{slow}. {estimate}-device cpu silences this."
 
 
 def libraries() -> dict[str, str]:
@@ -161,8 +168,9 @@ def libraries() -> dict[str, str]:
         found["NCCL"] = ".".join(map(str, nccl.version()))
         with contextlib.suppress(OSError):
             text = NVIDIA_DRIVER.read_text(encoding="ascii", errors="replace")
-            if number := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text):
-                found["driver"] = number[0]
+            driver = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+            if driver:
+                found["driver"] = driver[0]
     return found
 
 

@@ -80,10 +80,14 @@ def check_images(ready: Ready, world: World) -> None:
 
 def environment_table(config: Config, world: World, device: torch.device, members: list[dict[str, Any]]) -> str:
     """Table of processes, machines, devices and libraries."""
-    rows = [("rank", "machine", "local rank", "process", "threads", "device")]
+    rows: list[tuple[str, ...]] = [("rank", "machine", "local rank", "process", "threads", "device")]
     keys = ("rank", "host", "local_rank", "pid", "threads", "device")
-    rows += [tuple(str(member[key]) for key in keys) for member in members[:MAX_ROWS]]
-    lines = aligned(rows) + ([f"... and {len(members) - MAX_ROWS} more"] if len(members) > MAX_ROWS else [])
+    for member in members[:MAX_ROWS]:
+        rows.append(tuple(str(member[key]) for key in keys))
+    lines = ["Processes"]
+    lines += aligned(rows)
+    if len(members) > MAX_ROWS:
+        lines.append(f"... and {len(members) - MAX_ROWS} more")
     launcher = f"{started_as('main_multi_gpu.py')} itself" if LAUNCHER_PID in os.environ else world.launcher
     machines = counted(len({member["host"] for member in members}), "machine")
     lines += [
@@ -92,4 +96,4 @@ def environment_table(config: Config, world: World, device: torch.device, member
         f"DIST.TIMEOUT {config.DIST.TIMEOUT:g} min",
         f"libraries  {', '.join(f'{name} {number}' for name, number in libraries().items())}",
     ]
-    return "\n".join(["Processes", *(f"  {line}" for line in lines)])
+    return "\n  ".join(lines)

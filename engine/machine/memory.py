@@ -32,8 +32,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def in_gib(size: float) -> str:
-    unit, name = (GIB, "GiB") if size >= GIB / 2 else (2**20, "MiB") if size >= 2**19 else (2**10, "KiB")
-    return f"{size / unit:.1f} {name}"
+    if size >= GIB / 2:
+        return f"{size / GIB:.1f} GiB"
+    if size >= 2**19:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**10:.1f} KiB"
 
 
 def total_memory(device: torch.device) -> int | None:
@@ -42,8 +45,11 @@ def total_memory(device: torch.device) -> int | None:
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    known = [size for size in (meminfo("MemTotal"), *(limit for limit, _ in cgroups())) if size is not None]
-    return min(known) if known else None
+    known = [limit for limit, _ in cgroups()]
+    installed = meminfo("MemTotal")
+    if installed is not None:
+        known.append(installed)
+    return min(known, default=None)
 
 
 def take_peak(device: torch.device) -> int:
@@ -70,7 +76,10 @@ def meminfo(name: str, file: Path | None = None) -> int | None:
         lines = (file or MEMINFO).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    return None
 
 
 def cgroups() -> Iterator[tuple[int, int]]:

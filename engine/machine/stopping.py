@@ -74,9 +74,10 @@ class Signals:
     def listen(self) -> None:
         self._owner = os.getpid()
         for number in REQUESTS:
+            is_ignored = signal.getsignal(number) == signal.SIG_IGN
             # A shell script's background jobs ignore Ctrl-C, but a launcher among them stops its ranks with it. SIGHUP
             # stays ignored, as nohup wants it.
-            if signal.getsignal(number) != signal.SIG_IGN or ("RANK" in os.environ and number != signal.SIGHUP):
+            if not is_ignored or ("RANK" in os.environ and number != signal.SIGHUP):
                 signal.signal(number, self._handle)
 
     def failure_was_reported(self) -> None:
@@ -93,10 +94,11 @@ class Signals:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a loading process that was just forked and does not ignore signals yet
             return
-        self._interrupts += number == signal.SIGINT
+        if number == signal.SIGINT:
+            self._interrupts += 1
         # torchrun turns the second Ctrl-C into SIGTERM.
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "VITAMP_LAUNCHER_PID" not in os.environ
-        again = self._interrupts > 1 or (self._interrupts and number == signal.SIGTERM and by_torchrun)
+        again = self._interrupts > 1 or (self._interrupts == 1 and number == signal.SIGTERM and by_torchrun)
         if again or not self.deferred:
             self._leave(number)
         self.request = max(self.request, REQUESTS[signal.Signals(number)])
@@ -112,7 +114,8 @@ class Signals:
             if number == signal.SIGTERM and group and group.watchdog:
                 group.watchdog.look()
             logging.raiseExceptions = False  # the signal may have interrupted the writing of a log line
-            if (tqdm := sys.modules.get("tqdm")) is not None:  # bars would stay below the last line
+            tqdm = sys.modules.get("tqdm")
+            if tqdm is not None:  # bars would stay below the last line
                 with contextlib.suppress(Exception):  # the signal may have interrupted the drawing of one
                     for bar in list(tqdm.tqdm._instances):
                         bar.leave = False
@@ -206,7 +209,8 @@ class Stopping:
     def _received(self) -> int:
         if self._in_flight is None:
             return NOTHING
-        (work, flag), self._in_flight = self._in_flight, None
+        work, flag = self._in_flight
+        self._in_flight = None
         work.wait()
         request, self._every = flag.numpy().tolist()
         return request

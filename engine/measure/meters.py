@@ -49,8 +49,9 @@ class TrainMeters:
         self._task = task
         self._weighted = weighted
         self._sum_type = sum_type_of(device)
-        self._update, self._epoch = (torch.zeros(4, dtype=self._sum_type, device=device) for _ in range(2))
+        self._update = torch.zeros(4, dtype=self._sum_type, device=device)
         self._finished_update = torch.zeros_like(self._update)
+        self._epoch = torch.zeros_like(self._update)
         self._epoch_counts = torch.zeros((), dtype=self._sum_type, device=device)
         """What the images of the epoch count for in the loss, if they are weighted"""
         self._one = torch.ones((), dtype=self._sum_type, device=device)
@@ -86,10 +87,13 @@ class TrainMeters:
     @torch.no_grad()
     def close_update(self, update: int, norm: Tensor, stepped: bool | Tensor, scaled: bool) -> None:
         """Finish an update, counted from 1. Without loss scaling, a gradient norm that is not finite is a fault."""
-        self._finished_update, self._update = self._update, self._finished_update.zero_()
+        finished = self._update
+        self._update = self._finished_update.zero_()
+        self._finished_update = finished
         self._norm.copy_(norm)
         if scaled:
-            skipped = 1 - (stepped.long().reshape(()) if isinstance(stepped, Tensor) else int(stepped))
+            taken = stepped.long().reshape(()) if isinstance(stepped, Tensor) else int(stepped)
+            skipped = 1 - taken
             self._skipped += skipped
             self._in_a_row += 1
             self._in_a_row *= skipped
@@ -111,17 +115,19 @@ class TrainMeters:
             self._first_bad,
             counts,
         ]
-        numbers = torch.cat((sums, *(x.to(sums.device, self._sum_type).reshape(1) for x in same_on_all_ranks))).tolist()
+        read = [sums]
+        read += [value.to(sums.device, self._sum_type).reshape(1) for value in same_on_all_ranks]
+        numbers = torch.cat(read).tolist()
         norm, scale_value, rate, skipped, in_a_row, first_bad, counted = numbers[8:]
         return Reading(
-            self._metrics(numbers[:4], 1.0),
-            self._metrics(numbers[4:8], counted or 1.0),
-            norm,
-            scale_value,
-            rate,
-            int(skipped),
-            int(in_a_row),
-            int(first_bad),
+            update=self._metrics(numbers[:4], 1.0),
+            epoch=self._metrics(numbers[4:8], counted or 1.0),
+            grad_norm=norm,
+            scale=scale_value,
+            lr=rate,
+            skipped=int(skipped),
+            skipped_in_a_row=int(in_a_row),
+            first_bad=int(first_bad),
         )
 
     def state(self) -> dict[str, object]:
@@ -202,15 +208,20 @@ def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:
     pixels = math.prod(sides(full))
     with_all = max(0, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL)
     last = train.NUM_EPOCHS - 1
-    starts = (math.ceil(train.epochs_before(start)) for start, _ in train.SIZE_SCHEDULE)
-    changes = sorted({0, with_all, max(last, 0), train.NUM_EPOCHS, *(start for start in starts if start < last)})
-    shares = [
-        math.prod(sides(train.size_in(start + 1, full)))
-        / pixels
-        * (1 - train.TOKEN_DROP * train.drops_tokens_in(start + 1))
-        for start in changes[:-1]
-    ]
-    return np.interp(epochs, changes, np.cumsum([0, *(np.diff(changes) * shares)]))
+    changes = {0, with_all, max(last, 0), train.NUM_EPOCHS}
+    for fraction, _ in train.SIZE_SCHEDULE:
+        start = math.ceil(train.epochs_before(fraction))
+        if start < last:
+            changes.add(start)
+    bounds = sorted(changes)
+    shares: list[float] = []
+    for start in bounds[:-1]:
+        share = math.prod(sides(train.size_in(start + 1, full))) / pixels
+        if train.drops_tokens_in(start + 1):
+            share *= 1 - train.TOKEN_DROP
+        shares.append(share)
+    work = np.cumsum(np.diff(bounds) * shares)
+    return np.interp(epochs, bounds, np.append(0.0, work))
 
 
 class Best(BestState):

@@ -55,7 +55,8 @@ class EventStages(Stages):
         while len(self._open) > 1 and self._open[1][1].query():
             _, before, begins = self._open.popleft()
             stage, event, _ = self._open[0]
-            self._updates += begins
+            if begins:
+                self._updates += 1
             if stage is not None:
                 self._seconds[stage] += before.elapsed_time(event) / 1000
         taken = StageTimes(self._updates, self._seconds)

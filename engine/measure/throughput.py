@@ -122,7 +122,8 @@ class Perf:
     stages: StageTimes = NOT_MEASURED
 
     def as_dict(self) -> dict[str, float]:
-        return {key: round(value, 4) for key, value in {**vars(self), **self.extra()}.items() if key != "stages"}
+        values = vars(self) | self.extra()
+        return {key: round(value, 4) for key, value in values.items() if key != "stages"}
 
     def extra(self) -> dict[str, float]:
         """Milliseconds per update by stage, if stages are measured."""
@@ -162,15 +163,29 @@ class Throughput:
     def read(self, waited: float) -> Perf:
         """Speed and memory since the last call. `waited`: seconds that the host waited for data."""
         passed = max(time.perf_counter() - self._last, 1e-9)
-        cores = self._core_seconds()
-        idle, others = (after - before for before, after in zip(self._cores, cores, strict=True))
-        now = Tally(self._updates, self._images, passed, waited, self._stages.take(), idle, others)
+        idle, others = self._core_seconds()
+        idle_before, others_before = self._cores
+        now = Tally(
+            updates=self._updates,
+            images=self._images,
+            seconds=passed,
+            waited=waited,
+            stages=self._stages.take(),
+            idle=idle - idle_before,
+            others=others - others_before,
+        )
         if self._started:
             self._later += now
         else:
             self._first = now
             self._started = True
-        perf = Perf(now.images / passed, now.waited_percent, peak_memory_gb(self._device), self.total, now.stages)
+        perf = Perf(
+            images_per_second=now.images / passed,
+            data_wait_percent=now.waited_percent,
+            peak_memory_gb=peak_memory_gb(self._device),
+            seconds=self.total,
+            stages=now.stages,
+        )
         self._reset()
         return perf
 
@@ -266,7 +281,8 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bott
         return None
     longest = max(waited)
     stages = tally.stages.percent()
-    percents = {bound: stages.get(stage, 0.0) for bound, stage in STAGE_OF.items()} | {INPUT: longest}
+    percents = {bound: stages.get(stage, 0.0) for bound, stage in STAGE_OF.items()}
+    percents[INPUT] = longest
     over = [bound for bound, percent in percents.items() if percent >= THRESHOLDS[bound]]
     bound = max(over, key=lambda name: percents[name]) if over else COMPUTE
     rate = tally.images / max(tally.seconds, 1e-9)
@@ -283,17 +299,33 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bott
         text = f"compute-bound: the {device} waited for data {longest:.0f} % of the time"
         if stages:
             text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
-        every = tally.seconds * setting.cores
-        others = ""
-        if len(waited) == 1 and tally.others >= max(TAKEN * every, 1e-9) and tally.idle <= IDLE * every:
-            used = f"{tally.others / tally.seconds:.1f} of the {counted(setting.cores, 'core')}"
-            others = f"Other programs used {used}: without them, training is faster"
-        text = f"{text}. {advise_faster_computing(setting, others)}; see docs/performance.md."
+        others = _used_by_others(tally, setting.cores) if len(waited) == 1 else ""
+        text += f". {advise_faster_computing(setting, others)}; see docs/performance.md."
     else:
         text = f"{bound}-bound: {_OTHERWISE[bound].format(device, percents[bound])}; see docs/performance.md."
-    computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0) if stages else 100 - longest
-    shares = stages or {"computing": 100 - longest, "waiting for data": longest}
-    return Bottleneck(bound, percents.get(bound, computed), rate, could_take, text, shares)
+    if stages:
+        shares = stages
+        computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0)
+    else:
+        shares = {"computing": 100 - longest, "waiting for data": longest}
+        computed = 100 - longest
+    return Bottleneck(
+        bound=bound,
+        percent=percents.get(bound, computed),
+        images_per_second=rate,
+        could_take=could_take,
+        text=text,
+        shares=shares,
+    )
+
+
+def _used_by_others(tally: Tally, cores: int) -> str:
+    """What other programs took of this process's cores; '' if it was little, or others were left idle."""
+    every = tally.seconds * cores
+    if tally.others < max(TAKEN * every, 1e-9) or tally.idle > IDLE * every:
+        return ""
+    used = f"{tally.others / tally.seconds:.1f} of the {counted(cores, 'core')}"
+    return f"Other programs used {used}: without them, training is faster"
 
 
 def shown_rate(images_per_second: float) -> str:
@@ -303,7 +335,7 @@ def shown_rate(images_per_second: float) -> str:
 
 def advise_faster_computing(setting: Setting, others: str) -> str:
     """`others`: what other programs took of the cores, which a smaller model would not change; '' for little."""
-    ways = [*setting.faster]
+    ways = list(setting.faster)
     if not setting.amp:
         ways.append(f"-amp ({started_as('scripts/choose_precision.py')} measures the gain)")
     if not setting.compiled and setting.device != "cpu":  # on a CPU it takes minutes, and was never seen to gain
@@ -312,7 +344,8 @@ def advise_faster_computing(setting: Setting, others: str) -> str:
         ways.append("THREADS=1 (faster for a small model or on a busy CPU; -dry_run measures it)")
     if not ways:
         return others or "Only a smaller model, smaller images or more devices would help"
-    return f"{others}. To speed up, try {' and '.join(ways)}".removeprefix(". ")
+    advice = f"To speed up, try {' and '.join(ways)}"
+    return f"{others}. {advice}" if others else advice
 
 
 def advise_faster_loading(setting: Setting) -> str:

@@ -53,8 +53,9 @@ class Metrics:
 
     def summary(self, what: str) -> str:
         """For the log line of a whole epoch or validation. `what`: Train or Validation."""
-        values = (f"{what} {words}: {getattr(self, name):.4f}" for name, words, _ in self.shown)
-        return ", ".join([f"{what} Loss: {self.loss:.4f}", *values])
+        values = [f"{what} Loss: {self.loss:.4f}"]
+        values += [f"{what} {words}: {getattr(self, name):.4f}" for name, words, _ in self.shown]
+        return ", ".join(values)
 
     def after_time(self) -> str:
         """What follows in that line: PaddleViT's own fields come first."""
@@ -62,8 +63,9 @@ class Metrics:
 
     def fleet(self) -> str:
         """For LOG_STYLE fleet."""
-        values = (f"{own}: {getattr(self, name):.5f}" for name, _, own in self.shown)
-        return ", ".join([f"loss: {self.loss:.5f}", *values])
+        values = [f"loss: {self.loss:.5f}"]
+        values += [f"{own}: {getattr(self, name):.5f}" for name, _, own in self.shown]
+        return ", ".join(values)
 
 
 class Tally(ABC):

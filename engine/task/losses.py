@@ -128,8 +128,8 @@ def check_class_weights(train: TrainConfig) -> None:
 
 def loss_named(name: str) -> Loss:
     """One of ours, or of those that a file of USE registers."""
-    if (row := LOSSES.get(name)) is not None:
-        return row
+    if name in LOSSES:
+        return LOSSES[name]
 
     def build(_train: TrainConfig, _outcomes: int, _weights: Tensor | None) -> Criterion:
         own = own_named("loss", name)

@@ -104,11 +104,11 @@ class _Accuracy(Tally):
         answers = sum_over_ranks(self._answers, world).cpu().numpy()
         smallest = np.min_scalar_type(len(counts.right))
         return ValidationMeans(
-            loss / self._samples,
-            100 * top1 / self._samples,
-            100 * top5 / self._samples,
-            100 * counts.balanced_accuracy(),
-            100 * counts.macro_f1(),
+            loss=loss / self._samples,
+            acc1=100 * top1 / self._samples,
+            acc5=100 * top5 / self._samples,
+            balanced_acc=100 * counts.balanced_accuracy(),
+            macro_f1=100 * counts.macro_f1(),
             predictions={"guess": (answers >> 1).astype(smallest), "in_top5": (answers & 1).astype(np.uint8)},
         )
 
@@ -148,7 +148,7 @@ class ClassCounts(NamedTuple):
 
     def balanced_accuracy(self) -> float:
         """Mean recall over the classes that have images, as a fraction; scikit-learn's `balanced_accuracy_score`."""
-        return _mean(right / images for right, images, _ in zip(*self, strict=True) if images)
+        return _mean(right / images for right, images in zip(self.right, self.labelled, strict=True) if images)
 
     def macro_f1(self) -> float:
         """Mean F1 over the classes that have images or are predicted; scikit-learn's `f1_score(average="macro")`.

@@ -45,7 +45,8 @@ class WithOwnMetrics(Tally):
         if world.first:
             probabilities = rows[:, : self._task.classes]
             labels = rows[:, self._task.classes :].long()
-            labels = labels[:, 0] if self._task.kind == ONE_LABEL else labels
+            if self._task.kind == ONE_LABEL:
+                labels = labels[:, 0]
             try:
                 found = measured(self._task.own_metrics, probabilities, labels)
             except OwnCodeError as error:  # which all ranks raise
@@ -61,15 +62,16 @@ def measured(names: tuple[str, ...], probabilities: Tensor, labels: Tensor) -> d
     found: dict[str, float] = {}
     for name in names:
         own = own_named("metric", name)
-        given = (probabilities.clone(), labels.clone())
         assert own is not None  # checked with the settings
+        its_probabilities = probabilities.clone()
+        its_labels = labels.clone()
         try:
             made: Any = own.made()
             if hasattr(made, "update") and hasattr(made, "compute"):
-                made.update(*given)
+                made.update(its_probabilities, its_labels)
                 value = made.compute()
             else:
-                value = made(*given)
+                value = made(its_probabilities, its_labels)
         except OWN_ERRORS as error:
             raise OwnCodeError(own_lines(error) or f"{own.file}: metric {name}: {error}") from None
         try:
@@ -93,25 +95,22 @@ MOST_FOR_METRICS = 2048
 
 def try_own_code(config: Config) -> None:
     """Raise UserError, with the user's line, for what fails on made-up data."""
-    (channels, *size), named = config.DATA.shape, ", ".join(config.own_files)
+    named = ", ".join(config.own_files)
+    has_labels = not config.MODEL.MAE_PRETRAIN
     with fork_host_rng():
         try:
-            if (own := own_named("loss", config.TRAIN.LOSS)) and not config.MODEL.MAE_PRETRAIN:
-                named = f"{own.file}: loss {own.name}"
+            loss = own_named("loss", config.TRAIN.LOSS)
+            if loss and has_labels:
+                named = f"{loss.file}: loss {loss.name}"
                 _try_loss(config, named)
-            for name in () if config.EVAL else own_augmentations(config.TRAIN):  # whose file is not executed then
-                pixels = np.random.randint(0, 256, (*size, 3), dtype=np.uint8)
-                OwnChange(name)(Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]))
-            if (own := own_named("model", config.MODEL.NAME)) and not config.MODEL.MAE_PRETRAIN:
-                named = f"{own.file}: model {own.name}"
+            if not config.EVAL:  # else their files are not executed
+                _try_augmentations(config)
+            model = own_named("model", config.MODEL.NAME)
+            if model and has_labels:
+                named = f"{model.file}: model {model.name}"
                 _try_model(config, named)
             if config.VALIDATE_METRICS:
-                task = task_of(config)
-                # All classes are among the labels, unless there are very many.
-                images = min(max(FOR_METRICS, 2 * task.classes), MOST_FOR_METRICS)
-                labels = torch.arange(images) % task.classes
-                labels = labels if task.kind == ONE_LABEL else F.one_hot(labels, task.classes)
-                measured(config.VALIDATE_METRICS, task.probabilities(torch.randn(images, task.classes)), labels)
+                _try_metrics(config)
         except OwnCodeError as error:
             raise UserError(str(error)) from None
         except UserError:
@@ -130,13 +129,30 @@ def _try_loss(config: Config, named: str) -> None:
         what = "weights that nothing trains; train them in a model, or freeze them: requires_grad_(False)"
         raise UserError(f"{named} has {what}.")
     if config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None:  # its labels are one-hot
-        labels, *_ = task.mixed(labels, torch.full((SAMPLES, 1), 0.7))
+        labels, _ = task.mixed(labels, torch.full((SAMPLES, 1), 0.7))
     value = loss(torch.randn(SAMPLES, task.classes, requires_grad=True), labels)
     if not isinstance(value, Tensor) or value.ndim:
         raise UserError(f"{named} returned {_what(value)}; it must return the mean as a scalar.")
     if not value.requires_grad:
         raise UserError(f"{named} has no gradient with respect to the logits.")
     value.backward()
+
+
+def _try_augmentations(config: Config) -> None:
+    channels, high, wide = config.DATA.shape
+    for name in own_augmentations(config.TRAIN):
+        pixels = np.random.randint(0, 256, (high, wide, 3), dtype=np.uint8)
+        OwnChange(name)(Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]))
+
+
+def _try_metrics(config: Config) -> None:
+    task = task_of(config)
+    # All classes are among the labels, unless there are very many.
+    images = min(max(FOR_METRICS, 2 * task.classes), MOST_FOR_METRICS)
+    labels = torch.arange(images) % task.classes
+    if task.kind != ONE_LABEL:
+        labels = F.one_hot(labels, task.classes)
+    measured(config.VALIDATE_METRICS, task.probabilities(torch.randn(images, task.classes)), labels)
 
 
 def _try_model(config: Config, named: str) -> None:

@@ -46,7 +46,8 @@ class NoLabels(Task):
         return error, variance
 
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> PixelMeans:
-        return PixelMeans(loss, explained(*counts))
+        error, variance = counts
+        return PixelMeans(loss, explained(error, variance))
 
     def tally(self, samples: int, device: torch.device) -> Tally:
         return _Errors(samples, device)

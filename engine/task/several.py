@@ -57,9 +57,10 @@ class SeveralLabels(Task):
     def rows(self, val_set: ImageDataset) -> dict[str, str]:
         """Classes with too few validation images for a threshold of their own."""
         labels = val_set.sample_labels()
-        names = val_set.classes or []
+        names: list[object] = list(val_set.classes or ())
+        names += range(len(names), labels.shape[1])
         untuned = np.flatnonzero(labels.sum(0, dtype=np.int64) < ENOUGH)
-        words = describe_untuned(untuned, [*names, *range(len(names), labels.shape[1])])
+        words = describe_untuned(untuned, names)
         return {"thresholds": words} if words else {}
 
     def loss(self, train: TrainConfig, weights: Tensor | None) -> Criterion:
@@ -82,7 +83,7 @@ class SeveralLabels(Task):
         return F1Means(loss, 100 * counts[0] / max(counts[1], 1.0))
 
     def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
-        logits = torch.stack([*outputs])
+        logits = torch.stack(list(outputs))
         # log p - log (1 - p), of the mean p; the number of outputs cancels out
         return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
@@ -109,13 +110,22 @@ class _ScoreTable(Tally):
         if world.first:  # alone, so that the last digits are the same on all and they agree on the best validation
             logits = rows[:, : self._classes].double()
             labels = rows[:, self._classes :].double()
-            found = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0)._asdict()
-            del found["average_precision"], found["aurocs"]
-            thresholds = tuple(found.pop("thresholds").tolist())
-            loss = float(F.binary_cross_entropy_with_logits(logits, labels))
-            made = LabelMetrics(loss, thresholds=thresholds, **{name: 100 * value for name, value in found.items()})
+            scores = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0)
+            made = LabelMetrics(
+                loss=float(F.binary_cross_entropy_with_logits(logits, labels)),
+                f1_micro=100 * scores.f1_micro,
+                f1_macro=100 * scores.f1_macro,
+                map=100 * scores.map,
+                auroc=100 * scores.auroc,
+                exact_match=100 * scores.exact_match,
+                f1_micro_tuned=100 * scores.f1_micro_tuned,
+                f1_macro_tuned=100 * scores.f1_macro_tuned,
+                thresholds=tuple(scores.thresholds.tolist()),
+            )
         made = broadcast(made, world)
-        return replace(made, predictions={"logits": rows[:, : self._classes].half().numpy()}) if world.first else made
+        if not world.first:
+            return made
+        return replace(made, predictions={"logits": rows[:, : self._classes].half().numpy()})
 
 
 # Metrics of several labels per sample, from the scores of a whole split: mAP, AUROC, F1 and exact match.
@@ -159,7 +169,7 @@ class Scores(NamedTuple):
 def scores_of(probabilities: np.ndarray, truth: np.ndarray) -> Scores:
     """`probabilities`: float64, N x C. `truth`: bool, N x C."""
     ranked = [rank(probabilities[:, label], truth[:, label]) for label in range(truth.shape[1])]
-    precision, thresholds, aurocs = (np.array(column, dtype=np.float64) for column in zip(*ranked, strict=True))
+    precision, thresholds, aurocs = np.array(ranked, dtype=np.float64).T
     thresholds = np.where(truth.sum(0) < ENOUGH, HALF, thresholds)
     chosen = probabilities >= HALF
     _, micro, macro = f1(chosen, truth)

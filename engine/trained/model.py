@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -71,11 +72,14 @@ class Trained:
         with self.computing(len(images)):
             images = images.to(self.precision.device)
             views = (images, images.flip(-1)) if self.flip else (images,)
-            logits = [self.model(self.inputs(view)).float() for view in views]
+            outputs = [self.model(self.inputs(view)).float() for view in views]
             if self.temperature != 1:
-                logits = [output / self.temperature for output in logits]
-            own = logits[0] if len(logits) == 1 else self.task.averaged(logits)
-        return self.task.averaged([own, *(one.logits(images) for one in self.others)]) if self.others else own
+                outputs = [output / self.temperature for output in outputs]
+            own = outputs[0] if len(outputs) == 1 else self.task.averaged(outputs)
+        if not self.others:
+            return own
+        of_all = [own] + [one.logits(images) for one in self.others]
+        return self.task.averaged(of_all)
 
     @contextlib.contextmanager
     def computing(self, images: int) -> Iterator[None]:
@@ -115,7 +119,9 @@ class Trained:
             return [HALF] * classes, words
         words = "a class is predicted if its probability reaches its own threshold, found in the model's validation"
         untuned = [label for label, threshold in enumerate(found) if threshold == HALF]
-        return list(found), "; ".join(filter(None, (words, describe_untuned(untuned, self.names()))))
+        if untuned:
+            words += f"; {describe_untuned(untuned, self.names())}"
+        return list(found), words
 
     def name_of(self, label: int) -> str:
         """Name of a class; its number if it has no name."""
@@ -162,12 +168,8 @@ def load_trained(
     """
     place = located(Path(path).expanduser())
     chosen = chosen_at(place, weights)
-    flags = dict(given.flags) if given else {}
-    if device is not None:
-        flags["DEVICE"] = (device, "-device")
-    if amp is not None:
-        flags |= {key: (value, "-amp") for key, value in amp_settings(amp).items()}
-    config = config_of_weights(chosen, flags, given)
+    config = _settings_of(chosen, device, amp, given)
+    overridden = given.flags.keys() | given.words.keys() if given else set()
     if needs_labels and config.task == NO_LABELS:
         raise UserError(
             f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "
@@ -177,35 +179,48 @@ def load_trained(
         from engine.trained.own_code import use_of_weights
 
         use_of_weights(noted_of(chosen.meta.get(FIELD), place), config, run_folder_of(place))
-    overridden = {**given.flags, **given.words}.keys() if given else ()
-    name = device or (config.DEVICE if "DEVICE" in overridden else None)
-    if name is None and config.DEVICE is not None:  # the run's own, if this machine has it
-        with contextlib.suppress(UserError):
-            pick_device(config.DEVICE, world)
-            name = config.DEVICE
-    where = pick_device(name, world)
+    if device or "DEVICE" in overridden:
+        where = pick_device(device or config.DEVICE, world)
+    else:
+        where = _device_of_run(config, world)
     elsewhere = amp is not None or not str(chosen.choices.get("computed_in", "")).startswith(where.type)
     if elsewhere and "SPEED" not in overridden:  # what the run forced may not exist here
         kept = [word for word in config.SPEED if not word.startswith("+")]
         config = config.changed(SPEED=kept or ["auto"])
     with unheard(logging.WARNING):  # lines about building belong to training: "freshly initialised" would mislead
         trained = _built(config, where, world, chosen)
-    if trained.precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
+    moved = fp32_modules(chosen) if trained.precision.level in ("O1", "O2") else []
+    if moved:
         force_fp32(trained.model, moved, where.type)
     trained.calibrated = calibrated
     trained.take(chosen.which)
     return trained
 
 
+def _settings_of(chosen: Chosen, device: str | None, amp: str | None, given: CommandLine | None) -> Config:
+    flags = dict(given.flags) if given else {}
+    if device is not None:
+        flags["DEVICE"] = (device, "-device")
+    if amp is not None:
+        flags |= {key: (value, "-amp") for key, value in amp_settings(amp).items()}
+    return config_of_weights(chosen, flags, given)
+
+
+def _device_of_run(config: Config, world: World) -> torch.device:
+    """The run's own, if this machine has it; else the best one."""
+    with contextlib.suppress(UserError):
+        return pick_device(config.DEVICE, world)
+    return pick_device(None, world)
+
+
 def together(paths: Sequence[Path | str], load: Callable[[Path | str], Trained]) -> Trained:
     """The model at the first path, which averages its probabilities with those of the models at the others."""
     first, *others = [load(path) for path in paths]
     for path, other in zip(paths[1:], others, strict=True):
-        ours, theirs = (
-            {"classes": one.names(), "labels": one.task.kind, **input_of(one.config.DATA), "mean": 0, "std": 0}
-            for one in (first, other)  # each normalises by its own mean and std
-        )
-        if different := [what for what in ours if ours[what] != theirs[what]]:
+        ours = _what_must_agree(first)
+        theirs = _what_must_agree(other)
+        different = [what for what in ours if ours[what] != theirs[what]]
+        if different:
             raise UserError(
                 f"{paths[0]} and {path}: their {different[0]} differ, so their probabilities cannot be averaged. Use "
                 "each alone."
@@ -214,11 +229,18 @@ def together(paths: Sequence[Path | str], load: Callable[[Path | str], Trained])
     return first
 
 
+def _what_must_agree(one: Trained) -> dict[str, Any]:
+    """Of models whose probabilities are averaged: all but mean and std, by which each normalises for itself."""
+    given = {"classes": one.names(), "labels": one.task.kind} | input_of(one.config.DATA)
+    del given["mean"], given["std"]
+    return given
+
+
 def pretrained(config: Config, world: World) -> Trained:
     """The model of the settings with the weights of MODEL.PRETRAINED, which need no run."""
     place = Path(config.MODEL.PRETRAINED or "")
-    words = f"weights for {config.MODEL.NAME}"
-    return _built(config, pick_device(config.DEVICE, world), world, Chosen(place, PLAIN, words, (PLAIN,), {}))
+    chosen = Chosen(place, which=PLAIN, words=f"weights for {config.MODEL.NAME}", sets=(PLAIN,), meta={})
+    return _built(config, pick_device(config.DEVICE, world), world, chosen)
 
 
 def _built(config: Config, device: torch.device, world: World, chosen: Chosen) -> Trained:

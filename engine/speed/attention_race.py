@@ -64,7 +64,8 @@ class Call:
             with self._only(kind):
                 with self.precision.autocast(training=False):
                     output: Tensor = self.layer(*self.inputs, **self.named)
-                leaves = [*self.layer.parameters(), *(t for t in self.inputs if isinstance(t, Tensor))]
+                leaves = list(self.layer.parameters())
+                leaves += [value for value in self.inputs if isinstance(value, Tensor)]
                 wanted = [leaf for leaf in leaves if leaf.requires_grad]
                 torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
         finally:
@@ -76,8 +77,9 @@ class Call:
             from engine.speed.packed_attention import packed_only
 
             x: Tensor = self.inputs[0]
-            low = self.precision.level not in ("O0", "O3")
-            return packed_only(self.layer, self.tokens, self.precision.choice.dtype if low else x.dtype, x.device)
+            is_cast = self.precision.level not in ("O0", "O3")
+            dtype = self.precision.choice.dtype if is_cast else x.dtype
+            return packed_only(self.layer, self.tokens, dtype=dtype, device=x.device)
         from torch.nn.attention import sdpa_kernel
 
         backends = backends_of(kind, strictly=True, left_out=self.left_out)
@@ -92,7 +94,7 @@ def race_attention(built: BuiltModel) -> Choice:
     data = built.config.DATA
     device = precision.device
     random = torch.Generator(device).manual_seed(built.config.SEED)
-    size = (data.BATCH_SIZE, *data.shape)
+    size = (data.BATCH_SIZE,) + data.shape
     images = built.inputs(torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random))
     # Autograd has its own thread per GPU, and CUDA initialises a thread with its first kernel. cuBLAS, with which an
     # attention layer's backward pass begins, checks for that before it starts a kernel, and would warn.
@@ -107,30 +109,30 @@ def race_attention(built: BuiltModel) -> Choice:
         kinds = [kind for kind in known if _works(call, kind)]
         if not kinds:
             call.run(FUSED)  # raises the error that stopped all kinds: out of memory
-        if wanted != "auto":
-            if wanted not in kinds:
-                raise UserError(
-                    f"SPEED +{wanted} does not support this GPU, model and precision "
-                    f"({precision.name}); use {', '.join(kinds)}, or leave it out."
-                )
-            return Choice(wanted, "as asked for")
-        if call.tokens > MAX_TOKENS_OF_PLAIN and PLAIN in kinds:
-            kinds.remove(PLAIN)
-        return winner(race(call.run, kinds, _time_by_events))
+        if wanted == "auto":
+            if call.tokens > MAX_TOKENS_OF_PLAIN and PLAIN in kinds:
+                kinds.remove(PLAIN)
+            return winner(race(call.run, kinds, _time_by_events))
+    if wanted not in kinds:
+        raise UserError(
+            f"SPEED +{wanted} does not support this GPU, model and precision "
+            f"({precision.name}); use {', '.join(kinds)}, or leave it out."
+        )
+    return Choice(wanted, "as asked for")
 
 
 def first_call(model: nn.Module, images: Tensor, precision: Precision, left_out: Sequence[str] = ()) -> Call:
     """The call of the first attention layer, which is the largest: later layers have as many tokens or fewer."""
     calls: list[Call] = []
 
+    def as_leaf(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.detach().clone().requires_grad_()
+        return value
+
     def record(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> NoReturn:
-        leaves = (
-            value.detach().clone().requires_grad_()
-            if isinstance(value, Tensor) and value.is_floating_point()
-            else value
-            for value in inputs
-        )
-        calls.append(Call(layer, tuple(leaves), named, precision, left_out))
+        leaves = tuple(as_leaf(value) for value in inputs)
+        calls.append(Call(layer, inputs=leaves, named=named, precision=precision, left_out=left_out))
         raise _LayerReached
 
     # In eval mode: layers before attention must not update running statistics.
@@ -173,7 +175,8 @@ def _works(call: Call, kind: str) -> bool:
 
 
 def _time_by_events(work: Callable[[], None]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(CALLS):
         work()

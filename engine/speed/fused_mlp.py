@@ -56,7 +56,8 @@ class FusedMlps(Speedup):
         if built.precision.level == "O0":
             log.info("SPEED +fused_mlp has no effect: AMP is off")
             return Choice(False)
-        obstacle = (known := _obstacle(built)) or _why_kernels_fail(built.precision)
+        known = _obstacle(built)
+        obstacle = known or _why_kernels_fail(built.precision)
         if wanted is None and obstacle and known in ("", ADAPTED):
             log.info("SPEED auto leaves out fused_mlp: %s", obstacle)
         if obstacle and wanted:
@@ -72,9 +73,9 @@ class FusedMlps(Speedup):
 
 def _obstacle(built: BuiltModel) -> str:
     precision = built.precision
-    named = LISTED & built.listed
-    if any(has_adapters(layer) for mlp in built.model.modules() if type(mlp) is Mlp for layer in (mlp.fc1, mlp.fc2)):
-        return ADAPTED
+    for mlp in built.model.modules():
+        if type(mlp) is Mlp and (has_adapters(mlp.fc1) or has_adapters(mlp.fc2)):
+            return ADAPTED
     if not _plain_mlps(built.model):
         return f"{built.name} has no MLP with linear layers, biases and exact GELU"
     if precision.device.type != "cuda" or torch.version.hip is not None:
@@ -83,8 +84,9 @@ def _obstacle(built: BuiltModel) -> str:
         return "fp8 has its own linear layers"
     if built.sharded:
         return "it was not tested with DIST.STRATEGY fsdp"
+    named = ", ".join(sorted(LISTED & built.listed))
     if named:
-        return f"AMP's lists would have no effect on {', '.join(sorted(named))} inside a fused operator"
+        return f"AMP's lists would have no effect on {named} inside a fused operator"
     return ""
 
 
@@ -106,12 +108,13 @@ def _why_kernels_fail(precision: Precision) -> str:
 
 def _plain_mlps(model: nn.Module) -> list[Mlp]:
     found = []
-    for mlp in (module for module in model.modules() if type(module) is Mlp):
+    for mlp in model.modules():
+        if type(mlp) is not Mlp:
+            continue
         act = mlp.act
-        fc1 = mlp.fc1
-        exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
-        linear = all(type(fc) is nn.Linear for fc in (fc1, mlp.fc2))
-        if exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity:
+        is_exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
+        is_linear = type(mlp.fc1) is nn.Linear and type(mlp.fc2) is nn.Linear
+        if is_exact and is_linear and mlp.fc1.bias is not None and type(mlp.norm) is nn.Identity:
             found.append(mlp)
     return found
 

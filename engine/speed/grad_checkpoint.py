@@ -50,7 +50,8 @@ class RecomputedBlocks(Speedup):
         return Choice(wanted, f"{len(range(0, count, _every(wanted)))} of {count} blocks")
 
     def apply(self, built: BuiltModel, value: str | int) -> None:
-        for number, (_, block) in enumerate(list(blocks_of(built.model))):
+        blocks = [block for _, block in blocks_of(built.model)]
+        for number, block in enumerate(blocks):
             mix_in(block, Recomputed)  # all of them, so that blocks keep a common class
             block.recomputed = number % _every(value) == 0  # pyright: ignore[reportArgumentType]
             block.frozen = not any(weight.requires_grad for weight in block.parameters())  # pyright: ignore[reportArgumentType]

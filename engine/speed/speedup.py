@@ -37,7 +37,7 @@ class BuiltModel:
     @property
     def listed(self) -> frozenset[str]:
         """Operators on AMP's lists, which have no effect on an operator within another."""
-        return frozenset((*self.config.AMP.CUSTOM_WHITE_LIST, *self.config.AMP.CUSTOM_BLACK_LIST))
+        return frozenset(self.config.AMP.CUSTOM_WHITE_LIST).union(self.config.AMP.CUSTOM_BLACK_LIST)
 
     @property
     def left_out(self) -> list[str]:
@@ -122,9 +122,17 @@ def backends_of(kind: str, strictly: bool = False, left_out: Sequence[str] = ())
         return []
     from torch.nn.attention import SDPBackend
 
-    named = {FLASH: SDPBackend.FLASH_ATTENTION, EFFICIENT: SDPBackend.EFFICIENT_ATTENTION}
-    named[CUDNN] = SDPBackend.CUDNN_ATTENTION
+    named = {
+        FLASH: SDPBackend.FLASH_ATTENTION,
+        EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+        CUDNN: SDPBackend.CUDNN_ATTENTION,
+    }
     if kind == FUSED:
-        return [*(backend for name, backend in named.items() if name not in left_out), SDPBackend.MATH]
-    fallbacks = [] if strictly else [named[EFFICIENT], SDPBackend.MATH]
-    return list(dict.fromkeys([named[kind], *fallbacks]))
+        backends = [backend for name, backend in named.items() if name not in left_out]
+        return backends + [SDPBackend.MATH]
+    backends = [named[kind]]
+    if not strictly:
+        if kind != EFFICIENT:
+            backends.append(named[EFFICIENT])
+        backends.append(SDPBackend.MATH)
+    return backends

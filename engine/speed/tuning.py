@@ -44,7 +44,8 @@ class AttentionKernel(Speedup):
 
     def choose(self, built: BuiltModel) -> Choice:
         wanted = built.config.attention
-        if (by_rule := attention_by_rule(built)) is not None:
+        by_rule = attention_by_rule(built)
+        if by_rule is not None:
             return by_rule
         if wanted == "auto" and built.config.DETERMINISTIC:
             return Choice(FUSED, "torch's choice; not timed, since timing could choose another kind in the next run")
@@ -66,13 +67,15 @@ class AttentionKernel(Speedup):
             elif getattr(layer, "packed", False):
                 layer.packed = False
         _sdpa_kernel.close()
-        if backends := backends_of(value, left_out=built.left_out):
+        backends = backends_of(value, left_out=built.left_out)
+        if backends:
             from torch.nn.attention import sdpa_kernel
 
             _sdpa_kernel.enter_context(sdpa_kernel(backends, set_priority=True))
 
     def words(self, choice: Choice) -> str:
-        return f"attention {choice.value}" + (f" ({choice.why})" if choice.why else "")
+        why = f" ({choice.why})" if choice.why else ""
+        return f"attention {choice.value}{why}"
 
 
 def attention_by_rule(built: BuiltModel) -> Choice | None:
@@ -113,15 +116,17 @@ def _check_forced(wanted: str, built: BuiltModel, kinds: Sequence[str]) -> None:
         raise UserError(f"{named}: {built.name} has no attention layer whose kernel can be chosen; leave it out.")
     if wanted not in kinds:
         raise UserError(f"{named}: {device} supports only {' and '.join(kinds)}; leave it out.")
-    if inside := INSIDE_FUSED & listed:
+    inside = ", ".join(sorted(INSIDE_FUSED & listed))
+    if inside:
         raise UserError(
-            f"{named}: AMP's lists would have no effect on {', '.join(sorted(inside))} inside a "
-            "fused operator; use -fused, or leave it out."
+            f"{named}: AMP's lists would have no effect on {inside} inside a fused operator; use -fused, or leave it "
+            "out."
         )
     if wanted == PACKED and not packed_is_possible(listed):
         operators = ", ".join(sorted(FUSED_OPERATOR & listed))
-        lists = f"AMP's lists, which affect torch's operators only, name {operators}"
-        why = lists if operators else "it needs the package triton, which is not installed"
+        why = "it needs the package triton, which is not installed"
+        if operators:
+            why = f"AMP's lists, which affect torch's operators only, name {operators}"
         raise UserError(f"{named}: {why}; use +fused, or leave it out.")
 
 
@@ -171,11 +176,16 @@ def speed_up(
     if previous.get("computed_in") != computed_in:
         previous = {}
     built = BuiltModel(config, model, inputs, precision, world, previous)
-    possible = [*speedups(config, precision)]
-    found = broadcast(on_every_rank(world, lambda: [speedup.choose(built) for speedup in possible]), world)
-    chosen = [(speedup, choice) for speedup, choice in zip(possible, found, strict=True) if choice.value is not False]
-    for speedup, choice in chosen:
+    possible = list(speedups(config, precision))
+    chosen = broadcast(on_every_rank(world, lambda: [speedup.choose(built) for speedup in possible]), world)
+    values: dict[str, Any] = dict.fromkeys(RECORDED, False)
+    words: list[str] = []
+    for speedup, choice in zip(possible, chosen, strict=True):
+        if choice.value is False:
+            continue
         speedup.apply(built, choice.value)
-    values = {speedup.key: choice.value for speedup, choice in chosen if speedup.key}
-    words = "; ".join(filter(None, (speedup.words(choice) for speedup, choice in chosen)))
-    return dict.fromkeys(RECORDED, False) | values | {"computed_in": computed_in}, words
+        words.append(speedup.words(choice))
+        if speedup.key:
+            values[speedup.key] = choice.value
+    values["computed_in"] = computed_in
+    return values, "; ".join(filter(None, words))

@@ -48,7 +48,7 @@ def key_blocks(tokens: int) -> tuple[int, int, int]:
         left -= blocks[-1]
     if sum(blocks) == _next_power_of_2(tokens):
         blocks = [sum(blocks)]
-    first, second, third = (*blocks, 0, 0)[:3]
+    first, second, third = (blocks + [0, 0])[:3]
     return first, second, third
 
 
@@ -113,13 +113,15 @@ def _(_grad: Tensor, qkv: Tensor, _out: Tensor, _logsumexp: Tensor, _heads: int)
 
 def _save_for_backward(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
     qkv, ctx.heads = inputs
-    ctx.save_for_backward(qkv, *output)
-    ctx.mark_non_differentiable(output[1])
+    out, logsumexp = output
+    ctx.save_for_backward(qkv, out, logsumexp)
+    ctx.mark_non_differentiable(logsumexp)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-    return torch.ops.vitamp.packed_attention_backward(grad, *ctx.saved_tensors, ctx.heads), None
+    qkv, out, logsumexp = ctx.saved_tensors
+    return torch.ops.vitamp.packed_attention_backward(grad, qkv, out, logsumexp, ctx.heads), None
 
 
 packed_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -134,8 +136,9 @@ def self_test(device: torch.device, dtype: torch.dtype, tokens: int, width: int)
     q, k, v = qkv.float().unflatten(2, (3, 2, width)).permute(2, 0, 3, 1, 4)
     weights = (q @ k.transpose(-2, -1) * width**-0.5).softmax(-1)
     expected = (weights @ v).transpose(1, 2).flatten(2)
-    gradients = [torch.autograd.grad(y, qkv, grad.to(y.dtype))[0] for y in (output, expected)]
-    for ours, torchs in ((output, expected), gradients):
+    (gradient,) = torch.autograd.grad(output, qkv, grad)
+    (expected_gradient,) = torch.autograd.grad(expected, qkv, grad.float())
+    for ours, torchs in ((output, expected), (gradient, expected_gradient)):
         error = F.mse_loss(ours.float(), torchs.float()).sqrt() / torchs.float().square().mean().sqrt()
         if not error < 2.0**-6:
             raise RuntimeError(f"the attention kernels have a relative error of {error:.1e}")

@@ -21,9 +21,9 @@ from engine.report.outcome import (
     ALIKE,
     FOLDS,
     Splits,
-    beside_probe,
     favoured,
     flatters,
+    gain_over_probe,
     in_context,
     in_folds_instead,
     next_commands,
@@ -274,10 +274,11 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
         context = in_context(by, figure, largest_class(ready), labels, guesses, groups)
         said = [context]
         copies = [copies_in_words(folder, advice=False)]
-        if trainer.probe is not None and guesses is not None and trainer.best.update:
-            said.append(beside_probe(by, history, labels, trainer.probe, guesses, groups))
+        gain = gain_over_probe(by, history, folder)
+        if gain and trainer.best.update:
+            said.append(gain)
         elif config.MODEL.starts_at_probe and figure is not None and trainer.best.update == 0 < trainer.position.update:
-            said.append(probe_is_best(by, history))
+            said.append(probe_is_best(by, history, gain))
         if context and figure is not None:
             copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
             said.append(flatters(len(history.of("val")), folder, splits))

@@ -29,6 +29,8 @@ UNKNOWN = 0.5
 """How alike images of a group are taken to be, if none differs; less, the more do"""
 WIDEST = 60
 """Percentage points; an interval of macro F1 that is wider says nothing"""
+WHOLE = 100.0
+"""What an image adds to a metric in percent, times their number, if it becomes right"""
 
 
 def paired_interval(first: np.ndarray, second: np.ndarray, groups: Groups = ()) -> tuple[float, float, float]:
@@ -43,12 +45,29 @@ def paired_interval(first: np.ndarray, second: np.ndarray, groups: Groups = ()) 
     return (lost - won) / len(first), middle - reach, middle + reach
 
 
+def equally_right(first: np.ndarray, second: np.ndarray, groups: Groups = ()) -> float:
+    """p-value of McNemar's exact test that two models are right equally often."""
+    from scipy.special import betainc  # a moment to import
+
+    times = times_the_variance(first.astype(float) - second, groups)
+    lost = int((first & ~second).sum()) / times
+    won = int((second & ~first).sum()) / times
+    if not lost + won:
+        return 1.0
+    # Chance of as few as the fewer, by the binomial distribution; groups make their number a fraction.
+    return min(1.0, 2 * float(betainc(max(lost, won), min(lost, won) + 1, 0.5)))
+
+
 def variance_of_mean(apart: np.ndarray) -> float:
-    """Of the mean difference of two models. `apart`: what each image adds to it."""
+    """Of the mean difference of two models. `apart`: what each image adds to it, in percent."""
     # Two made-up images, one for each side, as Bonett and Price (2012) do: few images that differ are no certainty.
     # Their size is a mean that large differences dominate: that of rare images in which a class has all its weight.
     squares = apart**2
-    size = math.sqrt((squares**2).sum() / (squares.sum() or 1.0))
+    total = float(squares.sum())
+    size = float((squares**2).sum()) / total if total > 0 else 0.0
+    # Of whole images if none differs; less, the more do, as those of several seeds differ in part.
+    different = total / size if size > 0 else 0.0
+    size = math.sqrt(size + max(WHOLE**2 - size, 0.0) / (1 + different))
     return float(np.append(apart, [size, -size]).var(ddof=1)) / len(apart)
 
 
@@ -73,8 +92,9 @@ def of_each_image(metric: Metric, labels: np.ndarray, guesses: np.ndarray) -> np
 def design_effect(values: np.ndarray, groups: Groups) -> tuple[float, float]:
     """How many times larger the variance of their mean is than that of independent images; effective number of groups.
 
-    Images of a group are alike by the intraclass correlation of one-way analysis of variance. Where groups are few and
-    unequal, intervals by the sums over groups themselves (cluster-robust variance) hold too rarely.
+    The larger of two: by the intraclass correlation of one-way analysis of variance, and by the sums over the groups
+    (cluster-robust variance). The first overlooks one large group among single images, the second that few groups may
+    agree by chance.
     """
     _, of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     images, number = len(of), len(sizes)
@@ -87,10 +107,14 @@ def design_effect(values: np.ndarray, groups: Groups) -> tuple[float, float]:
     total = between + ((images - size) / max(number - 1, 1) - 1) * within
     alike = (between - within) / total if total > 0 else 0.0
     # How alike they are is unknown if all are equal or of one group, and hardly known by one mistake.
-    apart = (values - values.mean()) ** 2
-    different = float(apart.sum() ** 2 / (apart**2).sum()) if number > 1 and apart.any() else 0.0
+    apart = values - values.mean()
+    squares = apart**2
+    if number < 2 or not squares.any():
+        return 1 + (size - 1) * max(alike, UNKNOWN), images / size
+    different = float(squares.sum() ** 2 / (squares**2).sum())
     alike = max(alike, UNKNOWN / (1 + different))
-    return 1 + (size - 1) * alike, images / size
+    of_sums = float((np.bincount(of, apart) ** 2).sum() / squares.sum()) * number / (number - 1)
+    return max(1 + (size - 1) * alike, of_sums), images / size
 
 
 def times_the_variance(values: np.ndarray, groups: Groups) -> float:

@@ -18,6 +18,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
 from utils.record.history import History
+from utils.record.predictions import GROUPS, PROBE, read_predictions
 from utils.record.run_folder import CONFIG, known_to_training, read_data
 from utils.text import Z, counted, some_of, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, against_guessing, always_guessing
@@ -32,7 +33,13 @@ ALIKE = "alike_in_validation"
 """Key under which they keep how many validation images look like training images, of how many compared"""
 COMPUTED = f"`{tool('evaluate')}` computes its interval"
 TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
-PROBE_IS_BEST = "Training did not improve on the linear probe that it began with: the best checkpoint is that probe."
+AT_LAST = "At the last validation,"
+FALSE_CLAIMS = 0.05
+"""Of McNemar's test, beside a 95 % interval"""
+PROBE_IS_BEST = (
+    "On these images, training did not improve on the linear probe that it began with: the best checkpoint is that "
+    "probe."
+)
 
 
 def mark_of_best(guess: float | None, top1: float | None) -> str:
@@ -82,8 +89,8 @@ def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None, 
     return f", of which the smallest of {len(present)} classes has {present.min()}: {how}{guessing}"
 
 
-def probe_is_best(by: Metric, history: History) -> str:
-    """That training has not improved on the linear probe. `by`: of SAVE_BEST_BY."""
+def probe_is_best(by: Metric, history: History, gain: str = "") -> str:
+    """That training has not improved on the linear probe. `by`: of SAVE_BEST_BY. `gain`: of `gain_over_probe`."""
     validated = history.of("val")
     if validated and not any(line["update"] for line in validated):
         return (
@@ -93,34 +100,59 @@ def probe_is_best(by: Metric, history: History) -> str:
     if by is not TOP1 and best is not None and best.line["update"]:
         before, after = (TOP1.number(value) for value in (validated[0][TOP1.name], best.value))
         words += f" It is the best by {by.words}; top-1 rose from {before} to {after} (epoch {best.line['epoch']})."
-    return f"{words} {TO_GAIN}"
+    return f"{words} {gain or TO_GAIN}"
+
+
+def gain_over_probe(by: Metric, history: History, folder: Path) -> str:
+    """`beside_probe` of a run's last validation; '' if it is unknown what that predicted."""
+    validated = history.of("val")
+    last = validated[-1]["update"] if validated else 0
+    table = read_predictions(folder, last) if last else None
+    if table is None or PROBE not in table:
+        return ""
+    return beside_probe(
+        by,
+        history,
+        labels=table["labels"].astype(int),
+        probe=table[PROBE],
+        guesses=table["guess"],
+        groups=table.get(GROUPS, ()),
+    )
 
 
 def beside_probe(
     by: Metric, history: History, labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray, groups: Groups = ()
 ) -> str:
-    """Whether training improved on the linear probe by more than chance, by SAVE_BEST_BY; '' without metrics.jsonl."""
-    than, begun = "the linear probe that training began with", (history.of("val") or [{}])[0]
+    """Whether training improved on the linear probe by more than chance, by SAVE_BEST_BY; '' without metrics.jsonl.
+
+    `guesses`: of the last validation. The best one is the luckiest of several on these images.
+    """
+    validated = history.of("val") or [{}]
+    before, after = validated[0], validated[-1]
+    than = "the linear probe that training began with"
     if by is TOP1:
-        found = intervals.paired_interval(guesses == labels, probe == labels, groups)
-        gain, low, high = (len(labels) * one for one in found)
-        more = f"{abs(gain):.0f} {'more' if gain >= 0 else 'fewer'} of {counted(len(labels), 'image')}"
-        words, top1 = f"Right on {more} than {than} (95 % interval {low:+.0f} to {high:+.0f})", ""
+        right, of_probe = guesses == labels, probe == labels
+        gain, low, high = (len(labels) * one for one in intervals.paired_interval(right, of_probe, groups))
+        if intervals.equally_right(right, of_probe, groups) > FALSE_CLAIMS:
+            low, high = min(low, 0.0), max(high, 0.0)
+        more = "more" if gain >= 0 else "fewer"
+        words = f"right on {abs(gain):.0f} {more} of {counted(len(labels), 'image')} than {than} "
+        words += f"(95 % interval {low:+.0f} to {high:+.0f})"
+        top1 = ""
     else:
-        values = [value for metric in (by, TOP1) for _, value in history.best_point(metric.name, by)]
-        if len(values) < 2 or begun.get(by.name) is None:
+        if None in (after.get(by.name), before.get(by.name)):
             return ""
-        now, hits = values
-        words = f"By {by.words}, {by.number(now)} against {by.number(begun[by.name])} of {than}"
-        top1 = f"; top-1 {TOP1.number(hits)} against {TOP1.number(begun[TOP1.name])}"
+        words = f"by {by.words}, {by.number(after[by.name])} against {by.number(before[by.name])} of {than}"
+        top1 = f"; top-1 {TOP1.number(after[TOP1.name])} against {TOP1.number(before[TOP1.name])}"
         if by not in (BALANCED, MACRO_F1):
-            return f"{words}{top1}."
+            return f"{AT_LAST} {words}{top1}."
         ours, theirs = (intervals.of_each_image(by, labels, one) for one in (guesses, probe))
         variance = intervals.variance_of_mean(ours - theirs) * intervals.times_the_variance(ours - theirs, groups)
-        gain, reach = now - begun[by.name], Z * math.sqrt(variance)
+        gain, reach = after[by.name] - before[by.name], Z * math.sqrt(variance)
         low, high = gain - reach, gain + reach
         words += f" ({gain:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f})"
-    words += f", which {'may be' if low <= 0 <= high else 'is beyond'} chance{top1}."
+    verdict = "may be chance" if low <= 0 <= high else "is beyond chance"
+    words = f"{AT_LAST} {words}, which {verdict}{top1}."
     return words if low > 0 else f"{words} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
 
 

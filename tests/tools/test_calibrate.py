@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from engine.trained.model import load_trained
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp
+from tools.common.differences import interval, interval_of_images
 from tools.common.evaluation import Chance, calibration
 from tools.common.report_page import evaluations
 from tools.evaluate import command as evaluate
-from tools.evaluate.calibrate import fit_temperature
+from tools.evaluate.calibrate import fit_temperature, random_halves
 from utils.errors import UserError
 from vitamp.metrics import TOP1
 
@@ -68,6 +69,23 @@ def test_fit_without_a_minimum_is_refused() -> None:
         fit_temperature(logits, labels)
     with pytest.raises(UserError, match=r"on these images, no temperature .* as when they are classified at random"):
         fit_temperature(logits, labels.roll(1))
+
+
+def test_halves_keep_groups_whole_and_the_interval_allows_for_them() -> None:
+    groups = [f"{number // 20}" for number in range(200)]
+    for given, whole in ((groups, True), ([], False)):
+        halves = random_halves(200, given)
+        assert sorted(halves[0] + halves[1]) == list(range(200))
+        assert len(halves[0]) == len(halves[1]) == 100
+        assert ({groups[each] for each in halves[0]}.isdisjoint(groups[each] for each in halves[1])) is whole
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(0)).tolist()
+    assert halves == (order[::2], order[1::2]), "as before, without groups"
+
+    values = np.repeat(np.random.default_rng(0).normal(0.3, 1, 10), 20)
+    alone, together = interval_of_images(values), interval_of_images(values, groups)
+    assert alone.low == pytest.approx(interval(values.tolist(), 1).low)
+    assert alone.seen
+    assert together.low == pytest.approx(interval(values[::20].tolist(), 1).low, rel=0.05), "ten groups of equal images"
 
 
 @pytest.fixture(scope="module")

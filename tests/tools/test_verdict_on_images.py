@@ -72,9 +72,27 @@ def test_few_images_that_differ_are_no_certainty() -> None:
     ours = theirs.copy()
     ours[:, :4] = 0
     assert not over_images(-2.0, ours, theirs, of_runs(ours, theirs)).seen
-    assert over_images(0.0, theirs, theirs, of_runs(theirs, theirs)).seen is False, (
-        "equal runs have no noise, and no difference"
-    )
+    for seeds in (1, 3):
+        same = np.full((seeds, 200), 100.0)
+        found = over_images(0.0, same, same, of_runs(same, same))
+        assert found.low == pytest.approx(-1.4, abs=0.03), "as large as of two images that differ"
+        assert found.high == pytest.approx(1.4, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("images", "drop", "seeds"), [(20, 0.05, 1), (100, 0.01, 1), (100, 0.01, 3), (1000, 0.005, 10)]
+)
+def test_a_drop_that_no_image_shows_is_not_ruled_out(images: int, drop: float, seeds: int) -> None:
+    """All seeds lose the same images; of 20, in 36 of 100 draws none."""
+    random, missed = np.random.default_rng(0), 0
+    theirs = np.full((seeds, images), 100.0)
+    for _ in range(300):
+        ours = theirs * (random.random(images) >= drop)
+        found = over_images(float((ours - theirs).mean()), ours, theirs, of_runs(ours, theirs))
+        assert found.low is not None
+        assert found.high is not None
+        missed += not found.low <= -100 * drop <= found.high
+    assert missed <= 0.07 * 300
 
 
 def test_made_up_images_are_as_large_as_those_that_make_the_noise() -> None:
@@ -119,6 +137,22 @@ def test_values_of_images_vary_as_the_metric_does() -> None:
             values.append(of_images.mean())
             errors.append(of_images.std(ddof=1) / np.sqrt(300))
         assert np.mean(errors) == pytest.approx(np.std(values), rel=0.12), metric.name
+
+
+@pytest.mark.parametrize("positives", [(2,), (4,), (2, 2, 2), (1, 100, 100)])
+def test_auroc_of_too_few_positives_is_not_compared(positives: tuple[int, ...]) -> None:
+    """One run each of equal models claimed a difference in 14 % with 2 positives, in 50 % with one."""
+    random = np.random.default_rng(0)
+
+    def of_images(*numbers: int) -> np.ndarray | None:
+        truth = np.stack([np.arange(300) < number for number in numbers], axis=1)
+        return values_of_images(AUROC, truth.astype(int), {"logits": random.normal(size=truth.shape)})
+
+    assert of_images(*positives) is None
+    assert of_images(*(300 - number for number in positives)) is None, "nor of as few negatives"
+    assert of_images(5) is not None
+    assert of_images(2, 2, 2, 2) is not None
+    assert of_images(*positives, 0) is None, "a class without positives does not count"
 
 
 @pytest.mark.usefixtures("bf16_cpu")

@@ -1,11 +1,23 @@
 """Numbers in words: with their nouns, and with Wilson's interval as SciPy computes it."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from engine.report.outcome import PROBE_IS_BEST, TO_GAIN, beside_probe, in_context, probe_is_best
+from engine.report.intervals import equally_right
+from engine.report.outcome import (
+    AT_LAST,
+    PROBE_IS_BEST,
+    TO_GAIN,
+    beside_probe,
+    gain_over_probe,
+    in_context,
+    probe_is_best,
+)
 from utils.record.history import History
+from utils.record.predictions import write_predictions
 from utils.text import counted, wilson
 from vitamp.metrics import BALANCED, LOSS, MACRO_F1, MAP, TOP1
 
@@ -64,7 +76,37 @@ def test_words_for_the_gain_over_the_probe(wrong: int, said: str) -> None:
     images = np.arange(100)
     advice = f"The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
     said = said.format("the linear probe that training began with", advice)
-    assert beside_probe(TOP1, validated(), np.zeros(100, int), images < 20, images < wrong) == f"Right on {said}"
+    assert (
+        beside_probe(TOP1, validated(), np.zeros(100, int), images < 20, images < wrong) == f"{AT_LAST} right on {said}"
+    )
+
+
+@pytest.mark.parametrize(("lost", "beyond"), [(5, False), (4, True)])
+def test_a_gain_over_the_probe_needs_an_exact_test(lost: int, beyond: bool) -> None:
+    """14 images won and 5 lost: McNemar's exact test says 6.4 %, though an approximate interval leaves out 0."""
+    images, labels = np.arange(200), np.zeros(200, int)
+    probe, guesses = (images >= 150) & (images < 164), images < lost
+    said = beside_probe(TOP1, validated(), labels, probe, guesses)
+    assert ("which is beyond chance." in said) is beyond
+    assert ("interval +0 to" in said) is not beyond
+    exact = binomtest(lost, lost + 14).pvalue
+    assert equally_right(guesses == labels, probe == labels) == pytest.approx(exact)
+    pairs = equally_right(np.repeat(guesses == labels, 2), np.repeat(probe == labels, 2), np.arange(400) // 2)
+    assert exact < pairs < 1.5 * exact, "images twice say no more; Student's t is a little wider"
+
+
+def test_gain_over_the_probe_is_that_of_the_last_validation(tmp_path: Path) -> None:
+    """The best of several is the luckiest on these images; where the probe is the best, its interval is said too."""
+    labels = np.zeros(100, np.uint8)
+    table = {"labels": labels, "probe_guess": np.arange(100) < 20, "guess": np.arange(100) < 21}
+    write_predictions(tmp_path, 18, table)
+    lines = [{"event": "val", "update": 9 * at, "epoch": at, "acc1": acc1} for at, acc1 in enumerate((80, 98, 79))]
+    gain = gain_over_probe(TOP1, History(lines), tmp_path)
+    assert gain.startswith(f"{AT_LAST} right on 1 fewer of 100 images than the linear probe")
+    assert probe_is_best(TOP1, History([lines[0], lines[2]]), gain) == f"{PROBE_IS_BEST} {gain}"
+    assert "(95 % interval -4 to +2), which may be chance." in gain
+    assert gain_over_probe(TOP1, History(lines[:2]), tmp_path) == "", "of another validation"
+    assert gain_over_probe(TOP1, History(lines[:1]), tmp_path) == "", "of the probe itself"
 
 
 def validated(**values: tuple[float, float]) -> History:
@@ -81,12 +123,13 @@ def test_gain_over_the_probe_is_judged_by_the_metric_that_chose_the_best(images:
     guesses = np.where(labels == 0, number % 4 == 0, number % 2)
     history = validated(acc1=(80.0, 70.0), balanced_acc=(50.0, 62.5), loss=(0.7, 0.5))
     said = beside_probe(BALANCED, history, labels, probe, guesses)
-    assert said.startswith("By balanced accuracy, 62.50 % against 50.00 % of the linear probe that training began with")
+    than = "the linear probe that training began with"
+    assert said.startswith(f"{AT_LAST} by balanced accuracy, 62.50 % against 50.00 % of {than}")
     assert "(+12.50 points, 95 % interval " in said
     assert ("may be chance; top-1 70.00 % against 80.00 %. The probe alone" in said) is (images == 20)
     assert said.endswith("which is beyond chance; top-1 70.00 % against 80.00 %.") is (images == 400)
-    said = "By loss, 0.5000 against 0.7000 of the linear probe that training began with; top-1 70.00 % against 80.00 %."
-    assert beside_probe(LOSS, history, labels, probe, guesses) == said
+    said = f"by loss, 0.5000 against 0.7000 of {than}; top-1 70.00 % against 80.00 %."
+    assert beside_probe(LOSS, history, labels, probe, guesses) == f"{AT_LAST} {said}"
     assert beside_probe(LOSS, History([]), labels, probe, guesses) == "", "metrics.jsonl was lost"
 
 

@@ -63,6 +63,16 @@ def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, over
     return Difference(mean, low, high, len(values), seen, next(needed, None))
 
 
+def interval_of_images(values: np.ndarray, groups: Groups = ()) -> Difference:
+    """Student's interval of the mean of a value per image. `groups`: of the images."""
+    mean = float(values.mean())
+    times, number = design_effect(values, groups)
+    error = math.sqrt(float(values.var(ddof=1)) * times / len(values))
+    reach = students(error, max(number - 1, 1), level_of(1))
+    low, high = mean - reach, mean + reach
+    return Difference(mean, low, high, len(values), seen=not low <= 0 <= high)
+
+
 def level_of(comparisons: int) -> float:
     """Of the quantile at each end of an interval, corrected for the number of comparisons."""
     return 1 - (1 - CONFIDENCE) / comparisons / 2

@@ -11,6 +11,9 @@ from utils.record.history import History
 from utils.record.predictions import GROUPS, read_predictions
 from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
 
+FEWEST_MORE = 4
+"""Images of the rarer kind, positives or negatives, beyond one per class: AUROC's variance is unknown with fewer"""
+
 
 class PerImage(NamedTuple):
     names: np.ndarray
@@ -53,6 +56,8 @@ def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.n
         return of_each_image(metric, labels, columns["guess"].astype(np.int64))
     if metric.name == "exact_match":
         return 100.0 * ((columns["logits"] >= 0) == labels).all(1)
+    if metric is AUROC and too_few_for_auroc(labels > 0):
+        return None
     if metric in (MAP, AUROC):
         from tools.common.evaluation import ranking_of  # torch, a second to import
 
@@ -62,3 +67,14 @@ def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.n
             value, influence = by_metric[metric]
             return 100 * (value + len(influence) * influence)
     return None
+
+
+def too_few_for_auroc(truth: np.ndarray) -> bool:
+    """Whether AUROC, a mean over classes, has too few positives to compare two models. `truth`: images x classes.
+
+    The only positive of a class shows no variance at all, and would be taken for certain.
+    """
+    positives = truth.sum(0)
+    rarer = np.minimum(positives, len(truth) - positives)
+    rarer = rarer[rarer > 0]
+    return bool((rarer == 1).any()) or int((rarer - 1).sum()) < FEWEST_MORE

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from engine.evaluation.data import copies_of_training
 from engine.inputs.batches import input_of
 from engine.trained.model import Trained
 from tools.common import command_line
-from tools.common.differences import Difference, interval
+from tools.common.differences import Difference, interval_of_images
 from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, open_part, with_bar
 from tools.common.tables import in_columns
 from utils.cli import CommandLine
@@ -57,9 +58,10 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
     if not bool(logits.isfinite().all()):
         raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
-    # Two random halves, the same each time: a data set is often in the order of its classes.
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    halves = order[::2], order[1::2]
+    groups = part.dataset.groups()
+    halves = random_halves(len(labels), groups)
+    if not all(map(len, halves)):
+        raise UserError(f"-calibrate: all images of {part.title} are of one group (DATA.GROUP); it needs two or more.")
     fitted = [fit_temperature(logits[half], labels[half], f"one half of these {len(labels):,}") for half in halves]
     of_others = torch.empty(len(labels), 1, dtype=torch.float64)
     for half, other in zip(halves, reversed(fitted), strict=True):
@@ -74,10 +76,11 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     before = measure(1.0)
     after = measure(temperature)
     crossfitted = measure(of_others)
-    gain = interval((before.rows.nll - crossfitted.rows.nll).tolist(), 1)
+    gain = interval_of_images((before.rows.nll - crossfitted.rows.nll).numpy(), groups)
     harm = None
     if chosen.calibration:
-        harm = interval((measure(chosen.calibration.temperature).rows.nll - before.rows.nll).tolist(), 1)
+        earlier = measure(chosen.calibration.temperature)
+        harm = interval_of_images((earlier.rows.nll - before.rows.nll).numpy(), groups)
     kept = Fitted(
         temperature=temperature,
         images=len(labels),
@@ -111,6 +114,17 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         _keep(file, trained.chosen, kept, gain, harm),
     ]
     log.info("%s", "\n".join(text))
+
+
+def random_halves(images: int, groups: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Images of two halves, the same each time: a data set is often in the order of its classes. Groups stay whole."""
+    members = dict[str | int, list[int]]()
+    for index in torch.randperm(images, generator=torch.Generator().manual_seed(0)).tolist():
+        members.setdefault(groups[index] if groups else index, []).append(index)
+    halves = list[int](), list[int]()
+    for group in sorted(members.values(), key=len, reverse=True):
+        min(halves, key=len).extend(group)
+    return halves
 
 
 def _keep(file: Path, chosen: Chosen, new: Fitted, gain: Difference, harm: Difference | None) -> str:

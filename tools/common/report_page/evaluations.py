@@ -19,7 +19,7 @@ from datasets.labels import images_of_classes
 from datasets.transforms.pixels import middle_view
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
 from engine.report.intervals import independent_images
-from engine.report.outcome import beside_probe, flatters, of_groups, probe_is_best, splits_of
+from engine.report.outcome import flatters, gain_over_probe, of_groups, probe_is_best, splits_of
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
@@ -81,13 +81,12 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
 
 def _gain(trained: Trained, folder: Path, shown: Shown) -> str:
     """What training has gained over the linear probe that it began with; '' if that is unknown."""
-    true, predicted = shown["predicted"]
-    if (probe := read_probe(folder, true)) is None or not trained.config.TRAIN.NUM_EPOCHS:
+    true, _ = shown["predicted"]
+    if read_probe(folder, true) is None or not trained.config.TRAIN.NUM_EPOCHS:
         return ""
     by, history = metric_named(trained.config.SAVE_BEST_BY), History.of_run(folder)
-    if trained.chosen.meta["update"]:
-        return beside_probe(by, history, true, probe, predicted["guess"], predicted[GROUPS])
-    return probe_is_best(by, history)
+    gain = gain_over_probe(by, history, folder)
+    return gain if trained.chosen.meta["update"] else probe_is_best(by, history, gain)
 
 
 def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:

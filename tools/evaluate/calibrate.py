@@ -118,9 +118,10 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
 
 def random_halves(images: int, groups: Sequence[str]) -> tuple[list[int], list[int]]:
     """Images of two halves, the same each time: a data set is often in the order of its classes. Groups stay whole."""
-    members = dict[str | int, list[int]]()
+    of = groups or [str(index) for index in range(images)]
+    members = dict[str, list[int]]()
     for index in torch.randperm(images, generator=torch.Generator().manual_seed(0)).tolist():
-        members.setdefault(groups[index] if groups else index, []).append(index)
+        members.setdefault(of[index], []).append(index)
     halves = list[int](), list[int]()
     for group in sorted(members.values(), key=len, reverse=True):
         min(halves, key=len).extend(group)

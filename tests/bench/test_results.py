@@ -57,3 +57,36 @@ def test_label_searches_on_their_page_are_measured() -> None:
     made = label_table()
     assert len(made) > 6, "a row for each set"
     assert "\n".join(made) in (ROOT / "docs" / "check_labels.md").read_text(encoding="utf-8"), "\n".join(made)
+
+
+def interval_tables() -> tuple[list[str], list[str]]:
+    """How often intervals miss the truth, and their widths: of groups, beside a bootstrap; and of drops."""
+    about = json.loads((ROOT / "docs" / "results" / "interval_error.json").read_text())
+
+    def span(rows: list[dict[str, dict[str, float]]], kinds: list[str], what: str) -> str:
+        values = [row[kind][what] for row in rows for kind in kinds if kind in row]
+        return f"{min(values):.0f} to {max(values):.0f}"
+
+    of_groups = []
+    for design in dict.fromkeys(name.partition(";")[0] for name in about["groups"]):
+        rows = [row for name, row in about["groups"].items() if name.startswith(f"{design};")]
+        cells = [design]
+        for kind in ("top-1", "comparison", "paired"):
+            cells += [f"{span(rows, [each], 'missed')} %" for each in (kind, f"{kind}, bootstrap")]
+        cells += [span(rows, [each], "width") for each in ("top-1", "top-1, bootstrap")]
+        of_groups.append("| " + " | ".join(cells) + " |")
+    of_drops = []
+    for images in dict.fromkeys(name.partition(", a")[0] for name in about["drops"]):
+        rows = [row for name, row in about["drops"].items() if name.startswith(f"{images}, a drop")]
+        cells = [images]
+        for kind in ("the same images", "other images by seed"):
+            cells += [f"{span(rows, [kind], 'missed')} %", span(rows, [kind], "width")]
+        of_drops.append("| " + " | ".join(cells) + " |")
+    return of_groups, of_drops
+
+
+def test_errors_of_intervals_on_their_page_are_measured() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for made in interval_tables():
+        assert len(made) > 3, "a row for each design"
+        assert "\n".join(made) in page, "\n".join(made)

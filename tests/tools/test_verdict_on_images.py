@@ -79,9 +79,7 @@ def test_few_images_that_differ_are_no_certainty() -> None:
         assert found.high == pytest.approx(1.4, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    ("images", "drop", "seeds"), [(20, 0.05, 1), (100, 0.01, 1), (100, 0.01, 3), (200, 0.005, 10)]
-)
+@pytest.mark.parametrize(("images", "drop", "seeds"), [(20, 0.05, 1), (100, 0.01, 1), (100, 0.01, 3), (200, 0.005, 10)])
 def test_a_drop_that_no_image_shows_is_not_ruled_out(images: int, drop: float, seeds: int) -> None:
     """All seeds lose the same images; of 20, in 36 of 100 draws none."""
     random, missed = np.random.default_rng(0), 0

@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.report.intervals import independent_images, paired_interval
-from tools.common.differences import over_images
+from tools.common.differences import level_of, noise_of
 from utils.text import wilson
 
 BOOTSTRAPS = 200
@@ -79,10 +79,8 @@ def comparison(ours: np.ndarray, theirs: np.ndarray, groups: np.ndarray | tuple[
     """Of compare.py. Both: seeds x images, whether they are right."""
     ours, theirs = 100.0 * ours, 100.0 * theirs
     every = np.stack([ours.mean(1), theirs.mean(1)])
-    found = over_images(float((ours - theirs).mean()), ours, theirs, every, groups)
-    assert found.low is not None
-    assert found.high is not None
-    return found.low, found.high
+    value, reach = float((ours - theirs).mean()), noise_of(ours, theirs, every, groups).reach(level_of(1))
+    return value - reach, value + reach
 
 
 def of_groups(sizes: np.ndarray, alike: float, tries: int) -> dict[str, Row]:

@@ -118,7 +118,7 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
 
 def random_halves(images: int, groups: Sequence[str]) -> tuple[list[int], list[int]]:
     """Images of two halves, the same each time: a data set is often in the order of its classes. Groups stay whole."""
-    of = groups or [str(index) for index in range(images)]
+    of = list(groups) or [str(index) for index in range(images)]
     members = dict[str, list[int]]()
     for index in torch.randperm(images, generator=torch.Generator().manual_seed(0)).tolist():
         members.setdefault(of[index], []).append(index)

@@ -71,9 +71,12 @@ class ShardCache:
 
     def __init__(self, store: Remote, files: Sequence[ShardFile], folder: Path, limit: float) -> None:
         """`limit`: most bytes in the folder."""
-        self.folder, self.limit = folder, limit
-        self._store, self._files = store, files
-        self._needed, self._coming = list[int](), list[int]()
+        self.folder = folder
+        self.limit = limit
+        self._store = store
+        self._files = files
+        self._needed = list[int]()
+        self._coming = list[int]()
         self._changed: threading.Condition | None = None
         self._began = float(os.environ.setdefault(BEGAN, str(time.time())))
         self._checked = set[int]()
@@ -131,7 +134,8 @@ class ShardCache:
             self._changed = threading.Condition()
             threading.Thread(target=self._work, args=(self._changed,), daemon=True).start()
         with self._changed:
-            self._needed = list(dict.fromkeys([*numbers, *self._needed]))[:most]
+            needed = list(numbers) + self._needed
+            self._needed = list(dict.fromkeys(needed))[:most]
             self._coming = self._needed.copy()
             self._changed.notify()
 
@@ -148,8 +152,9 @@ class ShardCache:
                 if self.refusal:
                     return
             except OSError as error:
+                reason = error.strerror or error
                 remark(
-                    f"{self.folder}: tar files of {self._store.root} cannot be kept: {error.strerror or error}. Their "
+                    f"{self.folder}: tar files of {self._store.root} cannot be kept: {reason}. Their "
                     "images are requested by themselves meanwhile; the download is repeated."
                 )
                 with contextlib.suppress(OSError):  # the disk may allow nothing; this thread goes on

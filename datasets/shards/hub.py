@@ -13,6 +13,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ from utils.errors import UserError
 from utils.log import log
 from vitamp.files import parse_json
 
-IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels", "fine_label", "target", "class")
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "class")
 PARQUET = (".parquet",)
 ROWS = 64
 """Rows read at once, which bounds the memory in use, besides a piece of the file."""
@@ -53,13 +55,15 @@ def choose_files(root: Path, paths: Iterable[Path], data: DataConfig) -> dict[st
     All are 'train' if no name says which is which.
     """
     dataset = data.DATASET
-    files = sorted(path for path in paths if not any(of.startswith(".") for of in path.relative_to(root).parts))
-    if not files:
-        raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
     named: dict[str, list[Path]] = defaultdict(list)
-    for path in files:
-        words = map(split_named_in, reversed(path.relative_to(root).parts))  # of the file, else of its nearest folder
+    for path in sorted(paths):
+        parts_of_path = path.relative_to(root).parts
+        if any(one.startswith(".") for one in parts_of_path):
+            continue
+        words = map(split_named_in, reversed(parts_of_path))  # of the file, else of its nearest folder
         named[next(filter(None, words), "")].append(path)
+    if not named:
+        raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
     parts = named_parts([name for name in SPLIT_NAMES if name in named], root, data)
     # A test split that validates too is kept as what it is, so that DATA.PART=test finds it.
     kept = {part: name for part, name in parts.items() if (part, name) != ("val", TEST)}
@@ -69,14 +73,18 @@ def choose_files(root: Path, paths: Iterable[Path], data: DataConfig) -> dict[st
     else:
         warn_of_skipped(str(root), [str(path.relative_to(root)) for path in named.get("", [])])
     for of_split in splits.values():
-        # Several versions of a data set, each in its folder, must not be mixed.
-        tops = {path.relative_to(root).parts[0] for path in of_split if path.parent != root}
-        if len(tops) > 1 or (tops and any(path.parent == root for path in of_split)):
-            raise UserError(
-                f"DATA.DATASET {dataset} holds several data sets: {', '.join(sorted(tops))}. "
-                f"Name one of them, as in {dataset}/{min(tops)}."
-            )
+        _refuse_several(root, of_split, dataset)
     return splits
+
+
+def _refuse_several(root: Path, files: list[Path], dataset: str) -> None:
+    """UserError for several versions of a data set, each in its folder: they must not be mixed."""
+    folders = {path.relative_to(root).parts[0] for path in files if path.parent != root}
+    if len(folders) > 1 or (folders and any(path.parent == root for path in files)):
+        raise UserError(
+            f"DATA.DATASET {dataset} holds several data sets: {', '.join(sorted(folders))}. "
+            f"Name one of them, as in {dataset}/{min(folders)}."
+        )
 
 
 def columns_of(root: Path, splits: dict[str, list[Path]], dataset: str) -> Columns:
@@ -86,46 +94,71 @@ def columns_of(root: Path, splits: dict[str, list[Path]], dataset: str) -> Colum
     first = next(iter(splits.values()))[0]
     with _opened(first) as parquet:
         schema = parquet.schema_arrow
-    try:
-        features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        features = {name: about for name, about in features.items() if isinstance(about, dict)}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        features = {}
+    features = _features(schema)
 
     def choose(kind: str, usual: tuple[str, ...]) -> str | None:
         """A column that the hub marks as `kind`, preferably with a usual name; else a column with a usual name."""
         marked = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
-        known = [name for candidates in (marked, schema.names) for name in usual if name in candidates]
-        return next(iter([*known[:1], *marked]), None)
+        for candidates in (marked, schema.names):
+            for name in usual:
+                if name in candidates:
+                    return name
+        return marked[0] if marked else None
 
-    image, label = choose("Image", IMAGE_COLUMNS), choose("ClassLabel", LABEL_COLUMNS)
+    image = choose("Image", IMAGE_COLUMNS)
+    label = choose("ClassLabel", LABEL_COLUMNS)
     if image is None or label is None:
         what = "images" if image is None else "labels"
         raise UserError(
             f"DATA.DATASET {dataset}: {first} has no column of {what}; its columns are {', '.join(schema.names)}. "
             f"{LAYOUT.format(root=root)}"
         )
-    # The test split of a competition has no labels.
-    for split, file in [(split, file) for split, files in splits.items() for file in files]:
-        with _opened(file) as parquet:
-            if missing := {image, label}.difference(parquet.schema_arrow.names):
-                if split == "train":
-                    raise UserError(f"DATA.DATASET {dataset}: {file} has no column {min(missing)}, which {first} has.")
-                log.warning("%s has no column %s; the split %s is left out.", file, min(missing), split)
-                splits.pop(split, None)
+    _leave_out_without(image, label, splits, dataset)
     kind = schema.field(label).type
     if pa.types.is_dictionary(kind):  # pandas' categories
         kind = kind.value_type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        batches = (batch for files in splits.values() for file in files for batch in _batches(file, 1 << 16, [label]))
-        names = {name for batch in batches for name in batch.column(label).unique().to_pylist() if name is not None}
-        return Columns(image, label, sorted(names), {name: number for number, name in enumerate(sorted(names))})
+        names = _names_in(label, splits)
+        return Columns(image, label, names, {name: number for number, name in enumerate(names)})
     if not pa.types.is_integer(kind):
         raise UserError(
             f"DATA.DATASET {dataset}: the column {label} of {first} is of type {kind}; labels must be whole numbers "
             "or names. Several labels per image are read from a csv table; see docs/several_labels.md."
         )
     return Columns(image, label, features.get(label, {}).get("names"), None)
+
+
+def _features(schema: Any) -> dict[str, dict[str, Any]]:
+    """The hub's metadata of each column; none in other files."""
+    try:
+        features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {name: about for name, about in features.items() if isinstance(about, dict)}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _leave_out_without(image: str, label: str, splits: dict[str, list[Path]], dataset: str) -> None:
+    """Remove splits without these columns, such as the test split of a competition, which has no labels."""
+    first = next(iter(splits.values()))[0]
+    for split, files in list(splits.items()):
+        for file in files:
+            with _opened(file) as parquet:
+                missing = {image, label}.difference(parquet.schema_arrow.names)
+            if not missing:
+                continue
+            if split == "train":
+                raise UserError(f"DATA.DATASET {dataset}: {file} has no column {min(missing)}, which {first} has.")
+            log.warning("%s has no column %s; the split %s is left out.", file, min(missing), split)
+            splits.pop(split, None)
+
+
+def _names_in(label: str, splits: dict[str, list[Path]]) -> list[str]:
+    """All names in the column of labels, in order."""
+    names = set()
+    for file in chain.from_iterable(splits.values()):
+        for batch in _batches(file, 1 << 16, [label]):
+            names.update(batch.column(label).unique().to_pylist())
+    return sorted(names - {None})
 
 
 def _batches(file: Path, size: int, columns: list[str]) -> Iterator[Any]:
@@ -171,17 +204,19 @@ def _copied(data: DataConfig) -> Path:
     if not place:
         raise UserError("DATA.DATASET 'hf:' lacks a name or a folder, as in hf:ylecun/mnist or hf:/data/mnist.")
     local = is_path(place)
-    if local and not Path(place).expanduser().is_dir():
+    source = Path(place).expanduser()
+    if local and not source.is_dir():
         raise UserError(f"DATA.DATASET {data.DATASET}: there is no folder {place}.")
     # The copy's name changes with the files of a local folder; a data set of the hub is downloaded once.
-    identity, source = [place], Path(place).expanduser()
+    identity = [place]
     if local:
         paths = map(source.resolve().joinpath, images_below(str(source), endings=PARQUET))
         files = sorted((str(path), path.stat()) for path in paths)
-        identity = [str(source.resolve()), *(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files)]
+        identity = [str(source.resolve())]
+        identity += [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files]
     digest = hashlib.sha256("\n".join(identity).encode(errors="surrogateescape")).hexdigest()[:12]
-    name = f"{re.sub(r'[^A-Za-z0-9._]+', '-', place).strip('-.')[-60:]}-{digest}"
-    folder = cache_folder(data, "hf") / name
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", place).strip("-.")[-60:]
+    folder = cache_folder(data, "hf") / f"{name}-{digest}"
     if (folder / MANIFEST).is_file():
         return folder
     with process_lock(folder.with_name(f"{folder.name}.lock"), f"copies {data.DATASET}"):
@@ -215,10 +250,11 @@ def _download(place: str, data: DataConfig) -> Path:
     try:
         sizes = _parquet_files(name, inside, revision)
         if not sizes and revision is None:
-            revision, sizes = CONVERTED, _parquet_files(name, inside, CONVERTED)
+            revision = CONVERTED
+            sizes = _parquet_files(name, inside, CONVERTED)
         # Before anything is fetched: a data set can have a hundred configurations.
         splits = choose_files(Path(name, inside), [Path(name, file) for file in sizes], data)
-        files = [str(file.relative_to(name)) for of_split in splits.values() for file in of_split]
+        files = [str(file.relative_to(name)) for file in chain.from_iterable(splits.values())]
         size = sum(sizes[file] for file in files) / 1e9
         log.info("Fetching %d parquet files (%.2f GB) of %s from the Hugging Face hub.", len(files), size, place)
         patterns = [glob.escape(file) for file in files]
@@ -241,9 +277,13 @@ def _parquet_files(name: str, inside: str, revision: str | None) -> dict[str, in
     from huggingface_hub import HfApi
 
     tree = HfApi().list_repo_tree(name, recursive=True, repo_type="dataset", revision=revision)
-    files = {entry.path: size for entry in tree if (size := getattr(entry, "size", None)) is not None}
     below = f"{inside}/" if inside else ""
-    return {path: size for path, size in files.items() if path.endswith(".parquet") and path.startswith(below)}
+    sizes = {}
+    for entry in tree:
+        size = getattr(entry, "size", None)
+        if size is not None and entry.path.endswith(".parquet") and entry.path.startswith(below):
+            sizes[entry.path] = size
+    return sizes
 
 
 def _copy(source: Path, folder: Path, data: DataConfig) -> None:
@@ -252,7 +292,7 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     columns = columns_of(source, splits, data.DATASET)
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)  # of an interrupted copy
-    size = sum(file.stat().st_size for of_split in splits.values() for file in of_split) / 1e9
+    size = sum(file.stat().st_size for file in chain.from_iterable(splits.values())) / 1e9
     log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, size)
     try:
         names = {split: _copy_split(of_split, columns, scratch / split) for split, of_split in splits.items()}
@@ -270,20 +310,15 @@ def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
 
     A missing image becomes an empty file, which training reports as broken.
     """
-    import pyarrow as pa
-
     folder.mkdir(parents=True)
     names: list[str] = []
     writer: TarWriter | None = None
     for number, file in enumerate(files):
         row = 0
         for batch in _batches(file, ROWS, [columns.image, columns.label]):
-            images = batch.column(columns.image)
-            if pa.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
-                images = images.flatten()[images.type.get_field_index("bytes")]
-            if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
-                raise UserError(f"{file}, row {row}: images are of type {images.type}, not bytes of image files.")
-            for image, label in zip(images.to_pylist(), batch.column(columns.label).to_pylist(), strict=True):
+            images = _image_files(batch.column(columns.image), f"{file}, row {row}")
+            labels = batch.column(columns.label).to_pylist()
+            for image, label in zip(images, labels, strict=True):
                 if label is None:
                     raise UserError(f"{file}, row {row}: the column {columns.label} has no label.")
                 if writer is None or writer.size >= SHARD_BYTES:
@@ -292,13 +327,26 @@ def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
                     names.append(f"{folder.name}/{len(names):05d}.tar")
                     writer = TarWriter(folder.parent / names[-1])
                 # Keys begin with the number of the file, because files in different folders can share a name.
-                key, content = f"{number:05d}/{row:08d}", image or b""
-                writer.add(key, kind_of(content), content, columns.numbers[label] if columns.numbers else int(label))
+                key = f"{number:05d}/{row:08d}"
+                content = image or b""
+                label_number = columns.numbers[label] if columns.numbers else int(label)
+                writer.add(key, kind=kind_of(content), image=content, label=label_number)
                 row += 1
     if writer is None:
         raise UserError(f"{files[0]} has no images.")
     writer.close()
     return names
+
+
+def _image_files(images: Any, where: str) -> list[bytes | None]:
+    """Contents of the image files in a column."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
+        images = images.flatten()[images.type.get_field_index("bytes")]
+    if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
+        raise UserError(f"{where}: images are of type {images.type}, not bytes of image files.")
+    return images.to_pylist()
 
 
 SOURCE = shard_source(lambda data: ShardSet(Folder(_copied(data)), data), ALL_SHARDS, fetches=True, reads_path=False)

@@ -89,7 +89,8 @@ class Folder:
     def range(self, wanted: Range) -> np.ndarray:
         """Bytes of a range, fewer if the file ends early. Raises OSError."""
         name, offset, size = wanted
-        content, length = np.empty(size, dtype=np.uint8), 0
+        content = np.empty(size, dtype=np.uint8)
+        length = 0
         try:
             if name not in self._files:
                 if len(self._files) >= MOST_OPEN:
@@ -160,7 +161,8 @@ class Remote:
     def open(self, name: str) -> BinaryIO:
         files, place = self._place(name)
         opened = self._patiently(lambda: files.open(place, "rb"))
-        if (cache := getattr(opened, "cache", None)) is not None:  # fsspec's, which reads the file in blocks
+        cache = getattr(opened, "cache", None)  # fsspec's, which reads the file in blocks
+        if cache is not None:
             fetch = cache.fetcher
 
             def fetch_all(begin: int, end: int) -> bytes:
@@ -179,11 +181,16 @@ class Remote:
 
     def ranges(self, wanted: Sequence[Range]) -> dict[Range, np.ndarray]:
         """Many ranges at once, without those whose requests keep failing."""
-        requests, contents = _joined(wanted), dict[Range, np.ndarray]()
+        requests = _joined(wanted)
+        contents = dict[Range, np.ndarray]()
         with contextlib.suppress(OSError):
-            self._patiently(lambda: self._request([*requests], contents), len(PAUSES))
-        parts = ((whole, part) for whole in contents for part in requests[whole])
-        return {part: contents[whole][part[1] - whole[1] :][: part[2]] for whole, part in parts}
+            self._patiently(lambda: self._request(list(requests), contents), len(PAUSES))
+        found = {}
+        for whole, content in contents.items():
+            for part in requests[whole]:
+                begin = part[1] - whole[1]
+                found[part] = content[begin:][: part[2]]
+        return found
 
     def _request(self, wanted: Sequence[Range], contents: dict[Range, np.ndarray]) -> None:
         """Add the ranges that `contents` lacks. OSError if one fails."""
@@ -191,8 +198,10 @@ class Remote:
         if not missing:
             return
         files, root = self._place()
-        names, begins = [f"{root}/{name}" for name, _, _ in missing], [begin for _, begin, _ in missing]
-        answers = files.cat_ranges(names, begins, [begin + size for _, begin, size in missing], on_error="return")
+        names = [f"{root}/{name}" for name, _, _ in missing]
+        begins = [begin for _, begin, _ in missing]
+        ends = [begin + size for _, begin, size in missing]
+        answers = files.cat_ranges(names, begins, ends, on_error="return")
         failures: list[Exception] = []
         for one, answer in zip(missing, answers, strict=True):
             try:
@@ -244,8 +253,9 @@ def _as_os_error(error: Exception) -> tuple[OSError, float | None]:
     status = getattr(error, "status", 0)
     text = f"it answers {status} ({getattr(error, 'message', '')})" if status else f"{type(error).__name__}: {error}"
     asked = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
-    lasting = 400 <= status < 500 and status not in (408, 425, 429)
-    return OSError(text), None if lasting else float(asked) if asked.isdecimal() else 0.0
+    if 400 <= status < 500 and status not in (408, 425, 429):
+        return OSError(text), None
+    return OSError(text), float(asked) if asked.isdecimal() else 0.0
 
 
 def _whole(answer: bytes | Exception, size: int) -> bytes:
@@ -267,14 +277,16 @@ def _joined(wanted: Sequence[Range]) -> dict[Range, list[Range]]:
     groups: list[list[Range]] = []
     for name, begin, size in sorted(wanted):
         if groups:
-            (_, first, _), (last, offset, length) = groups[-1][0], groups[-1][-1]
+            _, first, _ = groups[-1][0]
+            last, offset, length = groups[-1][-1]
             if name == last and begin - (offset + length) <= GAP and begin + size - first <= BLOCK:
                 groups[-1].append((name, begin, size))
                 continue
         groups.append([(name, begin, size)])
     requests = {}
     for group in groups:
-        (name, first, _), (_, offset, length) = group[0], group[-1]
+        name, first, _ = group[0]
+        _, offset, length = group[-1]
         requests[name, first, offset + length - first] = group
     return requests
 
@@ -283,6 +295,7 @@ IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")
 ARRAY_KINDS = ("npz", "dcm")
 """Of a sample without an image of IMAGE_KINDS"""
 LABEL_KINDS = ("cls", "json")
+SAMPLE_KINDS = (*IMAGE_KINDS, *LABEL_KINDS)
 LARGEST_LABEL = 1 << 20
 """Most bytes of a label member."""
 LARGEST_NUMBER = 1 << 31
@@ -292,40 +305,57 @@ MOST_ZEROS = 1 << 20
 """Most zero bytes at the end of a tar file, usually 10 KiB or less. More mean a copy with space but no content."""
 
 
+class Place(NamedTuple):
+    """A member of a tar file."""
+
+    name: str
+    offset: int
+    size: int
+
+
 def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> list[tuple[str, int, int, int]]:
     """Name, offset, size and label of each image in the tar file `where`, `size` bytes long, by its headers.
 
     UserErrors name the offset of the damage.
     """
-    images: dict[str, tuple[str, int, int]] = {}
-    arrays: dict[str, tuple[str, int, int]] = {}
+    images: dict[str, Place] = {}
+    arrays: dict[str, Place] = {}
     labels: dict[str, int] = {}
     for member in _members(file, size, where):
         # 'a/b.c.jpg' is 'c.jpg' of 'a/b': as in WebDataset, the extension begins at the first dot.
         folder, slash, file_name = member.name.rpartition("/")
         stem, _, kind = file_name.partition(".")
-        key, kind = folder + slash + stem, kind.lower()
+        key = folder + slash + stem
+        kind = kind.lower()
         if not member.isreg() or member.issparse():
-            if kind in (*IMAGE_KINDS, *LABEL_KINDS):
+            if kind in SAMPLE_KINDS:
                 skipped.add(member.name, "links and other members that are not files")
         elif kind in IMAGE_KINDS:
             if key in images:
-                raise UserError(f"{where}: {member.name} and {images[key][0]} are two images of one sample.")
-            images[key] = member.name, member.offset_data, member.size
+                raise UserError(f"{where}: {member.name} and {images[key].name} are two images of one sample.")
+            images[key] = Place(member.name, member.offset_data, member.size)
         elif kind in ARRAY_KINDS and key not in images:
-            arrays[key] = member.name, member.offset_data, member.size
-        elif kind in LABEL_KINDS and (kind == "cls" or key not in labels):
+            arrays[key] = Place(member.name, member.offset_data, member.size)
+        elif kind not in LABEL_KINDS:
+            dotted = kind.rpartition(".")[2] in SAMPLE_KINDS
+            skipped.add(member.name, "more than one dot in the name" if dotted else None)
+        elif kind == "cls" or key not in labels:
             label = _label(file, member, where)
             if label is not None:
                 labels[key] = label
-        elif kind not in LABEL_KINDS:
-            dotted = kind.rpartition(".")[2] in (*IMAGE_KINDS, *LABEL_KINDS)
-            skipped.add(member.name, "more than one dot in the name" if dotted else None)
-    images |= {key: array for key, array in arrays.items() if key in labels and key not in images}
-    for key, (name, _, _) in images.items():
+    for key, array in arrays.items():
+        if key in labels:
+            images.setdefault(key, array)
+    return _labelled(images, labels, where)
+
+
+def _labelled(images: dict[str, Place], labels: dict[str, int], where: str) -> list[tuple[str, int, int, int]]:
+    samples = []
+    for key, (name, offset, size) in images.items():
         if key not in labels:
             raise UserError(f"{where}: {name} has no label: there is no {key}.cls beside it, nor any in {key}.json.")
-    return [(*image, labels[key]) for key, image in images.items()]
+        samples.append((name, offset, size, labels[key]))
+    return samples
 
 
 def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]:
@@ -400,7 +430,8 @@ class TarWriter:
     def add(self, key: str, kind: str, image: bytes, label: int) -> None:
         for name, content in ((f"{key}.{kind}", image), (f"{key}.cls", str(label).encode())):
             info = tarfile.TarInfo(name)
-            info.size, info.mode = len(content), 0o644
+            info.size = len(content)
+            info.mode = 0o644
             self._tar.addfile(info, io.BytesIO(content))
 
     def close(self) -> None:
@@ -491,7 +522,8 @@ def from_bytes(content: bytes) -> ShardIndex | None:
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             if int(file["format"]) != FORMAT or len(file["classes"]):
                 return None
-            arrays, sizes = {name: file[name] for name in _ARRAYS}, file["shard_sizes"]
+            arrays = {name: file[name] for name in _ARRAYS}
+            sizes = file["shard_sizes"]
             shards = zip(_lines(file["shards"]), sizes.tolist(), _lines(file["stamps"]), strict=True)
             skipped = "".join(_lines(file["passed_over"])) if "passed_over" in file else ""
             index = ShardIndex([ShardFile(*fields) for fields in shards], **arrays, skipped=skipped)

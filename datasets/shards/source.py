@@ -47,7 +47,8 @@ from utils.text import one_line
 from vitamp.checkpoints import sha256_of
 from vitamp.files import parse_json, write_atomically
 
-MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
+MANIFEST = "dataset.json"
+CLASS_NAMES = "classes.txt"
 index_name = "index-{}.npz".format
 """File name of the index of a split"""
 MADE_BY = "vitamp"
@@ -63,14 +64,19 @@ class ShardSet:
     """The splits in a store."""
 
     def __init__(self, store: Store, data: DataConfig) -> None:
-        self.store, self.data = store, data
+        self.store = store
+        self.data = data
         self.classes: list[str] | None = None
         self.how: dict[str, Any] = {}  # it was packed
         with self.reading():
-            if manifest := self._read_manifest():
-                self.classes, self.splits, self.how = manifest["classes"], self._listed(manifest), manifest["how"]
+            manifest = self._read_manifest()
+            if manifest:
+                self.classes = manifest["classes"]
+                self.splits = self._listed(manifest)
+                self.how = manifest["how"]
                 return
-            if (content := store.read_file(CLASS_NAMES)) is not None:
+            content = store.read_file(CLASS_NAMES)
+            if content is not None:
                 lines = content.decode("utf-8-sig", errors="replace").rstrip().splitlines()
                 self.classes = [line.strip() for line in lines]
             self.splits = self._found()
@@ -85,11 +91,17 @@ class ShardSet:
     def split(self, part: Part) -> tuple[str, bool]:
         """Name of the stored split to read, and whether training and validation share it."""
         # Some of the hub's data sets have a test split, and no other for validation.
-        validating = ("val",) if self.data.KEEP_TEST and "train" in self.splits else ("val", "test")
-        names = {"val": (*validating, "train", "all"), "test": ("test",)}
-        for name in names.get(part, ("train", "all")):
+        validating = ["val"]
+        if not self.data.KEEP_TEST or "train" not in self.splits:
+            validating.append("test")
+        names = ["train", "all"]
+        if part == "val":
+            names = validating + names
+        elif part == "test":
+            names = ["test"]
+        for name in names:
             if name in self.splits:
-                return name, name == "all" or (name == "train" and not {*validating} & self.splits.keys())
+                return name, name == "all" or (name == "train" and self.splits.keys().isdisjoint(validating))
         if part == "test" and self.splits:
             raise no_such_part(part, self.store.root)
         what = "no tar file for training" if self.splits else "no tar file"
@@ -110,28 +122,34 @@ class ShardSet:
 
         Skipped files in its tar files are logged, once per process.
         """
-        shards, root = self.splits[split], self.store.root
         with self.reading():
             if isinstance(self.store, Remote):
                 # A server that cannot read a part of a file would send a whole tar file for each image.
-                self.store.range((shards[0].name, 0, 1))
+                self.store.range((self.splits[split][0].name, 0, 1))
             index = self._beside(split)
         if not index:
-            folder = cache_folder(self.data, "shards")
-            cached = folder / f"{hashlib.sha256(root.encode()).hexdigest()[:16]}-{split}.npz"
-            with process_lock(cached.with_suffix(".lock"), f"makes the index of {root}"):
-                content = cached.read_bytes() if cached.is_file() else None
-                index = self._beside(split) or self._if_current(content, shards)
-                if not index:
-                    total = sum(file.size for file in shards) / 1e9
-                    log.info("Reading the headers of %d tar files (%.1f GB) in %s.", len(shards), total, root)
-                    index = make_index(self.store, shards)
-                    if not len(index):
-                        skipped = f"; {index.skipped}" if index.skipped else "."
-                        raise UserError(f"{root}: the tar files of the split '{split}' have no images{skipped}")
-                    self._save(index, split, cached)
+            index = self._cached(split)
         if index.skipped:
-            warn_once(f"{root}, split {split}: {index.skipped}")
+            warn_once(f"{self.store.root}, split {split}: {index.skipped}")
+        return index
+
+    def _cached(self, split: str) -> ShardIndex:
+        """The index in the cache if it is current, else a new one, which is saved."""
+        shards = self.splits[split]
+        root = self.store.root
+        folder = cache_folder(self.data, "shards")
+        cached = folder / f"{hashlib.sha256(root.encode()).hexdigest()[:16]}-{split}.npz"
+        with process_lock(cached.with_suffix(".lock"), f"makes the index of {root}"):
+            content = cached.read_bytes() if cached.is_file() else None
+            index = self._beside(split) or self._if_current(content, shards)
+            if not index:
+                total = sum(file.size for file in shards) / 1e9
+                log.info("Reading the headers of %d tar files (%.1f GB) in %s.", len(shards), total, root)
+                index = make_index(self.store, shards)
+                if not len(index):
+                    skipped = f"; {index.skipped}" if index.skipped else "."
+                    raise UserError(f"{root}: the tar files of the split '{split}' have no images{skipped}")
+                self._save(index, split, cached)
         return index
 
     def _beside(self, split: str) -> ShardIndex | None:
@@ -147,9 +165,11 @@ class ShardSet:
 
     def _save(self, index: ShardIndex, split: str, cached: Path) -> None:
         """Save the index beside the tar files if possible, else in the cache."""
-        beside = [] if self.store.remote else [Path(self.store.root, index_name(split))]
+        files = [cached]
+        if not self.store.remote:
+            files.insert(0, Path(self.store.root, index_name(split)))
         failure: OSError | None = None
-        for file in [*beside, cached]:
+        for file in files:
             try:
                 write_atomically(file, index.to_bytes())
             except OSError as error:
@@ -167,10 +187,11 @@ class ShardSet:
             if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:
                 return None
             manifest["how"] = {**manifest.get("how", {})}
-            shards = [shard for part in manifest["parts"].values() for shard in part["shards"]]
-            if any(shard["bytes"] < 0 or leads_out(shard["name"]) for shard in shards) or not isinstance(
-                manifest["classes"], list | None
-            ):
+            shards = []
+            for part in manifest["parts"].values():
+                shards += part["shards"]
+            invalid = any(shard["bytes"] < 0 or leads_out(shard["name"]) for shard in shards)
+            if invalid or not isinstance(manifest["classes"], list | None):
                 raise ValueError("invalid sizes, names or classes")
             if "label_sets" in manifest:
                 raise ValueError("version 0.3 reads several labels per image from csv tables alone")
@@ -179,25 +200,32 @@ class ShardSet:
         return manifest
 
     def _listed(self, manifest: dict[str, Any]) -> dict[str, list[ShardFile]]:
-        """Shards in the manifest. Each must exist: otherwise a missing one would go unnoticed."""
+        """Shards in the manifest."""
         splits = {}
         for split, entry in manifest["parts"].items():
-            splits[split] = [
-                ShardFile(shard["name"], shard["bytes"], f"{HASH}{shard['sha256']}" if "sha256" in shard else "")
-                for shard in entry["shards"]
-            ]
-            sizes: dict[str, int] = {}
-            # Many web servers do not list their files. If this one is down, reading the first tar file fails.
-            with contextlib.suppress(OSError) if self.store.remote else contextlib.nullcontext():
-                sizes = {file.name: file.size for file in self.store.tars(split)}
-            for shard in splits[split] if sizes or not self.store.remote else ():
-                if sizes.get(shard.name) != shard.size:
-                    problem = f"has {sizes[shard.name]:,} bytes" if shard.name in sizes else "is missing"
-                    raise UserError(
-                        f"{self.store.root}/{shard.name} {problem}; {MANIFEST} lists it with {shard.size:,} bytes. "
-                        f"Copy or pack it again; of a data set hf:NAME, remove {self.store.root}."
-                    )
+            files = []
+            for shard in entry["shards"]:
+                stamp = f"{HASH}{shard['sha256']}" if "sha256" in shard else ""
+                files.append(ShardFile(shard["name"], shard["bytes"], stamp))
+            self._check_sizes(split, files)
+            splits[split] = files
         return splits
+
+    def _check_sizes(self, split: str, files: list[ShardFile]) -> None:
+        """Each file in the manifest must exist: otherwise a missing one would go unnoticed."""
+        sizes: dict[str, int] = {}
+        # Many web servers do not list their files. If this one is down, reading the first tar file fails.
+        with contextlib.suppress(OSError) if self.store.remote else contextlib.nullcontext():
+            sizes = {file.name: file.size for file in self.store.tars(split)}
+        if self.store.remote and not sizes:
+            return
+        for file in files:
+            if sizes.get(file.name) != file.size:
+                problem = f"has {sizes[file.name]:,} bytes" if file.name in sizes else "is missing"
+                raise UserError(
+                    f"{self.store.root}/{file.name} {problem}; {MANIFEST} lists it with {file.size:,} bytes. "
+                    f"Copy or pack it again; of a data set hf:NAME, remove {self.store.root}."
+                )
 
     def _found(self) -> dict[str, list[ShardFile]]:
         """Shards by folder, else by file name."""
@@ -206,10 +234,11 @@ class ShardSet:
         if not any(named.values()):
             for file in self.store.tars():
                 split = split_named_in(file.name)
-                (named[split] if split else others).append(file)
+                files = named[split] if split else others
+                files.append(file)
         elif not self.store.remote:  # a server may list the folders of the splits and refuse to list the one above
             others = self.store.tars()
-        parts = named_parts([one for one, files in named.items() if files], self.store.root, self.data)
+        parts = named_parts([name for name, files in named.items() if files], self.store.root, self.data)
         if not parts:
             return {"all": others} if others else {}
         warn_of_skipped(self.store.root, [file.name for file in others])
@@ -221,7 +250,8 @@ def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]
 
     Returns the number of samples.
     """
-    store, entries = Folder(folder), {}
+    store = Folder(folder)
+    entries = {}
     for split, names in splits.items():
         # No stamps: the manifest identifies these files, also after they are copied elsewhere.
         files = [ShardFile(name, os.path.getsize(folder / name), "") for name in names]
@@ -248,8 +278,11 @@ class ShardSamples(Samples):
     """Samples of an index, those in `rows`, which ascend."""
 
     def __init__(self, shards: ShardSet, split: str, index: ShardIndex, window: int, rows: np.ndarray) -> None:
-        self.store, self.classes, self.window = shards.store, shards.classes, window
-        self.index, self.rows = index, rows
+        self.store = shards.store
+        self.classes = shards.classes
+        self.window = window
+        self.index = index
+        self.rows = rows
         self.labels = index.label[rows]
         self.file_begins = np.searchsorted(index.shard[rows], np.arange(len(index.files) + 1))
         # Only .npy ends in y among the extensions of images, and one letter is faster to look up than the name.
@@ -266,17 +299,20 @@ class ShardSamples(Samples):
 
     def read(self, index: int) -> Encoded:
         row = int(self.rows[index])
-        name, offset, size = wanted = self._range(row)
-        is_array = self._is_array[row]
-        content = there.pop() if (there := self._prefetched.get(row)) else None
-        if content is None and self.cache:
+        wanted = self._range(row)
+        name, offset, size = wanted
+        content = None
+        prefetched = self._prefetched.get(row)
+        if prefetched:
+            content = prefetched.pop()
+        elif self.cache:
             content = self.cache.range(int(self.index.shard[row]), offset, size)
         if content is None:
             content = self.store.range(wanted)
         if len(content) < size:
             where = f"before byte {offset + size}, where the image ends"
             raise Unreadable(f"{self.store.root}/{name} was cut off while in use: it ends {where}")
-        return pixels_of(content) if is_array else content.tobytes()
+        return pixels_of(content) if self._is_array[row] else content.tobytes()
 
     def name(self, index: int) -> str:
         row = int(self.rows[index])
@@ -286,8 +322,10 @@ class ShardSamples(Samples):
         return int(self.index.size[self.rows[index]])
 
     def names(self) -> Iterator[bytes]:
-        index, rows = self.index, self.rows
-        lengths, chosen = np.diff(index.name_ends, prepend=0), np.zeros(len(index), dtype=bool)
+        index = self.index
+        rows = self.rows
+        lengths = np.diff(index.name_ends, prepend=0)
+        chosen = np.zeros(len(index), dtype=bool)
         chosen[rows] = True
         yield "\0".join(file.name for file in index.files).encode(errors="surrogateescape")
         for column in (index.shard, index.size, lengths):
@@ -297,19 +335,24 @@ class ShardSamples(Samples):
     def prefetch(self, indices: Sequence[int]) -> None:
         if not isinstance(self.store, Remote):
             return
-        rows = Counter(self.rows[indices].tolist())  # DATA.REPEATED_AUGMENT reads some several times
+        times = Counter(self.rows[indices].tolist())  # DATA.REPEATED_AUGMENT reads some several times
         here: set[int] = set()
         if self.cache:
-            here = set(filter(self.cache.has, np.unique(self.index.shard[[*rows]]).tolist()))
-        wanted = {self._range(row): row for row in rows if self.index.shard[row] not in here}
+            numbers = np.unique(self.index.shard[list(times)]).tolist()
+            here = set(filter(self.cache.has, numbers))
+        wanted = {self._range(row): row for row in times if self.index.shard[row] not in here}
         # What fails is requested again when it is read, and raises there.
-        contents = self.store.ranges([*wanted])
-        self._prefetched = {wanted[one]: [content] * rows[wanted[one]] for one, content in contents.items()}
+        contents = self.store.ranges(list(wanted))
+        self._prefetched = {}
+        for one, content in contents.items():
+            row = wanted[one]
+            self._prefetched[row] = list(itertools.repeat(content, times[row]))
 
     def look_ahead(self) -> float | None:
         if not isinstance(self.store, Remote):
             return None
-        if why := self._why_in_parts():
+        why = self._why_in_parts()
+        if why:
             warn_once(f"{self.store.root}: images are requested by ranges of tar files: {why}.", logging.INFO)
             return None
         warn_once(f"{self.store.root}: whole tar files are downloaded ahead into {self.cache}.", logging.INFO)
@@ -327,10 +370,12 @@ class ShardSamples(Samples):
         sizes = sorted((file.size for file in self.index.files), reverse=True)
         # A window in use, the next one, and one for processes that are behind: else they remove each other's files.
         number = min(3 * self.window, self._files_of_machine())
-        needed, room = sum(sizes[:number]), self.cache.room()
-        part = len(self.rows) / len(self.index) / (1 if self.by_machine else self.machines)
+        needed = sum(sizes[:number])
+        room = self.cache.room()
         if needed > room:
             return f"{number} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
+        readers = 1 if self.by_machine else self.machines
+        part = len(self.rows) / len(self.index) / readers
         if sum(sizes) > room and part < 1 / 2:
             return f"a machine reads {100 * part:.0f} % of them in an epoch, and there is no room to keep them all"
         return ""
@@ -348,10 +393,12 @@ class ShardSamples(Samples):
 
     def announce(self, indices: Sequence[int]) -> None:
         if self.cache:
-            self.cache.announce(list(dict.fromkeys(self.index.shard[self.rows[indices]].tolist())), 2 * self.window)
+            files = self.index.shard[self.rows[indices]].tolist()
+            self.cache.announce(list(dict.fromkeys(files)), 2 * self.window)
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        return shuffled_by_file([*itertools.pairwise(self.file_begins.tolist())], self.window, generator)
+        files = list(itertools.pairwise(self.file_begins.tolist()))
+        return shuffled_by_file(files, self.window, generator)
 
     def _range(self, row: int) -> tuple[str, int, int]:
         index = self.index
@@ -375,10 +422,13 @@ def _npy_shape(header: bytes) -> tuple[int, int, int]:
         if header[:8] != b"\x93NUMPY\x01\x00":
             raise ValueError
         fields = ast.literal_eval(header[10:].decode("latin-1").strip())
-        shape, kind, columns_first = tuple(fields["shape"]), fields["descr"], fields["fortran_order"]
+        shape = tuple(fields["shape"])
+        kind = fields["descr"]
+        columns_first = fields["fortran_order"]
     except (ValueError, SyntaxError, KeyError, TypeError):
         raise Unreadable("not an .npy file of version 1.0") from None
-    shape = (*shape, 1) if len(shape) == 2 else shape
+    if len(shape) == 2:
+        shape += (1,)
     if kind != "|u1" or columns_first or len(shape) != 3 or min(shape) < 1 or shape[2] not in (1, 3):
         raise Unreadable(
             f"an array of {kind} with shape {shape}; pixels must be uint8, height x width x 1 or 3, in C order"
@@ -412,14 +462,15 @@ def shard_source(
         if shards.classes is not None:
             check_class_count(len(shards.classes), num_classes, f"The {owner}")
         parts = parts_read(data, train, shards.parts())
-        splits = [open_split(shards, data, part, num_classes, 1) for part in parts]
+        splits = [open_split(shards, data, part, num_classes, window=1) for part in parts]
         with shards.reading():
             for split in splits:
                 split.check_hashes()
         classes = shards.classes if shards.classes is not None else range(int(splits[0].labels.max()) + 1)
         log_unused_outputs(len(classes), num_classes, f"The {owner}")
         for part, split in zip(parts, splits, strict=True):
-            if shards.classes is not None and (largest := split.labels.max(initial=-1)) >= len(classes):
+            largest = split.labels.max(initial=-1)
+            if shards.classes is not None and largest >= len(classes):
                 raise UserError(f"The {owner} has the label {largest}, but {CLASS_NAMES} ends with {len(classes) - 1}.")
             if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
                 warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")

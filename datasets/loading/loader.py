@@ -69,7 +69,8 @@ class Window:
     """Whether a batch was taken."""
 
     def __init__(self, shares: tuple[MicroBatch, ...], batches: Iterator[Batch]) -> None:
-        self.shares, self._batches = shares, batches
+        self.shares = shares
+        self._batches = batches
 
     def __len__(self) -> int:
         return len(self.shares)
@@ -92,7 +93,9 @@ class _Loader:
         device: torch.device,
         broken: BrokenImages | BrokenInValidation | None,
     ) -> None:
-        self._broken, self._fetch, self._device = broken, _Fetch(dataset), device
+        self._broken = broken
+        self._fetch = _Fetch(dataset)
+        self._device = device
         self.on_arrival: Callable[[], None] | None = None
         """Called when a batch arrives, before it is copied to the device"""
         self._plan = Plan()
@@ -144,7 +147,8 @@ class _Loader:
 
     def take_wait(self) -> float:
         """Seconds this process waited for batches since the last call."""
-        wait, self._wait = self._wait, 0.0
+        wait = self._wait
+        self._wait = 0.0
         return wait
 
     def close(self) -> None:
@@ -174,14 +178,15 @@ class _Loader:
         return batch
 
     def _on_device(self, batch: Batch) -> Batch:
-        return Batch(*(tensor.to(self._device, non_blocking=True) for tensor in batch))
+        return Batch._make(tensor.to(self._device, non_blocking=True) for tensor in batch)
 
 
 class TrainLoader(_Loader):
     """The windows of an epoch, one per update, with their batches on the device."""
 
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
-        self.order, self.workers = order, workers
+        self.order = order
+        self.workers = workers
         self.broken: BrokenImages | None = None
         """Images that could not be read; None for images in memory"""
         if not dataset.in_memory:
@@ -199,18 +204,22 @@ class TrainLoader(_Loader):
 
         While the last batches of an epoch are used, loading processes load the first ones of the next.
         """
-
-        def plan() -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
-            begin = start
-            for epoch in epochs:
-                yield from ((epoch, shares) for shares in self.order.windows(epoch, begin))
-                begin = 0
-
-        windows, ahead = itertools.tee(plan())
-        coming = ((epoch, share.indices) for epoch, shares in ahead for share in shares)
-        batches = self._batches(self._begin(coming, self.order.updates * self.order.accum))
+        windows, ahead = itertools.tee(self._windows(epochs, start))
+        batches = self._batches(self._begin(_indices(ahead), self.order.updates * self.order.accum))
         for _, shares in windows:
             yield Window(shares, batches)
+
+    def _windows(self, epochs: Iterable[int], start: int) -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
+        for epoch in epochs:
+            for shares in self.order.windows(epoch, start):
+                yield epoch, shares
+            start = 0
+
+
+def _indices(windows: Iterable[tuple[int, tuple[MicroBatch, ...]]]) -> Iterator[tuple[int, np.ndarray]]:
+    for epoch, shares in windows:
+        for share in shares:
+            yield epoch, share.indices
 
 
 class ValLoader(_Loader):
@@ -250,14 +259,16 @@ class ValLoader(_Loader):
             self._plan_passes(passes)
 
     def _plan_passes(self, passes: int) -> None:
-        plan = ((0, batch) for _ in range(passes) for batch in self._plans)
+        batches = itertools.chain.from_iterable(itertools.repeat(self._plans, passes))
+        plan = ((0, batch) for batch in batches)
         self._ahead = self._batches(self._begin(plan, len(self._plans)))
         self._passes_ahead = passes
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._passes_ahead:
             self._plan_passes(1)
-        passes, self._passes_ahead = self._passes_ahead, 0  # a pass that is broken off leaves nothing to go on with
+        passes = self._passes_ahead
+        self._passes_ahead = 0  # a pass that is broken off leaves nothing to go on with
         yield from itertools.islice(self._ahead, len(self._plans))
         self._passes_ahead = passes - 1
 
@@ -279,7 +290,8 @@ class _Fetch(Dataset[Any]):
     def __getitems__(self, keys: Keys) -> Fetched:
         samples = self.dataset.single_images()
         if keys.later is not None and samples is not None:
-            announced = (*(index for _, index in keys), *keys.later)
+            announced = [index for _, index in keys]
+            announced += keys.later
             samples.announce([index % len(samples) for index in announced if index != PADDING])
         try:
             batch = self.dataset.__getitems__(keys)

@@ -58,22 +58,31 @@ class EpochOrder:
 
         `sample_weights`: the weight of each sample in the loss; None: all are equal.
         """
-        self.samples, self.batch_size, self.accum, self.copies = samples, batch_size, accum, copies
-        self.rank, self.world, self.seed = rank, world, seed
+        self.samples = samples
+        self.batch_size = batch_size
+        self.accum = accum
+        self.copies = copies
+        self.rank = rank
+        self.world = world
+        self.seed = seed
         self._shuffled = shuffled or (lambda generator: generator.permutation(samples))
         self._sample_weights = sample_weights
         self._per_window = accum * world
         self.global_batch = batch_size * self._per_window
-        unit = self.global_batch if drop_last == "update" else batch_size if drop_last else 1
+        unit = 1
+        if drop_last == "update":
+            unit = self.global_batch
+        elif drop_last:
+            unit = batch_size
         self.used = samples // unit * unit
         """Samples of an epoch, without those that DATA.DROP_LAST leaves out."""
         if not samples:
             raise UserError("The training set is empty: DATA.DATASET and DATA.DATA_PATH must name one with images.")
-        full = samples >= batch_size
         if not self.used and unit > batch_size:
+            other = "batch" if samples >= batch_size else "false"
             raise UserError(
                 f"An update takes {unit} images (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER), but the training set "
-                f"has only {samples}: not one full update. Use fewer, or DATA.DROP_LAST={'batch' if full else 'false'}."
+                f"has only {samples}: not one full update. Use fewer, or DATA.DROP_LAST={other}."
             )
         if not self.used:
             raise UserError(
@@ -95,15 +104,20 @@ class EpochOrder:
 
     def words(self) -> str:
         """For the banner of a run."""
-        last, left_out = self.samples_of(self.updates - 1), self.samples - self.used
+        last = self.samples_of(self.updates - 1)
+        left_out = self.samples - self.used
         text = f"{counted(self.updates, 'update')} per epoch"
         if last < self.global_batch:
-            text += f", {'the last' if self.updates > 1 else 'which is'} of {counted(last, 'image')}"
-        return text + (f"; {counted(left_out, 'image')} left out" if left_out else "")
+            which = "the last" if self.updates > 1 else "which is"
+            text += f", {which} of {counted(last, 'image')}"
+        if left_out:
+            text += f"; {counted(left_out, 'image')} left out"
+        return text
 
     def warnings(self) -> Iterator[str]:
         """Lines about updates that are much smaller than the others, and about images that are left out."""
-        last, left_out = self.samples_of(self.updates - 1), self.samples - self.used
+        last = self.samples_of(self.updates - 1)
+        left_out = self.samples - self.used
         if self.updates > 1 and last < FEW * self.global_batch:
             yield (
                 f"The last update of each epoch has {counted(last, 'image')}, the others {self.global_batch:,}, at the "
@@ -142,7 +156,8 @@ class EpochOrder:
         real = min(self._per_window, self._micro_batches - first)
         own, blank = self._share(real)
         # What each micro-batch counts for in the loss: equal on all ranks, as all know all labels.
-        whole, weights = map(indices, range(real)), self._sample_weights
+        whole = map(indices, range(real))
+        weights = self._sample_weights
         counts = [float(len(of) if weights is None else weights[of % self.samples].sum()) for of in whole]
         shares = [MicroBatch(v, indices(v), counts[v] / sum(counts), counts[v]) for v in own]
         if len(own) * self.world < real:
@@ -154,7 +169,8 @@ class EpochOrder:
         """This rank's of so many micro-batches, and the one that it computes with weight 0 if it has fewer."""
         each, more = divmod(real, self.world)
         begin = self.rank * each + min(self.rank, more)
-        return range(begin, begin + each + (self.rank < more)), 0
+        after = self.rank + 1
+        return range(begin, after * each + min(after, more)), 0
 
 
 class OrderByMachine(EpochOrder):
@@ -167,34 +183,26 @@ class OrderByMachine(EpochOrder):
     def __init__(self, split: Samples, machines: int, *args: Any) -> None:
         """`args`: those of `EpochOrder`."""
         super().__init__(*args)
-        self.machines, self._window_of_files = machines, split.window
+        self.machines = machines
+        self._window_of_files = split.window
         self._full, left = divmod(self.used, self.global_batch)
         self._each = self._full * self.global_batch // machines
         last = np.cumsum(self._shared_out(self._micro_batches - self._full * self._per_window)) * self.batch_size
         self._used = self._each + np.diff(np.minimum(last, left), prepend=0)
         sizes = self._used + self._shared_out(self.samples - self.used)
-        files = [*itertools.pairwise(split.file_begins.tolist())]
+        files = list(itertools.pairwise(split.file_begins.tolist()))
         order = generator_of(self.seed, "machines").permutation(len(files))
-        rest = [files[number] for number in order]
-        self._files: list[list[tuple[int, int]]] = []
+        self._files = _cut([files[number] for number in order], sizes.tolist())
         """First sample and end of each file of each machine"""
-        for size in sizes.tolist():
-            own, missing = [], size
-            while missing:
-                begin, end = rest.pop()
-                cut = min(begin + missing, end)
-                own.append((begin, cut))
-                missing -= cut - begin
-                if cut < end:
-                    rest.append((cut, end))
-            self._files.append(own)
 
     def words(self) -> str:
         return f"{super().words()}; each of {self.machines} machines reads tar files of its own"
 
     def permutation(self, epoch: int) -> np.ndarray:
         generator = self._generator(epoch)
-        full, last, left_out = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        full = list[np.ndarray]()
+        last = list[np.ndarray]()
+        left_out = list[np.ndarray]()
         for files, used in zip(self._files, self._used, strict=True):
             own = shuffled_by_file(files, self._window_of_files, generator)
             own = self._with_copies(own, len(own))
@@ -205,15 +213,38 @@ class OrderByMachine(EpochOrder):
 
     def _shared_out(self, number: int) -> np.ndarray:
         """What each machine gets of so many."""
-        return number // self.machines + (np.arange(self.machines) < number % self.machines)
+        shares = np.full(self.machines, number // self.machines)
+        shares[: number % self.machines] += 1
+        return shares
 
     def _share(self, real: int) -> tuple[Sequence[int], int]:
         machine, local = divmod(self.rank, self.world // self.machines)
-        end = int(self._shared_out(real)[: machine + 1].sum())
-        of_machine = range(end - int(self._shared_out(real)[machine]), end)
+        shares = self._shared_out(real)
+        end = int(shares[: machine + 1].sum())
+        of_machine = range(end - int(shares[machine]), end)
         own = np.array_split(of_machine, self.world // self.machines)[local].tolist()
-        # With weight 0, the machine's first one in the window before, so that it reads no other machine's files.
-        return own, (machine - self.machines) * self._per_window // self.machines if self._full else 0
+        blank = 0
+        if self._full:
+            # With weight 0, the machine's first one in the window before, so that it reads no other machine's files.
+            blank = (machine - self.machines) * self._per_window // self.machines
+        return own, blank
+
+
+def _cut(files: list[tuple[int, int]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Files from the end of the list, for each machine as many as have so many samples; the last one may be cut."""
+    of_machines = []
+    for size in sizes:
+        own = []
+        missing = size
+        while missing:
+            begin, end = files.pop()
+            cut = min(begin + missing, end)
+            own.append((begin, cut))
+            missing -= cut - begin
+            if cut < end:
+                files.append((cut, end))
+        of_machines.append(own)
+    return of_machines
 
 
 class BalancedOrder:
@@ -227,11 +258,15 @@ class BalancedOrder:
     def __init__(self, labels: np.ndarray, repeated: int = 1) -> None:
         """`repeated`: times that `EpochOrder` repeats each sample that is drawn."""
         self._members = members_of_classes(labels)
-        self._samples, self._repeated = len(labels), repeated
+        self._samples = len(labels)
+        self._repeated = repeated
         self.classes = len(self._members)
         self.least, self._more = divmod(-(-self._samples // repeated), max(self.classes, 1))
         """Samples drawn of each class per epoch; some classes get one more, in every epoch others."""
-        self._most, smallest = self.least + (self._more > 0), min(map(len, self._members), default=1)
+        self._most = self.least
+        if self._more:
+            self._most += 1
+        smallest = min(map(len, self._members), default=1)
         self.copies = max(1, -(-self._most // smallest)) * repeated
         """Most copies of a sample in an epoch."""
 
@@ -273,8 +308,10 @@ def whole_batches(samples: int, batch_size: int, rank: int, world: int) -> list[
     Ranks without one in the last round get one of padding.
     """
     batches = validation_batches(samples, batch_size, 0, 1)
-    padding = [np.full_like(batches[0], PADDING)] * (-len(batches) % world) if batches else []
-    return [*batches, *padding][rank::world]
+    if batches:
+        padding = np.full_like(batches[0], PADDING)
+        batches += itertools.repeat(padding, -len(batches) % world)
+    return batches[rank::world]
 
 
 def data_identity(dataset: ImageDataset) -> str:
@@ -282,7 +319,9 @@ def data_identity(dataset: ImageDataset) -> str:
 
     Contents are not read. Data sets in memory have labels only.
     """
-    digest, samples, labels = hashlib.sha256(), dataset.single_images(), dataset.sample_labels()
+    digest = hashlib.sha256()
+    samples = dataset.single_images()
+    labels = dataset.sample_labels()
     for part in samples.names() if samples is not None else ():
         digest.update(part)
     digest.update(f"{labels.shape}".encode())
@@ -294,13 +333,18 @@ def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, Any]:
     """Fingerprint of the training split and its order, equal on all ranks, for meta.json."""
     # Checkpoints of older versions have this field alone, so it stays what it was: without the names.
     digest = hashlib.sha256(order.permutation(1).data)
-    if samples := dataset.single_images():
+    samples = dataset.single_images()
+    if samples:
         digest.update(samples.labels.tobytes())
-    return {
+    identity: dict[str, Any] = {
         "number": order.samples,
         "updates": order.updates,
         "order": digest.hexdigest(),
         "data": data_identity(dataset),
-        **({"relabel": samples.relabel} if samples and samples.relabel else {}),
-        **({"groups": groups} if (groups := len({*dataset.groups()})) else {}),
     }
+    if samples and samples.relabel:
+        identity["relabel"] = samples.relabel
+    groups = len(set(dataset.groups()))
+    if groups:
+        identity["groups"] = groups
+    return identity

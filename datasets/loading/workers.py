@@ -147,10 +147,11 @@ class LoadingProcesses:
             raise
         except Exception:  # a process that dies while it sends can raise nearly anything here
             time.sleep(SECONDS_TO_DIE)
-            if dead := self._dead():
-                causes = ", ".join(f"the loading process {worker.pid} {_cause(worker.exitcode)}" for worker in dead)
-                raise TrainingError(f"A batch could not be loaded: {causes}. {REMEDY}") from None
-            raise
+            dead = self._dead()
+            if not dead:
+                raise
+            causes = ", ".join(f"the loading process {worker.pid} {_cause(worker.exitcode)}" for worker in dead)
+            raise TrainingError(f"A batch could not be loaded: {causes}. {REMEDY}") from None
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -178,9 +179,11 @@ class LoadingProcesses:
 
     def _watch(self) -> None:
         """A thread: report long waits, and interrupt them each second."""
-        main, reported = threading.main_thread().ident or 0, None
+        main = threading.main_thread().ident or 0
+        reported = None
         while not self._ended.wait(1):
-            now, since = time.monotonic(), self._waits_since
+            now = time.monotonic()
+            since = self._waits_since
             if since is None or now - since < SECONDS_TO_STOP:
                 continue
             if now - since > SECONDS_TO_WARN and reported != since:
@@ -240,6 +243,9 @@ def _end(error: Exception, _: object) -> NoReturn:
 def _cause(code: int | None) -> str:
     if code is None or code >= 0:
         return f"ended with code {code}"
-    name = signal.Signals(-code).name if -code in {*map(int, signal.Signals)} else f"signal {-code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
     causes = {"SIGKILL": " (probably out of memory)", "SIGBUS": " (probably /dev/shm is full)"}
     return f"was killed by {name}{causes.get(name, '')}"

@@ -82,8 +82,7 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
     if train.COLOR_JITTER and not (train.RAND_AUGMENT or train.AUTO_AUGMENT or "trivial" in train.AUGMENT):
         strength = train.COLOR_JITTER
         changes.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
-    if own := own_augmentations(train):
-        changes += map(OwnChange, own)
+    changes += map(OwnChange, own_augmentations(train))
     return changes
 
 
@@ -94,17 +93,20 @@ def own_augmentations(train: TrainConfig) -> list[str]:
 
 def check_augmentations(train: TrainConfig, data: DataConfig) -> None:
     """Raise UserError for an unknown name in TRAIN.AUGMENT, and for two policies. Say what other images do without."""
-    if len(policies := [name for name in train.AUGMENT if name in POLICIES]) > 1:
+    policies = [name for name in train.AUGMENT if name in POLICIES]
+    if len(policies) > 1:
         raise UserError(f"TRAIN.AUGMENT {', '.join(policies)}: these were never meant to be combined; choose one.")
     for name in train.AUGMENT:
-        check_name("augmentation", name, [*POLICIES])
+        check_name("augmentation", name, list(POLICIES))
     if data.is_plain:
         return
     kind = f"images with DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS} and DATA.BITS {data.BITS}"
-    if own := own_augmentations(train):
+    own = own_augmentations(train)
+    if own:
         raise UserError(f"TRAIN.AUGMENT {own[0]}: your own augmentations take 8-bit grey or RGB images, not {kind}.")
     left_out = [key for key in train.single_image_keys if key != "TRAIN.RAND_AUGMENT"]
-    left_out += [f"TRAIN.RAND_AUGMENT but for {', '.join(SHAPES)}"] if train.RAND_AUGMENT else []
+    if train.RAND_AUGMENT:
+        left_out.append(f"TRAIN.RAND_AUGMENT but for {', '.join(SHAPES)}")
     if left_out:
         warn_once(f"Left out, because {kind} have no such colours: {'; '.join(left_out)}.")
 
@@ -125,7 +127,7 @@ def affine_changes(data: DataConfig) -> list[ImageChange]:
 def rand_augment(data: DataConfig, train: TrainConfig, names: Iterable[str]) -> ImageChange:
     """RandAugment of timm's operations of these names."""
     operations = timm_augment.rand_augment_ops(
-        magnitude=train.RAND_AUGMENT_MAGNITUDE, prob=PROBABILITY, hparams=_options(data), transforms=[*names]
+        magnitude=train.RAND_AUGMENT_MAGNITUDE, prob=PROBABILITY, hparams=_options(data), transforms=list(names)
     )
     for operation in operations:
         if operation.name.startswith("Posterize"):
@@ -148,10 +150,13 @@ def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, An
     }
 
 
+def _trivial(data: DataConfig) -> ImageChange:
+    fill = list(mean_colour(data)[: data.IMAGE_CHANNELS])
+    return v2.TrivialAugmentWide(interpolation=InterpolationMode(data.INTERPOLATION), fill=fill)
+
+
 POLICIES: dict[str, Callable[[DataConfig], ImageChange]] = {
-    "trivial": lambda data: v2.TrivialAugmentWide(
-        interpolation=InterpolationMode(data.INTERPOLATION), fill=[*mean_colour(data)[: data.IMAGE_CHANNELS]]
-    ),
+    "trivial": _trivial,
     "three": lambda data: timm_augment.AutoAugment(timm_augment.auto_augment_policy("3a", _options(data, spread=0.0))),
 }
 """Values of TRAIN.AUGMENT -> what makes them; all other values are the user's own"""

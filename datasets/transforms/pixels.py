@@ -60,7 +60,8 @@ def random_view(data: DataConfig, width: int, height: int) -> View:
     Its shape is relative to that of the model's input, so that training does not see what validation never does.
     """
     rows, columns = sides(data.IMAGE_SIZE)
-    draw, (least, most) = random.random, data.CROP_SCALE
+    draw = random.random
+    least, most = data.CROP_SCALE
     aspect = columns / rows
     narrowest, widest = (ratio * aspect for ratio in data.CROP_RATIO)
     narrow = math.log(narrowest)
@@ -71,7 +72,9 @@ def random_view(data: DataConfig, width: int, height: int) -> View:
         w = round(math.sqrt(area * ratio))
         h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            return whole(Box(int(draw() * (width - w + 1)), int(draw() * (height - h + 1)), w, h), data)
+            left = int(draw() * (width - w + 1))
+            top = int(draw() * (height - h + 1))
+            return whole(Box(left, top, w, h), data)
     ratio = min(max(width / height, narrowest), widest)
     w = min(width, max(1, round(height * ratio)))
     h = min(height, max(1, round(width / ratio)))
@@ -86,15 +89,17 @@ def squeezed_view(data: DataConfig, width: int, height: int) -> View:
 def middle_view(data: DataConfig, width: int, height: int) -> View:
     """The centre of the resized image, which can be smaller than the model's input."""
     wide, high = resized_size(data.CROP_MODE, data.IMAGE_SIZE, data.CROP_PCT, width, height)
-    rows, columns = (min(least) for least in zip((high, wide), sides(data.IMAGE_SIZE), strict=True))
+    rows, columns = sides(data.IMAGE_SIZE)
+    rows = min(rows, high)
+    columns = min(columns, wide)
     across = width / wide
     down = height / high
     left = round((wide - columns) / 2)
     top = round((high - rows) / 2)
     reach = REACH[data.INTERPOLATION]
-    last = (left + columns - 0.5, top + rows - 0.5)
     # To the end of the last image pixels that contribute.
-    right, bottom = (math.ceil(end * s + reach * max(s, 1.0) + 1) for end, s in zip(last, (across, down), strict=True))
+    right = math.ceil((left + columns - 0.5) * across + reach * max(across, 1.0) + 1)
+    bottom = math.ceil((top + rows - 0.5) * down + reach * max(down, 1.0) + 1)
     box = Box(0, 0, min(width, right), min(height, bottom))
     return View(box, left * across, top * down, across, down, columns, rows)
 
@@ -167,17 +172,24 @@ class Pixels:
     def __init__(self, data: DataConfig, train: bool, augmentation: TrainConfig | None = None) -> None:
         self.channels, self.rows, self.columns = data.shape
         self.reader = Reader(data)
-        squeezed = data.CROP != "random" if train else data.CROP == "none"
-        self.views = partial(squeezed_view if squeezed else random_view if train else middle_view, data)
-        self.resize: Resize = (PilResize if decoder_of_jpeg() == "pil" else TorchResize)(data.INTERPOLATION)
+        if not train:
+            view = squeezed_view if data.CROP == "none" else middle_view
+        else:
+            view = random_view if data.CROP == "random" else squeezed_view
+        self.views = partial(view, data)
+        resize = PilResize if decoder_of_jpeg() == "pil" else TorchResize
+        self.resize: Resize = resize(data.INTERPOLATION)
         self.pad = PAD if train and data.CROP == "pad" else 0
-        self.flip, self.vertical_flip = (data.FLIP, data.VERTICAL_FLIP) if train else (0.0, 0.0)
+        self.flip = data.FLIP if train else 0.0
+        self.vertical_flip = data.VERTICAL_FLIP if train else 0.0
         self.mean = shades_of_mean(data)
         self.border = self.mean if data.CROP_MODE == "border" else (0,) * self.channels
         self.changes: list[ImageChange] = []
         self.is_plain = data.is_plain
+        if train and augmentation:
+            self.changes += image_changes(data, augmentation)
         if train:
-            self.changes = [*(image_changes(data, augmentation) if augmentation else ()), *affine_changes(data)]
+            self.changes += affine_changes(data)
 
     def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
         """Write the pixels to `out` (C x H x W, best in channels-last). Raises Unreadable for a bad image."""
@@ -210,18 +222,20 @@ class Pixels:
         for axis, chance in ((1, self.flip), (0, self.vertical_flip)):
             if chance > 0 and random.random() < chance:
                 pixels = torch.from_numpy(pixels).flip(axis).numpy()  # seven times as fast as numpy
-        if self.changes and not self.is_plain:
-            pixels = self.changed_bands(pixels)
-        elif self.changes:
-            grey = pixels.shape[2] == 1
-            image = Image.fromarray(pixels[:, :, 0] if grey else pixels)
-            if grey and self.channels == 3:
-                image = image.convert("RGB")
-            for change in self.changes:
-                image = change(image)
-            pixels = np.asarray(image).reshape(self.rows, self.columns, self.channels)
+        if self.changes:
+            pixels = self.changed(pixels) if self.is_plain else self.changed_bands(pixels)
         if pixels is not place:
             np.copyto(place, pixels)  # broadcasts one channel to three
+
+    def changed(self, pixels: np.ndarray) -> np.ndarray:
+        """Augment a photograph."""
+        grey = pixels.shape[2] == 1
+        image = Image.fromarray(pixels[:, :, 0] if grey else pixels)
+        if grey and self.channels == 3:
+            image = image.convert("RGB")
+        for change in self.changes:
+            image = change(image)
+        return np.asarray(image).reshape(self.rows, self.columns, self.channels)
 
     def changed_bands(self, pixels: np.ndarray) -> np.ndarray:
         """Augment each band as an image of its own, with the same random numbers. Uncovered corners get its mean."""

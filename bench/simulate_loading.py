@@ -70,7 +70,8 @@ class Store(Remote):
     """Counts requests in place of sending them."""
 
     def __init__(self) -> None:
-        self.root, self.counts = "the simulated store", Counter[str]()
+        self.root = "the simulated store"
+        self.counts = Counter[str]()
 
     def _request(self, wanted: Sequence[Range], contents: dict[Range, np.ndarray]) -> None:
         for one in wanted:
@@ -85,7 +86,8 @@ class Cache(ShardCache):
         """`there`: path and size of each file in the folder; the one used last at the end."""
         super().__init__(store, files, Path("the simulated cache"), limit)
         self._changed = threading.Condition()  # without a thread: see `download`
-        self._counts, self._there = store.counts, there
+        self._counts = store.counts
+        self._there = there
 
     def has(self, number: int) -> bool:
         path = self._path(number)
@@ -96,7 +98,8 @@ class Cache(ShardCache):
     def download(self) -> None:
         """Download what is announced, as far as there is room."""
         for number in itertools.filterfalse(self.has, self._coming):
-            file, path = self._files[number], self._path(number)
+            file = self._files[number]
+            path = self._path(number)
             self._there[path] = file.size
             try:
                 self._make_room(file.size)
@@ -124,8 +127,11 @@ class Requests(Images):
     def __init__(self, tars: ShardSamples, data: DataConfig, store: Store, caches: Sequence[Cache | None]) -> None:
         """`caches`: of each loading process."""
         super().__init__(tars, data, True, 0)
-        self._tars, self._counts, self._caches = tars, store.counts, itertools.cycle(caches)
-        tars.store, tars.cache = store, next(self._caches)
+        self._tars = tars
+        self._counts = store.counts
+        self._caches = itertools.cycle(caches)
+        tars.store = store
+        tars.cache = next(self._caches)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         indices = [index for _, index in keys]
@@ -139,24 +145,33 @@ class Imagined(ShardSet):
     """As many images of one size, as pack_images.py would store them."""
 
     def __init__(self, data: DataConfig) -> None:
-        self.store, self.data, self.classes = Store(), data.changed(CACHE_GB=0), None
+        self.store = Store()
+        self.data = data.changed(CACHE_GB=0)
+        self.classes = None
 
     def samples(self, images: int, per_shard: int, image_bytes: int) -> ShardSamples:
         each = -(-(image_bytes + HEADERS) // 512) * 512
         shard, place = np.divmod(np.arange(images), per_shard)
         files = [ShardFile(f"{n:05d}.tar", count * each, "") for n, count in enumerate(np.bincount(shard).tolist())]
-        sizes, labels = np.full(images, image_bytes), np.zeros(images, np.int64)
-        names, ends = np.frombuffer(IMAGE_NAME * images, np.uint8), np.arange(1, images + 1) * len(IMAGE_NAME)
+        sizes = np.full(images, image_bytes)
+        labels = np.zeros(images, np.int64)
+        names = np.frombuffer(IMAGE_NAME * images, np.uint8)
+        ends = np.arange(1, images + 1) * len(IMAGE_NAME)
         index = ShardIndex(files, shard.astype(np.int32), place * each + 512, sizes, labels, names, ends)
         return ShardSamples(self, "train", index, WINDOW, np.arange(images))
 
 
 def traffic(config: Config, samples: ShardSamples, ranks: int, machines: int, epochs: int) -> list[Counter[str]]:
     """What the first machine, of so many ranks, requests in each epoch."""
-    data, store, there, caches, loaders = config.DATA, Store(), dict[Path, int](), list[Cache](), list[TrainLoader]()
+    data = config.DATA
+    store = Store()
+    there = dict[Path, int]()
+    caches = list[Cache]()
+    loaders = list[TrainLoader]()
     for rank in range(ranks):
         tars = copy.copy(samples)
-        tars.machines, tars.by_machine = machines, data.SAMPLER == "by_machine"
+        tars.machines = machines
+        tars.by_machine = data.SAMPLER == "by_machine"
         own: list[Cache | None] = [None]
         if data.CACHE_GB:
             limit = data.CACHE_GB * 1e9
@@ -187,7 +202,9 @@ def mixing_and_memory(config: Config, tars: ShardSamples, ranks: int, machines: 
     """
     dataset = Images(tars, config.DATA, True, 0)
     order, _ = training_order(config, World(0, ranks * machines, 0, ranks), dataset)
-    samples, files, batch = dataset.samples, len(tars.index.files), order.global_batch
+    samples = dataset.samples
+    files = len(tars.index.files)
+    batch = order.global_batch
     permutation = order.permutation(1) % len(samples)
     shard = np.repeat(np.arange(files), np.diff(samples.file_begins))
     parts = [shard[permutation[update * batch :][: order.samples_of(update)]] for update in range(order.updates)]
@@ -213,7 +230,8 @@ def mixing_and_memory(config: Config, tars: ShardSamples, ranks: int, machines: 
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    asked, file = line.asked, line.file("json")
+    asked = line.asked
+    file = line.file("json")
     check_one_process(NAME)
     config = line.load({"DATA.DATASET": ("shards", NAME)}, resolved=False).config
     data = config.DATA
@@ -235,7 +253,8 @@ def main(argv: list[str]) -> int:
         cached = f" with DATA.CACHE_GB={data.CACHE_GB:g}" if name.endswith("epoch") else ""
         row = f"{counts['requests']:,}", f"{counts['bytes'] / 1e9:,.3g}", f"{counts.get('files', 0):,}"
         rows.append([name + cached, *row])
-    listed, ordered = found["list_bytes"] / 1e9, found["order_bytes"] / 1e9
+    listed = found["list_bytes"] / 1e9
+    ordered = found["order_bytes"] / 1e9
     print(
         f"{found['images']:,} images in {found['files']:,} tar files, {found['bytes'] / 1e9:,.3g} GB; "
         f"{asked.machines:,} x {asked.ranks:,} ranks; {found['updates']:,} updates of {found['global_batch']:,} images",

@@ -24,9 +24,11 @@ from utils.text import one_line
 from vitamp.bands import together
 from vitamp.files import kind_of_path, only_regular, read_regular
 
-MOST_NAMES, MOST_KINDS = 2, 8
+MOST_NAMES = 2
+MOST_KINDS = 8
 """Files named of each kind, and kinds named, in one line"""
-HIDDEN, HIDDEN_FOLDER = "hidden files", "hidden folders"
+HIDDEN = "hidden files"
+HIDDEN_FOLDER = "hidden folders"
 """Kinds under which what `is_hidden` is counted as skipped"""
 OF_SYSTEMS = ("__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 """Folders that archives, Python and file systems leave beside those of the user"""
@@ -117,7 +119,8 @@ def is_odd_entry(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-SECONDS_TO_REPORT, IMAGES_TO_LOOK = 5.0, 1000
+SECONDS_TO_REPORT = 5.0
+IMAGES_TO_LOOK = 1000
 """A longer listing is reported every so many seconds, by a look at the clock after so many images."""
 
 
@@ -135,7 +138,8 @@ class PathTable:
     """Paths in one block of bytes: a million strings would be copied into every worker as soon as it reads them."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        block, ends = bytearray(), array("q", [0])
+        block = bytearray()
+        ends = array("q", [0])
         for path in reported(paths):
             block += os.fsencode(path)
             ends.append(len(block))
@@ -146,7 +150,8 @@ class PathTable:
         return {"block": np.frombuffer(self.block, np.uint8), "ends": self.ends}  # arrays, which shared.py maps
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.block, self.ends = state["block"].data, state["ends"]
+        self.block = state["block"].data
+        self.ends = state["ends"]
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -170,7 +175,9 @@ class FileSamples(Samples):
         self, root: Path | str, paths: Iterable[str] | PathTable, labels: np.ndarray, classes: list[str] | None
     ) -> None:
         """`paths`: relative to `root`"""
-        self.root, self.labels, self.classes = root, labels, classes
+        self.root = root
+        self.labels = labels
+        self.classes = classes
         self.paths = paths if isinstance(paths, PathTable) else PathTable(paths)
 
     def read(self, index: int) -> bytes:
@@ -210,7 +217,8 @@ def split_files(files: FileSamples, data: DataConfig, part: Part | None) -> File
         files.groups = groups_in_paths(files.paths, data)
     if part is None:
         return files
-    paths, groups = files.paths, files.groups
+    paths = files.paths
+    groups = files.groups
     chosen = split_rows(files.labels, data, part, files.root, groups)
     found = FileSamples(files.root, map(paths.__getitem__, chosen), files.labels[chosen], files.classes)
     found.groups = groups and [groups[index] for index in chosen]
@@ -300,7 +308,8 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
 def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataConfig, root: Path | None = None) -> None:
     """Raise UserError unless the first images that `file` names exist, or are left out. `root`: if not the file's."""
     root = root or file.parent
-    left_out, prefix = excluded(data) if data.EXCLUDE else {}, name_prefix(data)
+    left_out = excluded(data) if data.EXCLUDE else {}
+    prefix = name_prefix(data)
     for index in range(min(PROBED, len(paths))):
         of_image = paths[index].split(OF_SEVERAL)
         for path in of_image if below(str(root / of_image[0]), prefix) not in left_out else ():

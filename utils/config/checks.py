@@ -6,13 +6,14 @@ others.
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from utils.config.fields import broken, rules_of
 from utils.config.keys import default_of, settings, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry, Kind, Source
 from utils.config.schema import Config
-from utils.config.train import LOSSES
+from utils.config.train import LOSSES, TrainConfig
 from utils.errors import either, nearest
 from vitamp.metrics import KNN
 from vitamp.sizes import in_pixels, sides
@@ -24,7 +25,7 @@ SCALE = "TRAIN.LINEAR_SCALED_LR"
 
 def conflicts(config: Config) -> list[Problem]:
     """All conflicts, to be reported together."""
-    return [*_broken_rules(config, errors=True), *_data(config), *_train(config), *_names(config)]
+    return list(_broken_rules(config, errors=True)) + list(_data(config)) + list(_train(config)) + list(_names(config))
 
 
 def _broken_rules(config: Config, errors: bool) -> Iterator[Problem]:
@@ -35,7 +36,8 @@ def _broken_rules(config: Config, errors: bool) -> Iterator[Problem]:
             if rule.is_error == errors:
                 from utils.config.words import rule_error, rule_note
 
-                yield key, (rule_error if errors else rule_note)(key, rule, read)
+                in_words = rule_error if errors else rule_note
+                yield key, in_words(key, rule, read)
 
 
 def _data(config: Config) -> Iterator[Problem]:
@@ -56,37 +58,40 @@ def _data(config: Config) -> Iterator[Problem]:
 
 def _train(config: Config) -> Iterator[Problem]:
     train = config.TRAIN.spanning(1)
-    full = config.DATA.IMAGE_SIZE
-    epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
-    if 0 < train.NUM_EPOCHS <= train.LAST_EPOCH and not config.EVAL:
-        yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of {epochs} to train"
-    if train.NUM_EPOCHS > 0 >= train.epochs_of_schedule and not config.EVAL:
-        yield "TRAIN.COOLDOWN_EPOCHS", f"{train.COOLDOWN_EPOCHS} leaves no epoch of {epochs} for the schedule"
-    if train.CUTMIX_MINMAX is not None and full != AUTO:
-        smallest = min([full, *(size for _, size in train.SIZE_SCHEDULE)], key=lambda size: min(sides(size)))
+    if not config.EVAL:
+        epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
+        if 0 < train.NUM_EPOCHS <= train.LAST_EPOCH:
+            yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of {epochs} to train"
+        if train.NUM_EPOCHS > 0 >= train.epochs_of_schedule:
+            yield "TRAIN.COOLDOWN_EPOCHS", f"{train.COOLDOWN_EPOCHS} leaves no epoch of {epochs} for the schedule"
+    if train.CUTMIX_MINMAX is not None and config.DATA.IMAGE_SIZE != AUTO:
+        sizes = [config.DATA.IMAGE_SIZE]
+        sizes += [size for _, size in train.SIZE_SCHEDULE]
+        smallest = min(sizes, key=lambda size: min(sides(size)))
         least = min(sides(smallest))
-        low, high = (int(least * side) for side in train.CUTMIX_MINMAX)
-        if low == high:
+        low, high = train.CUTMIX_MINMAX
+        if int(least * low) == int(least * high):
             text = f"{one_line(train.CUTMIX_MINMAX)} must be at least one pixel apart"
             yield "TRAIN.CUTMIX_MINMAX", f"{text} (in images of {in_pixels(smallest)}), as in [0.2, 0.8]"
     if train.SIZE_SCHEDULE and train.NUM_EPOCHS and not config.EVAL:
         from utils.config.words import size_problems
 
-        yield from (("TRAIN.SIZE_SCHEDULE", text) for text in size_problems(config))
+        for text in size_problems(config):
+            yield "TRAIN.SIZE_SCHEDULE", text
 
 
 def _names(config: Config) -> Iterator[Problem]:
     """A loss that does not exist, or a metric that this run does not measure."""
     loss = config.TRAIN.LOSS
-    by = config.SAVE_BEST_BY
-    kind = config.task
     if config.TRAIN.own_loss and not config.USE:
         yield "TRAIN.LOSS", f"{loss} is not {either(LOSSES)}.{nearest(loss, LOSSES)} One of your own needs -use FILE"
-    measured = [name for name in kind.deciding if name != KNN.name or config.measures_knn]
-    if by not in measured and by not in config.VALIDATE_METRICS:
-        other = " It needs TRAIN.KNN." if by == KNN.name else nearest(by, [*measured, *config.VALIDATE_METRICS])
+    by = config.SAVE_BEST_BY
+    own = list(config.VALIDATE_METRICS)
+    measured = [name for name in config.task.deciding if name != KNN.name or config.measures_knn]
+    if by not in measured + own:
+        other = " It needs TRAIN.KNN." if by == KNN.name else nearest(by, measured + own)
         use = f"Use {either(measured)}, or a name of VALIDATE_METRICS"
-        yield "SAVE_BEST_BY", f"{by} is not measured {kind.words}.{other} {use}"
+        yield "SAVE_BEST_BY", f"{by} is not measured {config.task.words}.{other} {use}"
 
 
 def notes(config: Config, given: Mapping[str, Entry]) -> Iterator[str]:
@@ -109,8 +114,6 @@ def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
     """Rates and numbers of epochs with results that whoever gives some may not expect. `sources`: key -> where."""
     if config.EVAL:
         return
-    train = config.TRAIN
-    shape = config.TRAIN.LR_SCHEDULER
     reference = config.TRAIN.scale_reference
     rates = [
         f"{key} {one_line(value_of(config, key))} ({sources[key]})"
@@ -125,29 +128,43 @@ def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
     if config.DATA.IMAGENET_MEAN != AUTO and config.DATA.is_plain and max(config.DATA.IMAGENET_MEAN) > 1:
         mean = one_line(config.DATA.IMAGENET_MEAN)
         yield f"DATA.IMAGENET_MEAN {mean}: images are scaled to 0..1 before; divide mean and std by 255"
+    for odd in _too_high(config.TRAIN):
+        key = f"TRAIN.{odd.key}"
+        limit = f"TRAIN.{odd.limit}"
+        high = f"{key} {one_line(value_of(config, key))} ({sources[key]})"
+        low = f"{limit} {one_line(value_of(config, limit))} ({sources[limit]})"
+        yield f"{high} is too high beside {low}, so {odd.result}: set a lower {key}"
+
+
+class _TooHigh(NamedTuple):
+    """A setting of TRAIN that is too high beside another."""
+
+    key: str
+    limit: str
+    result: str
+
+
+def _too_high(train: TrainConfig) -> Iterator[_TooHigh]:
     base = train.BASE_LR
     epochs = 0 if train.NUM_EPOCHS == AUTO else train.NUM_EPOCHS
-    known = base != AUTO
+    shape = train.LR_SCHEDULER
+    decays_in_steps = "step" in shape.NAME
+    if base != AUTO:
+        if not decays_in_steps and base < train.END_LR:
+            yield _TooHigh("END_LR", "BASE_LR", "the learning rate rises")
+        if train.WARMUP_EPOCHS > 0 and base < train.WARMUP_START_LR:
+            yield _TooHigh("WARMUP_START_LR", "BASE_LR", "the warm-up falls")
+    if decays_in_steps:
+        if shape.NAME == "step":
+            decay = "LR_SCHEDULER.DECAY_EPOCHS"
+            first = shape.DECAY_EPOCHS
+        else:
+            decay = "LR_SCHEDULER.MILESTONES"
+            first = min(shape.MILESTONES, default=0)
+        if 0 < epochs <= first:
+            yield _TooHigh(decay, "NUM_EPOCHS", "the learning rate never decays")
+        if 0 < first < epochs and first <= train.WARMUP_EPOCHS:
+            yield _TooHigh("WARMUP_EPOCHS", decay, "the learning rate decays as soon as the warm-up ends")
     tail = train.TOKEN_DROP_TAIL if train.TOKEN_DROP else 0
-    steps = "step" in shape.NAME
-    decay = f"LR_SCHEDULER.{'DECAY_EPOCHS' if shape.NAME == 'step' else 'MILESTONES'}"
-    first = shape.DECAY_EPOCHS if shape.NAME == "step" else min(shape.MILESTONES, default=0)
-    never = "the learning rate never decays"
-    early = 0 < first < epochs and first <= train.WARMUP_EPOCHS
-    for name, other, result, wrong in (
-        ("END_LR", "BASE_LR", "the learning rate rises", known and not steps and base < train.END_LR),
-        (
-            "WARMUP_START_LR",
-            "BASE_LR",
-            "the warm-up falls",
-            known and train.WARMUP_EPOCHS > 0 and base < train.WARMUP_START_LR,
-        ),
-        (decay, "NUM_EPOCHS", never, steps and 0 < epochs <= first),
-        ("WARMUP_EPOCHS", decay, "the learning rate decays as soon as the warm-up ends", steps and early),
-        ("TOKEN_DROP_TAIL", "NUM_EPOCHS", "no token is dropped", 0 < epochs <= tail),
-    ):
-        if wrong:
-            key = f"TRAIN.{name}"
-            limit = f"TRAIN.{other}"
-            high, low = (f"{one} {one_line(value_of(config, one))} ({sources[one]})" for one in (key, limit))
-            yield f"{high} is too high beside {low}, so {result}: set a lower {key}"
+    if 0 < epochs <= tail:
+        yield _TooHigh("TOKEN_DROP_TAIL", "NUM_EPOCHS", "no token is dropped")

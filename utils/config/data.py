@@ -34,7 +34,8 @@ DropLast = Annotated[
     Literal["batch", "update"] | bool, AfterValidator(lambda value: "batch" if value is True else value)
 ]
 Bits = Annotated[Literal[8, 16, "float"], BeforeValidator(as_integer)]
-_RANDOM, _CROPPED = only_with("DATA.CROP=random"), overridden_by("DATA.CROP=none")
+_RANDOM = only_with("DATA.CROP=random")
+_CROPPED = overridden_by("DATA.CROP=none")
 _MIXING = ("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX")
 
 

@@ -95,8 +95,12 @@ def holds(condition: str, read: Read) -> bool:
 
 def _matches(value: Any, patterns: str) -> bool:
     """Whether a value, or one of several, matches a pattern."""
-    texts = [str(one).casefold() for one in (value if isinstance(value, tuple) else (value,))]
-    return any(fnmatchcase(text, pattern.casefold()) for pattern in patterns.split("|") for text in texts)
+    values = value if isinstance(value, tuple) else (value,)
+    for one in values:
+        text = str(one).casefold()
+        if any(fnmatchcase(text, pattern.casefold()) for pattern in patterns.split("|")):
+            return True
+    return False
 
 
 def setting(default: Any, description: str, *rules: Rule, **limits: float) -> Any:

@@ -26,10 +26,13 @@ RENAMED = {
 """Name in a file of PaddleViT, of any year -> the key here, or in utils/config/paddlevit/families.yaml."""
 OF_ONE_START = ("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS")
 """Settings of one start, not of the run: where it was, how it was launched, and for how long."""
-DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
+DATASET = "DATA.DATASET"
+CLASSES = "MODEL.NUM_CLASSES"
 NAME = "MODEL.NAME"
-EPOCHS, WARMUP = "TRAIN.NUM_EPOCHS", "TRAIN.WARMUP_EPOCHS"
-IMAGE_SIZE, PATCH_SIZE = "DATA.IMAGE_SIZE", "MODEL.PATCH_SIZE"
+EPOCHS = "TRAIN.NUM_EPOCHS"
+WARMUP = "TRAIN.WARMUP_EPOCHS"
+IMAGE_SIZE = "DATA.IMAGE_SIZE"
+PATCH_SIZE = "MODEL.PATCH_SIZE"
 MEASURED = ("DATA.RANGE", "DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 """Settings for which `auto` is measured on the pixels of the training split."""
 PREPROCESSING = ("DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION", *MEASURED)
@@ -99,7 +102,8 @@ def values_by_key(config: Config) -> dict[str, Any]:
 
 def values_to_keep(config: Config) -> dict[str, Any]:
     """The settings of a run by dotted key, as saved in a checkpoint: its paths hold from every folder."""
-    here, values = os.getcwd(), values_by_key(config)
+    here = os.getcwd()
+    values = values_by_key(config)
     return {key: absolute(key, value, here) for key, value in values.items() if key not in OF_ONE_START}
 
 
@@ -126,7 +130,10 @@ def absolute(key: str, value: Any, folder: str) -> Any:
     if key in WITH_PATH and isinstance(value, tuple | list):
         return type(value)(absolute(key, one, folder) for one in value)
     before = re.match(WITH_PATH[key], value) if key in WITH_PATH and isinstance(value, str) else None
-    if not folder or before is None or not (path := os.path.expanduser(value[before.end() :])):
+    if not folder or before is None:
+        return value
+    path = os.path.expanduser(value[before.end() :])
+    if not path:
         return value
     place = path if os.path.isabs(path) else os.path.join(folder, path.removeprefix("./"))
     there = os.path.exists(place) or os.path.exists(f"{place}.pdparams")  # PaddleViT leaves the ending out

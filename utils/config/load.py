@@ -67,10 +67,10 @@ class Loaded:
         entries = {key: Entry(value_of(self.config, key), known) for key, known in self.sources.items()}
         entries |= {key: Entry(value, Source(source, kind)) for key, value in found.items()}
         config, sources = _checked(entries, [])
-        return replace(self, config=config, sources=sources, notes=(*self.notes, *notes))
+        return replace(self, config=config, sources=sources, notes=self.notes + tuple(notes))
 
     def with_warning(self, text: str) -> Loaded:
-        return replace(self, warnings=(*self.warnings, text))
+        return replace(self, warnings=self.warnings + (text,))
 
 
 def load_command(command: CommandLine) -> tuple[Loaded, bool]:
@@ -78,14 +78,19 @@ def load_command(command: CommandLine) -> tuple[Loaded, bool]:
 
     A resumed run has its own config.yaml, so that resuming needs no -cfg.
     """
-    cfg, flags, run = command.cfg, command.flags, None
-    if cfg is None and (resume := resume_of({key: value for key, (value, _) in flags.items()} | command.words)):
-        run = resume.run
+    cfg = command.cfg
+    flags = command.flags
+    words = command.words
+    run = None
+    if cfg is None:
+        resume = resume_of({key: value for key, (value, _) in flags.items()} | words)
+        run = resume.run if resume else None
     if run is not None and (run / CONFIG).exists():  # with auto, it may have been killed before it wrote one
-        cfg, flags = str(run / CONFIG), {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
-    loaded = load_config(cfg, flags, command.words)
+        cfg = str(run / CONFIG)
+        flags = {key: (default_of(key), "-resume") for key in OF_ONE_START} | flags
+    loaded = load_config(cfg, flags, words)
     if written_before_restart(loaded.config):
-        loaded = load_config(cfg, flags, {**command.words, "MODEL.RESUME": AUTO})
+        loaded = load_config(cfg, flags, words | {"MODEL.RESUME": AUTO})
         log.info("torchrun has restarted this job, which resumes its run.")
     use = loaded.sources["USE"]
     return loaded, use.is_typed or (run is None and use.kind is not Kind.RUN)  # a resumed folder may be someone else's
@@ -97,23 +102,18 @@ def load_config(
     """Load and check the settings; one UserError reports all problems."""
     files, lines = read_recipe(cfg)
     typed = read_typed(flags or {}, words or {})
-    layers = [*files, typed]
+    layers = files + [typed]
     if any(type_of(layer.entries) != "vit" or layer.entries.keys() - settings() for layer in layers):
         from utils.config.paddlevit import translate
 
         lines += translate(layers)
-    problems, unknown = list[str](), dict[str, Entry]()
-    for layer in layers:
-        problems += layer.problems
-        gone = layer.take_unknown()
-        if layer.kind is not Kind.RUN:
-            unknown |= gone
-        elif gone:
-            lines.append(without_words(layer.name, gone))
+    unknown, without = _take_unknown(layers)
+    lines += without
     given = merged(layers)
     for key in ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.TEACHER_MODEL"):
         if key in given:
             given[key] = replace(given[key], value=with_checkpoint(key, given[key].value))
+    problems = [problem for layer in layers for problem in layer.problems]
     if unknown:
         from utils.foreign_flags import unknown_keys
 
@@ -121,7 +121,8 @@ def load_config(
     problems += _keep_own_settings(given, layers)
     _open_preprocessing(given, files)
 
-    recipe, defaults = merged(files), dict[str, Entry]()
+    recipe = merged(files)
+    defaults = dict[str, Entry]()
     # Whether the command line changes the number of epochs, but not the warm-up that was chosen with it
     alone = EPOCHS in typed.entries and WARMUP not in typed.entries and (WARMUP not in recipe or EPOCHS in recipe)
     of_run = values_of_run(given, all_settings=cfg is None, warmup=alone and cfg is not None)
@@ -131,11 +132,25 @@ def load_config(
 
         defaults, about = defaults_by(known)
         lines += about
-    loaded = Loaded(*_checked(defaults | known, problems), tuple(lines))
+    config, sources = _checked(defaults | known, problems)
+    loaded = Loaded(config, sources, tuple(lines))
     if alone and WARMUP not in of_run:
         loaded = _with_warmup_in_proportion(loaded, defaults | recipe)
-    later = [note + _of_family(loaded.sources, note) for note in notes(loaded.config, given)]
-    return replace(loaded, notes=(*loaded.notes, *later), warnings=tuple(warnings(loaded.config, loaded.sources)))
+    later = tuple(note + _of_family(loaded.sources, note) for note in notes(loaded.config, given))
+    return replace(loaded, notes=loaded.notes + later, warnings=tuple(warnings(loaded.config, loaded.sources)))
+
+
+def _take_unknown(layers: Iterable[Layer]) -> tuple[dict[str, Entry], list[str]]:
+    """Remove what is no setting. Returns what a user wrote of it, and a line for each run of an earlier version."""
+    unknown = dict[str, Entry]()
+    lines: list[str] = []
+    for layer in layers:
+        gone = layer.take_unknown()
+        if layer.kind is not Kind.RUN:
+            unknown |= gone
+        elif gone:
+            lines.append(without_words(layer.name, gone))
+    return unknown, lines
 
 
 def _keep_own_settings(given: dict[str, Entry], layers: Sequence[Layer]) -> list[str]:
@@ -143,12 +158,14 @@ def _keep_own_settings(given: dict[str, Entry], layers: Sequence[Layer]) -> list
     own: dict[str, str] = {}
     for layer in layers:
         named = layer.entries["USE"].value if "USE" in layer.entries else None
-        for one in filter(is_own_setting, (*as_names(named or ()), *layer.own_words)):
-            own[one.partition("=")[0].strip()] = one
-    use, words = given.get("USE"), layers[-1].own_words
+        for one in list(as_names(named or ())) + layer.own_words:
+            if is_own_setting(one):
+                own[one.partition("=")[0].strip()] = one
+    use = given.get("USE")
+    words = layers[-1].own_words
     if own and use is not None and use.value:
         files = [one for one in as_names(use.value) if not is_own_setting(one)]
-        given["USE"] = Entry([*files, *own.values()], use.source)
+        given["USE"] = Entry(files + list(own.values()), use.source)
     elif own and words:
         from utils.foreign_flags import without_file
 
@@ -163,10 +180,11 @@ def _open_preprocessing(given: dict[str, Entry], files: Iterable[Layer]) -> None
     of_recipe = text_of(recipe, NAME)
     if name in ("", of_recipe):
         return
+    for_whom = of_recipe or "other models"
     for key in PREPROCESSING:
         if key in given and given[key].source.kind is Kind.RECIPE:
-            words = f"{given[key].source}, for {of_recipe or 'other models'}"
-            given[key] = Entry(given[key].value, Source(words, Kind.OTHER_MODEL))
+            source = Source(f"{given[key].source}, for {for_whom}", Kind.OTHER_MODEL)
+            given[key] = Entry(given[key].value, source)
 
 
 # A warm-up belongs to the number of epochs that it was chosen with. So epochs on the command line alone scale that of a
@@ -176,9 +194,12 @@ def _open_preprocessing(given: dict[str, Entry], files: Iterable[Layer]) -> None
 def _with_warmup_in_proportion(loaded: Loaded, below: Mapping[str, Entry]) -> Loaded:
     """The warm-up as the same part of the epochs on the command line as of those `below` it."""
     before = as_integer(below[EPOCHS].value if EPOCHS in below else default_of(EPOCHS))
-    now, warmup, by = loaded.config.TRAIN.NUM_EPOCHS, loaded.config.TRAIN.WARMUP_EPOCHS, loaded.sources[EPOCHS]
+    now = loaded.config.TRAIN.NUM_EPOCHS
+    warmup = loaded.config.TRAIN.WARMUP_EPOCHS
+    by = loaded.sources[EPOCHS]
     # With auto, the warm-up is a fraction: of a run of one epoch.
-    length, of = (1 if folded(value) == AUTO else value for value in (now, before))
+    length = 1 if folded(now) == AUTO else now
+    of = 1 if folded(before) == AUTO else before
     if not (warmup and length and isinstance(of, int)) or of in (0, length):
         return loaded
     part = round(warmup * length / of, 6)
@@ -194,10 +215,11 @@ def config_of_weights(
     chosen: Chosen, flags: dict[str, tuple[Any, str]] | None = None, given: CommandLine | None = None
 ) -> Config:
     """Those that trained these weights, overridden by `flags` and `given`: of a whole model, no adapters or shards."""
-    base = {key: (value, f"{chosen.place}") for key, value in settings_of(chosen).items()}
-    unset: dict[str, Any] = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED", "MODEL.LORA.RANK"), (None, ""))
-    unset |= {"MODEL.NEW_CLASSIFIER": (False, ""), "DIST.STRATEGY": ("ddp", ""), "DIST.HSDP": (False, "")}
-    return load_config(None, {**base, **unset, **(flags or {})}, given.words if given else {}).config
+    values = {key: (value, f"{chosen.place}") for key, value in settings_of(chosen).items()}
+    for key in ("MODEL.RESUME", "MODEL.PRETRAINED", "MODEL.LORA.RANK"):
+        values[key] = (None, "")
+    values |= {"MODEL.NEW_CLASSIFIER": (False, ""), "DIST.STRATEGY": ("ddp", ""), "DIST.HSDP": (False, "")}
+    return load_config(None, values | (flags or {}), given.words if given else {}).config
 
 
 def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config, dict[str, Source]]:
@@ -207,17 +229,7 @@ def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config,
     try:
         config = Config.model_validate(nested({key: entry.value for key, entry in entries.items()}))
     except ValidationError as error:
-        from utils.config.words import expected
-
-        found: dict[str, str] = {}
-        for details in error.errors():
-            # The location may end with the branch of a union or an index of a list.
-            parts = [str(part) for part in details["loc"]]
-            key = next(key for end in range(1, 5) if (key := ".".join(parts[:end])) in settings())
-            text = f"{where[key]}{key}: {expected(key, entries[key].value)}"
-            # A flag that sets two keys gets one line.
-            found.setdefault(sources[key] if sources[key].kind is Kind.FLAG else key, text)
-        problems = [*problems, *found.values()]
+        problems = problems + _invalid_values(error, entries, sources, where)
     else:
         if not problems:
             problems = [f"{where[key]}{key}: {text}{_of_family(sources, text)}" for key, text in conflicts(config)]
@@ -225,7 +237,25 @@ def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config,
             return config, sources
     if len(problems) == 1:
         raise UserError(problems[0])
-    raise UserError("\n  ".join([f"{len(problems)} settings are wrong:", *problems]))
+    title = f"{len(problems)} settings are wrong:"
+    raise UserError("\n  ".join([title] + problems))
+
+
+def _invalid_values(
+    error: ValidationError, entries: Mapping[str, Entry], sources: Mapping[str, Source], where: Mapping[str, str]
+) -> list[str]:
+    from utils.config.words import expected
+
+    found: dict[str | Source, str] = {}
+    for details in error.errors():
+        # The location may end with the branch of a union or an index of a list.
+        parts = [str(part) for part in details["loc"]]
+        keys = [".".join(parts[:end]) for end in range(1, 5)]
+        key = next(key for key in keys if key in settings())
+        text = f"{where[key]}{key}: {expected(key, entries[key].value)}"
+        # A flag that sets two keys gets one line.
+        found.setdefault(sources[key] if sources[key].kind is Kind.FLAG else key, text)
+    return list(found.values())
 
 
 def _of_family(sources: Mapping[str, Source], text: str) -> str:

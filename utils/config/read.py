@@ -93,8 +93,12 @@ class Layer:
 
     def take_unknown(self) -> dict[str, Entry]:
         """Remove what is no setting: of a run by an earlier version, what is gone, or was a section."""
-        was_section = [key for key, entry in self.entries.items() if self.kind is Kind.RUN and entry.value == {}]
-        return {key: self.entries.pop(key) for key in [*self.entries] if key not in settings() or key in was_section}
+        gone: dict[str, Entry] = {}
+        for key, entry in list(self.entries.items()):
+            was_section = self.kind is Kind.RUN and entry.value == {}
+            if key not in settings() or was_section:
+                gone[key] = self.entries.pop(key)
+        return gone
 
     def set(self, key: str, value: Any, source: Source) -> None:
         """Set a value. `AMP: true` turns the section on; no other section takes a value, and empty sets nothing."""
@@ -115,7 +119,10 @@ class Layer:
 
 def merged(layers: Iterable[Layer]) -> dict[str, Entry]:
     """The entries of all layers; later ones override earlier ones."""
-    return {key: entry for layer in layers for key, entry in layer.entries.items()}
+    entries: dict[str, Entry] = {}
+    for layer in layers:
+        entries |= layer.entries
+    return entries
 
 
 def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
@@ -123,21 +130,20 @@ def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
     if cfg is None:
         return [], []
     path = Path(cfg)
-    if not path.is_file():
-        # Files that begin with an underscore are parts of others.
-        shipped = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
-        if cfg in shipped:
-            file = as_seen(shipped[cfg])
-            return read_files(str(file)), [f"-cfg {cfg}: {file}, a recipe that comes with vitamp"]
-        if not path.exists() and path.suffix in (".yaml", ".yml") and path.stem in shipped:
-            raise UserError(f"{cfg}: no such file. Did you mean -cfg {path.stem}, a recipe that comes with vitamp?")
-        if not path.exists() and path.name == cfg and not path.suffix:
-            similar = difflib.get_close_matches(cfg, shipped)
-            suggestion = f" Did you mean {either(similar)}?" if similar else ""
-            where = (
-                f"The recipes are in {as_seen(ROOT / 'configs')}; {as_seen(ROOT / 'docs/recipes.md')} describes them."
-            )
-            raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {where}")
+    if path.is_file():
+        return read_files(cfg), []
+    # Files that begin with an underscore are parts of others.
+    shipped = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
+    if cfg in shipped:
+        file = as_seen(shipped[cfg])
+        return read_files(str(file)), [f"-cfg {cfg}: {file}, a recipe that comes with vitamp"]
+    if not path.exists() and path.suffix in (".yaml", ".yml") and path.stem in shipped:
+        raise UserError(f"{cfg}: no such file. Did you mean -cfg {path.stem}, a recipe that comes with vitamp?")
+    if not path.exists() and path.name == cfg and not path.suffix:
+        similar = difflib.get_close_matches(cfg, shipped)
+        suggestion = f" Did you mean {either(similar)}?" if similar else ""
+        where = f"The recipes are in {as_seen(ROOT / 'configs')}; {as_seen(ROOT / 'docs/recipes.md')} describes them."
+        raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {where}")
     return read_files(cfg), []
 
 
@@ -153,31 +159,46 @@ def _similar_file(path: Path) -> str:
 def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
     """The layers of the file's BASE files and of the file itself; later ones override earlier ones."""
     path = Path(name)
-    kind = Kind.RECIPE if path.resolve().parent == ROOT / "configs" else Kind.FILE
-    layer = Layer(name, Kind.RUN if is_config_of_run(path) else kind)
     if path.resolve() in above:
         raise UserError(f"{name}: BASE leads back to this file; remove it from one of the BASE lists")
+    if is_config_of_run(path):
+        kind = Kind.RUN
+    elif path.resolve().parent == ROOT / "configs":
+        kind = Kind.RECIPE
+    else:
+        kind = Kind.FILE
+    layer = Layer(name, kind)
+    root = _compose(name)
+    start = start_of(path.parent) if kind is Kind.RUN else ""
+    if root is not None:
+        for key, value, source in _leaves(root, "", layer):
+            layer.set(key, absolute(key, value, start), source)
+    given = layer.entries.pop("BASE", Entry((), NOT_SET)).value
+    layers = list[Layer]()
+    for base in as_names(given or ()):
+        if base:
+            layers += read_files(str(path.parent / str(base)), above + (path.resolve(),))
+    layers.append(layer)
+    return layers
+
+
+def _compose(name: str) -> yaml.MappingNode | None:
+    """The nodes of a YAML file; None for an empty one."""
     try:
         with open(name, "rb", opener=only_regular) as stream:
             # Composing creates no Python object, whatever tags the file contains.
             root = yaml.compose(stream, Loader=yaml.SafeLoader)
     except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}.{_similar_file(path)}") from None
+        raise UserError(f"{name} cannot be read: {error.strerror}.{_similar_file(Path(name))}") from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+        reason = error.problem or error.context
+        raise UserError(f"{name}{line}: not valid YAML: {reason}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{name}: not a YAML text file: {' '.join(str(error).split())}") from None
     if not isinstance(root, yaml.MappingNode | None):
         raise UserError(f"{name}:{root.start_mark.line + 1}: expected `KEY: value` lines")
-    start = start_of(path.parent) if layer.kind is Kind.RUN else ""
-    for key, value, source in _leaves(root, "", layer) if root is not None else ():
-        layer.set(key, absolute(key, value, start), source)
-    given = layer.entries.pop("BASE", Entry((), NOT_SET)).value
-    layers = list[Layer]()
-    for base in filter(None, as_names(given or ())):
-        layers += read_files(str(path.parent / str(base)), (*above, path.resolve()))
-    return [*layers, layer]
+    return root
 
 
 DEEPEST = 3

@@ -40,15 +40,24 @@ if TYPE_CHECKING:
 FROM_WEIGHTS = (
     IMAGE_SIZE,
     *PREPROCESSING,
-    *("MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
-    *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE", "MODEL.POOL", "MODEL.INIT_VALUES"),
+    "MODEL.EMBED_DIM",
+    "MODEL.DEPTH",
+    "MODEL.NUM_HEADS",
+    "MODEL.MLP_RATIO",
+    "MODEL.QKV_BIAS",
+    "MODEL.PATCH_SIZE",
+    "MODEL.STAGE_DEPTHS",
+    "MODEL.WINDOW_SIZE",
+    "MODEL.POOL",
+    "MODEL.INIT_VALUES",
 )
 """Settings that a new run takes from its pretrained weights, and a resumed one from itself, if they are not set."""
 
 
 def known_settings(saved: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """The saved settings of a run that this version has; a run of an earlier version may have others."""
-    if gone := [key for key in saved if key not in settings()]:
+    gone = [key for key in saved if key not in settings()]
+    if gone:
         warn_once(without_words(where, gone), logging.INFO)
     start = start_of(run_folder_of(where))
     return {key: absolute(key, value, start) for key, value in saved.items() if key in settings()}
@@ -115,7 +124,8 @@ def target_folder(config: Config) -> str | None:
 
     An evaluation never writes to the run that it evaluates: if OUTPUT names that run, it gets a new folder too.
     """
-    output, resumed = config.OUTPUT, resumed_run(config)
+    output = config.OUTPUT
+    resumed = resumed_run(config)
     if config.EVAL:
         evaluated = output is not None and resumed is not None and Path(output).resolve() == resumed.resolve()
         return None if evaluated else output
@@ -131,7 +141,8 @@ def written_before_restart(config: Config) -> bool:
         return False
     from utils.distributed.watchdog import start_time_of
 
-    began, file = start_time_of(os.getppid()), Path(config.OUTPUT, CONFIG)
+    began = start_time_of(os.getppid())
+    file = Path(config.OUTPUT, CONFIG)
     if began is None or not file.exists():
         return False
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / os.sysconf("SC_CLK_TCK")
@@ -159,10 +170,11 @@ def values_of_run(given: Mapping[str, Entry], all_settings: bool, warmup: bool) 
     if warmup or EPOCHS in keys:
         keys.append(WARMUP)
     if all_settings:
-        keys += [key for key in known if key not in {*given, "USE"}]  # code needs consent
+        keys += [key for key in known if key not in given and key != "USE"]  # code needs consent
     else:
         keys = [key for key in keys if value_of(saved, key) != AUTO]
-    source = Source(f"run in {resume.run or resume.folder}", Kind.RUN)
+    place = resume.run or resume.folder
+    source = Source(f"run in {place}", Kind.RUN)
     return {key: Entry(value_of(saved, key), source) for key in keys}
 
 

@@ -38,18 +38,27 @@ def allowed(key: str) -> str:
 def choices(key: str) -> list[str]:
     """The words that a setting allows, if it allows only some."""
     entry = _properties()[key]
-    return [word for kind in entry.get("anyOf", [entry]) for word in _words(kind)]
+    words: list[str] = []
+    for kind in entry.get("anyOf", [entry]):
+        words += _words(kind)
+    return words
 
 
 def _words(kind: dict[str, Any]) -> list[str]:
-    return [str(word) for word in kind.get("enum", [kind["const"]] if "const" in kind else [])]
+    if "enum" in kind:
+        return [str(word) for word in kind["enum"]]
+    return [str(kind["const"])] if "const" in kind else []
 
 
-def _kinds(entry: dict[str, Any], words_of_kind: str = "") -> list[str]:
-    """`words_of_kind`: its description in words, of a kind that has one."""
+def _kinds(entry: dict[str, Any]) -> list[str]:
     if "anyOf" in entry:
-        return [kind for part in entry["anyOf"] for kind in _kinds(part, part.get("description", ""))]
-    if words := [words_of_kind] if words_of_kind else _words(entry):
+        kinds: list[str] = []
+        for part in entry["anyOf"]:
+            description = part.get("description")  # in words, of a kind that has one
+            kinds += [description] if description and "anyOf" not in part else _kinds(part)
+        return kinds
+    words = _words(entry)
+    if words:
         return words
     kind = entry["type"]
     if kind == "boolean":
@@ -63,12 +72,15 @@ def _kinds(entry: dict[str, Any], words_of_kind: str = "") -> list[str]:
 def _items(entry: dict[str, Any]) -> str:
     if "prefixItems" in entry:
         limits = {_limits(item) for item in entry["prefixItems"]}
-        return f"two numbers{limits.pop() if len(limits) == 1 else ''}"
+        return "two numbers" + (limits.pop() if len(limits) == 1 else "")
     item = entry["items"]
     if item["type"] == "array":
         return f"lists of {_items(item)}"
+    words = _words(item)
+    if words:
+        return either(words)
     names = {"integer": "whole numbers", "number": "numbers", "string": "names"}
-    return either(_words(item)) if _words(item) else names[item["type"]] + _limits(item)
+    return names[item["type"]] + _limits(item)
 
 
 def _limits(entry: dict[str, Any]) -> str:
@@ -84,17 +96,19 @@ def suggest(key: str, theirs: str = "") -> str:
 
     `theirs`: our key for this one of another program, which counts more than a similar spelling.
     """
-    known = {**settings(), **sections()}
+    known = settings() | sections()
     name = key.rpartition(".")[2].upper()
-    same_name = sorted((k for k in known if k.rpartition(".")[2] == name), key=lambda k: k.count("."))
+    same_name = [k for k in known if k.rpartition(".")[2] == name]
     if same_name:
-        return f" Did you mean {either([k for k in same_name if k.count('.') == same_name[0].count('.')])}?"
+        fewest_dots = min(k.count(".") for k in same_name)
+        return f" Did you mean {either([k for k in same_name if k.count('.') == fewest_dots])}?"
     section = canonical(key).rpartition(".")[0]
     inside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    if ending := [k for k in inside.values() if k.endswith(f"_{name}")]:
+    ending = [k for k in inside.values() if k.endswith(f"_{name}")]
+    if ending:
         return f" Did you mean {either(ending)}?"
-    anywhere = {k.rpartition(".")[2]: k for k in known}
     similar = inside.get(closest(name, inside) or "") or closest(key, known)
+    anywhere = {k.rpartition(".")[2]: k for k in known}
     match = theirs or similar or anywhere.get(closest(name, anywhere) or "")
     return f" Did you mean {match}?" if match else ""
 
@@ -114,29 +128,37 @@ def _source_text(value: Any) -> str:
 
 def rule_in_words(rule: Rule) -> str:
     """The rule as a sentence for the reference."""
-    text = f"{rule.kind} {either(_conditions(rule.others))}" + (
-        f" if {_conditions([rule.when])[0]}" if rule.when else ""
-    )
-    return f"{either(rule.at.split('|'))}: {text}." if rule.at else f"{text[0].upper()}{text[1:]}."
+    text = f"{rule.kind} {either(_conditions(rule.others))}"
+    if rule.when:
+        text += f" if {_conditions([rule.when])[0]}"
+    if rule.at:
+        return f"{either(rule.at.split('|'))}: {text}."
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def rule_error(key: str, rule: Rule, read: Read) -> str:
     value = one_line(read(key))
-    others = _conditions(rule.others)
     if rule.wanted:
+        others = _conditions(rule.others)
         do = rule.do or f"set {others[0]} too, or leave {key} out"
         return f"{value} needs {either(others)}: {rule.why}; {do}"
-    return f"{value} is not possible with {_met(rule, read)}: {rule.why}; {rule.do or f'leave {key} out'}"
+    do = rule.do or f"leave {key} out"
+    return f"{value} is not possible with {_met(rule, read)}: {rule.why}; {do}"
 
 
 def rule_note(key: str, rule: Rule, read: Read) -> str:
     if not rule.wanted:
-        return f"{key} has no effect with {_met(rule, read)}{f': {rule.why}' if rule.why else ''}"
+        note = f"{key} has no effect with {_met(rule, read)}"
+        return f"{note}: {rule.why}" if rule.why else note
     missed = []
     for other in rule.others:
         name, _, values = other.partition("=")
-        missed.append(f"{name} is {one_line(read(name))}" + (f", not {either(values.split('|'))}" if values else ""))
-    return f"{key} has no effect: {' and '.join(missed)}{f'; {rule.why}' if rule.why else ''}"
+        text = f"{name} is {one_line(read(name))}"
+        if values:
+            text += f", not {either(values.split('|'))}"
+        missed.append(text)
+    note = f"{key} has no effect: {' and '.join(missed)}"
+    return f"{note}; {rule.why}" if rule.why else note
 
 
 def size_problems(config: Config) -> Iterator[str]:
@@ -157,15 +179,22 @@ def _conditions(texts: Sequence[str]) -> list[str]:
     found = []
     for text in texts:
         key, sign, values = text.partition("=")
-        found.append(f"{key.rstrip('!')}{' other than ' if key.endswith('!') else sign}{either(values.split('|'))}")
+        if key.endswith("!"):
+            key = key.rstrip("!")
+            sign = " other than "
+        found.append(f"{key}{sign}{either(values.split('|'))}")
     return found
 
 
 def _met(rule: Rule, read: Read) -> str:
     """The conditions that hold, with their values, but for TRAINING, which goes without saying."""
+    conditions = list(rule.others)
+    if rule.when:
+        conditions.append(rule.when)
     met = []
-    for text in (*rule.others, *([rule.when] if rule.when else [])):
+    for text in conditions:
         key = text.partition("=")[0].rstrip("!")
-        if holds(text, read) and (value := read(key)):
+        value = read(key)
+        if value and holds(text, read):
             met.append(key if value is True else f"{key} {one_line(value)}")
     return " and ".join(met)

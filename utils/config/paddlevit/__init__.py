@@ -65,24 +65,28 @@ class Family:
 
     def sizes_in(self, layers: Sequence[Layer]) -> dict[str, Entry]:
         """Take the entries that restate a model's sizes out of the layers; those with a value are returned."""
-        known = {key for model in self.models.values() for key in model}
+        known: set[str] = set()
+        for model in self.models.values():
+            known.update(model)
         found = dict[str, Entry]()
         for layer in layers:
-            for key in [key for key in layer.entries if key.startswith("MODEL.")]:
+            for key in list(layer.entries):
                 short = key.removeprefix("MODEL.")
                 short = self.renamed.get(short, short)
-                if short in known:
+                if key.startswith("MODEL.") and short in known:
                     found[short] = layer.entries.pop(key)
         return {key: entry for key, entry in found.items() if not is_no_value(str(entry.value))}
 
     def model_of(self, name: Entry, sizes: Mapping[str, Entry], typed: bool) -> tuple[str | None, list[str]]:
         """The timm model of a name and sizes, and a line where it is that of the sizes. `typed`: the name counts."""
         asked = self.timm_name(str(name.value))
-        if not (differing := self.differing(asked, sizes)):
+        differing = self.differing(asked, sizes)
+        if not differing:
             return asked, []
         words = [f"MODEL.{key} {sizes[key].value}".replace("'", "") for key in differing]
         equal = [model for model in self.models if not self.differing(model, sizes)]
-        if not typed and (named := closest(str(name.value), equal, cutoff=0.0)):
+        named = None if typed else closest(str(name.value), equal, cutoff=0.0)
+        if named:
             has = f"it has the file's {', '.join(words)}"
             return named, [f"{name.source}: timm's {named} is taken for {name.value}: {has}"]
         timms = self.models.get(asked or "", {})
@@ -125,12 +129,14 @@ def families() -> dict[str, Family]:
     """TYPE in small letters -> family, but for `ours`."""
     found = {}
     for word, given in _tables()["families"].items():
-        table = {**given}
+        table = dict(given)
         common = table.pop("sizes", {})
         also = table.pop("also", ())
-        models = {name: {**common, **sizes} for name, sizes in table.pop("models", {}).items()}
+        models = {name: common | sizes for name, sizes in table.pop("models", {}).items()}
         defaults = _with_tuples(_tables()["defaults"] | table.pop("defaults", {}))
-        found |= dict.fromkeys((word, *also), Family(models=models, defaults=defaults, **table))
+        family = Family(models=models, defaults=defaults, **table)
+        for one in (word, *also):
+            found[one] = family
     return found
 
 
@@ -146,22 +152,17 @@ def translate(layers: Sequence[Layer]) -> list[str]:
         return notes + _distilled(layers, given)
     if name is None:
         raise UserError(f"{given[TYPE].source}: {NAME} is not set; timm has {', '.join(family.models)}")
-    typed = layers[-1]
     sizes = family.sizes_in(layers)
-    model, of_sizes = family.model_of(name, sizes, typed=NAME in typed.entries)
+    model, of_sizes = family.model_of(name, sizes, typed=NAME in layers[-1].entries)
     if model is None:
         return notes
     notes += of_sizes
     for layer in layers:
         if NAME in layer.entries:
             layer.entries[NAME] = Entry(model, layer.entries[NAME].source)
-    size = given.get(IMAGE_SIZE)
     image = sizes.get(family.image)
-    if size is not None and image is not None and str(size.value) != image.value[0] and IMAGE_SIZE not in typed.entries:
-        # PaddleViT loads smaller images and enlarges them in the model.
-        layer = next(layer for layer in reversed(layers) if IMAGE_SIZE in layer.entries)
-        layer.entries[IMAGE_SIZE] = Entry(image.value[0], image.source)
-        notes.append(f"{image.source}: images of {image.value[0]} pixels, the size that timm's {model} takes")
+    if image is not None:
+        notes += _enlarged(layers, given, image, model)
     renamed = f" is timm's {model}" if str(name.value) != model else ""
     restated = f"; the file restates its sizes ({', '.join(sizes)})" if sizes else ""
     if (renamed or restated) and not of_sizes:
@@ -169,18 +170,30 @@ def translate(layers: Sequence[Layer]) -> list[str]:
     return notes
 
 
+def _enlarged(layers: Sequence[Layer], given: Mapping[str, Entry], image: Entry, model: str) -> list[str]:
+    """Take the model's image size where a file has a smaller one: PaddleViT enlarges smaller images in the model."""
+    size = given.get(IMAGE_SIZE)
+    if size is None or str(size.value) == image.value[0] or IMAGE_SIZE in layers[-1].entries:
+        return []
+    layer = next(layer for layer in reversed(layers) if IMAGE_SIZE in layer.entries)
+    layer.entries[IMAGE_SIZE] = Entry(image.value[0], image.source)
+    return [f"{image.source}: images of {image.value[0]} pixels, the size that timm's {model} takes"]
+
+
 def _update(layer: Layer) -> None:
     """Remove the keys that change nothing, and convert values that only older files have."""
-    for key in [key for key in layer.entries if key in FIXED]:
-        entry, (possible, why) = layer.entries[key], FIXED[key]
+    entries = layer.entries
+    for key in [key for key in entries if key in FIXED]:
+        entry = entries[key]
+        possible, why = FIXED[key]
         value = str(entry.value).strip().casefold()
-        if not (is_no_value(value) or value == possible):
+        if not is_no_value(value) and value != possible:
             if layer.kind is Kind.RUN:  # a run of an earlier version, of which loading says what is gone
                 continue
             layer.problems.append(f"{entry.source}: {key} {entry.value} is not possible: {why}; leave the key out")
-        del layer.entries[key]
-    entries = layer.entries
-    width, hidden = (as_integer(entries[key].value) if key in entries else None for key in (WIDTH, "MODEL.MLP_DIM"))
+        del entries[key]
+    width = as_integer(entries[WIDTH].value) if WIDTH in entries else None
+    hidden = as_integer(entries["MODEL.MLP_DIM"].value) if "MODEL.MLP_DIM" in entries else None
     if isinstance(width, int) and isinstance(hidden, int) and width:
         layer.set("MODEL.MLP_RATIO", hidden / width, entries.pop("MODEL.MLP_DIM").source)
     if GRAD_CLIP in entries and folded(entries[GRAD_CLIP].value) == "false":
@@ -190,7 +203,8 @@ def _update(layer: Layer) -> None:
     if type_of(entries) == "mae":
         if "MODEL.DECODER.DEPTH" in entries:
             entries.setdefault("MODEL.MAE_PRETRAIN", Entry("true", entries["MODEL.DECODER.DEPTH"].source))
-        if (pool := entries.pop("MODEL.GLOBAL_POOL", None)) is not None:
+        pool = entries.pop("MODEL.GLOBAL_POOL", None)
+        if pool is not None:
             entries["MODEL.POOL"] = Entry("mean" if folded(pool.value) == "true" else None, pool.source)
 
 

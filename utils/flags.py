@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from utils.precisions import AMP_WORDS, amp_settings_of
@@ -46,7 +47,8 @@ class Flag:
 
 def device(text: str) -> str:
     """What -device takes; other programs take the number of a GPU."""
-    if (ids := text.removeprefix("cuda:"))[:1].isdecimal():
+    ids = text.removeprefix("cuda:")
+    if ids[:1].isdecimal():
         raise ValueError(f"takes cpu, cuda or mps; for these GPUs, write CUDA_VISIBLE_DEVICES={ids} before the command")
     return text
 
@@ -66,9 +68,11 @@ class Positional:
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """For `Flag.kind`: converts whole numbers from `least` to `most`."""
 
+    limits = f"from {least} on" if most is None else f"from {least} to {most}"
+
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
-            raise ValueError(f"takes a whole number from {least} {'on' if most is None else f'to {most}'}")
+            raise ValueError(f"takes a whole number {limits}")
         return int(text)
 
     return number
@@ -234,7 +238,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         *RANK_FLAGS,
     ),
 }
-BY_NAME = {flag.name: flag for group in FLAGS.values() for flag in group}
+BY_NAME = {flag.name: flag for flag in chain.from_iterable(FLAGS.values())}
 HELP = BY_NAME["h"]
 IGNORED = Flag("local_rank", "", "N")
 """torch.distributed.launch passes it, and sets the environment variable LOCAL_RANK, which is used instead."""

@@ -96,8 +96,9 @@ def execute(path: Path, known_as: str = "") -> None:
         for one in sorted(set(timm.list_models()) - of_timm):  # by timm's own @register_model
             model(timm.model_entrypoint(one))
     except SyntaxError as error:  # of NUL bytes Python does not say where they are
+        place = error.filename or name
         line = f", line {error.lineno}" if error.lineno else ""
-        raise UserError(f"{error.filename or name}{line}: {error.msg}") from None
+        raise UserError(f"{place}{line}: {error.msg}") from None
     except (*OWN_ERRORS, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise  # Ctrl-C in a tool
@@ -130,8 +131,9 @@ def own_lines(error: BaseException) -> str:
         return ""
     last = frames[-1]
     what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    lines = (f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}" for one in frames)
-    return "\n".join([f"{last.filename}, line {last.lineno}: {what}", *lines])
+    lines = [f"{last.filename}, line {last.lineno}: {what}"]
+    lines += [f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}" for one in frames]
+    return "\n".join(lines)
 
 
 def noted_of(values: object, where: Path) -> list[Noted]:
@@ -181,9 +183,10 @@ def allow(use: str | None, trust: bool) -> None:
 
 def check_name(kind: str, name: str, built_in: Sequence[str] = ()) -> None:
     """Raise UserError unless something of this kind, built in or registered, has this name."""
-    known = [*built_in, *names_of(kind)]
+    known = list(built_in) + list(names_of(kind))
     if name not in known:
+        listed = ", ".join(known) or "none"
         raise UserError(
             f"{KINDS[kind].setting} {name}: there is no {kind} of this name.{nearest(name, known)} "
-            f"Known: {', '.join(known) or 'none'}. One of your own needs its file: -use FILE."
+            f"Known: {listed}. One of your own needs its file: -use FILE."
         )

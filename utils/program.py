@@ -32,7 +32,10 @@ def started_as(script: str) -> str:
 
 def typed(script: str, words: Sequence[str]) -> str:
     """The command that starts a script of a clone with these words."""
-    return shlex.join([*([] if INSTALLED else ["python"]), *started_as(script).split(), *words])
+    command = started_as(script).split()
+    if not INSTALLED:
+        command.insert(0, "python")
+    return shlex.join(command + list(words))
 
 
 def help_here(text: str, installed: bool = INSTALLED) -> str:
@@ -50,7 +53,7 @@ def as_typed(argv: Sequence[str]) -> str:
     """The command that started this process, from its sys.argv."""
     script = Path(argv[0]).stem
     start = ["vitamp", ENTRIES.get(script, script)] if INSTALLED else [sys.executable, argv[0]]
-    return shlex.join([*start, *argv[1:]])
+    return shlex.join(start + list(argv[1:]))
 
 
 def as_seen(path: Path) -> Path:

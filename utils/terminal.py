@@ -18,10 +18,12 @@ def terminal_width() -> int:
 
 def shortened(text: str) -> str:
     """Cut at a blank to one line of the terminal."""
-    if len(text) <= (width := terminal_width()):
+    width = terminal_width()
+    if len(text) <= width:
         return text
     cut = text[: width - 3]
-    return f"{cut.rpartition(' ')[0].rstrip(' ,;:') or cut}..."
+    at_blank = cut.rpartition(" ")[0].rstrip(" ,;:")
+    return f"{at_blank or cut}..."
 
 
 class Brief:
@@ -64,5 +66,6 @@ class Brief:
         """The main rows of the banner. From now on, only as many notes are shown as there is room for."""
         self._banner = True
         head, *rows = text.splitlines()
-        lines = [head, *(row for row in rows if row.startswith(tuple(f"  {name} " for name in MAIN_ROWS)))]
-        return "\n".join(map(shortened, lines))
+        starts = tuple(f"  {name} " for name in MAIN_ROWS)
+        main = [row for row in rows if row.startswith(starts)]
+        return "\n".join(map(shortened, [head, *main]))

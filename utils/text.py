@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 def counted(number: float, noun: str) -> str:
     """'1 update', '1,234 updates', '2 processes'."""
-    plural = noun + ("es" if noun.endswith(("s", "x", "tch", "sh")) else "s")
-    return f"{number:{'g' if isinstance(number, float) else ','}} {noun if number == 1 else plural}"
+    amount = f"{number:g}" if isinstance(number, float) else f"{number:,}"
+    if number == 1:
+        return f"{amount} {noun}"
+    ending = "es" if noun.endswith(("s", "x", "tch", "sh")) else "s"
+    return f"{amount} {noun}{ending}"
 
 
 def clock(seconds: float) -> str:
@@ -26,7 +29,8 @@ def some_of(names: Sequence[object], most: int = 5, separator: str = ", ") -> st
     return separator.join(map(str, names[:most])) + more
 
 
-LINE_BREAKING = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+CONTROLS = list(range(32)) + list(range(127, 160)) + [0x2028, 0x2029]
+LINE_BREAKING = {code: ascii(chr(code))[1:-1] for code in CONTROLS}
 
 
 def one_line(name: str) -> str:
@@ -37,7 +41,11 @@ def one_line(name: str) -> str:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table: columns two blanks apart, padded to their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 Z = 1.959963984540054

@@ -131,7 +131,8 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
     # Another job may have a port that follows from the same number. And torchrun keeps its store through restarts, with
     # the keys of an earlier start. Rank 0's store is always new, and torchrun may count differently on each machine.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world.served else "0"
-    return PrefixStore(f"{world.job or 'run'}-{start}", store), f"{host}:{port}"
+    job = world.job or "run"
+    return PrefixStore(f"{job}-{start}", store), f"{host}:{port}"
 
 
 def _gather(
@@ -157,21 +158,26 @@ def _gather(
                 checked = True
                 store.add("joined", int(problem is None))
             elif time.monotonic() > end:
-                missing = [rank for rank in range(world.size) if not store.check([f"member/{rank}"])]
-                problem = (
-                    f"{world.size - len(missing)} of {world.size} processes joined within {_minutes(timeout)} "
-                    f"(DIST.TIMEOUT); missing: rank{'s' if len(missing) > 1 else ''} {some_of(missing, 10)}. See the "
-                    "output of these ranks for the reason."
-                )
+                problem = _who_is_missing(store, world, timeout)
             else:
                 time.sleep(max(POLL, POLL_PER_RANK * world.size))
         if problem is None:
-            return [json.loads(text) for text in store.multi_get([f"member/{rank}" for rank in range(world.size)])]
+            keys = [f"member/{rank}" for rank in range(world.size)]
+            return [json.loads(text) for text in store.multi_get(keys)]
         raise AllRanksUserError(_end_all(store, world, problem, SECONDS_TO_READ_REFUSAL))
     except RuntimeError:
         raise UserError(
             f"rank {world.rank} of {world.size}: rank 0 stopped answering; see the output of rank 0 for the reason."
         ) from None
+
+
+def _who_is_missing(store: Store, world: World, timeout: datetime.timedelta) -> str:
+    missing = [rank for rank in range(world.size) if not store.check([f"member/{rank}"])]
+    noun = "ranks" if len(missing) > 1 else "rank"
+    return (
+        f"{world.size - len(missing)} of {world.size} processes joined within {_minutes(timeout)} (DIST.TIMEOUT); "
+        f"missing: {noun} {some_of(missing, 10)}. See the output of these ranks for the reason."
+    )
 
 
 def _why_not_together(first: dict[str, Any], member: dict[str, Any], settings: dict[str, str]) -> str | None:

@@ -100,7 +100,8 @@ def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 
 def _kill_remaining(name: str, seconds: float) -> None:
-    if ranks := _send_to_ranks(signal.SIGKILL):
+    ranks = _send_to_ranks(signal.SIGKILL)
+    if ranks:
         text = f"vitamp: {counted(ranks, 'rank')} did not exit within {seconds:g} s of {name}; killed"
         print(text, file=sys.stderr)
 

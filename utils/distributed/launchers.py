@@ -16,13 +16,13 @@ BY_HAND = "by hand"
 TORCHRUN = "torchrun"
 OPENMPI = "OpenMPI"
 SLURM = "SLURM"
-# The environment variables of each: rank, world size, local rank, local world size. The innermost launcher comes first:
-# mpirun within a SLURM job counts, not the job.
 VARIABLES = {
     TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     OPENMPI: (
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     # Never SLURM_NTASKS: a plain python in a batch script finds it set, and is one process all the same.
     SLURM: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "", ""),
@@ -48,8 +48,10 @@ def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
     if has_rank:
         if missing:
             raise UserError(needed)
-        if given["rank"] >= (size := given["world_size"]):
-            raise UserError(f"-rank {given['rank']} is not below -world_size {size}; ranks count from 0.")
+        if given["rank"] >= given["world_size"]:
+            raise UserError(
+                f"-rank {given['rank']} is not below -world_size {given['world_size']}; ranks count from 0."
+            )
     world = world_from_launcher(env)
     if world is not None and world.launcher in (BY_HAND, TORCHRUN):
         if has_rank and (world.rank, world.size) != (given["rank"], given["world_size"]):
@@ -60,20 +62,34 @@ def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
         return _at_address(world, env)
     if has_rank:
         # A command line does not say how many ranks are on this machine: one per machine is assumed.
-        local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
-        return World(given["rank"], given["world_size"], *local, BY_HAND, (given["host"], given["port"]))
+        return World(
+            rank=given["rank"],
+            size=given["world_size"],
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
+            launcher=BY_HAND,
+            rendezvous=(given["host"], given["port"]),
+        )
     if world is not None:
         return _at_job(world, given, env)
     if given and env.get("WORLD_SIZE") != "1":  # a script may give host and port to any number of machines
         raise UserError(f"Without a launcher, {needed}.")
-    for name in SIZES_OF_OTHERS:  # one of several processes without a rank: each would train a model of its own
-        if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in env:
+    _refuse_unknown_launchers(env)
+    return None
+
+
+def _refuse_unknown_launchers(env: Mapping[str, str]) -> None:
+    """Refuse to be one of several processes without a rank: each would train a model of its own."""
+    if "SLURM_STEP_NUM_TASKS" in env:
+        return
+    for name in SIZES_OF_OTHERS:
+        size = env.get(name, "1")
+        if size.isdigit() and int(size) > 1:
             raise UserError(
-                f"this is one of {env[name]} processes ({name}), but its rank or local rank is in no "
+                f"this is one of {size} processes ({name}), but its rank or local rank is in no "
                 "environment variable that vitamp reads. Use torchrun or srun, or give each process -host, -port, "
                 "-rank and -world_size."
             )
-    return None
 
 
 def _at_address(world: World, env: Mapping[str, str]) -> World:
@@ -101,26 +117,37 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
             continue  # one shell, pod or launcher per machine, which may start processes of its own
         if launcher == SLURM:
             return _of_slurm(env)
-        local = int(env.get(local_rank, 0)), int(env.get(local_size, 1))
         number = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
-        job = f"{name} {number}" if name == OPENMPI and number else None
-        return World(int(env[rank]), int(env[size]), *local, name, job=job)
+        return World(
+            rank=int(env[rank]),
+            size=int(env[size]),
+            local_rank=int(env.get(local_rank, 0)),
+            local_size=int(env.get(local_size, 1)),
+            launcher=name,
+            job=f"{name} {number}" if name == OPENMPI and number else None,
+        )
     return None
 
 
 def _of_slurm(env: Mapping[str, str]) -> World:
-    # This node's number of tasks, from the list of all nodes, such as '4(x2),3' for 4, 4 and 3.
     size = env["SLURM_STEP_NUM_TASKS"]
+    # The tasks of each node, such as '4(x2),3' for 4, 4 and 3
+    counts: list[int] = []
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", size)):
+        counts += [int(tasks)] * int(nodes or 1)
     node = int(env.get("SLURM_NODEID", "0"))
-    text = env.get("SLURM_STEP_TASKS_PER_NODE", size)
-    counts = [int(many) for many, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
-    local = int(env.get("SLURM_LOCALID", 0)), counts[node] if node < len(counts) else counts[0]
     # By default, srun binds each task to cores of its own; else all tasks of a node may use all of the job's cores.
     visible = cores()
     reserved = visible if visible < int(env.get("SLURM_CPUS_ON_NODE", "0")) else None
-    own = int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else reserved
-    job = f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', '0')}"
-    return World(int(env["SLURM_PROCID"]), int(size), *local, SLURM, job=job, cores=own)
+    return World(
+        rank=int(env["SLURM_PROCID"]),
+        size=int(size),
+        local_rank=int(env.get("SLURM_LOCALID", 0)),
+        local_size=counts[node] if node < len(counts) else counts[0],
+        launcher=SLURM,
+        job=f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', '0')}",
+        cores=int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else reserved,
+    )
 
 
 def first_host(machines: str) -> str:

@@ -142,7 +142,8 @@ class Watchdog:
         """Send a heartbeat, and read those of others."""
         now = time.monotonic()
         if now - self._checked > 5 * self._interval:  # this process was suspended, and perhaps all: nobody was silent
-            self._moved, self._last_change = now, {rank: (n, now) for rank, (n, _) in self._last_change.items()}
+            self._moved = now
+            self._last_change = {rank: (number, now) for rank, (number, _) in self._last_change.items()}
         self._checked = now
         killed = self._killed()  # before "end" is read, where a killed rank may have left its reason
         idle = self._look_at_main_thread()
@@ -153,21 +154,29 @@ class Watchdog:
             self._store.set("disconnected", "1")
         if idle > self._timeout:
             self._store.set("stuck", "1")
-        keys = {rank: f"heartbeat/{rank}" for rank in self._last_change}
-        heartbeats = {
-            rank: json.loads(self._store.get(key)) if self._store.check([key]) else {"number": 0}
-            for rank, key in keys.items()
-        }
+        heartbeats = {rank: self._heartbeat_of(rank) for rank in self._last_change}
         for rank in killed:
             if "left" not in heartbeats[rank]:
-                self._decide(*self._death_of(rank))
+                reason, needs_terminal = self._death_of(rank)
+                self._decide(reason, needs_terminal)
+        self._look_for_silence(heartbeats, now)
+        if self._world.first and self._store.check(["stuck"]):
+            self._decide(self._blame_for_hang(heartbeats))
+
+    def _heartbeat_of(self, rank: int) -> dict[str, Any]:
+        key = f"heartbeat/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else {"number": 0}
+
+    def _look_for_silence(self, heartbeats: dict[int, dict[str, Any]], now: float) -> None:
+        """End the run for a rank whose heartbeat has not changed for too long."""
         disconnected = self._store.check(["disconnected"])
         limit = min(SECONDS_OF_SILENCE_AFTER_DISCONNECT if disconnected else SECONDS_OF_SILENCE, self._timeout)
         limit = max(limit, 3 * self._interval)
         for rank, heartbeat in heartbeats.items():
-            if "left" in heartbeat or self._last_change[rank][0] != heartbeat["number"]:
+            number, since = self._last_change[rank]
+            if "left" in heartbeat or number != heartbeat["number"]:
                 self._last_change[rank] = (heartbeat.get("number", 0), now)
-            elif now - self._last_change[rank][1] > limit:
+            elif now - since > limit:
                 how = f"has sent no heartbeat for {limit:.0f} s: it is stopped, or its machine or network is down"
                 if disconnected:
                     how = f"{DIED}: killed, out of memory, or its machine is down"
@@ -175,8 +184,6 @@ class Watchdog:
                     # A stopped process keeps its launcher waiting. Continued, it finds the reason and exits, too.
                     os.kill(self._local[rank]["pid"], signal.SIGCONT)
                 self._decide(f"{self._names[rank]} {how}")
-        if self._world.first and self._store.check(["stuck"]):
-            self._decide(self._blame_for_hang(heartbeats))
 
     def _killed(self) -> list[int]:
         """Ranks of this machine whose processes have ended."""

@@ -49,9 +49,13 @@ def core_seconds() -> tuple[float, float]:
     if (cpu_quota() or (math.inf,))[0] < len(allowed):
         return 0.0, 0.0
     # user, nice, system, idle, iowait, irq, softirq, steal
-    ticks = [[int(field) for field in line[1:9]] for line in lines if line and line[0] in allowed]
-    idle = sum(sum(one[3:5]) for one in ticks)
-    every = sum(map(sum, ticks))
+    idle = 0
+    every = 0
+    for line in lines:
+        if line and line[0] in allowed:
+            ticks = [int(field) for field in line[1:9]]
+            idle += sum(ticks[3:5])
+            every += sum(ticks)
     times = os.times()
     second = os.sysconf("SC_CLK_TCK")
     ours = sum(times[:4]) + sum(int(one[11]) + int(one[12]) for one in workers) / second
@@ -77,7 +81,10 @@ def control_groups() -> list[Path]:
         return []
     # A container may show its own group as the root, but the path as seen from outside.
     own = [MOUNTED / line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    return [folder for group in own for folder in (group, *group.parents) if folder.is_relative_to(MOUNTED)]
+    folders: list[Path] = []
+    for group in own:
+        folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(MOUNTED)]
+    return folders
 
 
 M_TRIM_THRESHOLD = -1

@@ -29,8 +29,12 @@ class MetricsFile(LineFile):
         """Remove the lines that the run `repeats`, and a last one that a killed run left incomplete."""
         path = folder / METRICS_FILE
         if path.exists():
-            kept = [line for line in _texts(path) if any(not repeats(content) for content in _parsed([line]))]
-            write_atomically(path, "".join(f"{line}\n" for line in kept))
+            kept: list[str] = []
+            for text in _texts(path):
+                contents = _parsed([text])
+                if contents and not repeats(contents[0]):
+                    kept.append(f"{text}\n")
+            write_atomically(path, "".join(kept))
         super().__init__(path)
 
 
@@ -146,7 +150,10 @@ class History:
 
     def _warm(self, event: str, metric: str) -> list[float]:
         """A metric in all lines of a kind except the first after each start."""
-        return [value for lines in self.starts for value in _perf(lines, event, metric)[1:]]
+        values: list[float] = []
+        for lines in self.starts:
+            values += _perf(lines, event, metric)[1:]
+        return values
 
     @property
     def peak_memory_gb(self) -> float | None:
@@ -155,10 +162,10 @@ class History:
     @property
     def seconds(self) -> float:
         """Training time: from each start to its last line with a time, added up."""
-        return sum(
-            max([*_perf(lines, "train", "seconds"), *_perf(lines, "run", "seconds")], default=0.0)
-            for lines in self.starts
-        )
+        total = 0.0
+        for lines in self.starts:
+            total += max(_perf(lines, "train", "seconds") + _perf(lines, "run", "seconds"), default=0.0)
+        return total
 
     @property
     def skipped(self) -> int:
@@ -173,24 +180,34 @@ class History:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """The metrics of the task, and the user's own ones of its validations."""
-        fields = dict.fromkeys(set_of(name)[1] for line in self.of("val") for name in line)
-        own = [metric_named(name) for name in fields if name not in (*METRICS, *NO_METRICS)]
-        return (*self.task.metrics, *own)
+        own: dict[str, Metric] = {}
+        for line in self.of("val"):
+            for name in line:
+                field = set_of(name)[1]
+                if field not in METRICS and field not in NO_METRICS:
+                    own[field] = metric_named(field)
+        return self.task.metrics + tuple(own.values())
 
     def best(self, metric: Metric) -> BestValidation | None:
         """Best of all validations, of any of the weights, as the run itself computes it."""
-        validations = [
-            BestValidation(line[f"{which.prefix}{metric.name}"], which, line)
-            for line in self.of("val")
-            for which in SETS
-            if line.get(f"{which.prefix}{metric.name}") is not None
-        ]
+        validations: list[BestValidation] = []
+        for line in self.of("val"):
+            for which in SETS:
+                value = line.get(f"{which.prefix}{metric.name}")
+                if value is not None:
+                    validations.append(BestValidation(value, which, line))
         return max(validations, key=lambda best: best.value if metric.higher else -best.value, default=None)
 
     def last(self, metric: Metric) -> dict[WeightSet, float]:
         """Of each set of weights, in the last validation; without those that have no value."""
-        values = {which: line.get(f"{which.prefix}{metric.name}") for line in self.of("val")[-1:] for which in SETS}
+        validations = self.of("val")
+        if not validations:
+            return {}
+        values = {which: validations[-1].get(f"{which.prefix}{metric.name}") for which in SETS}
         return {which: value for which, value in values.items() if value is not None}
+
+    def _counts_epochs(self, by_epoch: bool | None) -> bool:
+        return self.by_epoch if by_epoch is None else by_epoch
 
     @cached_property
     def _ends(self) -> Points:
@@ -207,11 +224,13 @@ class History:
 
     def place(self, update: float, by_epoch: bool | None = None) -> float:
         """Position of an update on the axis; the last update of an epoch is at the epoch's number."""
-        if not (self.by_epoch if by_epoch is None else by_epoch):
+        if not self._counts_epochs(by_epoch):
             return float(update)
         after = min(max(bisect_left(self._ends, (float(update), 0.0)), 1), len(self._ends) - 1)
-        (u0, e0), (u1, e1) = self._ends[after - 1], self._ends[after]
-        return e0 + (update - u0) * (e1 - e0) / (u1 - u0)
+        update_before, epoch_before = self._ends[after - 1]
+        update_after, epoch_after = self._ends[after]
+        part = (update - update_before) * (epoch_after - epoch_before) / (update_after - update_before)
+        return epoch_before + part
 
     def points(self, event: str, key: str, by_epoch: bool | None = None) -> Points:
         """(position, value) of each line that has a finite value."""
@@ -221,13 +240,16 @@ class History:
 
     def trained(self, key: str, by_epoch: bool | None = None) -> Points:
         """Training metric: means of epochs, comparable with validations; single updates until the first epoch ends."""
-        return self.points("epoch" if (self.by_epoch if by_epoch is None else by_epoch) else "train", key, by_epoch)
+        event = "epoch" if self._counts_epochs(by_epoch) else "train"
+        return self.points(event, key, by_epoch)
 
     def best_point(self, key: str, by: Metric, by_epoch: bool | None = None) -> Points:
         """A metric in the best validation by the metric `by`: one point, or none."""
         best = self.best(by)
-        value = best.line.get(f"{best.which.prefix}{key}") if best else None
-        return [(self.place(best.line["update"], by_epoch), float(value))] if best and value is not None else []
+        if best is None:
+            return []
+        value = best.line.get(f"{best.which.prefix}{key}")
+        return [] if value is None else [(self.place(best.line["update"], by_epoch), float(value))]
 
     def resumes(self, by_epoch: bool | None = None) -> list[float]:
         """Positions where the run was resumed."""

@@ -38,8 +38,11 @@ def is_run_folder(folder: Path) -> bool:
 
 def missing_from(folder: Path, best: str | None = None) -> list[str]:
     """Files that a run with a checkpoint has written, and that are no longer in its folder. `best`: its checkpoint."""
-    saved = dict.fromkeys(filter(None, (read_index(folder / CHECKPOINTS)["last"], best)))
-    names = [CONFIG, ABOUT, METRICS_FILE, LOG, *(f"{CHECKPOINTS}/{name}" for name in (INDEX, *saved))]
+    names = [CONFIG, ABOUT, METRICS_FILE, LOG, f"{CHECKPOINTS}/{INDEX}"]
+    last = read_index(folder / CHECKPOINTS)["last"]
+    for checkpoint in dict.fromkeys((last, best)):
+        if checkpoint:
+            names.append(f"{CHECKPOINTS}/{checkpoint}")
     return [name for name in names if not (folder / name).exists()]
 
 
@@ -85,8 +88,9 @@ def make_folder(output: str | None, save: str, kind: str) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             return folder
         stem = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-        for suffix in ("", *(f"-{n}" for n in range(2, 100))):
-            folder = Path(save) / (stem + suffix)
+        for number in range(1, 100):
+            name = stem if number == 1 else f"{stem}-{number}"
+            folder = Path(save) / name
             if not folder.exists():
                 folder.mkdir(parents=True)
                 return folder
@@ -103,9 +107,8 @@ def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = reason(error, folder)
-        raise UserError(
-            f"{error.filename or folder}: cannot be written ({why}). Fix this, or choose another -output."
-        ) from None
+        place = error.filename or folder
+        raise UserError(f"{place}: cannot be written ({why}). Fix this, or choose another -output.") from None
 
 
 def reason(error: OSError, path: Path) -> str:

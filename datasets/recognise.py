@@ -37,7 +37,7 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
     if not found:
         raise UserError(
             f"DATA.DATA_PATH (-data_path): the layout of {path} is not recognised. Name the data set with -dataset "
-            f"(docs/datasets.md). {LAYOUTS.format(root=path)}{''.join(_tables(path))}"
+            f"(docs/data.md). {LAYOUTS.format(root=path)}{''.join(_tables(path))}"
         )
     (name, what), *others = found.items()
     more = "".join(f"; it also has {what}, which -dataset {other} reads" for other, what in others)

@@ -125,7 +125,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Data": (
         Flag(
             "dataset",
-            "data set: imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/datasets.md)",
+            "data set: imagenet2012, imagefolder, csv, shards, hf:NAME, ... (docs/data.md)",
             "NAME",
             ("DATA.DATASET",),
             default_text="recognised in -data_path",

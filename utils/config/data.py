@@ -52,12 +52,12 @@ class DataConfig(Section):
     DATA_PATH: str | None = setting(None, "Folder of the data set; a csv file, or the URL of tar files, also works.")
     DATASET: str = setting(
         "imagenet2012",
-        "A data set or layout (docs/datasets.md); not set: recognised in DATA_PATH; the default if that is missing.",
+        "A data set or layout (docs/data.md); not set: recognised in DATA_PATH; the default if that is missing.",
     )
-    COLUMNS: Columns | None = setting(None, "Columns of a csv table: file=NAME,label=NAME (docs/datasets.md).")
+    COLUMNS: Columns | None = setting(None, "Columns of a csv table: file=NAME,label=NAME (docs/data.md).")
     IMAGE_SIZE: SizeOrAuto = setting(
         224,
-        "Side of the model's input in pixels, or [height, width] (docs/image_shapes.md); auto: of the weights, or the "
+        "Side of the model's input in pixels, or [height, width] (docs/data.md); auto: of the weights, or the "
         "median image (docs/small_images.md).",
     )
     IMAGE_CHANNELS: Positive = setting(3, "3 for RGB, 1 for grey; others for files of so many bands (docs/bands.md).")
@@ -83,7 +83,7 @@ class DataConfig(Section):
         "shuffle",
         "Training: shuffle: no image twice in an epoch. balanced: each class equally often, in an epoch of the "
         "same length; images of rare classes repeat, each time with a new augmentation. by_machine: as shuffle, but "
-        "each machine reads tar files of its own (docs/scale.md).",
+        "each machine reads tar files of its own (docs/shards.md).",
         needs("DATA.DATASET=shards|hf:*", at="by_machine", when=TRAINING, why="only tar files are shared out so"),
         excludes(
             "DATA.MULTI_LABEL",

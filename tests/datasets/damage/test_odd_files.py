@@ -33,7 +33,7 @@ def test_image_extensions_are_the_same_everywhere(tmp_path: Path) -> None:
     paths = list(class_files(tmp_path, ["one"]).paths)
     assert {Path(path).suffix for path in paths} == set(made)
     assert [os.path.relpath(path, tmp_path) for path in find_images([str(tmp_path)], DataConfig())] == paths
-    assert f" {' '.join(ENDINGS)};" in (ROOT / "docs" / "datasets.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert f" {' '.join(ENDINGS)};" in (ROOT / "docs" / "data.md").read_text(encoding="utf-8").replace("\n", " ")
     assert {f".{kind}" for kind in IMAGE_KINDS} == {*ENDINGS, ".npy"}
     part = open_given([str(tmp_path / path) for path in paths], DataConfig(IMAGE_SIZE=8, DATASET="imagefolder"))
     part.__getitems__([(0, index) for index in range(len(part))])

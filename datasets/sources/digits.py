@@ -42,12 +42,15 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
     check_class_count(len(CLASSES), num_classes, "The data set digits")
     pixels, labels = read_digits()
     if data.fold is not None:
-        splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
+        train, validation = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
-        splits = split(labels, VALIDATION_FRACTION, 0, "digits")
+        train, validation = split(labels, VALIDATION_FRACTION, 0, "digits")
     if part == "test":
         raise no_such_part(part, "the data set digits")
-    chosen = np.concatenate(splits) if part == "all" else splits[0 if part == "train" else 1]
+    if part == "all":
+        chosen = np.concatenate([train, validation])
+    else:
+        chosen = train if part == "train" else validation
     return ArraySamples(pixels[chosen, :, :, None], labels[chosen], CLASSES, "digits")
 
 

@@ -25,11 +25,12 @@ from vitamp.bands import together
 from vitamp.files import kind_of_path, only_regular, read_regular
 
 MOST_NAMES = 2
+"""Files of a kind that are named in one line"""
 MOST_KINDS = 8
-"""Files named of each kind, and kinds named, in one line"""
+"""Kinds that are named in one line"""
+# Kinds under which what `is_hidden` is counted as skipped
 HIDDEN = "hidden files"
 HIDDEN_FOLDER = "hidden folders"
-"""Kinds under which what `is_hidden` is counted as skipped"""
 OF_SYSTEMS = ("__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 """Folders that archives, Python and file systems leave beside those of the user"""
 
@@ -56,7 +57,8 @@ class SkippedFiles:
 
     def warn(self, where: str) -> None:
         """Log the line, once per process and place."""
-        if line := self.line():
+        line = self.line()
+        if line:
             warn_once(f"{where}: {line}")
 
 
@@ -96,7 +98,8 @@ def images_below(
             skipped.add(name)
     for name, is_folder, _ in names:
         if is_folder and not is_hidden(name):
-            yield from images_below(f"{folder}/{name}", skipped, f"{inside}{name}/", (*above, own_id), endings)
+            way = (*above, own_id)
+            yield from images_below(f"{folder}/{name}", skipped, inside=f"{inside}{name}/", above=way, endings=endings)
 
 
 def is_hidden(name: str) -> bool:
@@ -120,8 +123,9 @@ def is_odd_entry(entry: os.DirEntry[str]) -> bool:
 
 
 SECONDS_TO_REPORT = 5.0
+"""A longer listing is reported every so many seconds."""
 IMAGES_TO_LOOK = 1000
-"""A longer listing is reported every so many seconds, by a look at the clock after so many images."""
+"""A listing looks at the clock after so many images."""
 
 
 def reported(paths: Iterable[str]) -> Iterator[str]:
@@ -184,14 +188,16 @@ class FileSamples(Samples):
         paths = self._paths(index)
         if len(paths) == 1:
             return read_regular(paths[0], self.most_bytes)
-        if missing := next((path for path in paths if not os.path.exists(path)), ""):
-            raise Unreadable(f"its file {one_line(missing)} does not exist")
+        for path in paths:
+            if not os.path.exists(path):
+                raise Unreadable(f"its file {one_line(path)} does not exist")
         contents = []
         for path in paths:
             try:
                 contents.append(read_regular(path, self.most_bytes))
             except OSError as error:
-                error.strerror = f"its file {one_line(path)}: {error.strerror or error}"
+                reason = error.strerror or error
+                error.strerror = f"its file {one_line(path)}: {reason}"
                 raise
         return together(contents, [one_line(path) for path in paths])
 
@@ -253,10 +259,12 @@ def in_any_case(folder: Path, name: str) -> Path:
 
 def no_file(path: Path) -> str:
     """Half a sentence for a path that is not a file: 'there is no file X' or 'X is a folder, not a file'."""
-    if kind := kind_of_path(path):
+    kind = kind_of_path(path)
+    if kind:
         return f"{path} is {kind}, not a file"
     below = next(path.parent.glob(f"*/{glob.escape(path.name)}"), None)
-    return f"there is no file {path}{f' (there is {below})' if below else _meant(path)}"
+    other = f" (there is {below})" if below else _meant(path)
+    return f"there is no file {path}{other}"
 
 
 def _meant(path: Path) -> str:
@@ -265,10 +273,12 @@ def _meant(path: Path) -> str:
     while not missing.parent.exists():
         missing = missing.parent
     with suppress(OSError):
-        if found := closest(missing.name, os.listdir(missing.parent)):
+        found = closest(missing.name, os.listdir(missing.parent))
+        if found:
             near = missing.parent / found
             whole = near / path.absolute().relative_to(missing)
-            return f" (did you mean {whole if whole.exists() else near}?)"
+            meant = whole if whole.exists() else near
+            return f" (did you mean {meant}?)"
     return ""
 
 
@@ -312,8 +322,11 @@ def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataCo
     prefix = name_prefix(data)
     for index in range(min(PROBED, len(paths))):
         of_image = paths[index].split(OF_SEVERAL)
-        for path in of_image if below(str(root / of_image[0]), prefix) not in left_out else ():
-            if not (image := root / path).is_file():
+        if below(str(root / of_image[0]), prefix) in left_out:
+            continue
+        for path in of_image:
+            image = root / path
+            if not image.is_file():
                 raise UserError(f"{file} names {path}, but {no_file(image)}. Paths are relative to the file.")
 
 

@@ -40,22 +40,29 @@ def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     root = data_folder(data)
     folder, classes = _split(root, data, part)
     if folder == root:
-        for name in classes:
-            if splits := _split_folders(root / name):
-                raise UserError(
-                    f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
-                    f"class folders in {' and '.join(f'{split}/' for split in splits)}. Try -data_path {root / name}."
-                )
-        splits = [name for name in classes if re.search(r"(?<![a-z])(train|val|test|dev)", name.lower())]
-        each = [{*subfolders(root / name)} for name in splits]
-        if len(each) == len(classes) > 1 and (same := set.intersection(*each)):
-            what = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(same)}"
-            raise UserError(f"DATA.DATA_PATH (-data_path): {root}: {what}. Call them train, val and test.")
+        _refuse_splits_as_classes(root, classes)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
     files = class_files(folder, classes, endings_of(data))
     if not len(files):
         raise _no_images(folder, root)
     return split_files(files, data, part_made(parts(data), part))
+
+
+def _refuse_splits_as_classes(root: Path, classes: list[str]) -> None:
+    """UserError if the classes in `root` are data sets, or splits of other names."""
+    for name in classes:
+        splits = _split_folders(root / name)
+        if splits:
+            raise UserError(
+                f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
+                f"class folders in {_as_folders(splits)}. Try -data_path {root / name}."
+            )
+    splits = [name for name in classes if re.search(r"(?<![a-z])(train|val|test|dev)", name.lower())]
+    if len(splits) == len(classes) > 1:
+        same = set.intersection(*(set(subfolders(root / name)) for name in splits))
+        if same:
+            what = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(same)}"
+            raise UserError(f"DATA.DATA_PATH (-data_path): {root}: {what}. Call them train, val and test.")
 
 
 def check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -76,21 +83,26 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
     else:
         classes = subfolders(root)
         files = samples(data, "all", num_classes)
-        for name in sorted({*SPLIT_NAMES}.intersection(classes)):
+        for name in sorted(set(SPLIT_NAMES).intersection(classes)):
             log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)
         warn_empty_classes(files.labels, classes, str(root))
         split_files(files, data, parts_read(data, train, UNSPLIT)[-1])
     if train and len(classes) == 1:
-        inner = (root / TRAIN if _has_splits(root) else root) / classes[0]
-        while len(below := [name for name in subfolders(inner) if _has_images(inner / name)]) == 1:
-            inner /= below[0]
-        instead = "name the folder with one folder per class. Without labels, -dataset images reads this one"
-        raise UserError(
-            f"DATA.DATA_PATH (-data_path): {root} has one class, {classes[0]}, so there is nothing to learn: "
-            f"{f'try -data_path {inner}' if below else instead}."
-        )
+        raise _one_class(root, classes[0])
     warn_alike_names(classes, owner)
     log_unused_outputs(len(classes), num_classes, owner)
+
+
+def _one_class(root: Path, name: str) -> UserError:
+    inner = (root / TRAIN if _has_splits(root) else root) / name
+    while len(below := [name for name in subfolders(inner) if _has_images(inner / name)]) == 1:
+        inner /= below[0]
+    advice = "name the folder with one folder per class. Without labels, -dataset images reads this one"
+    if below:
+        advice = f"try -data_path {inner}"
+    return UserError(
+        f"DATA.DATA_PATH (-data_path): {root} has one class, {name}, so there is nothing to learn: {advice}."
+    )
 
 
 def parts(data: DataConfig) -> Parts:
@@ -106,11 +118,16 @@ def count(data: DataConfig, train: bool) -> int:
 
 def layout_of(root: Path) -> str | None:
     """The class folders in `root`, in words; None if there are none with images."""
-    if splits := _split_folders(root):
-        return f"class folders in {' and '.join(f'{name}/' for name in splits)}"
+    splits = _split_folders(root)
+    if splits:
+        return f"class folders in {_as_folders(splits)}"
     if any(_has_images(root / name) for name in subfolders(root)):
         return "class folders without train/ and val/"
     return None
+
+
+def _as_folders(names: list[str]) -> str:
+    return " and ".join(f"{name}/" for name in names)
 
 
 def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = ENDINGS) -> FileSamples:
@@ -128,7 +145,7 @@ def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = END
         for name in classes:
             of_class = sorted(images_below(str(folder / name), skipped, endings=endings))
             counts.append(len(of_class))
-            folders = {path.partition("/")[0] if "/" in path else "" for path in of_class} - {""}
+            folders = {path.partition("/")[0] for path in of_class if "/" in path}
             if len(folders) > 1:
                 inside[name] = sorted(folders)
             yield from (f"{name}/{path}" for path in of_class)
@@ -136,13 +153,18 @@ def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = END
     table = PathTable(paths())
     skipped.warn(str(folder))
     if inside:
-        # First one whose folders are called like other classes: these were hardly meant to be one.
-        name = min(inside, key=lambda name: set(classes).isdisjoint(inside[name]))
-        others = f", like {counted(len(inside) - 1, 'other class')}" if len(inside) > 1 else ""
-        same = "" if set(classes).isdisjoint(inside[name]) else " They are called like other classes: is this meant?"
-        names = some_of([*map(one_line, inside[name])])
-        warn_once(f"{folder}: the class {one_line(name)} takes the images of folders in it ({names}){others}.{same}")
-    return FileSamples(folder, table, np.repeat(np.arange(len(classes)), counts), [*map(one_line, classes)])
+        _warn_of_folders(folder, inside, classes)
+    return FileSamples(folder, table, np.repeat(np.arange(len(classes)), counts), list(map(one_line, classes)))
+
+
+def _warn_of_folders(folder: Path, inside: dict[str, list[str]], classes: list[str]) -> None:
+    """Warn of the folders in class folders, whose images are taken."""
+    # First one whose folders are called like other classes: these were hardly meant to be one.
+    name = min(inside, key=lambda name: set(classes).isdisjoint(inside[name]))
+    names = some_of(list(map(one_line, inside[name])))
+    others = f", like {counted(len(inside) - 1, 'other class')}" if len(inside) > 1 else ""
+    same = "" if set(classes).isdisjoint(inside[name]) else " They are called like other classes: is this meant?"
+    warn_once(f"{folder}: the class {one_line(name)} takes the images of folders in it ({names}){others}.{same}")
 
 
 def subfolders(folder: Path) -> list[str]:
@@ -154,16 +176,16 @@ def subfolders(folder: Path) -> list[str]:
 def _has_splits(root: Path) -> bool:
     """Whether folders called train, val and so on are splits. Train can also be a class, beside other class folders."""
     names = subfolders(root)
-    return bool(_split_folders(root)) or (bool(names) and {*SPLIT_NAMES}.issuperset(names))
+    return bool(_split_folders(root)) or (bool(names) and set(SPLIT_NAMES).issuperset(names))
 
 
 def _split_folders(root: Path) -> list[str]:
     """Folders with the name of a split and class folders that have images."""
-    return [
-        name
-        for name in subfolders(root)
-        if name in SPLIT_NAMES and any(_has_images(root / name / inner) for inner in subfolders(root / name))
-    ]
+    found = []
+    for name in subfolders(root):
+        if name in SPLIT_NAMES and any(_has_images(root / name / inner) for inner in subfolders(root / name)):
+            found.append(name)
+    return found
 
 
 def _named(root: Path, data: DataConfig) -> dict[Part, str]:
@@ -183,18 +205,21 @@ def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
     if stored not in found:
         if part == "test":
             raise no_such_part(part, root)
-        expected = " or ".join(str(root / name) for name in ((TRAIN,) if part == "train" else VALIDATION_NAMES))
-        raise _no_images(expected, root)
+        names = (TRAIN,) if part == "train" else VALIDATION_NAMES
+        raise _no_images(" or ".join(str(root / name) for name in names), root)
     folder = root / found[stored]
     train = root / TRAIN
-    classes = subfolders(train if train.is_dir() else folder)
+    named = train if train.is_dir() else folder
+    classes = subfolders(named)
     if not classes:
-        raise _no_images(train if train.is_dir() else folder, root)
-    if unknown := set(subfolders(folder)).difference(classes):
+        raise _no_images(named, root)
+    unknown = set(subfolders(folder)).difference(classes)
+    if unknown:
         first = min(unknown)
+        title = TITLES["test" if folder.name == TEST else "val"]
         raise UserError(
             f"{folder / first}: the training split {train} has no class of that name.{nearest(first, classes)} Every "
-            f"class in the {TITLES['test' if folder.name == TEST else 'val']} must also be in the training split."
+            f"class in the {title} must also be in the training split."
         )
     return folder, classes
 

@@ -22,17 +22,21 @@ or, without list files, class folders:
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
-    if not (lists := _lists(data)):
+    lists = _lists(data)
+    if not lists:
         return imagefolder.samples(data, part, num_classes)
     file = _list_file(data, lists, part)
-    return split_files(FileSamples(file.parent, *read_list(file, num_classes), None), data, part_made(lists, part))
+    paths, labels = read_list(file, num_classes)
+    return split_files(FileSamples(file.parent, paths, labels, None), data, part_made(lists, part))
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    if not (lists := _lists(data)):
+    lists = _lists(data)
+    if not lists:
         imagefolder.check(data, num_classes, train)
+        return
     classes = 0
-    for part in parts_read(data, train, lists) if lists else ():
+    for part in parts_read(data, train, lists):
         file = _list_file(data, lists, part)
         paths, labels = read_list(file, num_classes)
         check_first_files(file, paths, data)
@@ -66,7 +70,8 @@ def _missing(file: Path) -> UserError:
 
 
 def _count(data: DataConfig, train: bool) -> int:
-    if not (lists := _lists(data)):
+    lists = _lists(data)
+    if not lists:
         return imagefolder.count(data, train)
     file = _list_file(data, lists, parts_read(data, train, lists)[0])
     paths, labels = read_list(file, ANY_LABEL)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,17 +56,7 @@ def _opened(name: str, path: str | None, part: Part, own_is: str) -> OwnSamples:
     own = own_named("dataset", name)
     assert own is not None  # the registry found it
     where = f"{own.file}: data set {name}, split {part}"
-    try:
-        given = {"data_path": path} if own.takes("data_path") else {}
-        returned, labels, classes = own.made()(split=part, **given)
-        images = list(returned)
-        labels = np.asarray(labels)
-        classes = [str(one) for one in classes]
-    except UserError:
-        raise
-    except OWN_ERRORS as error:
-        what = own_lines(error) or f"{where}: must return (images, labels, classes): {error}"
-        raise UserError(what) from None
+    images, labels, classes = _returned(own, path, part, where)
     if not images or labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
             f"{where}: {len(images)} images and labels of shape {labels.shape} ({labels.dtype}); there must be a "
@@ -84,3 +75,16 @@ def _opened(name: str, path: str | None, part: Part, own_is: str) -> OwnSamples:
                 "of uint8 of height x width x 1 or 3 channels."
             )
     return OwnSamples(f"{own.name}, {part} image", found, labels.astype(np.int64), classes)
+
+
+def _returned(own: Own, path: str | None, part: Part, where: str) -> tuple[list[Any], np.ndarray, list[str]]:
+    """Images, labels and classes that the function returns."""
+    try:
+        given = {"data_path": path} if own.takes("data_path") else {}
+        images, labels, classes = own.made()(split=part, **given)
+        return list(images), np.asarray(labels), [str(one) for one in classes]
+    except UserError:
+        raise
+    except OWN_ERRORS as error:
+        what = own_lines(error) or f"{where}: must return (images, labels, classes): {error}"
+        raise UserError(what) from None

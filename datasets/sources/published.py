@@ -109,7 +109,8 @@ class Published:
         )
 
     def _find(self, root: Path) -> Path | None:
-        if (folder := in_any_case(root, self.folder)).is_dir():
+        folder = in_any_case(root, self.folder)
+        if folder.is_dir():
             return folder
         is_root = root.name.lower() == self.folder or all(in_any_case(root, name).exists() for name in self.required)
         return root if is_root and root.is_dir() else None
@@ -122,8 +123,14 @@ class Published:
 def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: str) -> Source:
     """`clutter`: folder of images that belong to no class."""
     inner = f"{classes}_ObjectCategories"
-    page = f"https://data.caltech.edu/records/{record}"
-    published = Published(f"Caltech{classes}", megabytes, page, f"caltech{classes}", (inner,), f"{inner}/{example}")
+    published = Published(
+        fetcher=f"Caltech{classes}",
+        megabytes=megabytes,
+        page=f"https://data.caltech.edu/records/{record}",
+        folder=f"caltech{classes}",
+        required=(inner,),
+        layout=f"{inner}/{example}",
+    )
 
     def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
         folder = published.folder_of(data)
@@ -145,21 +152,19 @@ CALTECH256 = _caltech(256, "257.clutter", "001.ak47/001_0001.jpg", 1183, "20087"
 SHAPE = (3, 32, 32)
 
 
-def _cifar(
-    classes: int, megabytes: int, folder: str, train: tuple[str, ...], validation: str, meta: str, prefix: str
-) -> Source:
-    """`train` to `meta`: files of the splits and of the class names. `prefix`: of the keys in them."""
-    published = Published(
-        f"CIFAR{classes}",
-        megabytes,
-        "https://www.cs.toronto.edu/~kriz/cifar.html (the python version)",
-        folder,
-        (*train, validation, meta),
-        f"{', '.join(train)}    the training split\n{validation}    the validation split\n"
-        f"{meta}    the names of the classes",
-    )
+@dataclass(frozen=True)
+class Cifar:
+    """The files of CIFAR-10 or CIFAR-100."""
 
-    def entries(place: Path, name: str, *keys: str) -> list[Any]:
+    published: Published
+    train: tuple[str, ...]
+    validation: str
+    meta: str
+    """File of the names of the classes"""
+    prefix: str
+    """Of the keys in the files"""
+
+    def entries(self, place: Path, name: str, *keys: str) -> list[Any]:
         """Values of these keys in a file."""
         try:
             with open(in_any_case(place, name), "rb", opener=only_regular) as opened:
@@ -173,27 +178,48 @@ def _cifar(
                 "changed it. Nothing was run. Remove the data set and fetch it from its publisher."
             ) from None
         except Exception as error:  # a damaged file can raise nearly anything
-            raise published.damaged(place, f"{name} cannot be read ({type(error).__name__}: {error})") from None
+            why = f"{name} cannot be read ({type(error).__name__}: {error})"
+            raise self.published.damaged(place, why) from None
 
-    def read(place: Path, name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, place: Path, name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Pixels (N x H x W x C) and labels of one file."""
-        pixels, labels = map(np.asarray, entries(place, name, "data", f"{prefix}labels"))
+        pixels, labels = map(np.asarray, self.entries(place, name, "data", f"{self.prefix}labels"))
         if pixels.dtype != np.uint8 or pixels.shape != (len(labels), int(np.prod(SHAPE))) or not len(labels):
-            raise published.damaged(place, f"{name} does not hold images of 32 x 32")
+            raise self.published.damaged(place, f"{name} does not hold images of 32 x 32")
         if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= number:
-            raise published.damaged(place, f"{name} has labels beyond its {number} classes")
+            raise self.published.damaged(place, f"{name} has labels beyond its {number} classes")
         return pixels.reshape(-1, *SHAPE).transpose(0, 2, 3, 1), labels.astype(np.int64)
 
-    def samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
-        place = published.folder_of(data)
-        (found,) = entries(place, meta, f"{prefix}label_names")
+    def samples(self, data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
+        place = self.published.folder_of(data)
+        (found,) = self.entries(place, self.meta, f"{self.prefix}label_names")
         names = [name.decode() if isinstance(name, bytes) else str(name) for name in found]
         check_class_count(len(names), num_classes, f"The data set {data.DATASET}")
-        files = (*(train if part in ("train", "all") else ()), *([validation] if part != "train" else ()))
-        pixels, labels = map(np.concatenate, zip(*(read(place, name, len(names)) for name in files), strict=True))
-        return ArraySamples(pixels, labels, names, f"{data.DATASET}:{'test' if part == 'val' else part}")
+        files = []
+        if part in ("train", "all"):
+            files += self.train
+        if part != "train":
+            files.append(self.validation)
+        contents = [self.read(place, name, len(names)) for name in files]
+        pixels = np.concatenate([of_file for of_file, _ in contents])
+        labels = np.concatenate([of_file for _, of_file in contents])
+        title = "test" if part == "val" else part
+        return ArraySamples(pixels, labels, names, owner=f"{data.DATASET}:{title}")
 
-    return Source(samples, arrays="cropped", fetches=True)
+
+def _cifar(
+    classes: int, megabytes: int, folder: str, train: tuple[str, ...], validation: str, meta: str, prefix: str
+) -> Source:
+    published = Published(
+        fetcher=f"CIFAR{classes}",
+        megabytes=megabytes,
+        page="https://www.cs.toronto.edu/~kriz/cifar.html (the python version)",
+        folder=folder,
+        required=(*train, validation, meta),
+        layout=f"{', '.join(train)}    the training split\n{validation}    the validation split\n"
+        f"{meta}    the names of the classes",
+    )
+    return Source(Cifar(published, train, validation, meta, prefix).samples, arrays="cropped", fetches=True)
 
 
 BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))

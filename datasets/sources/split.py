@@ -90,7 +90,8 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
     # Rounding down gives too few; the classes with the largest remainders give one more each.
     missing = max(0, math.ceil(round(len(labels) * fraction, 6)) - counts.sum())  # 70 * 0.1 is a little more than 7
     by_remainder = np.argsort(counts - exact, kind="stable")
-    counts[by_remainder[counts[by_remainder] < sizes[by_remainder] - 1][:missing]] += 1
+    can_give = counts[by_remainder] < sizes[by_remainder] - 1
+    counts[by_remainder[can_give][:missing]] += 1
     validation = np.concatenate([of_class[:count] for of_class, count in zip(members, counts, strict=True)])
     return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)
 

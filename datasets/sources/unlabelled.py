@@ -26,8 +26,11 @@ def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
     validation = _validation_folder(root)
     if part != "all":  # without a folder for validation, it is taken from those of the training
         folder = {"train": "", "val": validation or "", "test": TEST}[part]
-        others = tuple(f"{name}/" for name in (validation, TEST) if name)
-        paths = [path for path in paths if (path.startswith(f"{folder}/") if folder else not path.startswith(others))]
+        if folder:
+            paths = [path for path in paths if path.startswith(f"{folder}/")]
+        else:
+            others = tuple(f"{name}/" for name in (validation, TEST) if name)
+            paths = [path for path in paths if not path.startswith(others)]
         if not paths:
             raise UserError(f"DATA.DATA_PATH (-data_path): {root / folder} has no images ({' '.join(ENDINGS)}).")
     files = FileSamples(root, paths, np.zeros(len(paths), dtype=np.int64), None)

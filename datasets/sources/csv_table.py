@@ -63,7 +63,9 @@ class _Header:
     """The names of a table's columns, and what the columns hold, by DATA.COLUMNS, DATA.GROUP or their names."""
 
     def __init__(self, file: Path, names: list[str], data: DataConfig) -> None:
-        self.file, self.names, self.data = file, names, data
+        self.file = file
+        self.names = names
+        self.data = data
         self.folded = [name.casefold() for name in names]
         self.given: dict[str, str] = dict(re.findall(COLUMN, data.COLUMNS or ""))
 
@@ -83,33 +85,46 @@ class _Header:
         With DATA.MULTI_LABEL and no column of labels, all but those of paths are classes. Two columns may have any
         names.
         """
-        targets = (*TARGETS, *PLURALS) if self.data.MULTI_LABEL else TARGETS
+        targets = TARGETS + PLURALS if self.data.MULTI_LABEL else TARGETS
         names = (self.given["label"],) if "label" in self.given else targets
         own = [place for place, name in enumerate(self.names) if name != self.data.GROUP and place != split]
-        paths, labels = self.files(), self.first_of(names)
+        paths = self.files()
+        labels = self.first_of(names)
         if len(own) == 2 and not (self.data.MULTI_LABEL or self.given or (paths and labels)):
-            if any(self.names[place].lower().endswith(ENDINGS) for place in own):
-                raise UserError(f"{self.file} has no header: its first line is {', '.join(self.names)}. {ADVICE}")
-            path, label = own
-            if path in labels or label in paths[:1]:
-                path, label = label, path
-            paths, labels = [path], [label]
-            read = f"{self.names[path]!r} is read as the path, {self.names[label]!r} as the label"
-            warn_once(f"{self.file}: the column {read}. {ADVICE}")
+            path, label = self.of_any_names(own, paths, labels)
+            paths = [path]
+            labels = [label]
         if not paths:
             raise self.lacks(PATHS)
         called = self.folded
         if not labels:
-            if not self.data.MULTI_LABEL or "label" in self.given:
-                raise self.lacks(names)
-            labels, called = [place for place in own if place not in paths], self.names  # classes may be a and A
-            if len(labels) < 2:
-                what = f"neither a column called {' or '.join(names)} nor one column per class"
-                raise UserError(f"{self.file} has {what}. {LAYOUT.format(root=self.file.parent)}")
-        for place in (*paths, *labels):
+            labels = self.class_columns(own, paths, names)
+            called = self.names  # classes may be a and A
+        for place in paths + labels:
             if called.count(called[place]) > 1:
                 raise UserError(f"{self.file}: two columns are called {self.names[place]!r}; remove or rename one.")
         return paths, labels
+
+    def of_any_names(self, own: list[int], paths: list[int], labels: list[int]) -> tuple[int, int]:
+        """Places of the path and the label, if a table has two columns, of which at most one has a usual name."""
+        if any(self.names[place].lower().endswith(ENDINGS) for place in own):
+            raise UserError(f"{self.file} has no header: its first line is {', '.join(self.names)}. {ADVICE}")
+        path, label = own
+        if path in labels or label in paths[:1]:
+            path, label = label, path
+        read = f"{self.names[path]!r} is read as the path, {self.names[label]!r} as the label"
+        warn_once(f"{self.file}: the column {read}. {ADVICE}")
+        return path, label
+
+    def class_columns(self, own: list[int], paths: list[int], names: Sequence[str]) -> list[int]:
+        """Places of the columns that are classes. `names`: of a column of labels, which the table lacks."""
+        if not self.data.MULTI_LABEL or "label" in self.given:
+            raise self.lacks(names)
+        classes = [place for place in own if place not in paths]
+        if len(classes) < 2:
+            what = f"neither a column called {' or '.join(names)} nor one column per class"
+            raise UserError(f"{self.file} has {what}. {LAYOUT.format(root=self.file.parent)}")
+        return classes
 
     def files(self) -> list[int]:
         """Places of the columns of paths: one, or those of several files per image."""
@@ -124,17 +139,19 @@ class _Header:
         numbers = sorted(found)
         names = ", ".join(self.names[found[number]] for number in numbers)
         of_image = f"{self.file}: the columns {names} are the files of an image"
-        if gap := next((number for number in range(numbers[0], numbers[-1]) if number not in found), None):
-            raise UserError(f"{of_image}, but there is none with number {gap}.")
+        for number in range(numbers[0], numbers[-1]):
+            if number not in found:
+                raise UserError(f"{of_image}, but there is none with number {number}.")
         warn_once(f"{of_image}, in the order of its channels.", logging.INFO)
         return [found[number] for number in numbers]
 
     def lacks(self, names: Sequence[str], labelled: bool = True) -> UserError:
         """The error for a column of paths or labels that has none of these names."""
-        suggestion = next((text for name in self.folded if (text := nearest(name, names))), "")
-        what = f"no column {' or '.join(names)}; its columns are {', '.join(self.names) or 'none'}.{suggestion}"
+        suggestions = (nearest(name, names) for name in self.folded)
+        suggestion = next(filter(None, suggestions), "")
+        own = ", ".join(self.names) or "none"
         advice = f" {ADVICE} {LAYOUT.format(root=self.file.parent)}" if labelled else ""
-        return UserError(f"{self.file} has {what}{advice}")
+        return UserError(f"{self.file} has no column {' or '.join(names)}; its columns are {own}.{suggestion}{advice}")
 
 
 @dataclass(frozen=True)
@@ -163,7 +180,10 @@ class _Table:
 
     def each(self) -> list[tuple[int, str]]:
         """All labels, each with its row."""
-        return [(row, label) for row, of_image in enumerate(self.sets) for label in of_image]
+        found = []
+        for row, of_image in enumerate(self.sets):
+            found += [(row, label) for label in of_image]
+        return found
 
     def is_numbered(self) -> bool:
         """Whether the labels are numbers, as the first one says."""
@@ -176,7 +196,8 @@ class _Table:
         """The numbers in `each`, checked."""
         found = []
         for row, text in self.each():
-            if (label := _whole_number(text)) is None:
+            label = _whole_number(text)
+            if label is None:
                 raise UserError(f"{self.where(row)}: the label {text!r} is not a whole number, but the first label is.")
             check_label(label, num_classes, self.where(row))
             found.append(label)
@@ -196,25 +217,12 @@ class _Table:
         if isinstance(classes, range):
             if counted:
                 self.check_gaps()
-            names, numbers = None, self.label_numbers(width)
+            names = None
+            numbers = self.label_numbers(width)
         else:
             check_class_count(len(classes), num_classes, f"The table {training.file}")
-            if self.columns is not None and set(self.columns) != set(classes):
-                missing = sorted({*self.columns} ^ {*classes})
-                raise UserError(f"{self.file} and {training.file} need the same columns: one lacks {missing[0]}.")
-            number_of = {name: label for label, name in enumerate(classes)}
-            for row, name in self.each():
-                if name not in number_of:
-                    raise UserError(
-                        f"{self.where(row)}: {training.file} has no class {name!r}.{nearest(name, classes)} "
-                        "Every class in the validation split must also be in the training split."
-                    )
-                if not self.several and _whole_number(name) is not None:
-                    raise UserError(
-                        f"{self.where(row)}: the target {name} is a number, but {training.sets[0][0]!r} in "
-                        f"{training.where(0)} is a name. Give all targets as names, or all as whole numbers."
-                    )
-            names, numbers = classes, [number_of[name] for _, name in self.each()]
+            names = classes
+            numbers = self.numbers_of_names(training, classes)
         if self.several:
             labels = np.zeros((len(self.sets), width), dtype=np.uint8)
             labels[[row for row, _ in self.each()], numbers] = 1
@@ -224,16 +232,37 @@ class _Table:
         files.groups = self.groups or None
         return files
 
+    def numbers_of_names(self, training: _Table, classes: list[str]) -> list[int]:
+        """The numbers of the names in `each`, checked. `classes`: names of those of `training`."""
+        if self.columns is not None and set(self.columns) != set(classes):
+            missing = min(set(self.columns) ^ set(classes))
+            raise UserError(f"{self.file} and {training.file} need the same columns: one lacks {missing}.")
+        number_of = {name: label for label, name in enumerate(classes)}
+        for row, name in self.each():
+            if name not in number_of:
+                raise UserError(
+                    f"{self.where(row)}: {training.file} has no class {name!r}.{nearest(name, classes)} "
+                    "Every class in the validation split must also be in the training split."
+                )
+            if not self.several and _whole_number(name) is not None:
+                raise UserError(
+                    f"{self.where(row)}: the target {name} is a number, but {training.sets[0][0]!r} in "
+                    f"{training.where(0)} is a name. Give all targets as names, or all as whole numbers."
+                )
+        return [number_of[name] for _, name in self.each()]
+
     def log_separator(self) -> None:
         """Log what separates labels; without such lines, warn of a label that looks like a list."""
         if any(len(labels) > 1 for labels in self.sets):
             log.info("%s: the labels of an image are separated by %r.", self.file, self.separator)
             return
-        marks, do = (" ", "separate them by ';'") if self.several else (";|", "set DATA.MULTI_LABEL=true")
-        looks_like_list = (row for row, label in self.each() if any(mark in label for mark in marks))
-        if (row := next(looks_like_list, None)) is not None:
-            what = f"{self.where(row)}: the label {self.sets[row][0]!r} is read as one class."
-            log.warning("%s If it lists several labels, %s.", what, do)
+        marks = " " if self.several else ";|"
+        do = "separate them by ';'" if self.several else "set DATA.MULTI_LABEL=true"
+        for row, label in self.each():
+            if any(mark in label for mark in marks):
+                what = f"{self.where(row)}: the label {self.sets[row][0]!r} is read as one class."
+                log.warning("%s If it lists several labels, %s.", what, do)
+                return
 
     def check_gaps(self) -> None:
         rows = [row for row, _ in self.each()]
@@ -269,7 +298,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
             split_files(table.labelled(first, num_classes), data, None)
         for row, path in enumerate(table.paths):
             other, before = row_of.setdefault(path, (table, row))
-            if {*other.sets[before]} != {*table.sets[row]}:
+            if set(other.sets[before]) != set(table.sets[row]):
                 what = f"{table.where(row)}: {path.partition(OF_SEVERAL)[0]} has other labels in {other.where(before)}."
                 raise UserError(f"{what} An image has one label, or, with DATA.MULTI_LABEL, all of them in one line.")
         check_first_files(table.file, table.paths, data, table.root)
@@ -284,10 +313,11 @@ def _files(data: DataConfig) -> dict[Part, tuple[Path, str]]:
     if root.is_file():
         return {part: (root, name) for part, name in _splits_in(root, data).items()}
     parts = parts_in_files(root, data, table_name)
-    if missing := next((part for part in ("train", "val") if parts.keys().isdisjoint((part, "all"))), None):
-        problem = no_file(root / table_name(missing) if root.is_dir() else root)
-        key = "DATA.DATA_PATH (-data_path)" if given == data.DATA_PATH else "DATA.DATASET (-dataset)"
-        raise UserError(f"{key}: {problem}. {LAYOUT.format(root=root)}")
+    for part in ("train", "val"):
+        if part not in parts and "all" not in parts:
+            problem = no_file(root / table_name(part) if root.is_dir() else root)
+            key = "DATA.DATA_PATH (-data_path)" if given == data.DATA_PATH else "DATA.DATASET (-dataset)"
+            raise UserError(f"{key}: {problem}. {LAYOUT.format(root=root)}")
     return {part: (root / file, "") for part, file in parts.items()}
 
 
@@ -295,7 +325,8 @@ def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
     """The splits that a single table's column of splits names, and their names there; `all` without such a column."""
     rows = _rows(file, data)
     _, header = next(rows)
-    if (place := _Header(file, header, data).split()) is None:
+    place = _Header(file, header, data).split()
+    if place is None:
         return {"all": ""}
     line_of: dict[str, int] = {}
     for number, fields in rows:
@@ -303,11 +334,12 @@ def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
     column = f"the column {header[place]!r}"
     if TRAIN not in line_of or len(line_of) == 1:
         if len(header) > 2 and not data.MULTI_LABEL:  # else it has the labels
-            what = f"{column} is not read as splits: it holds {some_of([*line_of])}, not train and val or test"
+            what = f"{column} is not read as splits: it holds {some_of(list(line_of))}, not train and val or test"
             warn_once(f"{file}: {what}. DATA.GROUP={header[place]} keeps images of one value together.")
         return {"all": ""}
-    if (wrong := next((name for name in line_of if name not in SPLIT_NAMES), None)) is not None:
-        raise UserError(f"{file}:{line_of[wrong]}: {column} holds {wrong!r}; it must hold train, val or test.")
+    for name, number in line_of.items():
+        if name not in SPLIT_NAMES:
+            raise UserError(f"{file}:{number}: {column} holds {name!r}; it must hold train, val or test.")
     names = [name for name in SPLIT_NAMES if name in line_of]
     warn_once(f"{file}: {column} says which split an image is in: {', '.join(names)}.", logging.INFO)
     return named_parts(names, file, data)
@@ -326,7 +358,8 @@ def _read_part(files: dict[Part, tuple[Path, str]], part: Part, training: _Table
 def _root(file: Path, paths: Sequence[str], data: DataConfig) -> Path:
     """The folder that paths in a table are relative to: its own, or DATA_PATH if images of the first lines are there
     alone."""
-    own, other = file.parent, Path(data.DATA_PATH or file.parent).expanduser()
+    own = file.parent
+    other = Path(data.DATA_PATH or own).expanduser()
     first = [path.partition(OF_SEVERAL)[0] for path in paths[:PROBED]]
     is_elsewhere = not any((own / path).exists() for path in first) and any((other / path).exists() for path in first)
     return other if is_elsewhere else own
@@ -370,8 +403,11 @@ def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = Non
     split = columns.split() if split_name else None
     paths_at, targets = columns.places(split)
     group = [header.index(data.GROUP)] if data.GROUP in header else []
-    last = max(*paths_at, *targets, *group)
-    paths, texts, numbers, groups = [], [], [], []
+    last = max(paths_at + targets + group)
+    paths: list[str] = []
+    texts: list[list[str]] = []
+    numbers: list[int] = []
+    groups: list[str] = []
     for number, fields in rows:
         if split is not None and _split_named(fields, split) != split_name:
             continue
@@ -384,12 +420,25 @@ def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = Non
         groups += [fields[place] for place in group]
     if not paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
-    classes = [header[place] for place in targets] if len(targets) > 1 else None
-    if separator is None:
-        separator = next((one for one in SEPARATORS if any(one in fields[0] for fields in texts)), ";")
-    table = _Table(file, data.MULTI_LABEL, classes, paths, _root(file, paths, data), numbers, groups, separator)
+    table = _Table(
+        file=file,
+        several=data.MULTI_LABEL,
+        columns=[header[place] for place in targets] if len(targets) > 1 else None,
+        paths=paths,
+        root=_root(file, paths, data),
+        numbers=numbers,
+        groups=groups,
+        separator=_separator_in(texts) if separator is None else separator,
+    )
     table.sets.extend(_label_set(fields, table, table.where(row)) for row, fields in enumerate(texts))
     return table
+
+
+def _separator_in(texts: list[list[str]]) -> str:
+    for separator in SEPARATORS:
+        if any(separator in fields[0] for fields in texts):
+            return separator
+    return ";"
 
 
 def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
@@ -410,8 +459,9 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
     labels = tuple(part.strip() for part in text.split(table.separator)) if text else ()
     if "" in labels:
         raise UserError(f"{where}: {text!r} has an empty label; separate labels by one {table.separator}")
-    if repeated := next((label for label in labels if labels.count(label) > 1), None):
-        raise UserError(f"{where}: the label {repeated!r} appears twice; give each label once.")
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f"{where}: the label {label!r} appears twice; give each label once.")
     return labels
 
 
@@ -428,7 +478,11 @@ def images_in_table(file: Path, data: DataConfig) -> list[str]:
         of_image = [check_path(fields[place] if place < len(fields) else "", f"{file}:{number}") for place in places]
         paths.append(OF_SEVERAL.join(of_image))
     root = _root(file, paths, data)
-    return [OF_SEVERAL.join(str(root / path) for path in of_image.split(OF_SEVERAL)) for of_image in paths]
+    found = []
+    for of_image in paths:
+        files = [str(root / path) for path in of_image.split(OF_SEVERAL)]
+        found.append(OF_SEVERAL.join(files))
+    return found
 
 
 def _whole_number(text: str) -> int | None:

@@ -22,15 +22,20 @@ IN_NAMES = {
 
 def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the training and the validation split, each ascending, of `labels` (samples x classes)."""
-    fold, images = data.fold, len(labels)
+    fold = data.fold
+    images = len(labels)
     if fold is not None:
-        sizes = [images // fold.folds + (number < images % fold.folds) for number in range(fold.folds)]
-        validation, purpose = fold.number - 1, "folds"
+        each, more = divmod(images, fold.folds)
+        sizes = [each + 1 if number < more else each for number in range(fold.folds)]
+        validation = fold.number - 1
+        purpose = "folds"
     else:
         count = min(math.ceil(round(images * data.VAL_FRACTION, 6)), images - 1)
         if not count:
             raise UserError("One image is too few for a validation split. Add images, or a split of your own.")
-        sizes, validation, purpose = [count, images - count], 0, "split"
+        sizes = [count, images - count]
+        validation = 0
+        purpose = "split"
     generator = generator_of(data.SPLIT_SEED, purpose)
     subset_of = stratified(labels, sizes, generator.permutation(images))
     return np.flatnonzero(subset_of != validation), np.flatnonzero(subset_of == validation)
@@ -41,7 +46,8 @@ def stratified(labels: np.ndarray, sizes: Sequence[int], order: np.ndarray) -> n
     columns = np.ascontiguousarray(labels[order].T)
     # The samples of a label decide which of two equally rare labels is first, so the order of columns does not.
     columns = columns[sorted(range(len(columns)), key=lambda label: columns[label].tobytes())]
-    left, room = columns.sum(1, dtype=np.int64), list(sizes)
+    left = columns.sum(1, dtype=np.int64)
+    room = list(sizes)
     wanted = np.outer(left, np.array(sizes) / len(labels)).tolist()
     placed = np.full(len(labels), -1)
     # The rarest label first: later, its samples would be where other labels need them.
@@ -75,7 +81,8 @@ def groups_in_paths(paths: Iterable[str], data: DataConfig) -> list[str]:
     if data.GROUP in IN_NAMES:
         paths = (path.partition("\0")[0] for path in paths)  # the first of several files of an image
     for path in paths:
-        if (found := pattern.search(path)) is None or found[pattern.groups] is None:
+        found = pattern.search(path)
+        if found is None or found[pattern.groups] is None:
             raise UserError(
                 f"{what}: not found in {path!r}. Name a pattern of every path, as (id[0-9]+)_, or a column."
             )
@@ -91,13 +98,21 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
     """
     names, group_of = np.unique(np.array(groups), return_inverse=True)
     fold = data.fold
-    shares = np.array([1 / fold.folds] * fold.folds if fold else [data.VAL_FRACTION, 1 - data.VAL_FRACTION])
-    validation, purpose = (fold.number - 1, "folds") if fold else (0, "split")
+    if fold:
+        shares = np.full(fold.folds, 1 / fold.folds)
+        validation = fold.number - 1
+        purpose = "folds"
+        too_few = f"fewer than the {fold.folds} folds"
+    else:
+        shares = np.array([data.VAL_FRACTION, 1 - data.VAL_FRACTION])
+        validation = 0
+        purpose = "split"
+        too_few = "too few for two splits"
     if len(names) < len(shares):
-        wanted = f"fewer than the {fold.folds} folds" if fold else "too few for two splits"
-        raise UserError(f"DATA.GROUP {data.GROUP}: {counted(len(names), 'group')}, {wanted}; groups stay whole.")
+        raise UserError(f"DATA.GROUP {data.GROUP}: {counted(len(names), 'group')}, {too_few}; groups stay whole.")
     # The images of each class in each group, after the number of all of them.
-    of_group = np.zeros((len(names), 1 + (labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1)))
+    classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
+    of_group = np.zeros((len(names), 1 + classes))
     np.add.at(of_group[:, 0], group_of, 1)
     if labels.ndim == 2:
         np.add.at(of_group[:, 1:], group_of, labels)
@@ -105,6 +120,19 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
         np.add.at(of_group, (group_of, 1 + labels), 1)
     order = generator_of(data.SPLIT_SEED, purpose).permutation(len(names))
     order = order[np.argsort(-of_group[order].sum(1), kind="stable")]
+    validates = placed(of_group, shares, order)[group_of] == validation
+    validating = int(validates.sum())
+    wanted = shares[validation] * len(labels)
+    if not wanted / 1.5 - 1 <= validating <= wanted * 1.5 + 1:
+        warn_once(
+            f"DATA.GROUP {data.GROUP}: {validating:,} of {len(labels):,} images validate, not {math.ceil(wanted):,}, "
+            "since groups are not divided."
+        )
+    return np.flatnonzero(~validates), np.flatnonzero(validates)
+
+
+def placed(of_group: np.ndarray, shares: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """The subset of each group. `of_group`: its images in all, and of each class; `order`: the largest first."""
     total = of_group.sum(0)
     scale = np.where(total > 0, total, 1)  # a class of few images counts as much as a large one
     missing = shares[:, None] * np.ones(len(total))
@@ -120,11 +148,4 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
         richest = int(np.bincount(subset_of, minlength=len(shares)).argmax())
         smallest = next(group for group in order[::-1].tolist() if subset_of[group] == richest)
         subset_of[smallest] = subset
-    validates = subset_of[group_of] == validation
-    validating, wanted = int(validates.sum()), shares[validation] * len(labels)
-    if not wanted / 1.5 - 1 <= validating <= wanted * 1.5 + 1:
-        warn_once(
-            f"DATA.GROUP {data.GROUP}: {validating:,} of {len(labels):,} images validate, not {math.ceil(wanted):,}, "
-            "since groups are not divided."
-        )
-    return np.flatnonzero(~validates), np.flatnonzero(validates)
+    return subset_of

@@ -52,6 +52,32 @@ class CommandLine:
     """-host, -port, -rank and -world_size, for utils.distributed.launchers.read_world."""
 
 
+@dataclass
+class _Found:
+    """The words of a command line, sorted."""
+
+    flags: list[str] = field(default_factory=list)
+    """Each with its value in one word"""
+    positionals: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    words: dict[str, str] = field(default_factory=dict)
+    """KEY=VALUE"""
+    unknown: list[tuple[str, str]] = field(default_factory=list)
+    """Flags of other programs, with their values"""
+    strays: list[UserError] = field(default_factory=list)
+    before: Flag | None = None
+    """The flag that the last word was"""
+
+    def the_folder(self) -> str:
+        """The folder that is the value of -data_path, which nothing else may give."""
+        named = self.folders + [flag for flag in self.flags if flag.startswith("-data_path=")]
+        if "DATA.DATA_PATH" in self.words:
+            named.append("DATA.DATA_PATH")
+        if len(named) > 1:
+            raise UserError(f"{' and '.join(named)} name the data more than once; give one folder.")
+        return self.folders[0]
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with the rules of this module.
 
@@ -68,18 +94,16 @@ class Parser(argparse.ArgumentParser):
         settings: bool = True,
         end: str | None = None,
     ) -> None:
-        usage = [
-            "python",
-            program,
-            *(f"{one.metavar}{' ...' if one.nargs in ('+', '*') else ''}" for one in positionals),
-        ]
+        self.settings = settings
+        self.positionals = positionals
+        self.takes_many = any(one.nargs in ("+", "*") for one in positionals)
         self.takes_folder = settings and all(one.nargs == "?" for one in positionals)
         """Whether a word that is a folder of images is the value of -data_path."""
-        usage += ["[DIR]"] if self.takes_folder else []
-        usage += ["[-flag value ...]", *(["[KEY=VALUE ...]"] if settings else [])]
+        self.known: dict[str, Flag] = {}
+        """Flags by all their names."""
         super().__init__(
             program,
-            help_here(" ".join(usage)).replace("%", "%%"),
+            help_here(self._usage(program)).replace("%", "%%"),
             help_here(about),
             end,
             add_help=False,
@@ -87,25 +111,48 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=WIDTH),
         )
-        self.settings, self.positionals = settings, positionals
-        self.known: dict[str, Flag] = {}
-        """Flags by all their names."""
-        for title, flags in (*groups.items(), ("", (*hidden, IGNORED))):
-            group = self.add_argument_group(title) if title else self
-            for one in positionals if title == next(iter(groups)) else ():
-                options: dict[str, Any] = {"metavar": one.metavar, "nargs": one.nargs, "help": one.about}
-                group.add_argument(one.name, type=partial(value_of, one.metavar, one), **options)
+        first = next(iter(groups))
+        for title, flags in groups.items():
+            group = self.add_argument_group(title)
+            if title == first:
+                self._add_positionals(group)
             for flag in flags:
-                if flag.name in self.known:  # a tool's own, which has the name of a hidden one
-                    continue
-                self.known |= {name: flag for name in (flag.name, *flag.also) if name not in self.known}
-                text = help_text(flag).replace("%", "%%") if title else argparse.SUPPRESS
-                options = {"dest": flag.name, "required": flag.required, "help": text, "action": "store_true"}
-                if flag.value:
-                    options |= {"action": "append" if flag.append else "store", "metavar": flag.value.strip("[]")}
-                    options["type"] = partial(value_of, f"-{flag.name}", flag)
-                    options |= {"nargs": "?", "const": flag.const} if flag.optional_value else {}
-                group.add_argument(f"-{flag.name}", **options)
+                self._add_flag(group, flag, help_text(flag).replace("%", "%%"))
+        for flag in (*hidden, IGNORED):
+            self._add_flag(self, flag, argparse.SUPPRESS)
+
+    def _usage(self, program: str) -> str:
+        usage = ["python", program]
+        for one in self.positionals:
+            usage.append(f"{one.metavar} ..." if one.nargs in ("+", "*") else one.metavar)
+        if self.takes_folder:
+            usage.append("[DIR]")
+        usage.append("[-flag value ...]")
+        if self.settings:
+            usage.append("[KEY=VALUE ...]")
+        return " ".join(usage)
+
+    def _add_positionals(self, group: argparse._ActionsContainer) -> None:
+        for one in self.positionals:
+            options: dict[str, Any] = {"metavar": one.metavar, "nargs": one.nargs, "help": one.about}
+            group.add_argument(one.name, type=partial(value_of, one.metavar, one), **options)
+
+    def _add_flag(self, group: argparse._ActionsContainer, flag: Flag, text: str) -> None:
+        if flag.name in self.known:  # a tool's own, which has the name of a hidden one
+            return
+        for name in (flag.name, *flag.also):
+            self.known.setdefault(name, flag)
+        options: dict[str, Any] = {"dest": flag.name, "required": flag.required, "help": text}
+        if flag.value:
+            options["action"] = "append" if flag.append else "store"
+            options["metavar"] = flag.value.strip("[]")
+            options["type"] = partial(value_of, f"-{flag.name}", flag)
+            if flag.optional_value:
+                options["nargs"] = "?"
+                options["const"] = flag.const
+        else:
+            options["action"] = "store_true"
+        group.add_argument(f"-{flag.name}", **options)
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         """The values of flags and positional arguments by name, and the KEY=VALUE words. -h prints and exits with 0.
@@ -113,57 +160,62 @@ class Parser(argparse.ArgumentParser):
         After `--`, every word is positional: `predict.py RUN -- A=b.png`.
         """
         end = argv.index("--") if self.positionals and "--" in argv else len(argv)
-        rest, files = list(argv[:end]), argv[end + 1 :]
-        if any(match and match[1] in ("h", "help") for match in map(FLAG.fullmatch, rest)):
+        rest = list(argv[:end])
+        matches = [FLAG.fullmatch(text) for text in rest]
+        if any(match and match[1] in ("h", "help") for match in matches):
             print(self.format_help(), end="")
             sys.exit(EXIT_DONE)
-        flags: list[str] = []
-        positionals: list[str] = []
-        folders: list[str] = []
-        words: dict[str, str] = {}
-        unknown: list[tuple[str, str]] = []
-        strays: list[UserError] = []
-        before: Flag | None = None
-        many = any(one.nargs in ("+", "*") for one in self.positionals)
+        found = _Found()
         while rest:
             text = rest.pop(0)
             match = FLAG.fullmatch(text)
             if match is None:
-                word = WORD.fullmatch(text) if self.settings else None
-                # One of our keys in small letters is a mistake, for which there is a suggestion.
-                if word and (word[1].isupper() or word[1].upper() not in settings()):
-                    words[word[1]] = word[2]
-                elif self.takes_folder and _may_hold_data(Path(text)):
-                    folders.append(text)
-                elif (len(positionals) < len(self.positionals) or many) and not (self.settings and "=" in text):
-                    positionals.append(text)
-                else:
-                    from utils.foreign_flags import unrecognised
-
-                    strays.append(unrecognised(text, before, self.known, self.settings, convert=value_of))
-                before = None
-                continue
-            before, value = self.known.get(match[1].replace("-", "_")), match[2]
-            if before is None:
-                unknown.append((text.partition("=")[0], _take_foreign_value(rest) if value is None else value))
-                continue
-            if value is None:
-                value = self._take_value(before, rest)
-            elif not before.value:
-                raise UserError(f"{text}: -{before.name} takes no value; leave out '={value}'")
-            flags.append(f"-{before.name}" if value is None else f"-{before.name}={value}")
-        if unknown or strays:
+                self._sort_word(text, found)
+            else:
+                self._sort_flag(text, match, rest, found)
+        if found.unknown or found.strays:
             from utils.foreign_flags import unknown_flags
 
-            raise unknown_flags(unknown, strays, self.known, self.settings)
-        positionals += files
-        if folders:
-            named = [*folders, *(flag for flag in flags if flag.startswith("-data_path="))]
-            named += [key for key in words if key == "DATA.DATA_PATH"]
-            if len(named) > 1:
-                raise UserError(f"{' and '.join(named)} name the data more than once; give one folder.")
-            flags.append(f"-data_path={folders[0]}")
-        return vars(self.parse_args([*flags, *(["--"] if positionals else []), *positionals])), words
+            raise unknown_flags(found.unknown, found.strays, self.known, self.settings)
+        words = found.flags
+        if found.folders:
+            words.append(f"-data_path={found.the_folder()}")
+        positionals = found.positionals + list(argv[end + 1 :])
+        if positionals:
+            words.append("--")
+        return vars(self.parse_args(words + positionals)), found.words
+
+    def _sort_word(self, text: str, found: _Found) -> None:
+        """Sort a word that is no flag."""
+        word = WORD.fullmatch(text) if self.settings else None
+        takes_another = self.takes_many or len(found.positionals) < len(self.positionals)
+        # One of our keys in small letters is a mistake, for which there is a suggestion.
+        if word and (word[1].isupper() or word[1].upper() not in settings()):
+            found.words[word[1]] = word[2]
+        elif self.takes_folder and _may_hold_data(Path(text)):
+            found.folders.append(text)
+        elif takes_another and not (self.settings and "=" in text):
+            found.positionals.append(text)
+        else:
+            from utils.foreign_flags import unrecognised
+
+            found.strays.append(unrecognised(text, found.before, self.known, self.settings, convert=value_of))
+        found.before = None
+
+    def _sort_flag(self, text: str, match: re.Match[str], rest: list[str], found: _Found) -> None:
+        """Sort a flag, with its value, which may be the next of the words that are left."""
+        flag = self.known.get(match[1].replace("-", "_"))
+        found.before = flag
+        value = match[2]
+        if flag is None:
+            theirs = _take_foreign_value(rest) if value is None else value
+            found.unknown.append((text.partition("=")[0], theirs))
+            return
+        if value is None:
+            value = self._take_value(flag, rest)
+        elif not flag.value:
+            raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
+        found.flags.append(f"-{flag.name}" if value is None else f"-{flag.name}={value}")
 
     def _take_value(self, flag: Flag, rest: list[str]) -> str | None:
         """Remove the next word, if it is the flag's value; None for a flag without one, '' if the value is missing."""
@@ -230,19 +282,28 @@ def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine
     for name, flag in BY_NAME.items():  # batch_size before batch_size_eval
         if name not in given:
             continue
-        source, value = f"-{name}", given[name]
+        source = f"-{name}"
+        value = given[name]
         if flag.append:
-            flags |= {key: (setting, source) for one in value for key, setting in amp_settings(one).items()}
+            for one in value:
+                flags |= {key: (setting, source) for key, setting in amp_settings(one).items()}
         else:
-            flags |= dict.fromkeys(flag.keys, (value, source)) | {key: (own, source) for key, own in flag.sets}
-    actions = [flag for name in given if (flag := BY_NAME.get(name)) and flag.action]
+            flags |= dict.fromkeys(flag.keys, (value, source))
+            flags |= {key: (setting, source) for key, setting in flag.sets}
+    own = [BY_NAME[name] for name in given if name in BY_NAME]
+    actions = [flag for flag in own if flag.action]
     if len(actions) > 1:
         names = " and ".join(f"-{flag.name}" for flag in actions)
         raise UserError(f"{names} exclude each other; give only one")
-    action = actions[0].action if actions else None
-    pattern, trust = given.get("list_models"), "trust" in given
-    ranks = {flag.name: given[flag.name] for flag in RANK_FLAGS if flag.name in given}
-    return CommandLine(given.get("cfg"), flags, words, action or "train", pattern, trust, ranks)
+    return CommandLine(
+        cfg=given.get("cfg"),
+        flags=flags,
+        words=words,
+        action=(actions[0].action if actions else None) or "train",
+        pattern=given.get("list_models"),
+        trust="trust" in given,
+        ranks={flag.name: given[flag.name] for flag in RANK_FLAGS if flag.name in given},
+    )
 
 
 def amp_settings(value: str) -> dict[str, Any]:
@@ -285,4 +346,6 @@ def version_text() -> str:
     """The output of -version, without importing torch, which takes seconds."""
     packages = ("torch", "timm")
     found = dict.fromkeys(packages, "is not installed") | versions(*packages)
-    return "\n".join([f"vitamp {__version__}", *(f"{name} {number}" for name, number in found.items())])
+    lines = [f"vitamp {__version__}"]
+    lines += [f"{name} {number}" for name, number in found.items()]
+    return "\n".join(lines)

@@ -27,7 +27,8 @@ INSTEAD: dict[str, list[str]] = TABLE["instead"]
 ABSENT: dict[str, list[str]] = TABLE["absent"]
 GONE: dict[str, list[str]] = TABLE["gone"]
 MODELS: dict[str, str] = TABLE["models"]
-CLOSE, CLOSE_WORD = 0.7, 0.85
+CLOSE = 0.7
+CLOSE_WORD = 0.85
 """Similarity from which a flag, or a KEY=VALUE word, is taken for one of ours: a wrong suggestion is worse than none"""
 ANY_VALUE = "..."
 """After `KEY=`: the value of the other program means something else here."""
@@ -42,39 +43,43 @@ def unknown_flags(
     end = "-h lists all flags, docs/migrating.md those of other programs"
     if len(lines) + len(strays) == 1:
         return strays[0] if strays else UserError(f"unknown flag {lines[0]} {end}.")
-    found = "".join(f"\n  {line}" for line in (*strays, *lines))
-    what = f"{len(lines) + len(strays)} unknown {'arguments' if strays else 'flags'}"
-    return UserError(f"{what}; {end}:{found}")
+    noun = "arguments" if strays else "flags"
+    every = [str(stray) for stray in strays] + lines
+    return UserError(f"{len(every)} unknown {noun}; {end}:" + "".join(f"\n  {line}" for line in every))
 
 
 def suggest_flag(flag: str, value: str, known: list[str], takes_settings: bool) -> str:
     """' Did you mean TRAIN.SMOOTHING=0.1?' for `-label_smoothing 0.1`; '' if nothing is close. `known`: our flags."""
     name = flag.lstrip("-").replace("-", "_").rpartition(".")[2]
-    if advice := by_table(name, value, known, takes_settings):
+    advice = by_table(name, value, known, takes_settings)
+    if advice:
         return advice
     same = [key for key in settings() if takes_settings and key.rpartition(".")[2] == name.upper()]
     if len(same) == 1:
         return f" Did you mean {_with_value(same[0], value)}?"
-    if intended := closest(name, known, cutoff=0.9):
-        return f" Did you mean -{intended}?"
+    nearly_equal = closest(name, known, cutoff=0.9)
+    if nearly_equal:
+        return f" Did you mean -{nearly_equal}?"
     if same:
-        return suggest(name.upper()).replace("?", f"={value or ANY_VALUE}?")
+        text = value or ANY_VALUE
+        return suggest(name.upper()).replace("?", f"={text}?")
     harmless = [one for one in known if one != "use" or "_" not in name]  # -use executes files
-    intended = closest(name, harmless, CLOSE)
-    return f" Did you mean -{intended}?" if intended else ""
+    similar = closest(name, harmless, CLOSE)
+    return f" Did you mean -{similar}?" if similar else ""
 
 
 def by_table(name: str, value: str, known: Iterable[str], takes_settings: bool = True) -> str:
     """What the table says of a flag or word, such as ' Did you mean TRAIN.SMOOTHING=0.1?'; '' if it is not there."""
+
+    def is_possible(one: str) -> bool:
+        return one.split()[0][1:] in known if one.startswith("-") else takes_settings
+
     for spelt in (f"{name} {value}", f"{name} {value.partition('-')[0]}", name):
-        ours = [
-            _with_value(one, value)
-            for one, theirs in INSTEAD.items()
-            if spelt in theirs and (one.split()[0][1:] in known if one.startswith("-") else takes_settings)
-        ]
+        ours = [_with_value(one, value) for one, theirs in INSTEAD.items() if spelt in theirs and is_possible(one)]
         if ours:
             return f" Did you mean {either(ours)}?"
-        if why := why_not(spelt):
+        why = why_not(spelt)
+        if why:
             return why
     return ""
 
@@ -108,7 +113,8 @@ def _valued(ours: str, value: str) -> str:
     if ours.startswith("-") or "=" in ours:
         return ours
     if not value:
-        return f"{ours}={'true' if 'true' in allowed(ours) else ANY_VALUE}"
+        usual = "true" if "true" in allowed(ours) else ANY_VALUE
+        return f"{ours}={usual}"
     try:
         Config.model_validate(nested({ours: value}))
     except ValidationError:
@@ -159,36 +165,51 @@ def unrecognised(
     """
     key, separator, value = text.partition("=")
     name = key.replace("-", "_")
-    forms = "-flag value or KEY=VALUE" if takes_settings else "-flag value"
-    advice = f" Arguments have the form {forms}; -h lists the flags."
     if text.endswith((".yaml", ".yml")) and "cfg" in known:
-        advice = f" Did you mean -cfg {text}?"
+        advice = f"Did you mean -cfg {text}?"
     elif name in known:
-        flag = known[name]
-        advice = f" Did you mean -{text if separator and flag.value else name}?"
-        if separator and flag.value:
-            try:
-                convert(f"-{name}", flag, value)
-            except UserError as error:
-                advice = f" {error}"
+        advice = _flag_without_dash(text, known[name], convert)
     elif separator and takes_settings:
-        advice = by_table(name, value, known) or _similar_setting(key, value)
-    elif is_run_folder(Path(text)):
+        advice = (by_table(name, value, known) or _similar_setting(key, value)).lstrip()
+    else:
+        advice = _advice_on_path(text, known)
+        if not advice and before is not None and before.name == "amp":
+            advice = amp_advice(text)
+        elif not advice and before is not None and not before.value:
+            advice = f"-{before.name} takes no value."
+    if not advice:
+        forms = "-flag value or KEY=VALUE" if takes_settings else "-flag value"
+        advice = f"Arguments have the form {forms}; -h lists the flags."
+    return UserError(f"unrecognised argument '{text}'. {advice}")
+
+
+def _flag_without_dash(text: str, flag: Flag, convert: Callable[[str, Flag, str], Any]) -> str:
+    key, separator, value = text.partition("=")
+    name = key.replace("-", "_")
+    if not separator or not flag.value:
+        return f"Did you mean -{name}?"
+    try:
+        convert(f"-{name}", flag, value)
+    except UserError as error:
+        return str(error)
+    return f"Did you mean -{text}?"
+
+
+def _advice_on_path(text: str, known: Mapping[str, Flag]) -> str:
+    """What a word may be that names a file or folder; '' for another."""
+    if is_run_folder(Path(text)):
         read_by = f"`{tool('evaluate')} {text}` evaluates it, `{tool('report')} RUN RUN` compares two"
-        advice = f" It is a run: training takes it as -resume {text}, {read_by}."
-    elif "data_path" in known and Path(text).exists():
-        advice = f" Did you mean -data_path {text}?"
-    elif "data_path" in known and "/" in text:
-        advice = " There is no such file or folder for -data_path."
-    elif before is not None and before.name == "amp":
-        advice = f" {amp_advice(text)}"
-    elif before is not None and not before.value:
-        advice = f" -{before.name} takes no value."
-    return UserError(f"unrecognised argument '{text}'.{advice}")
+        return f"It is a run: training takes it as -resume {text}, {read_by}."
+    if "data_path" in known and Path(text).exists():
+        return f"Did you mean -data_path {text}?"
+    if "data_path" in known and "/" in text:
+        return "There is no such file or folder for -data_path."
+    return ""
 
 
 def _similar_setting(key: str, value: str) -> str:
-    name, names = key.rpartition(".")[2], [one.rpartition(".")[2] for one in settings()]
+    name = key.rpartition(".")[2]
+    names = [one.rpartition(".")[2] for one in settings()]
     similar = suggest(key.upper()).replace("?", f"={value}?") if closest(name, names, CLOSE_WORD) else ""
     return similar or " Settings have the form KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
 

@@ -29,7 +29,7 @@ DETAIL = {"detail": True}
 """`extra` of a log line that a terminal with a table of epochs leaves out; log.txt and pipes have it."""
 IN_FULL = {"in_full": True}
 """`extra` of a log line that such a terminal neither shortens nor leaves out before training begins."""
-SHOWN = (*range(32), *range(127, 160), *range(0xDC80, 0xDD00))
+SHOWN = list(range(32)) + list(range(127, 160)) + list(range(0xDC80, 0xDD00))
 IN_LINE = {code: ascii(chr(code))[1:-1] for code in SHOWN}
 """What a line shows of control characters in a name or setting, and of bytes that are not UTF-8"""
 CONTROL = {code: text for code, text in IN_LINE.items() if chr(code) not in "\t\n"}
@@ -143,7 +143,8 @@ def _make_harmless(record: logging.LogRecord) -> bool:
     """Filter of the logger: messages of libraries, too, may have a URL or a file's name in them."""
     if isinstance(record.args, tuple) and str(record.msg).strip() != "%s":  # else it is a text with lines of its own
         record.args = tuple(str(one).translate(IN_LINE) if isinstance(one, str | Path) else one for one in record.args)
-    record.msg, record.args = redacted(record.getMessage()).translate(CONTROL), None
+    record.msg = redacted(record.getMessage()).translate(CONTROL)
+    record.args = None
     return True
 
 
@@ -209,7 +210,8 @@ def _terminal() -> _Terminal | None:
 
 def shorten_on_terminal() -> None:
     """From now on, the terminal, or what takes its place, leaves out details, if this process logs to it."""
-    if terminal := _terminal():
+    terminal = _terminal()
+    if terminal:
         from utils.terminal import Brief
 
         terminal.brief = Brief()
@@ -217,13 +219,15 @@ def shorten_on_terminal() -> None:
 
 def hold_warnings(after: int = MOST_WARNINGS) -> None:
     """Show this many warnings on the terminal, if this process logs to one, and hold the others."""
-    if terminal := _terminal():
+    terminal = _terminal()
+    if terminal:
         terminal.warnings_left = after
 
 
 def stop_holding_warnings(counts: bool = True) -> None:
     """Show all warnings from now on. Those held are in log.txt, and counted on the terminal if `counts`."""
-    if terminal := _terminal():
+    terminal = _terminal()
+    if terminal:
         if terminal.held and counts:
             print_on_terminal(f"{counted(len(terminal.held), 'more warning')} in {LOG}")
         terminal.held.clear()
@@ -232,12 +236,14 @@ def stop_holding_warnings(counts: bool = True) -> None:
 
 def brief_terminal() -> Brief | None:
     """What chooses the lines on the terminal; None where it shows all of them, as pipes and files do."""
-    return terminal.brief if (terminal := _terminal()) else None
+    terminal = _terminal()
+    return terminal.brief if terminal else None
 
 
 def print_on_terminal(text: str) -> None:
     """Print text that log.txt does not get."""
-    if terminal := _terminal():
+    terminal = _terminal()
+    if terminal:
         if terminal.brief is not None:
             terminal.brief.count(text)
         terminal.print(redacted(text), sys.stdout)

@@ -19,9 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.report.intervals import independent_images, paired_interval
-from tools.common.differences import level_of, noise_of
-from utils.text import wilson
+from utils.statistics.crossed import noise_of
+from utils.statistics.differences import bonferroni_level
+from utils.statistics.groups import effective_images
+from utils.statistics.paired import agresti_min
+from utils.statistics.proportions import wilson
 
 BOOTSTRAPS = 200
 ACCURACY = 0.8
@@ -79,7 +81,7 @@ def comparison(ours: np.ndarray, theirs: np.ndarray, groups: np.ndarray | tuple[
     """Of compare.py. Both: seeds x images, whether they are right."""
     ours, theirs = 100.0 * ours, 100.0 * theirs
     every = np.stack([ours.mean(1), theirs.mean(1)])
-    value, reach = float((ours - theirs).mean()), noise_of(ours, theirs, every, groups).reach(level_of(1))
+    value, reach = float((ours - theirs).mean()), noise_of(ours, theirs, every, groups).half_width(bonferroni_level(1))
     return value - reach, value + reach
 
 
@@ -96,7 +98,7 @@ def of_groups(sizes: np.ndarray, alike: float, tries: int) -> dict[str, Row]:
     for _ in range(tries):
         again = rng.integers(0, len(sizes), (BOOTSTRAPS, len(sizes)))
         right = rng.random(len(of)) < rng.beta(ACCURACY * strength, (1 - ACCURACY) * strength, len(sizes))[of]
-        found = wilson(100 * float(right.mean()), independent_images(right, of))
+        found = wilson(100 * float(right.mean()), effective_images(right, of))
         keep("top-1", (found.low, found.high), bootstrap(right, sizes, again))
 
         base = rng.normal(2.2, DIFFICULTY, len(of))
@@ -105,7 +107,7 @@ def of_groups(sizes: np.ndarray, alike: float, tries: int) -> dict[str, Row]:
         ours, theirs = base + OWN * (by_group + by_image) > 0
         drawn = bootstrap(ours.astype(float) - theirs, sizes, again)
         keep("comparison", comparison(ours[None], theirs[None], of), drawn)
-        _, low, high = paired_interval(theirs, ours, of)
+        _, low, high = agresti_min(theirs, ours, of)
         keep("paired", (100 * low, 100 * high), drawn)
     truth = {"top-1": 100 * ACCURACY, "comparison": 0.0, "paired": 0.0}
     return {kind: row_of(each, truth[kind.partition(",")[0]]) for kind, each in ends.items()}

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.report.intervals import paired_interval
-from tools.common.differences import interval, level_of, noise_of, students
+from utils.statistics.crossed import noise_of
+from utils.statistics.differences import bonferroni_level, half_width, student_interval
+from utils.statistics.paired import agresti_min
 
 POINTS, BOOTSTRAPS, MODELS, OTHERS = 3.0, 200, 40, 16
 """Power is that for this true difference. The literature's methods get one try of 16."""
@@ -52,16 +53,20 @@ class Pair(NamedTuple):
 
 def intervals(pair: Pair, every: np.ndarray, others: bool, rng: np.random.Generator) -> dict[str, tuple[float, float]]:
     """Of each method. `every`: contenders x seeds, their metric. `others`: those of the literature, too."""
-    apart, level, noise = pair.ours - pair.theirs, level_of(len(every) - 1), noise_of(pair.ours, pair.theirs, every)
-    (seeds, images), value = apart.shape, float(apart.mean())
-    today, reach = interval(apart.mean(1).tolist(), len(every) - 1, 100 / images), noise.reach(level)
+    apart = pair.ours - pair.theirs
+    seeds, images = apart.shape
+    value = float(apart.mean())
+    level = bonferroni_level(len(every) - 1)
+    noise = noise_of(pair.ours, pair.theirs, every)
+    reach = noise.half_width(level)
+    today = student_interval(apart.mean(1).tolist(), len(every) - 1, 100 / images)
     found = {TODAY: (today.low or 0.0, today.high or 0.0), OURS: (value - reach, value + reach)}
     if not others:
         return found
     variance = max(noise.by_seed + noise.by_image - noise.by_both, noise.by_seed, noise.by_image)
     doubt = noise.by_seed**2 / (seeds - 1) + noise.by_image**2 / (images - 1)
     for name, freedom in (("Satterthwaite", max(variance**2 / doubt, 1.0) if doubt else 1.0), ("mixed model", 1e6)):
-        reach = students(math.sqrt(variance), freedom, level)
+        reach = half_width(math.sqrt(variance), freedom, level)
         found[name] = value - reach, value + reach
     rows, columns = (rng.integers(0, each, (BOOTSTRAPS, each)) for each in (seeds, images))
     drawn = np.take_along_axis(apart[rows].mean(1), columns, 1).mean(1)
@@ -136,7 +141,7 @@ def folds(images: int, count: int, tries: int) -> dict[str, dict[str, float]]:
                 ((each[held] @ fit > 0) == (labels[held] > 0)).mean() for each, fit in zip(features, fits, strict=True)
             )
             values.append(float(100 * (ours - theirs)))
-        claims += interval(values, 1, 100 * count / images, 1 / (count - 1)).seen
+        claims += student_interval(values, 1, 100 * count / images, 1 / (count - 1)).seen
     return {OURS: {"false claims": 100 * claims / tries, "tries": tries}}
 
 
@@ -150,7 +155,7 @@ def of_files(tries: int) -> dict[str, dict[str, float]]:
         ends = []
         for _ in range(tries):
             drawn = rng.random(images) / changed
-            ends.append(paired_interval((drawn < lost) | (drawn >= lost + 0.4), drawn >= lost)[1:])
+            ends.append(agresti_min((drawn < lost) | (drawn >= lost + 0.4), drawn >= lost)[1:])
         low, high = np.array(ends).T
         missed, claims = ((low > truth) | (high < truth) for truth in (changed * (lost - 0.4), 0.0))
         title = f"{images:,} images, {100 * changed:g} % of answers changed, {lost:.0%} of these from right to wrong"

@@ -1,10 +1,9 @@
-"""Plain text for the log and the console: nouns, intervals, aligned tables; and passwords, which it leaves out."""
+"""Plain text for the log and the console: nouns, aligned tables; and passwords, which it leaves out."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 
 def counted(number: float, noun: str) -> str:
@@ -46,27 +45,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-Z = 1.959963984540054
-"""Normal quantile of 97.5 %"""
-
-
-class Interval(NamedTuple):
-    low: float
-    high: float
-
-    def words(self) -> str:
-        return f"{self.low:.2f} to {self.high:.2f} %"
-
-
-def wilson(percent: float, images: float, z: float = Z) -> Interval:
-    """Wilson's interval of a share of `images`, which may be an effective number."""
-    share = percent / 100
-    square = z * z / images
-    middle = (share + square / 2) / (1 + square)
-    half = math.sqrt(max(share * (1 - share), 0.0) * square + square * square / 4) / (1 + square)
-    return Interval(100 * max(middle - half, 0.0), 100 * min(middle + half, 1.0))
 
 
 HIDDEN = "***"

@@ -1,8 +1,7 @@
 """The end of a run: how far to trust its best metric, and what comes next."""
 
-import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -12,19 +11,42 @@ import numpy as np
 from datasets import comes_unsplit, has_test
 from engine.machine.device import Run
 from engine.measure.meters import Best, Position
-from engine.report import intervals
-from engine.report.intervals import Groups
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
 from utils.record.history import History
 from utils.record.predictions import GROUPS, PROBE, read_predictions
 from utils.record.run_folder import CONFIG, known_to_training, read_data
-from utils.text import Z, counted, some_of, wilson
+from utils.statistics.classes import (
+    balanced_accuracy_by_image,
+    balanced_accuracy_interval,
+    macro_f1_by_image,
+    macro_f1_interval,
+)
+from utils.statistics.groups import Groups, effective_images
+from utils.statistics.paired import half_width_of_mean, interval_and_test
+from utils.statistics.proportions import wilson
+from utils.text import counted, some_of
 from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, against_guessing, always_guessing
 
-FEWEST_IMAGES, NEARLY_ALL, FAR = 10, 0.9, 15.0
-"""Strange: so many images of a class, of which this fraction is taken for one other; points below the folds"""
+# Strange:
+FEWEST_IMAGES = 10
+"""So many images of a class,"""
+
+
+NEARLY_ALL = 0.9
+"""of which this fraction is taken for one other;"""
+
+
+FAR = 15.0
+"""points below the folds"""
+
+
+BY_CLASS = {
+    BALANCED: (balanced_accuracy_interval, balanced_accuracy_by_image),
+    MACRO_F1: (macro_f1_interval, macro_f1_by_image),
+}
+"""Means over classes -> interval, and what each image adds to them"""
 FEW = 100
 """Validation images, below which folds are advised"""
 FOLDS = "probe_in_folds"
@@ -34,8 +56,6 @@ ALIKE = "alike_in_validation"
 COMPUTED = f"`{tool('evaluate')}` computes its interval"
 TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
 AT_LAST = "At the last validation,"
-FALSE_CLAIMS = 0.05
-"""Of McNemar's test, beside a 95 % interval"""
 PROBE_IS_BEST = (
     "On these images, training did not improve on the linear probe that it began with: the best checkpoint is that "
     "probe."
@@ -60,30 +80,35 @@ def in_context(
 
     `labels`, `guesses`, `groups`: of each image; a resumed run does not know the guesses of an earlier validation.
     """
-    parts, grouped, by_class = [], "", metric in (BALANCED, MACRO_F1)
+    parts = list[str]()
+    grouped = ""
+    by_class = metric in BY_CLASS
     if (metric.counts_images or by_class) and value is not None:
         if by_class:
             how = _of_classes(metric, labels, guesses, groups)
         elif groups and (guesses is None or metric is not TOP1):
             how = f": {COMPUTED}"
         else:
-            images = len(labels) if guesses is None else intervals.independent_images(guesses == labels, groups)
+            images = len(labels) if guesses is None else effective_images(guesses == labels, groups)
             how = f": 95 % interval {wilson(value, images).words()}"
         parts.append(f"{metric.words} {metric.number(value)} on {counted(len(labels), 'image')}{how}")
         grouped = of_groups(groups)
     if guess is not None and not by_class:
         parts.append(always_guessing(guess, value if metric == TOP1 else None))
+    if not parts:
+        return ""
     words = "; ".join(parts)
-    return f"{words[0].upper()}{words[1:]}. {grouped}".rstrip() if words else ""
+    return f"{words[0].upper()}{words[1:]}. {grouped}".rstrip()
 
 
 def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None, groups: Sequence[str]) -> str:
     """The smallest class, the interval of balanced accuracy or macro F1, and what guessing would reach."""
     sizes = np.bincount(labels)
-    present, how = sizes[sizes > 0], COMPUTED
+    present = sizes[sizes > 0]
+    how = COMPUTED
     if guesses is not None:
-        compute = intervals.balanced_accuracy_interval if metric is BALANCED else intervals.macro_f1_interval
-        found = compute(labels, guesses, int(max(labels.max(), guesses.max())) + 1, groups)
+        interval_of, _ = BY_CLASS[metric]
+        found = interval_of(labels, guesses, int(max(labels.max(), guesses.max())) + 1, groups)
         how = f"95 % interval {found.words()}" if found else "too few images per class for an interval"
     guessing = f"; always guessing one class: {100 / len(present):.1f} %" if metric is BALANCED else ""
     return f", of which the smallest of {len(present)} classes has {present.min()}: {how}{guessing}"
@@ -96,11 +121,14 @@ def probe_is_best(by: Metric, history: History, gain: str = "") -> str:
         return (
             "The best checkpoint is the linear probe that training began with: nothing was validated after an update."
         )
-    words, best = PROBE_IS_BEST, history.best(TOP1)
+    words = PROBE_IS_BEST
+    best = history.best(TOP1)
     if by is not TOP1 and best is not None and best.line["update"]:
-        before, after = (TOP1.number(value) for value in (validated[0][TOP1.name], best.value))
+        before = TOP1.number(validated[0][TOP1.name])
+        after = TOP1.number(best.value)
         words += f" It is the best by {by.words}; top-1 rose from {before} to {after} (epoch {best.line['epoch']})."
-    return f"{words} {gain or TO_GAIN}"
+    advice = gain or TO_GAIN
+    return f"{words} {advice}"
 
 
 def gain_over_probe(by: Metric, history: History, folder: Path) -> str:
@@ -128,13 +156,11 @@ def beside_probe(
     `guesses`: of the last validation. The best one is the luckiest of several on these images.
     """
     validated = history.of("val") or [{}]
-    before, after = validated[0], validated[-1]
+    before = validated[0]
+    after = validated[-1]
     than = "the linear probe that training began with"
     if by is TOP1:
-        right, of_probe = guesses == labels, probe == labels
-        gain, low, high = (len(labels) * one for one in intervals.paired_interval(right, of_probe, groups))
-        if intervals.equally_right(right, of_probe, groups) > FALSE_CLAIMS:
-            low, high = min(low, 0.0), max(high, 0.0)
+        gain, low, high = interval_and_test(guesses == labels, probe == labels, groups)
         more = "more" if gain >= 0 else "fewer"
         words = f"right on {abs(gain):.0f} {more} of {counted(len(labels), 'image')} than {than} "
         words += f"(95 % interval {low:+.0f} to {high:+.0f})"
@@ -144,12 +170,13 @@ def beside_probe(
             return ""
         words = f"by {by.words}, {by.number(after[by.name])} against {by.number(before[by.name])} of {than}"
         top1 = f"; top-1 {TOP1.number(after[TOP1.name])} against {TOP1.number(before[TOP1.name])}"
-        if by not in (BALANCED, MACRO_F1):
+        if by not in BY_CLASS:
             return f"{AT_LAST} {words}{top1}."
-        ours, theirs = (intervals.of_each_image(by, labels, one) for one in (guesses, probe))
-        variance = intervals.variance_of_mean(ours - theirs) * intervals.times_the_variance(ours - theirs, groups)
-        gain, reach = after[by.name] - before[by.name], Z * math.sqrt(variance)
-        low, high = gain - reach, gain + reach
+        _, by_image = BY_CLASS[by]
+        half = half_width_of_mean(by_image(labels, guesses) - by_image(labels, probe), groups)
+        gain = after[by.name] - before[by.name]
+        low = gain - half
+        high = gain + half
         words += f" ({gain:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f})"
     verdict = "may be chance" if low <= 0 <= high else "is beyond chance"
     words = f"{AT_LAST} {words}, which {verdict}{top1}."
@@ -158,7 +185,8 @@ def beside_probe(
 
 def of_groups(groups: Sequence[str]) -> str:
     """A sentence about intervals where images resemble each other in groups (DATA.GROUP); '' without groups."""
-    if not 0 < (number := len({*groups})) < len(groups):
+    number = len(set(groups))
+    if not 0 < number < len(groups):
         return ""
     return f"The {len(groups):,} images are {counted(number, 'group')} (DATA.GROUP), which the intervals allow for."
 
@@ -202,7 +230,8 @@ def in_folds_instead(images: int, run: Path, data: DataConfig, splits: Splits) -
     if images >= FEW or data.FOLD is not None or not splits.unsplit:
         return ""
     words = shlex.join(["-cfg", str(run / CONFIG), "-folds", "5", "-output", f"{run}-folds"])
-    few = f"{counted(images, 'validation image')} {'says' if images == 1 else 'say'} little"
+    verb = "says" if images == 1 else "say"
+    few = f"{counted(images, 'validation image')} {verb} little"
     return f"{few}. To judge by all images, each once, train on five folds: `{tool('compare')} {words}`."
 
 
@@ -217,11 +246,13 @@ def strange(
     """What looks wrong with images rather than with the model, and what it may be; and classes never recognised.
 
     `in_folds`: percent, top-1 of a classifier on training images that it did not see. `probe`: its guesses, where
-    training may have lowered top-1. Of a class that is taken for another nothing is said if the other classes are not
-    recognised either, as by a model that has learnt little.
+    training may have lowered top-1.
     """
-    said, hit, known = [], labels == guesses, labels == (guesses if probe is None else probe)
-    top1, independent = 100 * float(known.mean()), intervals.independent_images(known, groups)
+    said = list[str]()
+    hit = labels == guesses
+    known = labels == (guesses if probe is None else probe)
+    top1 = 100 * float(known.mean())
+    independent = effective_images(known, groups)
 
     def called(label: int) -> str:
         return names[label] if label < len(names) else str(label)
@@ -231,8 +262,29 @@ def strange(
             f"Only {top1:.1f} % of these images are recognised, and {in_folds:.1f} % in folds of the training images: "
             "these images may be from another source, or their class folders swapped."
         )
-    images, number, taken = np.bincount(labels), int(max(labels.max(), guesses.max())) + 1, dict[int, tuple[int, int]]()
-    for pair, times in zip(*np.unique(labels * number + guesses, return_counts=True), strict=True):
+    said += _taken_for_another(labels, guesses, called)
+    images = np.bincount(labels)
+    recognised = np.bincount(labels[hit], minlength=len(images)) > 0
+    unseen = np.flatnonzero((images > 0) & ~recognised).tolist()
+    if unseen:
+        verb = "is" if len(unseen) == 1 else "are"
+        words = f"{counted(len(unseen), 'class')} of {np.count_nonzero(images):,} {verb}"
+        said.append(f"{words} never recognised: {some_of([called(label) for label in unseen])}.")
+    return said
+
+
+def _taken_for_another(labels: np.ndarray, guesses: np.ndarray, called: Callable[[int], str]) -> list[str]:
+    """Classes of which nearly all images are taken for one other class.
+
+    Nothing is said of them if the other classes are not recognised either, as by a model that has learnt little.
+    """
+    said = list[str]()
+    hit = labels == guesses
+    images = np.bincount(labels)
+    number = int(max(labels.max(), guesses.max())) + 1
+    taken = dict[int, tuple[int, int]]()
+    pairs, counts = np.unique(labels * number + guesses, return_counts=True)
+    for pair, times in zip(pairs, counts, strict=True):
         one, other = divmod(int(pair), number)
         if one != other and images[one] >= FEWEST_IMAGES and times >= NEARLY_ALL * images[one]:
             taken[one] = other, int(times)
@@ -243,10 +295,6 @@ def strange(
             said.append(f"{words}, and {others} the other way: are their folders swapped?")
         elif back != one and np.count_nonzero(images) > 2 and hit[labels != one].mean() > 0.5:
             said.append(f"{words}: are they of that class, or from another source?")
-    unseen = np.flatnonzero((images > 0) & (np.bincount(labels[hit], minlength=len(images)) == 0)).tolist()
-    if unseen:
-        words = f"{counted(len(unseen), 'class')} of {np.count_nonzero(images):,} {'is' if len(unseen) == 1 else 'are'}"
-        said.append(f"{words} never recognised: {some_of([called(label) for label in unseen])}.")
     return said
 
 
@@ -255,7 +303,8 @@ def next_commands(run: Run, position: Position, best: Best, folder: Path, paused
     quoted = shlex.quote(str(folder))
     if run.config.USE:  # the user's own code, which has just been executed
         quoted += " -trust"
-    train, longer = run.config.TRAIN, ""  # settings that let a run that has ended train longer
+    train = run.config.TRAIN
+    longer = ""  # settings that let a run that has ended train longer
     if best.is_given_up(train.PATIENCE):
         longer += " TRAIN.PATIENCE=null"
     if position.epoch > train.NUM_EPOCHS:
@@ -275,5 +324,9 @@ def next_commands(run: Run, position: Position, best: Best, folder: Path, paused
         title = "Next (export -with_resize: a file that does the preprocessing, too):"
     commands["report"] = f"{tool('report')} {quoted}"
     if train.NUM_EPOCHS:
-        commands["resume"] = start_again(run.world, f"-resume {quoted}{'' if paused else longer}")
-    return "\n".join([title, *(f"  {name:<8}  {command}" for name, command in commands.items())])
+        changed = "" if paused else longer
+        commands["resume"] = start_again(run.world, f"-resume {quoted}{changed}")
+    lines = [title]
+    for name, command in commands.items():
+        lines.append(f"  {name:<8}  {command}")
+    return "\n".join(lines)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.program import ROOT, Vitamp, last_weights, metrics
 from utils.config import config_of_run
-from utils.text import wilson
+from utils.statistics.proportions import wilson
 
 
 def test_max_updates_ends_with_validation_and_checkpoint(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from engine.trained.model import load_trained
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp
-from tools.common.differences import interval, interval_of_images
 from tools.common.evaluation import Chance, calibration
 from tools.common.report_page import evaluations
 from tools.evaluate import command as evaluate
 from tools.evaluate.calibrate import fit_temperature, random_halves
 from utils.errors import UserError
+from utils.statistics.differences import student_interval, student_interval_of_images
 from vitamp.metrics import TOP1
 
 FILE = "calibration.json"
@@ -82,10 +82,12 @@ def test_halves_keep_groups_whole_and_the_interval_allows_for_them() -> None:
     assert halves == (order[::2], order[1::2]), "as before, without groups"
 
     values = np.repeat(np.random.default_rng(0).normal(0.3, 1, 10), 20)
-    alone, together = interval_of_images(values), interval_of_images(values, groups)
-    assert alone.low == pytest.approx(interval(values.tolist(), 1).low)
+    alone, together = student_interval_of_images(values), student_interval_of_images(values, groups)
+    assert alone.low == pytest.approx(student_interval(values.tolist(), 1).low)
     assert alone.seen
-    assert together.low == pytest.approx(interval(values[::20].tolist(), 1).low, rel=0.05), "ten groups of equal images"
+    assert together.low == pytest.approx(student_interval(values[::20].tolist(), 1).low, rel=0.05), (
+        "ten groups of equal images"
+    )
 
 
 @pytest.fixture(scope="module")

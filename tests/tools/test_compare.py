@@ -25,7 +25,7 @@ from tools.compare import runs
 from tools.compare.command import main
 from tools.compare.runs import Run, read_modes
 from utils.config import Config, load_config
-from utils.text import wilson
+from utils.statistics.proportions import wilson
 
 Call = Callable[..., Result]
 pytestmark = pytest.mark.usefixtures("bf16_cpu")

@@ -10,13 +10,10 @@ from scipy import stats
 
 from tools.common.comparison import (
     ByName,
-    Difference,
     Judged,
     best_two,
     by_name,
-    chance,
     difference_in_metric,
-    interval,
     is_finished,
     judge,
     judged_by,
@@ -27,6 +24,7 @@ from tools.common.comparison import (
 )
 from tools.compare.command import notes, sentences, table
 from utils.config import Config, to_yaml
+from utils.statistics.differences import Difference, of_different_images, student_interval
 from vitamp.metrics import AVERAGE, BALANCED, LOSS, PLAIN, TOP1
 
 MODES = ("fp32", "bf16")
@@ -198,12 +196,12 @@ def test_equal_contenders_rarely_differ_in_memory() -> None:
 
 def test_pairs_widen_the_interval_of_one_run_each() -> None:
     """45 pairs of 10 equal contenders, on 1,000 images."""
-    alone, of_many = (chance((84.0, 80.0), 1000, pairs) for pairs in (1, 45))
+    alone, of_many = (of_different_images((84.0, 80.0), 1000, pairs) for pairs in (1, 45))
     assert alone[0] > 0 > of_many[0]
     random, claims = np.random.default_rng(0), 0
     for _ in range(300):
         percents = np.sort(random.binomial(1000, 0.8, 10)) / 10
-        claims += chance((percents[-1], percents[0]), 1000, 45)[0] > 0
+        claims += of_different_images((percents[-1], percents[0]), 1000, 45)[0] > 0
     assert claims <= 0.05 * 300
 
 
@@ -270,7 +268,7 @@ def test_says_how_many_more_seeds_would_tell() -> None:
     assert f"too few seeds to tell: {needed - 3} more would probably show a difference" in verdict["details"]
     differences = np.array(ours) - np.array(theirs)
     random, spread, mean = np.random.default_rng(0), differences.std(ddof=1), differences.mean()
-    tries = [interval(list(random.normal(mean, spread, needed)), 1).seen for _ in range(500)]
+    tries = [student_interval(list(random.normal(mean, spread, needed)), 1).seen for _ in range(500)]
     assert 0.74 < np.mean(tries) < 0.88
     same = runs(fp32={"last_acc1": theirs}, bf16={"last_acc1": theirs[::-1]})
     verdict = verdict_of(same)

@@ -23,8 +23,10 @@ from engine.trained.model import Trained, load_trained, split_of_run
 from tests.cli.test_pretraining import dark_and_light
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp, metrics, run_program
-from tools.common.evaluation import OneLabel, balanced_accuracy_interval, macro_f1_interval, ranking_intervals, table_of
-from utils.text import Interval, wilson
+from tools.common.evaluation import OneLabel, table_of
+from utils.statistics.classes import balanced_accuracy_interval, macro_f1_interval
+from utils.statistics.proportions import Interval, wilson
+from utils.statistics.ranking import ranking_intervals
 from vitamp.metrics import BALANCED, MACRO_F1, TOP1, TOP5
 
 Say = Callable[..., Result]

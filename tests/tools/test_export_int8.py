@@ -15,7 +15,6 @@ import onnxruntime
 import pytest
 import torch
 
-from engine.report.intervals import paired_interval
 from engine.task.several import SeveralLabels
 from engine.trained.model import load_trained, split_of_run
 from tests.predicted import validation_predictions
@@ -24,6 +23,7 @@ from tests.tools.browser import View, views_of
 from tools.export import command, int8
 from tools.export.formats import CheckImages, compare, times_as_fast
 from utils.errors import TrainingError
+from utils.statistics.paired import agresti_min
 
 Say = Callable[..., Result]
 
@@ -185,6 +185,6 @@ def test_the_interval_covers_the_true_cost(count: int, changes: float) -> None:
         won = (drawn >= changes * 0.7) & (drawn < changes)
         first[won] = False
         second = first ^ lost ^ won
-        _, low, high = paired_interval(first, second)
+        _, low, high = agresti_min(first, second)
         missed += not low <= changes * 0.4 <= high
     assert missed <= 65, "at most 5 % and its own noise"

@@ -28,7 +28,7 @@ from tools.common.report_page.runs import Headline, opening_of, read_runs
 from tools.report.command import main
 from utils.errors import UserError
 from utils.record.predictions import PREDICTIONS
-from utils.text import wilson
+from utils.statistics.proportions import wilson
 from vitamp.metrics import BALANCED, PLAIN, TOP1
 
 MISCHIEF = "<script>alert('\"1\"')</script>"

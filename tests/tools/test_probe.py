@@ -28,7 +28,7 @@ from tools.export import command as export
 from tools.predict import command as predict
 from tools.report import command as report
 from utils.distributed.world import ALONE, World
-from utils.text import wilson
+from utils.statistics.proportions import wilson
 from vitamp.pooling import POOLS
 
 Say = Callable[..., Result]

@@ -9,11 +9,12 @@ import pytest
 
 from tests.program import Result
 from tools.common.comparison import Judged
-from tools.common.differences import LIKE_THESE, THESE_ALONE, assumed_noise, interval, noise_of, over_images
 from tools.common.per_image import per_image, values_of_images
 from tools.compare.command import main
 from utils.record.history import History
 from utils.record.predictions import PREDICTIONS, read_predictions
+from utils.statistics.crossed import assumed_noise, crossed_interval, noise_of
+from utils.statistics.differences import LIKE_THESE, THESE_ALONE, student_interval
 from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, PLAIN, TOP1
 
 Call = Callable[..., Result]
@@ -37,8 +38,8 @@ def test_equal_contenders_that_differ_by_image_are_rarely_told_apart(seeds: int,
         own = (np.repeat(base + random.normal(0, 1, len(base)), alike) for _ in range(2))
         ours, theirs = (100.0 * (each < logits) for each, logits in zip(noise, own, strict=True))
         values, groups = (ours - theirs).mean(1), np.arange(200) // alike
-        claims += over_images(float(values.mean()), ours, theirs, of_runs(ours, theirs), groups).seen
-        before += interval(values.tolist(), 1, 100 / 200).seen
+        claims += crossed_interval(float(values.mean()), ours, theirs, of_runs(ours, theirs), groups).seen
+        before += student_interval(values.tolist(), 1, 100 / 200).seen
     assert claims <= 0.07 * 300
     assert before > 2 * claims
 
@@ -51,7 +52,9 @@ def test_seeds_of_all_contenders_say_how_far_runs_shift() -> None:
         logits = base + random.normal(0, 0.5, (10, 1, 1000)) + random.normal(0, 0.3, (10, 3, 1))
         hits = 100.0 * (random.logistic(size=logits.shape) * 0.5 < logits)
         pairs = [(each, hits[0]) for each in hits[1:]]
-        claims += any(over_images(float((a - b).mean()), a, b, of_runs(*hits), comparisons=9).seen for a, b in pairs)
+        claims += any(
+            crossed_interval(float((a - b).mean()), a, b, of_runs(*hits), comparisons=9).seen for a, b in pairs
+        )
     assert claims <= 0.06 * 150
 
 
@@ -60,7 +63,7 @@ def test_a_true_difference_is_seen() -> None:
     for _ in range(100):
         base = random.normal(2.2, 3, 1000)
         ours, theirs = (100.0 * (random.logistic(size=(3, 1000)) < base + more) for more in (0.6, 0.0))
-        found = over_images(float((ours - theirs).mean()), ours, theirs, of_runs(ours, theirs))
+        found = crossed_interval(float((ours - theirs).mean()), ours, theirs, of_runs(ours, theirs))
         seen += found.seen
         assert found.holds_for == LIKE_THESE
     assert seen > 80
@@ -71,10 +74,10 @@ def test_few_images_that_differ_are_no_certainty() -> None:
     theirs = np.full((1, 200), 100.0)
     ours = theirs.copy()
     ours[:, :4] = 0
-    assert not over_images(-2.0, ours, theirs, of_runs(ours, theirs)).seen
+    assert not crossed_interval(-2.0, ours, theirs, of_runs(ours, theirs)).seen
     for seeds in (1, 3):
         same = np.full((seeds, 200), 100.0)
-        found = over_images(0.0, same, same, of_runs(same, same))
+        found = crossed_interval(0.0, same, same, of_runs(same, same))
         assert found.low == pytest.approx(-1.4, abs=0.03), "as large as of two images that differ"
         assert found.high == pytest.approx(1.4, abs=0.03)
 
@@ -86,7 +89,7 @@ def test_a_drop_that_no_image_shows_is_not_ruled_out(images: int, drop: float, s
     theirs = np.full((seeds, images), 100.0)
     for _ in range(300):
         ours = theirs * (random.random(images) >= drop)
-        found = over_images(float((ours - theirs).mean()), ours, theirs, of_runs(ours, theirs))
+        found = crossed_interval(float((ours - theirs).mean()), ours, theirs, of_runs(ours, theirs))
         assert found.low is not None
         assert found.high is not None
         missed += not found.low <= -100 * drop <= found.high
@@ -109,13 +112,13 @@ def test_more_seeds_or_else_more_images_are_named() -> None:
     base = random.normal(2.2, 3, 300)
     noise = (random.logistic(size=(3, 300)) * 0.05 for _ in range(2))
     ours, theirs = (100.0 * (each < base + random.normal(0, 1, 300)) for each in noise)
-    found = over_images(1.5, ours, theirs, of_runs(ours, theirs))
+    found = crossed_interval(1.5, ours, theirs, of_runs(ours, theirs))
     assert not found.seen
     assert found.runs_needed is None, "quiet seeds: more of them tell nothing about other images"
     assert found.images_needed is not None
     measured = noise_of(ours, theirs, of_runs(ours, theirs))
-    assert measured.planned(3, found.images_needed).reach(0.975, 0.8) < abs(found.value)
-    assert assumed_noise(3, 1000).reach(0.975, 0.8) > assumed_noise(10, 4000).reach(0.975, 0.8)
+    assert measured.planned(3, found.images_needed).half_width(0.975, 0.8) < abs(found.value)
+    assert assumed_noise(3, 1000).half_width(0.975, 0.8) > assumed_noise(10, 4000).half_width(0.975, 0.8)
 
 
 def test_values_of_images_vary_as_the_metric_does() -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from engine.report.intervals import equally_right
 from engine.report.outcome import (
     AT_LAST,
     PROBE_IS_BEST,
@@ -18,7 +17,9 @@ from engine.report.outcome import (
 )
 from utils.record.history import History
 from utils.record.predictions import write_predictions
-from utils.text import counted, wilson
+from utils.statistics.paired import mcnemar
+from utils.statistics.proportions import wilson
+from utils.text import counted
 from vitamp.metrics import BALANCED, LOSS, MACRO_F1, MAP, TOP1
 
 
@@ -90,8 +91,8 @@ def test_a_gain_over_the_probe_needs_an_exact_test(lost: int, beyond: bool) -> N
     assert ("which is beyond chance." in said) is beyond
     assert ("interval +0 to" in said) is not beyond
     exact = binomtest(lost, lost + 14).pvalue
-    assert equally_right(guesses == labels, probe == labels) == pytest.approx(exact)
-    pairs = equally_right(np.repeat(guesses == labels, 2), np.repeat(probe == labels, 2), np.arange(400) // 2)
+    assert mcnemar(guesses == labels, probe == labels) == pytest.approx(exact)
+    pairs = mcnemar(np.repeat(guesses == labels, 2), np.repeat(probe == labels, 2), np.arange(400) // 2)
     assert exact < pairs < 1.5 * exact, "images twice say no more; Student's t is a little wider"
 
 

@@ -15,7 +15,6 @@ from tools.check_labels.noise import WRONG
 from tools.check_labels.search import Images, Method, Suspect, find, load_with, open_images, rows_of, suspects_of
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by, spread
-from tools.common.differences import over_images
 from tools.common.per_image import per_image, values_of_images
 from tools.common.turns import alternating_order
 from tools.compare.command import report, write
@@ -26,6 +25,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED
 from utils.log import log
 from utils.record.predictions import GROUPS
 from utils.record.run_folder import write_json
+from utils.statistics.crossed import crossed_interval
 from vitamp.files import write_atomically
 from vitamp.metrics import TOP1
 
@@ -130,7 +130,7 @@ def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
     verdicts = list[dict[str, Any]]()
     for arm in (WITHOUT, RELABELLED, RANDOM):
         value = float(found[arm].mean() - found[ALL].mean())
-        one = over_images(value, found[arm], found[ALL], every, groups, len(ARMS) - 1)
+        one = crossed_interval(value, found[arm], found[ALL], every, groups, len(ARMS) - 1)
         verdicts.append({"mode": arm, "against": ALL, **asdict(one)})
         said = "within noise" if not one.seen else "higher" if value > 0 else "lower"
         means = [spread(found[each].mean(1).tolist()) for each in (arm, ALL)]

@@ -37,7 +37,8 @@ from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.record.run_folder import MANY
-from utils.text import counted, wilson
+from utils.statistics.proportions import wilson
+from utils.text import counted
 from vitamp.checkpoints import read_index
 from vitamp.files import write_atomically
 from vitamp.metrics import AVERAGE, PLAIN

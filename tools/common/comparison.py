@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.report.intervals import difference_interval
-from tools.common.differences import LIKE_THESE, THESE_ALONE, Difference, interval, level_of, over_images, students
 from tools.common.per_image import PerImage, per_image
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
@@ -18,6 +16,16 @@ from utils.config.kinds import one_line
 from utils.errors import UserError, nearest
 from utils.record.history import History, is_end, is_start, last_line
 from utils.record.run_folder import read_about
+from utils.statistics.crossed import crossed_interval
+from utils.statistics.differences import (
+    LIKE_THESE,
+    THESE_ALONE,
+    Difference,
+    bonferroni_level,
+    half_width,
+    student_interval,
+)
+from utils.statistics.proportions import newcombe
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.meta import unchecked_meta
 from vitamp.metrics import (
@@ -155,7 +163,7 @@ def times_as_fast(ours: dict[int, Metrics], theirs: dict[int, Metrics], comparis
     pairs = _pairs(ours, theirs, lambda row: None if row["start_up_counted"] else row["images_per_second"])
     if not pairs:
         return None
-    difference = interval([math.log(one / other) for one, other in pairs], comparisons)
+    difference = student_interval([math.log(one / other) for one, other in pairs], comparisons)
     noise = max(variation(rows.values()) for rows in (ours, theirs))
     low, high = (None if end is None else math.exp(end) for end in (difference.low, difference.high))
     seen = difference.seen and math.exp(abs(difference.value)) > noise
@@ -174,7 +182,7 @@ def times_the_memory(runs: ByName, name: str, against: str, comparisons: int) ->
         return Difference(math.exp(value), None, None, number)
     squares = sum((one - statistics.fmean(of_one)) ** 2 for of_one in logs.values() for one in of_one)
     error = math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
-    reach = students(error, freedom, level_of(comparisons))
+    reach = half_width(error, freedom, bonferroni_level(comparisons))
     low, high = (math.exp(end) for end in (value - reach, value + reach))
     on_cpu = next(iter(runs[name].values()))["device"].startswith("cpu")
     least = LEAST_PROCESS_MEMORY if on_cpu else LEAST_MEMORY
@@ -200,9 +208,11 @@ def difference_in_metric(
     grain = 100 / images if images and judged.metric.counts_images else 0.0
     values, overlap = [one - other for one, other in pairs], overlap_of(ours.values())
     if of_images is not None and len(values) > 1 and not overlap:
-        found = over_images(statistics.fmean(values), *of_images, comparisons=comparisons)
+        found = crossed_interval(statistics.fmean(values), *of_images, comparisons=comparisons)
     else:
-        found = replace(interval(values, comparisons, grain, overlap), holds_for=LIKE_THESE if overlap else THESE_ALONE)
+        found = replace(
+            student_interval(values, comparisons, grain, overlap), holds_for=LIKE_THESE if overlap else THESE_ALONE
+        )
     if judged.metric.percent and found.low is not None and found.high is not None:
         # Of few seeds, Student's interval can be wider than any difference of two percentages.
         return replace(found, low=max(found.low, -100.0), high=min(found.high, 100.0))
@@ -633,7 +643,7 @@ def _one_run_each(
     said = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with "
     said += "one seed each" if number_of(rows[0]) == number_of(rows[1]) else "one run each, of different seeds"
     if paired is not None and judged.metric.percent and not overlap_of(rows):
-        found, images = over_images(difference, *paired, comparisons=comparisons), len(paired[0][0])
+        found, images = crossed_interval(difference, *paired, comparisons=comparisons), len(paired[0][0])
         low, high = found.low or 0.0, found.high or 0.0
     elif judged.metric.counts_images and images and not rows[0].get("grouped"):
         low, high = chance((ours, theirs), images, comparisons)
@@ -649,5 +659,5 @@ def _one_run_each(
 
 def chance(percents: tuple[float, float], images: int, comparisons: int = 1) -> tuple[float, float]:
     """As if the images of the two were different ones, which makes the interval wider than that of the same images."""
-    z = statistics.NormalDist().inv_cdf(level_of(comparisons))
-    return difference_interval(percents, (images, images), z)
+    z = statistics.NormalDist().inv_cdf(bonferroni_level(comparisons))
+    return newcombe(percents, (images, images), z)

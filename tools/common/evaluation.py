@@ -20,16 +20,6 @@ from torch import Tensor
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluation.data import OF_RUN, data_for_evaluation, title_of, whose_data
-from engine.report.intervals import (
-    Groups,
-    around,
-    balanced_accuracy_interval,
-    difference_interval,
-    independent_images,
-    macro_f1_interval,
-    of_variance,
-    times_the_variance,
-)
 from engine.report.outcome import FOLDS, strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import HALF, f1, scores_of
@@ -42,99 +32,12 @@ from utils.config.kinds import AUTO
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.record.history import plain
-from utils.text import Interval, some_of, wilson
+from utils.statistics.classes import balanced_accuracy_interval, macro_f1_interval
+from utils.statistics.groups import effective_images, variance_inflation
+from utils.statistics.proportions import Interval, newcombe, wilson
+from utils.statistics.ranking import ranking_intervals
+from utils.text import some_of
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
-
-
-class Ranking(NamedTuple):
-    """mAP and the mean AUROC as fractions."""
-
-    precision: float
-    unbiased: float
-    """mAP without its bias"""
-    area: float
-    of_precision: np.ndarray
-    of_area: np.ndarray
-    """Influence of each image on mAP and on the mean AUROC"""
-    most: float
-    """Largest effective number of images"""
-    positives: np.ndarray
-    """Of each class that has negatives, too"""
-
-
-def ranking_of(scores: np.ndarray, truth: np.ndarray) -> Ranking | None:
-    """None if no class has positives and negatives. Both: images x classes."""
-    positives, images = truth.sum(0), len(truth)
-    usable = np.flatnonzero((positives > 0) & (positives < images))
-    if not len(usable) or np.isnan(scores).any():
-        return None
-    sums = np.zeros(3)  # of average precision, the same without its bias, and AUROC
-    on_precision, on_area = np.zeros(images), np.zeros(images)
-    for label in usable:
-        values, of_precision, of_area = _influences(scores[:, label], truth[:, label])
-        sums += values
-        on_precision += of_precision
-        on_area += of_area
-    always = int((positives == images).sum())  # classes of every image: an average precision of 1, and no AUROC
-    ranked, positives = len(usable) + always, positives[usable]
-    precision, unbiased = ((sums[:2] + always) / ranked).tolist()
-    area, most = float(sums[2]) / len(usable), float((4 * positives * (images - positives) / images).sum())
-    return Ranking(precision, unbiased, area, on_precision / ranked, on_area / len(usable), most, positives)
-
-
-def ranking_intervals(
-    scores: np.ndarray, truth: np.ndarray, groups: Groups = ()
-) -> tuple[Interval | None, Interval | None]:
-    """Of mAP and of the mean AUROC; None where classes have too few positives for mAP."""
-    if (found := ranking_of(scores, truth)) is None:
-        return None, None
-    (on_precision, wider), (on_area, wider_area) = (
-        (float((each**2).sum()), times_the_variance(each, groups)) for each in (found.of_precision, found.of_area)
-    )
-    of_map = around(found.precision, found.unbiased, on_precision, found.most, found.positives, wider)
-    return of_map, of_variance(found.area, on_area, found.most, wider_area)
-
-
-def _influences(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Three values of a class, and the influence of each image on average precision and on AUROC.
-
-    The second value leaves each positive out of its own precision, and counts the others for all: with few positives,
-    average precision is too high. A positive above all others takes the precision of the next one.
-    """
-    order = np.argsort(-scores, kind="stable")
-    ranked, hit = scores[order], truth[order]
-    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # equal scores are one group
-    group = np.repeat(np.arange(len(last)), np.diff(last, prepend=-1))
-    found, seen = np.cumsum(hit)[last], last + 1
-    positives, images = int(found[-1]), len(truth)
-    negatives = images - positives
-    new = np.diff(found, prepend=0)
-    new_wrong = np.diff(seen, prepend=0) - new
-    precision = found / seen
-    average = float((new * precision).sum()) / positives
-    others = (found - 1) * positives / max(positives - 1, 1)
-    others = others / np.maximum(others + seen - found, 1e-9)
-    tops = np.flatnonzero(new)[:2]
-    if seen[tops[0]] == 1:
-        others[tops[0]] = others[tops[1]] if len(tops) > 1 else average
-    after, weighted = (np.cumsum((new * x / seen)[::-1])[::-1] for x in (np.ones(len(last)), precision))
-    on_precision = (hit * (precision - average + after)[group] - weighted[group]) / positives
-    beaten = negatives - np.cumsum(new_wrong) + new_wrong / 2  # negatives below, and half of the equal ones
-    above = found - new / 2
-    area = float((above * new_wrong).sum()) / (positives * negatives)
-    on_area = np.where(
-        hit, (beaten[group] / negatives - area) / positives, (above[group] / positives - area) / negatives
-    )
-    for kind, size in ((hit, positives), (~hit, negatives)):
-        for influence in (on_precision, on_area):
-            mean = influence[kind].mean()  # not 0 if the value depends on how many are of this kind
-            # As an unbiased variance is larger.
-            influence[kind] = mean + (influence[kind] - mean) * np.sqrt(size / max(size - 1, 1))
-    on_precision *= 1 + 2 / positives  # in simulations, the unbiased value varies so much more
-    back = np.argsort(order)
-    values = np.array([average, float((new * others).sum()) / positives, area])
-    return values, on_precision[back], on_area[back]
-
 
 ALL_SHOWN, WORST_SHOWN = 20, 10
 MOST_IN_JSON = 1000
@@ -311,7 +214,7 @@ class OneLabel(Evaluation):
             BALANCED: 100 * counts.balanced_accuracy(),
             MACRO_F1: 100 * counts.macro_f1(),
         }
-        independent, of_five = (independent_images(one.numpy(), groups) for one in (hit, rows.among_five))
+        independent, of_five = (effective_images(one.numpy(), groups) for one in (hit, rows.among_five))
         intervals = {
             TOP1.name: wilson(values[TOP1], independent),
             TOP5.name: wilson(values[TOP5], of_five),
@@ -341,9 +244,9 @@ class OneLabel(Evaluation):
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
         if in_folds is None and validated is not None:
             images = chosen.meta.get("val_images") or self.images, self.images  # older checkpoints do not know theirs
-            times = times_the_variance(labels == guesses, self.groups)
+            times = variance_inflation(labels == guesses, self.groups)
             independent = [one / times for one in images]  # as if groups there were as here
-            low, high = difference_interval((validated, self.values[TOP1]), independent)
+            low, high = newcombe((validated, self.values[TOP1]), independent)
             had, explained = f"Validation had top-1 {validated:.1f} %,", "that here, more than chance explains:"
             if low > 0:
                 said.append(
@@ -461,7 +364,7 @@ class SeveralLabels(Evaluation):
         halves = {"f1_micro": scores.f1_micro, "f1_macro": scores.f1_macro, "exact_match": scores.exact_match}
         of_thresholds = zip(halves, (*f1(chosen, truth)[1:], float((chosen == truth).all(1).mean())), strict=True)
         at_half, at_thresholds = ({name: 100 * value for name, value in of} for of in (halves.items(), of_thresholds))
-        at_either = [independent_images((each == truth).all(1), groups) for each in (probabilities >= HALF, chosen)]
+        at_either = [effective_images((each == truth).all(1), groups) for each in (probabilities >= HALF, chosen)]
         of_map, of_auroc = ranking_intervals(probabilities, truth, groups)
         return cls(
             images=len(truth),
@@ -551,7 +454,7 @@ def on_known_groups(trained: Trained, dataset: ImageDataset, found: OneLabel | S
     for of in (known, ~known):
         if of.any():
             top1 = 100 * float(hit[of].mean())
-            of_both.append(f"top-1 {measured(top1, wilson(top1, independent_images(hit[of], groups[of])))}")
+            of_both.append(f"top-1 {measured(top1, wilson(top1, effective_images(hit[of], groups[of])))}")
     return ", on the others ".join([": ".join(of_both[:2]), *of_both[2:]]) + "."
 
 

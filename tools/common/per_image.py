@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.report.intervals import of_each_image
 from utils.config import config_of_run
 from utils.record.history import History
 from utils.record.predictions import GROUPS, read_predictions
+from utils.statistics.classes import balanced_accuracy_by_image, macro_f1_by_image
+from utils.statistics.ranking import ranking_of
 from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
 
 FEWEST_MORE = 4
@@ -53,19 +54,22 @@ def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.n
     if metric is TOP5:
         return 100.0 * columns["in_top5"]
     if metric in (TOP1, BALANCED, MACRO_F1) and "guess" in columns:
-        return of_each_image(metric, labels, columns["guess"].astype(np.int64))
+        guesses = columns["guess"].astype(np.int64)
+        if metric is TOP1:
+            return 100.0 * (labels == guesses)
+        of_classes = balanced_accuracy_by_image if metric is BALANCED else macro_f1_by_image
+        return of_classes(labels, guesses)
     if metric.name == "exact_match":
         return 100.0 * ((columns["logits"] >= 0) == labels).all(1)
     if metric is AUROC and too_few_for_auroc(labels > 0):
         return None
     if metric in (MAP, AUROC):
-        from tools.common.evaluation import ranking_of  # torch, a second to import
-
         found = ranking_of(columns["logits"].astype(np.float32), labels > 0)
-        if found is not None:
-            by_metric = {MAP: (found.precision, found.of_precision), AUROC: (found.area, found.of_area)}
-            value, influence = by_metric[metric]
-            return 100 * (value + len(influence) * influence)
+        if found is None:
+            return None
+        if metric is MAP:
+            return 100 * (found.precision + len(labels) * found.of_precision)
+        return 100 * (found.area + len(labels) * found.of_area)
     return None
 
 

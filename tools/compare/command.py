@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.report.intervals import independent_images
 from tools.common.command_line import Tool, above_zero, tool
 from tools.common.comparison import (
     ByName,
@@ -58,7 +57,6 @@ from tools.common.comparison import (
     values_of,
     variation,
 )
-from tools.common.differences import DISAGREE, POWER, assumed_noise, level_of, noise_of
 from tools.common.output_file import if_interrupted, results_folder
 from tools.common.per_image import PerImage
 from tools.common.tables import in_columns, non_defaults
@@ -67,7 +65,11 @@ from utils.flags import Flag, whole
 from utils.log import log, log_lines
 from utils.program import typed
 from utils.record.run_folder import git_state, read_data, write_json
-from utils.text import Interval, counted, redacted_values, wilson
+from utils.statistics.crossed import DISAGREE, assumed_noise, noise_of
+from utils.statistics.differences import POWER, bonferroni_level
+from utils.statistics.groups import effective_images
+from utils.statistics.proportions import Interval, wilson
+from utils.text import counted, redacted_values
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.meta import unchecked_meta
 from vitamp.metrics import AVERAGE, BALANCED, MACRO_F1, ONE_LABEL, PLAIN, TASKS
@@ -156,7 +158,7 @@ def power(plan: Plan) -> str:
         how += ", and images of a group are independent" if data.groups() else ""
     else:
         return ""
-    least = noise.reach(level_of(len(others)), POWER)
+    least = noise.half_width(bonferroni_level(len(others)), POWER)
     seen = f"a difference in {plan.judged.words} of {least:.1f} points is seen 8 times of 10"
     return f"With {seeds} seeds and {noise.images:,} validation images, {seen} ({how})."
 
@@ -188,7 +190,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
             right = int((found.values > 0).sum())
             validated = len(found.values)
             accuracy = 100 * right / validated
-            independent = independent_images(found.values, found.groups)
+            independent = effective_images(found.values, found.groups)
             low, high = wilson(accuracy, independent)
             all_folds[name] = {"acc1": accuracy, "low": low, "high": high, "right": right, "images": validated}
     reasons = {
@@ -250,7 +252,7 @@ def recall(found: PerImage, classes: Sequence[str] | None) -> dict[str, list[flo
         right = found.values[of]
         counts[name] = [int((right > 0).sum()), len(right)]
         if len(found.groups):
-            counts[name].append(independent_images(right, found.groups[of]))
+            counts[name].append(effective_images(right, found.groups[of]))
     return counts
 
 

@@ -14,13 +14,13 @@ from engine.evaluation.data import copies_of_training
 from engine.inputs.batches import input_of
 from engine.trained.model import Trained
 from tools.common import command_line
-from tools.common.differences import Difference, interval_of_images
 from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, open_part, with_bar
 from tools.common.tables import in_columns
 from utils.cli import CommandLine
 from utils.errors import UserError
 from utils.log import log, log_lines
 from utils.record.run_folder import write_json
+from utils.statistics.differences import Difference, student_interval_of_images
 from vitamp.checkpoints import run_folder_of
 from vitamp.files import try_to_write
 from vitamp.metrics import ONE_LABEL, TOP1
@@ -76,11 +76,11 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     before = measure(1.0)
     after = measure(temperature)
     crossfitted = measure(of_others)
-    gain = interval_of_images((before.rows.nll - crossfitted.rows.nll).numpy(), groups)
+    gain = student_interval_of_images((before.rows.nll - crossfitted.rows.nll).numpy(), groups)
     harm = None
     if chosen.calibration:
         earlier = measure(chosen.calibration.temperature)
-        harm = interval_of_images((earlier.rows.nll - before.rows.nll).numpy(), groups)
+        harm = student_interval_of_images((earlier.rows.nll - before.rows.nll).numpy(), groups)
     kept = Fitted(
         temperature=temperature,
         images=len(labels),

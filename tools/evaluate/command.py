@@ -50,7 +50,7 @@ from utils.flags import Flag, Positional, whole
 from utils.log import log, log_lines
 from utils.program import typed
 from utils.record.run_folder import CONFIG, is_run_folder, write_json
-from utils.text import Interval
+from utils.statistics.proportions import Interval
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import BALANCED, ONE_LABEL, SEVERAL_LABELS
 from vitamp.pooling import POOLED, POOLS

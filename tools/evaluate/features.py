@@ -19,7 +19,6 @@ from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import AT_ONCE, Features, features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
 from engine.evaluation.linear import STRENGTHS, UNWEIGHTED, fit, folds_of
-from engine.report.intervals import independent_images
 from engine.report.outcome import of_groups
 from engine.trained.model import Trained
 from models.parts import count_parameters
@@ -36,7 +35,8 @@ from utils.distributed.world import ALONE, World
 from utils.log import log, log_lines, quiet_terminal
 from utils.program import tool
 from utils.record.run_folder import alike_in_words, copies_unknown
-from utils.text import wilson
+from utils.statistics.groups import effective_images
+from utils.statistics.proportions import wilson
 from vitamp.metrics import BALANCED, KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
 
@@ -172,7 +172,7 @@ def _neighbours(
         guesses, truth = classify(seen.rows(pool, device), known.rows(pool, device), count)
         right = (guesses == truth).cpu().numpy()
         top1 = 100 * int(right.sum()) / len(right)
-        interval = wilson(top1, independent_images(right, seen.groups))
+        interval = wilson(top1, effective_images(right, seen.groups))
         rows.append([f"{KNN.words}, {pool}", f"{count} nearest", "", measured(top1, interval)])
         found[pool] = {"images": len(truth), TOP1.name: top1, "intervals": {TOP1.name: list(interval)}}
     return found

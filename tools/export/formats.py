@@ -39,16 +39,16 @@ from datasets.sources.files import SkippedFiles, images_below
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.restore import load_weights
 from engine.inputs.batches import Inputs, input_of
-from engine.report.intervals import paired_interval
 from engine.trained.model import Trained, name_of, split_of_run
 from models.build import timm_call
-from tools.common.differences import CONFIDENCE, LIKE_THESE
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
 from tools.export import CONFIG, HUB_FILES, files_beside
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
+from utils.statistics.differences import CONFIDENCE, LIKE_THESE
+from utils.statistics.paired import agresti_min
 from utils.text import counted, some_of
 from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
@@ -223,7 +223,7 @@ def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -
     right = [(output.argmax(1) == images.labels).numpy() for output in (expected, found)]
     every = images.dataset.groups() if images.dataset is not None else []
     groups = [every[index] for index in images.indices] if every else []
-    cost, low, high = (100 * value for value in paired_interval(*right, groups=groups))
+    cost, low, high = (100 * value for value in agresti_min(*right, groups=groups))
     what, cost, low, high = ("gains", -cost, -high, -low) if cost < 0 else ("costs", cost, low, high)
     interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
     before, after = (100 * each.mean() for each in right)

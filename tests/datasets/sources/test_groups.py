@@ -13,22 +13,23 @@ from PIL import Image
 from datasets import open_dataset
 from datasets.sources.grouped import groups_in_paths, split_by_group
 from engine.evaluation.linear import folds_of
-from engine.report.intervals import (
-    balanced_accuracy_interval,
-    independent_images,
-    macro_f1_interval,
-    of_each_image,
-    paired_interval,
-)
 from tests.program import Result, Vitamp, write_meta
-from tools.common.differences import over_images
-from tools.common.evaluation import ranking_intervals, ranking_of
 from tools.common.per_image import per_image
 from utils.config.data import DataConfig
 from utils.record.history import History
 from utils.record.predictions import GROUPS, read_predictions, write_predictions
-from utils.text import wilson
-from vitamp.metrics import BALANCED, MACRO_F1, PLAIN, TOP1
+from utils.statistics.classes import (
+    balanced_accuracy_by_image,
+    balanced_accuracy_interval,
+    macro_f1_by_image,
+    macro_f1_interval,
+)
+from utils.statistics.crossed import crossed_interval
+from utils.statistics.groups import effective_images
+from utils.statistics.paired import agresti_min
+from utils.statistics.proportions import wilson
+from utils.statistics.ranking import ranking_intervals, ranking_of
+from vitamp.metrics import PLAIN, TOP1
 
 
 def made(groups: int, classes: int = 4, seed: int = 0) -> tuple[np.ndarray, list[str]]:
@@ -203,7 +204,7 @@ def test_intervals_of_groups_hold_as_often_as_they_promise(
         of = unequal(random, images, groups)
         easy = random.beta(accuracy * (1 / alike - 1), (1 - accuracy) * (1 / alike - 1), groups)
         right = random.random(len(of)) < easy[of]
-        for kind, number in (("wilson", len(of)), ("by group", independent_images(right, [f"{one}" for one in of]))):
+        for kind, number in (("wilson", len(of)), ("by group", effective_images(right, [f"{one}" for one in of]))):
             low, high = wilson(100 * right.mean(), number)
             held[kind] += low <= 100 * accuracy <= high
     assert held["wilson"] < 0.85 * 400
@@ -221,17 +222,17 @@ def test_intervals_hold_where_one_large_group_is_among_single_images(singles: in
     missed = {"top-1": 0, "gain": 0, "comparison": 0}
     for _ in range(tries):
         right = random.random(len(of)) < random.beta(0.8 * 0.7 / 0.3, 0.2 * 0.7 / 0.3, singles + large)[of]
-        low, high = wilson(100 * right.mean(), independent_images(right, of))
+        low, high = wilson(100 * right.mean(), effective_images(right, of))
         missed["top-1"] += not low <= 80 <= high
         base = random.normal(2.2, 3, len(of))
         noise = np.sqrt(0.7) * random.normal(size=(2, singles + large))[:, of] + np.sqrt(0.3) * random.normal(
             size=(2, len(of))
         )
         ours, theirs = base + 2 * noise > 0
-        _, low, high = paired_interval(ours, theirs, of)
+        _, low, high = agresti_min(ours, theirs, of)
         missed["gain"] += not low <= 0 <= high
         one, other = 100.0 * ours[None], 100.0 * theirs[None]
-        found = over_images(float((one - other).mean()), one, other, np.stack([one.mean(1), other.mean(1)]), of)
+        found = crossed_interval(float((one - other).mean()), one, other, np.stack([one.mean(1), other.mean(1)]), of)
         missed["comparison"] += found.seen
     assert max(missed.values()) <= 0.07 * tries, missed
 
@@ -255,20 +256,23 @@ def test_intervals_of_every_metric_hold_with_groups() -> None:
         groups = of if grouped else np.empty(0)
         of_map, of_auroc = ranking_intervals(models[0], np.eye(3)[labels] > 0, groups)
         one, other = (100.0 * (guesses == labels)[None] for guesses in (ours, theirs))
-        found = over_images(float((one - other).mean()), one, other, np.stack([one.mean(1), other.mean(1)]), groups)
+        found = crossed_interval(
+            float((one - other).mean()), one, other, np.stack([one.mean(1), other.mean(1)]), groups
+        )
         return {
             "balanced": balanced_accuracy_interval(labels, ours, 3, groups),
             "macro F1": macro_f1_interval(labels, ours, 3, groups),
             "mAP": of_map,
             "AUROC": of_auroc,
-            "gain": paired_interval(ours == labels, theirs == labels, groups)[1:],
+            "gain": agresti_min(ours == labels, theirs == labels, groups)[1:],
             "comparison": (found.low, found.high),
         }
 
     labels, (scores, _) = scored(np.arange(200_000), 0.0)
     ranking = ranking_of(scores, np.eye(3)[labels] > 0)
     assert ranking is not None
-    means = (float(of_each_image(metric, labels, scores.argmax(1)).mean()) for metric in (BALANCED, MACRO_F1))
+    by_image = balanced_accuracy_by_image, macro_f1_by_image
+    means = (float(of_each(labels, scores.argmax(1)).mean()) for of_each in by_image)
     truth = dict(zip(("balanced", "macro F1"), means, strict=True)) | {"gain": 0.0, "comparison": 0.0}
     truth |= {"mAP": 100 * ranking.precision, "AUROC": 100 * ranking.area}
     held = {(name, grouped): 0 for name in truth for grouped in (False, True)}
@@ -284,14 +288,14 @@ def test_intervals_of_every_metric_hold_with_groups() -> None:
 
 def test_groups_count_as_one_image_at_least_and_none_as_more() -> None:
     right, pairs = np.arange(100) % 4 > 0, [f"{number // 2}" for number in range(100)]
-    assert independent_images(right, []) == independent_images(right, [f"{number}" for number in range(100)]) == 100
-    doubled = independent_images(right.repeat(2), [f"{number // 2}" for number in range(200)])
+    assert effective_images(right, []) == effective_images(right, [f"{number}" for number in range(100)]) == 100
+    doubled = effective_images(right.repeat(2), [f"{number // 2}" for number in range(200)])
     assert 90 < doubled < 100, "each group is of equal images; Student's t is a little wider"
-    assert 90 < independent_images(right, pairs) < 100, "no more alike than others"
+    assert 90 < effective_images(right, pairs) < 100, "no more alike than others"
     none, one = np.ones(100, bool), np.arange(100) > 0
-    assert 60 < independent_images(none, pairs) < 66, "nothing shows how alike they are"
-    assert 70 < independent_images(one, pairs) < 80, "one mistake hardly does"
-    assert independent_images(right, ["one"] * 100) < 1
+    assert 60 < effective_images(none, pairs) < 66, "nothing shows how alike they are"
+    assert 70 < effective_images(one, pairs) < 80, "one mistake hardly does"
+    assert effective_images(right, ["one"] * 100) < 1
 
 
 def test_intervals_allow_for_groups_and_splits_of_earlier_versions_are_refused(

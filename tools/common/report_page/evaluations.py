@@ -18,7 +18,6 @@ from datasets.decoding import Reader
 from datasets.labels import images_of_classes
 from datasets.transforms.pixels import middle_view
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
-from engine.report.intervals import independent_images
 from engine.report.outcome import flatters, gain_over_probe, of_groups, probe_is_best, splits_of
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
@@ -29,7 +28,9 @@ from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.record.history import History
 from utils.record.predictions import GROUPS, read_probe
-from utils.text import some_of, wilson
+from utils.statistics.groups import effective_images
+from utils.statistics.proportions import wilson
+from utils.text import some_of
 from vitamp.bands import picture_of_bands, shown_bands
 from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing, metric_named
 
@@ -96,7 +97,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     for row in classes:
         row["mistaken_for"] = found.mistaken_for(trained, row["label"])
         of = (true == row["label"]).numpy()
-        independent = independent_images((guess[of] == row["label"]).numpy(), groups[of] if len(groups) else ())
+        independent = effective_images((guess[of] == row["label"]).numpy(), groups[of] if len(groups) else ())
         row["recall_interval"] = wilson(row["recall"], independent)
     classes.sort(key=lambda row: (row["recall"], row["precision"]))
     wrong = (true != guess).nonzero()[:, 0]

@@ -11,14 +11,16 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison import Contenders, Judged, best_two, contenders_of, interval, overlap_of, unit
+from tools.common.comparison import Contenders, Judged, best_two, contenders_of, overlap_of, unit
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
 from tools.common.report_page.runs import NOTHING, Run, data_notes, differing_settings, opening_of, read_runs, summary
 from utils.errors import UserError
 from utils.log import log
 from utils.program import started_as
-from utils.text import Interval, some_of, wilson
+from utils.statistics.differences import student_interval
+from utils.statistics.proportions import Interval, wilson
+from utils.text import some_of
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 from vitamp.files import write_atomically
 from vitamp.metrics import Metric
@@ -89,7 +91,7 @@ def _intervals_of(
         overlap = overlap_of(every)
         intervals = dict[str, Interval]()
         for name, of_runs in values.items():
-            at = interval([*of_runs.values()], 1, overlap=overlap)
+            at = student_interval([*of_runs.values()], 1, overlap=overlap)
             low = at.low or 0.0
             high = at.high or 0.0
             bounded = judged.metric.percent

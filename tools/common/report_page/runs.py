@@ -17,7 +17,8 @@ from utils.errors import UserError
 from utils.program import started_as
 from utils.record.history import History, Line
 from utils.record.run_folder import alike_in_words, copies_unknown, is_run_folder, read_about, read_data
-from utils.text import Interval, clock, counted, wilson
+from utils.statistics.proportions import Interval, wilson
+from utils.text import clock, counted
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
 from vitamp.weights import chosen_at

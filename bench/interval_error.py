@@ -2,7 +2,7 @@
 
     python bench/interval_error.py -tries 2000 -out docs/results/interval_error.json
 
-Groups: top-1 of one model; a comparison of two equal models, one run each; and the same two as paired_interval() sees
+Groups: top-1 of one model; a comparison of two equal models, one run each; and the same two as agresti_min() sees
 them (int8, the gain over the probe), beside a cluster bootstrap (percentiles, whole groups drawn anew). Drops: a
 contender that is wrong where the baseline is right, on other images in each draw; its seeds lose the same images, or
 each of its own.

@@ -47,7 +47,7 @@ from utils.log import unheard
 from vitamp.files import write_atomically
 
 NAME = "simulate_loading.py"
-PAGES[NAME] = "scale"
+PAGES[NAME] = "shards"
 IMAGE_NAME = b"00000000.jpg"
 HEADERS = 1536
 """Bytes of a tar file for each image beside its own: two headers, and the label"""

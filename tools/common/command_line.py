@@ -46,6 +46,7 @@ from vitamp.pooling import PATCHES, POOLED, POOLS
 PAGES = {
     "check_data.py": "broken_images",
     "checkpoint.py": "checkpoints",
+    "choose_precision.py": "amp",
     "evaluate.py": "predict",
     "pack_images.py": "shards",
     "show_batch.py": "augmentation",

@@ -186,6 +186,10 @@ def _build(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyT
 
 def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, folder: Path | None) -> None:
     """Log what is wrong, what is trained, from where, and what the images are. `folder` None: a dry run."""
+    if checkpoint:
+        from engine.checkpoint.restore import log_resumption
+
+        log_resumption(checkpoint, run.config, ready.parts, ready.position)
     for warning in (*ready.train_loader.order.warnings(), *ready.warnings):
         log.warning(warning)
     notes: list[str] = []
@@ -193,10 +197,6 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
         from datasets.examine import check_data
 
         notes = check_data(run.config, ready.train_set, ready.val_set, folder, ready.choices.get(ALIKE) or [])
-    if checkpoint:
-        from engine.checkpoint.restore import log_resumption
-
-        log_resumption(checkpoint, run.config, ready.parts, ready.position)
     if folder is not None:
         stop_holding_warnings()
     text = banner(run, ready, folder)

@@ -36,7 +36,7 @@ ABILITIES = {
     "balanced classes": Ability(
         ("DATA.SAMPLER=balanced", "TRAIN.CLASS_WEIGHTS=balanced"),
         (
-            "sampler balanced: 143 or 144 images of each of 10 classes per epoch, each image at most 2 times",
+            "sampler balanced: up to 144 images of each of 10 classes per epoch, each image at most 2 times",
             "class weights balanced: 0.98",
             "in the training loss only; best checkpoint by top-1 (SAVE_BEST_BY=balanced_acc weighs classes alike",
         ),

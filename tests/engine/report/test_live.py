@@ -165,6 +165,7 @@ def test_best_epoch_that_is_no_better_than_guessing_says_so(monkeypatch: pytest.
 
 def test_no_color_leaves_out_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert Brief().colours
     monkeypatch.setenv("NO_COLOR", "1")

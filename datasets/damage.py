@@ -25,7 +25,8 @@ FAILURES_OF_STORAGE = 8
 """Storage failures in a row that end training, elsewhere retries: so many are not a problem of single images."""
 NOT_RETRIED = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, NotRegular)
 LISTS = "broken.txt", "broken-2.txt"
-MOST_NAMED_IN_TRAINING, MOST_NAMED_IN_VALIDATION = 3, 10
+MOST_NAMED_IN_TRAINING = 3
+MOST_NAMED_IN_VALIDATION = 10
 
 
 class Failure(NamedTuple):
@@ -41,7 +42,8 @@ def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure 
 
     `storage_failures`: so many images in a row failed before, and FAILURES_OF_STORAGE end the retries.
     """
-    pauses, decoded_before = iter(PAUSES if storage_failures < FAILURES_OF_STORAGE else ()), False
+    pauses = iter(PAUSES if storage_failures < FAILURES_OF_STORAGE else ())
+    decoded_before = False
     while True:
         try:
             return read()
@@ -73,7 +75,8 @@ class BrokenImages:
 
     def __init__(self, data: DataConfig, samples: int) -> None:
         self.limit = allowed(data.MAX_BAD, samples)
-        self._list_read, self._lines_read = Path(data.EXCLUDE or "").expanduser(), text_of(data).splitlines()
+        self._list_read = Path(data.EXCLUDE or "").expanduser()
+        self._lines_read = text_of(data).splitlines()
         self.folder: Path | None = None
         """The run's, for the list of them"""
         self._broken: dict[int, Broken] = {}
@@ -90,7 +93,8 @@ class BrokenImages:
 
     def share(self, world: World) -> None:
         """Gather the new images of all ranks. A collective call at the end of an epoch."""
-        new, self._not_shared = all_gather(self._not_shared, world), []
+        new = all_gather(self._not_shared, world)
+        self._not_shared = []
         for broken in new:
             self._record(broken)
         if (new or self._unwritten) and world.first:
@@ -141,7 +145,8 @@ class BrokenImages:
         last = list(self._broken.values())[-MOST_NAMED_IN_TRAINING:]
         tool = started_as("scripts/check_data.py")
         if self.folder is None:  # a dry run, which writes no list
-            listed, then = f"list them in DATA.EXCLUDE ({tool} -fix FILE does)", "repeat the command."
+            listed = f"list them in DATA.EXCLUDE ({tool} -fix FILE does)"
+            then = "repeat the command."
         else:
             listed = f"exclude them with DATA.EXCLUDE={self._file}, which lists them ({tool} finds all)"
             then = "use -resume; after excluding images, from the end of an epoch (-last_epoch)."
@@ -169,7 +174,8 @@ class BrokenInValidation:
 
     def raise_together(self, world: World) -> None:
         """At the end of a validation, raise the same error on all ranks if any of them could not read an image."""
-        broken, self.images = all_gather([*self.images.values()], world), {}
+        broken = all_gather([*self.images.values()], world)
+        self.images = {}
         if not broken:
             return
         raise AllRanksError(

@@ -72,7 +72,8 @@ class PilStored(Stored):
     def __init__(self, data: bytes, channels: int, background: Colour | None = None) -> None:
         """`background`: colour behind transparent pixels; None drops the alpha channel."""
         self.image = Image.open(io.BytesIO(data), formats=_formats())
-        self.channels, self.background = channels, background
+        self.channels = channels
+        self.background = background
         self.width, self.height = self.image.size
 
     def cut(self, box: Box) -> np.ndarray:
@@ -106,7 +107,8 @@ BLEED = 2
 """Rows below a crop that affect it: colour is stored at half resolution and smoothed when it is decoded."""
 SEQUENTIAL = (0xC0, 0xC1)
 """Frame markers of files stored from top to bottom; progressive files have others. The height follows the marker."""
-RESTARTS, SCAN = 0xDD, 0xDA
+RESTARTS = 0xDD
+SCAN = 0xDA
 """Markers of the restart interval and of the start of the pixel data"""
 ONLY_CUT_OFF = re.compile(r"extraneous bytes before marker 0xd9$")
 """The decoder's only complaint about an intact file that is decoded with a smaller height: data before its end."""
@@ -139,9 +141,11 @@ class JpegStored(Stored):
         import simplejpeg
 
         self.decode = simplejpeg.decode_jpeg
-        self.data, self.channels = data, channels
+        self.data = data
+        self.channels = channels
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        self.height, self.width = int(height), int(width)
+        self.height = int(height)
+        self.width = int(width)
         if colours not in COLOURS:
             raise ValueError("PIL must read this file")
         self.colours, self.depth = COLOURS[colours]
@@ -191,7 +195,9 @@ def _height_offset(data: bytes) -> int | None:
     None also with restart markers: the decoder would complain about each of them, so that the whole file would have to
     be decoded after the part.
     """
-    offset, end, height = 2, len(data) - 9, None
+    offset = 2
+    end = len(data) - 9
+    height = None
     while offset < end and data[offset] == 0xFF:
         marker = data[offset + 1]
         if marker == SCAN:
@@ -253,7 +259,9 @@ def orientation_of(image: Image.Image) -> Any:
     return without_xmp.getexif().get(ORIENTATION)
 
 
-TRANSPARENT, GREY, DEEP = "transparent", "grey", "16 bits and more"
+TRANSPARENT = "transparent"
+GREY = "grey"
+DEEP = "16 bits and more"
 
 
 class Header(NamedTuple):
@@ -275,7 +283,8 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
             refuse_large(BYTES_PER_PIXEL * image.width * image.height, data.MAX_IMAGE_BYTES)
-            mode, turned = _unusual_mode(image, data.IMAGE_CHANNELS), orientation_of(image) in TURNS
+            mode = _unusual_mode(image, data.IMAGE_CHANNELS)
+            turned = orientation_of(image) in TURNS
             # MPO files are of cameras: JPEG with a preview.
             return Header(mode, image.size, turned, "JPEG" if image.format == "MPO" else image.format or "")
     except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
@@ -299,8 +308,11 @@ class Reader:
     """Opens images. A bad image can raise any exception; `decoding_errors` turns it into Unreadable."""
 
     def __init__(self, data: DataConfig) -> None:
-        self.channels, self.turns, self.bits = data.IMAGE_CHANNELS, data.EXIF_ROTATE, data.BITS
-        self.is_plain, self.most = data.is_plain, data.MAX_IMAGE_BYTES
+        self.channels = data.IMAGE_CHANNELS
+        self.turns = data.EXIF_ROTATE
+        self.bits = data.BITS
+        self.is_plain = data.is_plain
+        self.most = data.MAX_IMAGE_BYTES
         self.background = background_of(data)
         self.by_simplejpeg = decoder_of_jpeg() == "simplejpeg"
 
@@ -336,7 +348,8 @@ class Reader:
             return stored.cut(Box(0, 0, stored.width, stored.height))
 
 
-EMPTY, UNKNOWN_FORMAT = "the file is empty", "not an image in a known format"
+EMPTY = "the file is empty"
+UNKNOWN_FORMAT = "not an image in a known format"
 TOO_LARGE = "DATA.MAX_IMAGE_BYTES"
 """In the reason of an image with too many pixels"""
 

@@ -38,12 +38,16 @@ class Remaining(Samples):
 
     def __init__(self, samples: Samples, remaining: np.ndarray, lines: Sequence[int]) -> None:
         """`lines`: for each image that DATA.EXCLUDE leaves out, the number of its line."""
-        self.samples, self.lines = samples, lines
+        self.samples = samples
+        self.lines = lines
         self._old_index = remaining
         self._new_index = np.full(len(samples), -1, dtype=np.int64)
         self._new_index[remaining] = np.arange(len(remaining))
-        self.labels, self.classes = samples.labels[remaining], samples.classes
-        self.stored, self.remote, self.window = samples.stored, samples.remote, samples.window
+        self.labels = samples.labels[remaining]
+        self.classes = samples.classes
+        self.stored = samples.stored
+        self.remote = samples.remote
+        self.window = samples.window
         self.file_begins = np.searchsorted(remaining, samples.file_begins)
         self.groups = samples.groups and [samples.groups[index] for index in remaining]
 
@@ -77,7 +81,8 @@ class Remaining(Samples):
 
 def without_excluded(samples: Samples, data: DataConfig) -> Samples:
     """The samples without those that DATA.EXCLUDE lists."""
-    lines, prefix = excluded(data), name_prefix(data)
+    lines = excluded(data)
+    prefix = name_prefix(data)
     line_of_sample = [lines.get(below(samples.name(index), prefix), 0) for index in range(len(samples))]
     remaining = np.flatnonzero(np.array(line_of_sample) == 0)
     if not len(remaining):
@@ -148,7 +153,9 @@ def excluded(data: DataConfig) -> dict[str, int]:
             f"DATA.EXCLUDE: the file {data.EXCLUDE} {why}. It lists images to leave out, one per line; "
             f"{started_as('scripts/check_data.py')} -fix FILE writes such a file."
         ) from None
-    file, prefix, line_of_name = Path(data.EXCLUDE or "").expanduser(), name_prefix(data), dict[str, int]()
+    file = Path(data.EXCLUDE or "").expanduser()
+    prefix = name_prefix(data)
+    line_of_name = dict[str, int]()
     for number, line in enumerate(lines, start=1):
         for end in [*(mark.start() for mark in MARK.finditer(line)), len(line)]:
             if (text := line[:end].strip()) and not text.startswith("#"):
@@ -158,7 +165,8 @@ def excluded(data: DataConfig) -> dict[str, int]:
 
 def named_in(table: Path, path: str, prefix: str) -> str:
     """A path in a list or table as `below`: relative to DATA_PATH, or to the table if only there is such an image."""
-    named, beside = below(path, prefix), os.path.abspath(table.parent / path)
+    named = below(path, prefix)
+    beside = os.path.abspath(table.parent / path)
     inside = below(beside, prefix)
     if inside in (named, beside) or not os.path.isfile(beside) or os.path.isfile(f"{prefix}{named}"):
         return named
@@ -172,7 +180,9 @@ def below(path: str, prefix: str) -> str:
 
 def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
     """The rows of DATA.RELABEL by the name of their image, without `name_prefix`, and the hash of the file."""
-    file, prefix, rows = Path(data.RELABEL or "").expanduser(), name_prefix(data), dict[str, Row]()
+    file = Path(data.RELABEL or "").expanduser()
+    prefix = name_prefix(data)
+    rows = dict[str, Row]()
     try:
         content = read_regular(file)
         table = csv.DictReader(
@@ -182,7 +192,8 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
             columns = f"the columns {','.join(COLUMNS)}, separated by commas; others are ignored"
             raise UserError(f"DATA.RELABEL {file} has no column {missing[0]}. Its first line must name {columns}.")
         for row in table:
-            where, name = f"{file}:{table.line_num}", named_in(file, one_line(row["path"]), prefix)
+            where = f"{file}:{table.line_num}"
+            name = named_in(file, one_line(row["path"]), prefix)
             if (decision := row["decision"].strip().casefold()) not in ("keep", "drop", "relabel"):
                 raise UserError(f"{where}: the decision {row['decision']!r} must be keep, drop or relabel.")
             if name in rows:
@@ -200,10 +211,13 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
 def relabelled(samples: Samples, data: DataConfig) -> Samples:
     """The training samples as DATA.RELABEL decides."""
     (rows, sha256), prefix, several = read_rows(data), name_prefix(data), data.MULTI_LABEL
-    labels, unmatched, done = samples.labels.copy(), {name: row[0] for name, row in rows.items()}, Counter[str]()
+    labels = samples.labels.copy()
+    unmatched = {name: row[0] for name, row in rows.items()}
+    done = Counter[str]()
     classes = samples.classes or range(labels.shape[1] if several else int(labels.max(initial=-1)) + 1)
     name_of = dict(enumerate(distinct_names(classes)))
-    label_of, remains = {name: label for label, name in name_of.items()}, np.ones(len(labels), dtype=bool)
+    label_of = {name: label for label, name in name_of.items()}
+    remains = np.ones(len(labels), dtype=bool)
     others = dict[str, str]()  # of a name that a table has again, another label than that of its line
     for index in range(len(labels)):
         name = below(samples.name(index), prefix)
@@ -232,7 +246,8 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
     if not remains.any():
         raise UserError(f"DATA.RELABEL {data.RELABEL} leaves out all {len(labels)} training images.")
     found = Remaining(samples, np.flatnonzero(remains), samples.lines if isinstance(samples, Remaining) else ())
-    found.labels, found.unmatched = labels[remains], unmatched
+    found.labels = labels[remains]
+    found.unmatched = unmatched
     file = Path(str(data.RELABEL)).name  # exported weights have this too, so no folders
     found.relabel = {"file": file, "sha256": sha256, "dropped": done["drop"], "relabelled": done["relabel"]}
     words = f"{counted(done['drop'], 'training image')} left out, {done['relabel']} with another label"
@@ -246,7 +261,8 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
 
 def warn_unmatched_rows(data: DataConfig, train: Samples, validation: Samples | None) -> None:
     """Warn of rows of DATA.RELABEL that match no training image."""
-    unmatched, prefix = train.unmatched if isinstance(train, Remaining) else {}, name_prefix(data)
+    unmatched = train.unmatched if isinstance(train, Remaining) else {}
+    prefix = name_prefix(data)
     if not unmatched:
         return
     validating = {below(validation.name(index), prefix) for index in range(len(validation))} if validation else ()

@@ -31,7 +31,9 @@ class Images(ImageDataset):
             samples = relabelled(samples, data)
         self.samples = samples
         self.classes = samples.classes
-        self.data, self.seed, self.train = data, seed, train
+        self.data = data
+        self.seed = seed
+        self.train = train
         self.augmentation: TrainConfig | None = None
         self.pixels: Callable[[Encoded, torch.Tensor], None] = Pixels(data, train)
         self.max_bad = allowed(data.MAX_BAD, len(self.samples))
@@ -46,7 +48,8 @@ class Images(ImageDataset):
     def at_size(self, size: ImageSize) -> ImageDataset:
         other = copy.copy(self)
         other.data = self.data.changed(IMAGE_SIZE=size)
-        other.pixels, other._new_broken = Pixels(other.data, self.train, self.augmentation), {}
+        other.pixels = Pixels(other.data, self.train, self.augmentation)
+        other._new_broken = {}
         return other
 
     def __len__(self) -> int:
@@ -59,7 +62,8 @@ class Images(ImageDataset):
         return self.samples
 
     def take_broken(self) -> list[Broken]:
-        broken, self._new_broken = self._new_broken, {}
+        broken = self._new_broken
+        self._new_broken = {}
         return list(broken.values())
 
     def __getitems__(self, keys: list[Key]) -> Batch:
@@ -86,7 +90,8 @@ class Images(ImageDataset):
                 # Black and not counted. The error comes at the end of the validation pass, because all ranks go through
                 # their batches together.
                 self._new_broken[index] = self._broken(index, failure)
-                images[row], indices[row] = 0, PADDING
+                images[row] = 0
+                indices[row] = PADDING
                 continue
             labels[row] = torch.as_tensor(self.samples.labels[index])
         return Batch(images, labels, indices)
@@ -118,7 +123,8 @@ class Images(ImageDataset):
         raise TrainingError(f"No image could be read in place of {self.samples.name(wanted)}.")
 
     def _broken(self, index: int, failure: Failure) -> Broken:
-        name, storage = self.samples.name(index), failure.kind != "damaged"
+        name = self.samples.name(index)
+        storage = failure.kind != "damaged"
         if failure.kind == "missing":
             # The image may be intact if its whole folder is missing or empty, as when a file system is unmounted.
             with contextlib.suppress(OSError), os.scandir(name_prefix(self.data) or ".") as entries:
@@ -141,7 +147,9 @@ class Joined(Samples):
     def __init__(self, splits: Sequence[Samples]) -> None:
         self.splits = splits
         self.labels = np.concatenate([split.labels for split in splits])
-        self.classes, self.stored, self.remote = splits[0].classes, splits[0].stored, splits[0].remote
+        self.classes = splits[0].classes
+        self.stored = splits[0].stored
+        self.remote = splits[0].remote
         self.groups = [group for split in splits for group in split.groups or ()] or None
         self._begins = np.cumsum([0, *(len(split) for split in splits)])
 

@@ -70,7 +70,9 @@ TITLES = {"train": "training split", "val": "validation split", "test": "test sp
 
 def part_of(data: DataConfig, train: bool) -> Part:
     """The split to open: the training split, or the one that DATA.PART names, by default the validation split."""
-    return "train" if train else "val" if data.PART == AUTO else data.PART
+    if train:
+        return "train"
+    return "val" if data.PART == AUTO else data.PART
 
 
 Parts = Mapping[Part, object]
@@ -168,8 +170,11 @@ def shuffled_by_file(files: Sequence[Sequence[int]], window: int, generator: np.
     """
     order = generator.permutation(len(files))
     windows = [order[first : first + window] for first in range(0, len(files), window)]
-    samples = [np.concatenate([np.arange(*files[number]) for number in of_window]) for of_window in windows]
-    return np.concatenate([np.arange(0), *map(generator.permutation, samples)])
+    shuffled = [np.arange(0)]
+    for of_window in windows:
+        samples = [np.arange(files[number][0], files[number][1]) for number in of_window]
+        shuffled.append(generator.permutation(np.concatenate(samples)))
+    return np.concatenate(shuffled)
 
 
 class Broken(NamedTuple):
@@ -252,11 +257,9 @@ class ImageDataset(Dataset[Batch]):
 
     def augment(self, train: TrainConfig) -> ImageDataset:
         """This split with the single-image augmentations of TRAIN. Images in memory do not support them."""
-        if without_effect := train.single_image_keys:
-            log.warning(
-                "%s: no effect on images in memory. Mixup, cutmix and random erasing do work.",
-                ", ".join(without_effect),
-            )
+        keys = ", ".join(train.single_image_keys)
+        if keys:
+            log.warning("%s: no effect on images in memory. Mixup, cutmix and random erasing do work.", keys)
         return self
 
     def at_size(self, size: ImageSize) -> ImageDataset:

@@ -25,7 +25,7 @@ def members_of_classes(labels: np.ndarray) -> list[np.ndarray]:
 
 def distinct_names(classes: Iterable[object]) -> list[str]:
     """Names of the classes, with the label where several share one: ImageNet has two classes called crane."""
-    names = [*map(str, classes)]
+    names = list(map(str, classes))
     times = Counter(names)
     return [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
 

@@ -92,7 +92,8 @@ class InMemory(ImageDataset):
         self.labels = torch.from_numpy(samples.labels).to(device)
         self.squeezed = not cropped or train or data.CROP == "none"
         self.margin = PAD if train and cropped and data.CROP == "pad" else 0
-        self.flip, self.vertical_flip = (data.FLIP, data.VERTICAL_FLIP) if train and cropped else (0.0, 0.0)
+        self.flip = data.FLIP if train and cropped else 0.0
+        self.vertical_flip = data.VERTICAL_FLIP if train and cropped else 0.0
         self.crops = self.margin > 0 or self.flip > 0 or self.vertical_flip > 0
         self.affine = BatchAffine(data, device) if train and data.has_affine else None
         self._transforms: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
@@ -129,18 +130,8 @@ class InMemory(ImageDataset):
         images = resized(self.images[chosen], self.data, self.squeezed)
         if self.train:
             crops, matrices = self._transforms_of(keys[0][0])
-            if crops is not None:  # pad with a black margin, crop each image to its size at its own place, mirror some
-                high, wide = images.shape[-2:]
-                top, left, mirrored, turned = crops[chosen][:, :, None].unbind(1)
-                if self.margin:
-                    images = torch.nn.functional.pad(images, (self.margin,) * 4)
-                row = torch.arange(high, device=images.device)
-                column = torch.arange(wide, device=images.device)
-                columns = left + torch.where(mirrored > 0, wide - 1 - column, column)
-                rows = top + torch.where(turned > 0, high - 1 - row, row)
-                pixels = (rows[:, :, None] * images.shape[-1] + columns[:, None, :]).flatten(1)
-                images = images.flatten(2).gather(2, pixels[:, None].expand(-1, images.shape[1], -1))
-                images = images.unflatten(2, (high, wide))
+            if crops is not None:
+                images = self._cropped(images, crops[chosen])
             if self.affine is not None and matrices is not None:
                 images = self.affine(images, matrices[chosen])
         images = images.expand(-1, self.data.IMAGE_CHANNELS, -1, -1).contiguous()
@@ -152,14 +143,31 @@ class InMemory(ImageDataset):
             labels = labels * real
         return Batch(images, labels, indices)
 
+    def _cropped(self, images: torch.Tensor, crops: torch.Tensor) -> torch.Tensor:
+        """Pad with a black margin, crop each image to its size at its own place, and mirror some."""
+        high, wide = images.shape[-2:]
+        top, left, mirrored, turned = crops[:, :, None].unbind(1)
+        if self.margin:
+            images = torch.nn.functional.pad(images, (self.margin,) * 4)
+        row = torch.arange(high, device=images.device)
+        column = torch.arange(wide, device=images.device)
+        columns = left + torch.where(mirrored > 0, wide - 1 - column, column)
+        rows = top + torch.where(turned > 0, high - 1 - row, row)
+        pixels = (rows[:, :, None] * images.shape[-1] + columns[:, None, :]).flatten(1)
+        images = images.flatten(2).gather(2, pixels[:, None].expand(-1, images.shape[1], -1))
+        return images.unflatten(2, (high, wide))
+
     def _transforms_of(self, epoch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if epoch in self._transforms:
             return self._transforms[epoch]
         crops = matrices = None
         columns = BatchAffine.COLUMNS
         if self.crops or self.affine is not None:
-            turns = self.vertical_flip > 0  # only then with a column more, which would change all other numbers
-            uniform = sample_table(self.seed, epoch, len(self), columns + 3 * self.crops + turns)
+            drawn = columns
+            if self.crops:
+                # Only to turn images upside down with a column more, which changes all other numbers.
+                drawn += 4 if self.vertical_flip > 0 else 3
+            uniform = sample_table(self.seed, epoch, len(self), drawn)
             if self.affine is not None:
                 matrices = self.affine.matrices(uniform[:, :columns]).to(self.device, non_blocking=True)
             if self.crops:

@@ -52,7 +52,7 @@ def offering_layout(error: UserError, data: DataConfig) -> UserError:
     offers = [f"\n{data.DATA_PATH} has {what}: -dataset {name} reads them." for name, what in found.items()]
     if data.DATASET == "imagefolder":
         offers += _tables(root)
-    error.args = ("".join([str(error), *offers]),)
+    error.args = (str(error) + "".join(offers),)
     return error
 
 
@@ -64,16 +64,13 @@ def _tables(root: Path) -> list[str]:
 def _layouts(root: Path) -> dict[str, str]:
     """Value for DATA.DATASET -> what the folder has, in the order of precedence."""
     found = {}
-    lists, tables = (
-        [file for split in SPLIT_NAMES if split != TEST and (root / (file := name(split))).is_file()]
-        for name in (imagenet2012.list_name, csv_table.table_name)
-    )
-    if lists:
-        found["imagenet2012"] = " and ".join(lists)
-    if tables:
-        found["csv"] = " and ".join(tables)
+    for dataset, name in (("imagenet2012", imagenet2012.list_name), ("csv", csv_table.table_name)):
+        files = [name(split) for split in SPLIT_NAMES if split != TEST and (root / name(split)).is_file()]
+        if files:
+            found[dataset] = " and ".join(files)
     if any(Folder(root).tars(name) for name in ("", *SPLIT_NAMES)):
         found["shards"] = "tar files"
-    if folders := layout_of(root):
+    folders = layout_of(root)
+    if folders:
         found["imagefolder"] = folders
     return found

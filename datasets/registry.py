@@ -7,7 +7,18 @@ import importlib
 
 import torch
 
-from datasets.base import CSV_PREFIX, HUB_PREFIX, ImageDataset, Part, Samples, Source, distinct, part_of, parts_read
+from datasets.base import (
+    CSV_PREFIX,
+    HUB_PREFIX,
+    UNSPLIT,
+    ImageDataset,
+    Part,
+    Samples,
+    Source,
+    distinct,
+    part_of,
+    parts_read,
+)
 from datasets.labels import ANY_LABEL, check_gaps, log_unused_outputs
 from utils.config.data import DataConfig
 from utils.config.kinds import AUTO
@@ -82,7 +93,8 @@ def _open(
         return InMemory(samples, data, train, seed, device, cropped)
     from datasets.images import Images, Joined
 
-    if part == "all" and "all" not in (parts := source.parts(data)):
+    parts = source.parts(data) if part == "all" else UNSPLIT
+    if "all" not in parts:
         samples = Joined([opened(one) for one in distinct(parts)])
     elif source.shares_list and world.size > 1:
         from datasets.sources.shared import listed_once
@@ -136,6 +148,38 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     `train=False`: check the validation split alone, for a run that only evaluates.
     """
     source = _source(data)
+    _check_lists(source, data, train)
+    if source.arrays is None:
+        from datasets.decoding import warn_of_decoder
+
+        warn_of_decoder()
+    elif not data.is_plain:
+        raise UserError(f"DATA.BITS, DATA.IMAGE_CHANNELS: {data.DATASET} has 8-bit images of 1 or 3 channels.")
+    if data.DOWNLOAD and not source.fetches:
+        log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
+    unread = unread_path(data)
+    if unread:
+        log.warning("%s", unread)
+    if data.COLUMNS is not None and data.DATASET.partition(":")[0] != "csv":
+        raise UserError(f"DATA.COLUMNS {data.COLUMNS}: the data set {source_of(data)} is no csv table; leave it out.")
+    try:
+        if source.check is not None:
+            source.check(data, num_classes, train)
+        elif source.samples is not None:
+            parts = parts_read(data, train, source.parts(data))
+            of_parts = [source.samples(data, part, num_classes).classes for part in parts]
+            classes = of_parts[0]
+            if classes is not None:
+                log_unused_outputs(len(classes), num_classes, f"The data set {data.DATASET}")
+    except UserError as error:
+        from datasets.recognise import offering_layout
+
+        raise offering_layout(error, data) from None
+    _check_fold(source, data)
+
+
+def _check_lists(source: Source, data: DataConfig, train: bool) -> None:
+    """Check the files of DATA.EXCLUDE and DATA.RELABEL."""
     if data.EXCLUDE is not None:
         from datasets.exclude import excluded
 
@@ -147,31 +191,6 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
             why = "is held in memory: its images have no names" if source.labelled else "has no labels"
             raise UserError(f"DATA.RELABEL {data.RELABEL}: the data set {data.DATASET} {why}. Leave DATA.RELABEL out.")
         read_rows(data)
-    if source.arrays is None:
-        from datasets.decoding import warn_of_decoder
-
-        warn_of_decoder()
-    elif not data.is_plain:
-        raise UserError(f"DATA.BITS, DATA.IMAGE_CHANNELS: {data.DATASET} has 8-bit images of 1 or 3 channels.")
-    if data.DOWNLOAD and not source.fetches:
-        log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
-    if unread := unread_path(data):
-        log.warning("%s", unread)
-    if data.COLUMNS is not None and data.DATASET.partition(":")[0] != "csv":
-        raise UserError(f"DATA.COLUMNS {data.COLUMNS}: the data set {source_of(data)} is no csv table; leave it out.")
-    try:
-        if source.check is not None:
-            source.check(data, num_classes, train)
-        elif source.samples is not None:
-            parts = parts_read(data, train, source.parts(data))
-            classes, *_ = [source.samples(data, part, num_classes).classes for part in parts]
-            if classes is not None:
-                log_unused_outputs(len(classes), num_classes, f"The data set {data.DATASET}")
-    except UserError as error:
-        from datasets.recognise import offering_layout
-
-        raise offering_layout(error, data) from None
-    _check_fold(source, data)
 
 
 def unread_path(data: DataConfig) -> str:
@@ -226,17 +245,19 @@ def _check_fold(source: Source, data: DataConfig) -> None:
     if data.GROUP is not None and not source.groups:
         raise UserError(f"DATA.GROUP {data.GROUP}: the data set {source_of(data)} names no groups. Leave it out.")
     if data.fold is not None and not source.is_unsplit(data):
+        instead = ", or make folds of train by DATA.KEEP_TEST=true" if validates_on_test(data) else ""
         raise UserError(
             f"DATA.FOLD {data.fold}: the data set {source_of(data)} comes with its own validation split. Leave "
-            f"DATA.FOLD out{', or make folds of train by DATA.KEEP_TEST=true' if validates_on_test(data) else ''}, or "
-            "use data that names no splits: class folders alone, one csv file, or tar files."
+            f"DATA.FOLD out{instead}, or use data that names no splits: class folders alone, one csv file, or tar "
+            "files."
         )
 
 
 def _source(data: DataConfig) -> Source:
     source = _named(data)
     if data.MULTI_LABEL and not source.multi_label:
-        multi = [name for name in names() if (other := source_named(name)) and other.multi_label]
+        sources = {name: source_named(name) for name in names()}
+        multi = [name for name, other in sources.items() if other and other.multi_label]
         raise UserError(
             f"DATA.MULTI_LABEL: the data set {data.DATASET} has one label per image. Use a data set with several: "
             f"{', '.join(multi)}; see docs/several_labels.md."
@@ -250,16 +271,17 @@ def _named(data: DataConfig) -> Source:
 
         return hub.SOURCE
     source = source_named(data.DATASET)
-    if source is None and (own := own_named("dataset", data.DATASET)):
+    if source is not None:
+        return source
+    own = own_named("dataset", data.DATASET)
+    if own:
         from datasets.sources.own import source_of_own
 
         return source_of_own(own)
-    if source is None:
-        raise UserError(
-            f"DATA.DATASET (-dataset): unknown data set {data.DATASET!r}.{nearest(data.DATASET, PLACES)} "
-            f"Known data sets: {', '.join(names())}, and hf:NAME_OR_PATH. One of your own needs its file: -use FILE."
-        )
-    return source
+    raise UserError(
+        f"DATA.DATASET (-dataset): unknown data set {data.DATASET!r}.{nearest(data.DATASET, PLACES)} "
+        f"Known data sets: {', '.join(names())}, and hf:NAME_OR_PATH. One of your own needs its file: -use FILE."
+    )
 
 
 def squeezes(data: DataConfig) -> bool:

@@ -58,10 +58,13 @@ class Repeated(Variant):
         if not self.in_memory or len(rows) == 1:
             return self.inner.__getitems__(own)
         # A data set in memory draws the transforms of one epoch at a time.
-        batches = [self.inner.__getitems__([own[row] for row in of_copy]) for of_copy in rows.values()]
-        order = torch.tensor([row for copy in rows for row in rows[copy]]).argsort()
-        order = order.to(batches[0].images.device, non_blocking=True)
-        return Batch(*(torch.cat(fields)[order] for fields in zip(*batches, strict=True)))
+        batches = list[Batch]()
+        places = list[int]()
+        for of_copy in rows.values():
+            batches.append(self.inner.__getitems__([own[row] for row in of_copy]))
+            places += of_copy
+        order = torch.tensor(places).argsort().to(batches[0].images.device, non_blocking=True)
+        return Batch._make(torch.cat(fields)[order] for fields in zip(*batches, strict=True))
 
 
 class Sized(Variant):
@@ -77,7 +80,10 @@ class Sized(Variant):
         self.by_size = {full: inner} | {size: inner.at_size(size) for _, size in train.SIZE_SCHEDULE if size != full}
 
     def take_broken(self) -> list[Broken]:
-        return [broken for dataset in self.by_size.values() for broken in dataset.take_broken()]
+        broken = []
+        for dataset in self.by_size.values():
+            broken += dataset.take_broken()
+        return broken
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         return self.by_size[self.train.size_in(keys[0][0], self.full)].__getitems__(keys)

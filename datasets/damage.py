@@ -52,7 +52,8 @@ def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure 
                 return Failure(str(error), "damaged")
             decoded_before = True
         except OSError as error:
-            text = " ".join((error.strerror or str(error) or type(error).__name__).split())
+            text = error.strerror or str(error) or type(error).__name__
+            text = " ".join(text.split())
             if error.errno == errno.ELOOP:
                 return Failure("its symbolic links form a loop", "missing")
             if isinstance(error, NOT_RETRIED):
@@ -131,7 +132,8 @@ class BrokenImages:
             return
         try:
             before = read_regular(self._file).decode("utf-8", "surrogateescape") if self._file.exists() else ""
-            lines = [*self._lines_read, *before.splitlines(), *(one.line for one in self._broken.values())]
+            lines = self._lines_read + before.splitlines()
+            lines += [one.line for one in self._broken.values()]
             newest = {line.partition(REMARK)[0]: line for line in lines}
             write_atomically(self._file, "".join(f"{line}\n" for line in newest.values()))
         except OSError as error:
@@ -174,7 +176,7 @@ class BrokenInValidation:
 
     def raise_together(self, world: World) -> None:
         """At the end of a validation, raise the same error on all ranks if any of them could not read an image."""
-        broken = all_gather([*self.images.values()], world)
+        broken = all_gather(list(self.images.values()), world)
         self.images = {}
         if not broken:
             return

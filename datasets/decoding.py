@@ -79,7 +79,7 @@ class PilStored(Stored):
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box
         part = self.image
-        if box != (0, 0, *part.size):
+        if box != Box(0, 0, part.width, part.height):
             part = part.crop((left, top, left + width, top + height))
         part, self.transparent = as_rgb_or_grey(part, self.channels, self.background)
         return np.atleast_3d(np.asarray(part))
@@ -108,8 +108,9 @@ BLEED = 2
 SEQUENTIAL = (0xC0, 0xC1)
 """Frame markers of files stored from top to bottom; progressive files have others. The height follows the marker."""
 RESTARTS = 0xDD
+"""Marker of the restart interval"""
 SCAN = 0xDA
-"""Markers of the restart interval and of the start of the pixel data"""
+"""Marker of the start of the pixel data"""
 ONLY_CUT_OFF = re.compile(r"extraneous bytes before marker 0xd9$")
 """The decoder's only complaint about an intact file that is decoded with a smaller height: data before its end."""
 OF_DAMAGE = ("Corrupt JPEG data", "Premature end")
@@ -122,7 +123,8 @@ def decoder_of_jpeg() -> str:
 
 
 def warn_of_decoder() -> None:
-    if error := _import_error():
+    error = _import_error()
+    if error:
         log.warning("PIL decodes JPEG files, at half the speed of simplejpeg (%s). Run: pip install simplejpeg", error)
 
 
@@ -165,7 +167,8 @@ class JpegStored(Stored):
         image followed by surplus data, about which the decoder complains only after it has decoded the image.
         """
         rows = -(-(bottom + BLEED) // BLOCK) * BLOCK
-        if rows < self.height and (offset := _height_offset(self.data)):
+        offset = _height_offset(self.data) if rows < self.height else None
+        if offset:
             shortened = bytearray(self.data)
             shortened[offset : offset + 2] = rows.to_bytes(2, "big")
             pixels = np.empty((rows, self.width, self.depth), dtype=np.uint8)
@@ -338,7 +341,8 @@ class Reader:
                 image = (stored if isinstance(stored, PilStored) else PilStored(encoded, 3)).image
                 # PIL always rotates TIFF files itself.
                 orientation = None if image.format == "TIFF" else orientation_of(image)
-                return Turned(stored, orientation) if isinstance(orientation, int) and orientation in TURNS else stored
+                if isinstance(orientation, int) and orientation in TURNS:
+                    stored = Turned(stored, orientation)
             return stored
 
     def whole(self, encoded: Encoded) -> np.ndarray:

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,17 @@ REMARK = "  # "
 MARK = re.compile(r"(?:^|\s)#")
 COLUMNS = ("path", "given", "proposed", "decision")
 """Of DATA.RELABEL"""
-Row = tuple[int, list[str], list[str], str]
-"""Line number, names of the given and of the proposed labels, and decision"""
+
+
+class Row(NamedTuple):
+    """A line of DATA.RELABEL."""
+
+    line: int
+    """Its number"""
+    given: list[str]
+    """Names of the given labels"""
+    proposed: list[str]
+    decision: str
 
 
 class Remaining(Samples):
@@ -87,7 +97,9 @@ def without_excluded(samples: Samples, data: DataConfig) -> Samples:
     remaining = np.flatnonzero(np.array(line_of_sample) == 0)
     if not len(remaining):
         raise UserError(f"DATA.EXCLUDE {data.EXCLUDE} lists all {len(samples)} images of a split; none is left.")
-    return samples if len(remaining) == len(samples) else Remaining(samples, remaining, [*filter(None, line_of_sample)])
+    if len(remaining) == len(samples):
+        return samples
+    return Remaining(samples, remaining, list(filter(None, line_of_sample)))
 
 
 def line_of(name: str, remark: str, data: DataConfig) -> str:
@@ -97,7 +109,8 @@ def line_of(name: str, remark: str, data: DataConfig) -> str:
 
 def path_in_list(name: str, data: DataConfig) -> str:
     """The name of a sample, relative to DATA_PATH, so that the list stays valid when the data moves."""
-    path = name.removeprefix(prefix := name_prefix(data))
+    prefix = name_prefix(data)
+    path = name.removeprefix(prefix)
     # A line that begins with a # is a comment, and from one that begins with DATA_PATH `below` takes it off.
     return f"./{path}" if path.startswith(("#", prefix or "#")) else path
 
@@ -157,8 +170,11 @@ def excluded(data: DataConfig) -> dict[str, int]:
     prefix = name_prefix(data)
     line_of_name = dict[str, int]()
     for number, line in enumerate(lines, start=1):
-        for end in [*(mark.start() for mark in MARK.finditer(line)), len(line)]:
-            if (text := line[:end].strip()) and not text.startswith("#"):
+        ends = [mark.start() for mark in MARK.finditer(line)]
+        ends.append(len(line))
+        for end in ends:
+            text = line[:end].strip()
+            if text and not text.startswith("#"):
                 line_of_name[named_in(file, text, prefix)] = number
     return line_of_name
 
@@ -188,19 +204,24 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
         table = csv.DictReader(
             io.StringIO(content.decode("utf-8-sig", "surrogateescape"), newline=""), restval="", strict=True
         )
-        if missing := [name for name in COLUMNS if name not in (table.fieldnames or ())]:
+        missing = [name for name in COLUMNS if name not in (table.fieldnames or ())]
+        if missing:
             columns = f"the columns {','.join(COLUMNS)}, separated by commas; others are ignored"
             raise UserError(f"DATA.RELABEL {file} has no column {missing[0]}. Its first line must name {columns}.")
-        for row in table:
+        for fields in table:
             where = f"{file}:{table.line_num}"
-            name = named_in(file, one_line(row["path"]), prefix)
-            if (decision := row["decision"].strip().casefold()) not in ("keep", "drop", "relabel"):
-                raise UserError(f"{where}: the decision {row['decision']!r} must be keep, drop or relabel.")
+            name = named_in(file, one_line(fields["path"]), prefix)
+            decision = fields["decision"].strip().casefold()
+            if decision not in ("keep", "drop", "relabel"):
+                raise UserError(f"{where}: the decision {fields['decision']!r} must be keep, drop or relabel.")
             if name in rows:
-                raise UserError(f"{where}: {name} is in line {rows[name][0]} too. Give each image one line.")
-            texts = (row["given"], row["proposed"])
-            given, proposed = (list(filter(None, text.split("|"))) if data.MULTI_LABEL else [text] for text in texts)
-            rows[name] = table.line_num, given, proposed, decision
+                raise UserError(f"{where}: {name} is in line {rows[name].line} too. Give each image one line.")
+            given = [fields["given"]]
+            proposed = [fields["proposed"]]
+            if data.MULTI_LABEL:
+                given = list(filter(None, fields["given"].split("|")))
+                proposed = list(filter(None, fields["proposed"].split("|")))
+            rows[name] = Row(table.line_num, given, proposed, decision)
     except (OSError, csv.Error) as error:
         why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         writer = started_as("scripts/check_labels.py")
@@ -210,12 +231,12 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
 
 def relabelled(samples: Samples, data: DataConfig) -> Samples:
     """The training samples as DATA.RELABEL decides."""
-    (rows, sha256), prefix, several = read_rows(data), name_prefix(data), data.MULTI_LABEL
+    rows, sha256 = read_rows(data)
+    prefix = name_prefix(data)
     labels = samples.labels.copy()
-    unmatched = {name: row[0] for name, row in rows.items()}
+    unmatched = {name: row.line for name, row in rows.items()}
     done = Counter[str]()
-    classes = samples.classes or range(labels.shape[1] if several else int(labels.max(initial=-1)) + 1)
-    name_of = dict(enumerate(distinct_names(classes)))
+    name_of = _names_of_labels(samples, data)
     label_of = {name: label for label, name in name_of.items()}
     remains = np.ones(len(labels), dtype=bool)
     others = dict[str, str]()  # of a name that a table has again, another label than that of its line
@@ -223,26 +244,26 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
         name = below(samples.name(index), prefix)
         if name not in rows:
             continue
-        number, given, proposed, decision = rows[name]
-        own = np.flatnonzero(labels[index]).tolist() if several else [int(labels[index])]
-        if {label_of.get(one) for one in given} != {*own}:
+        row = rows[name]
+        own = np.flatnonzero(labels[index]).tolist() if data.MULTI_LABEL else [int(labels[index])]
+        if {label_of.get(one) for one in row.given} != set(own):
             others[name] = "|".join(name_of.get(label, f"{label}") for label in own)
             continue
         unmatched.pop(name, None)
-        new = proposed if decision == "relabel" else given
-        if (wrong := next((one for one in new if one not in label_of), None)) is not None:
-            closest = nearest(wrong, label_of) or f" Give a name as {name_of[0]!r}."
-            raise UserError(f"{data.RELABEL}:{number}: proposed is {wrong!r}, which is no class of the data.{closest}")
-        wanted = [label_of[one] for one in new]
-        labels[index] = np.isin(np.arange(labels.shape[-1]), wanted) if several else wanted[0]
-        remains[index] = decision != "drop"
-        done["drop" if decision == "drop" else "keep" if {*wanted} == {*own} else "relabel"] += 1
-    if (name := next(filter(unmatched.get, others), None)) is not None:
-        number, given, *_ = rows[name]
-        raise UserError(
-            f"{data.RELABEL}:{number}: given is {'|'.join(given)!r}, but {name} has the label {others[name]!r}. The "
-            "list was made for other labels: make it again, or correct the line."
-        )
+        wanted = _wanted(row, label_of, data)
+        labels[index] = np.isin(np.arange(labels.shape[-1]), wanted) if data.MULTI_LABEL else wanted[0]
+        if row.decision == "drop":
+            remains[index] = False
+            done["drop"] += 1
+        else:
+            done["keep" if set(wanted) == set(own) else "relabel"] += 1
+    for name, label in others.items():
+        if name in unmatched:
+            given = "|".join(rows[name].given)
+            raise UserError(
+                f"{data.RELABEL}:{rows[name].line}: given is {given!r}, but {name} has the label {label!r}. The "
+                "list was made for other labels: make it again, or correct the line."
+            )
     if not remains.any():
         raise UserError(f"DATA.RELABEL {data.RELABEL} leaves out all {len(labels)} training images.")
     found = Remaining(samples, np.flatnonzero(remains), samples.lines if isinstance(samples, Remaining) else ())
@@ -250,13 +271,43 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
     found.unmatched = unmatched
     file = Path(str(data.RELABEL)).name  # exported weights have this too, so no folders
     found.relabel = {"file": file, "sha256": sha256, "dropped": done["drop"], "relabelled": done["relabel"]}
+    _report_relabelled(samples, found, name_of, done, data)
+    return found
+
+
+def _wanted(row: Row, label_of: Mapping[str, int], data: DataConfig) -> list[int]:
+    """The labels that a row gives to its image."""
+    names = row.proposed if row.decision == "relabel" else row.given
+    for name in names:
+        if name not in label_of:
+            closest = nearest(name, label_of) or f" Give a name as {next(iter(label_of))!r}."
+            where = f"{data.RELABEL}:{row.line}"
+            raise UserError(f"{where}: proposed is {name!r}, which is no class of the data.{closest}")
+    return [label_of[name] for name in names]
+
+
+def _names_of_labels(samples: Samples, data: DataConfig) -> dict[int, str]:
+    labels = samples.labels
+    largest = labels.shape[1] if data.MULTI_LABEL else int(labels.max(initial=-1)) + 1
+    return dict(enumerate(distinct_names(samples.classes or range(largest))))
+
+
+def _report_relabelled(
+    samples: Samples, found: Samples, name_of: Mapping[int, str], done: Counter[str], data: DataConfig
+) -> None:
+    """Log how many images have other labels, and warn of classes that have lost all. `samples`: before."""
     words = f"{counted(done['drop'], 'training image')} left out, {done['relabel']} with another label"
     warn_once(f"DATA.RELABEL {data.RELABEL}: {words}, {done['keep']} as before.", logging.INFO)
-    before, after = ({*(np.nonzero(of)[1] if several else of).tolist()} for of in (samples.labels, found.labels))
-    if gone := [name_of.get(label, f"{label}") for label in sorted(before - after)]:
-        words = f"{counted(len(gone), 'class')}, such as {gone[0]}"
+    gone = sorted(_labels_in(samples, data) - _labels_in(found, data))
+    if gone:
+        first = name_of.get(gone[0], f"{gone[0]}")
+        words = f"{counted(len(gone), 'class')}, such as {first}"
         warn_once(f"DATA.RELABEL {data.RELABEL} leaves no training image of {words}.")
-    return found
+
+
+def _labels_in(samples: Samples, data: DataConfig) -> set[int]:
+    labels = np.nonzero(samples.labels)[1] if data.MULTI_LABEL else samples.labels
+    return set(labels.tolist())
 
 
 def warn_unmatched_rows(data: DataConfig, train: Samples, validation: Samples | None) -> None:
@@ -279,4 +330,5 @@ def name_prefix(data: DataConfig) -> str:
     if "://" in data.DATA_PATH:
         return f"{data.DATA_PATH.rstrip('/')}/"
     place = Path(data.DATA_PATH).expanduser()
-    return f"{place.parent if place.is_file() else place}/"
+    folder = place.parent if place.is_file() else place
+    return f"{folder}/"

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -42,7 +43,8 @@ class Images(ImageDataset):
         self._storage_failures = 0  # in a row
 
     def augment(self, train: TrainConfig) -> ImageDataset:
-        self.augmentation, self.pixels = train, Pixels(self.data, self.train, train)
+        self.augmentation = train
+        self.pixels = Pixels(self.data, self.train, train)
         return self
 
     def at_size(self, size: ImageSize) -> ImageDataset:
@@ -86,13 +88,15 @@ class Images(ImageDataset):
                 continue
             if self.train:
                 index = self._fill(images[row], key)
-            elif failure := failure_or(partial(self._write, images[row], key, index), self._storage_failures):
-                # Black and not counted. The error comes at the end of the validation pass, because all ranks go through
-                # their batches together.
-                self._new_broken[index] = self._broken(index, failure)
-                images[row] = 0
-                indices[row] = PADDING
-                continue
+            else:
+                failure = failure_or(partial(self._write, images[row], key, index), self._storage_failures)
+                if failure:
+                    # Black and not counted. The error comes at the end of the validation pass, because all ranks go
+                    # through their batches together.
+                    self._new_broken[index] = self._broken(index, failure)
+                    images[row] = 0
+                    indices[row] = PADDING
+                    continue
             labels[row] = torch.as_tensor(self.samples.labels[index])
         return Batch(images, labels, indices)
 
@@ -109,7 +113,8 @@ class Images(ImageDataset):
             failure = self._failures.get(index) or failure_or(partial(self._write, out, key, index))
             if failure is None:
                 return index
-            self._new_broken[index] = broken = self._broken(index, failure)
+            broken = self._broken(index, failure)
+            self._new_broken[index] = broken
             if not broken.storage:
                 self._failures[index] = failure
             if self._storage_failures >= FAILURES_OF_STORAGE:
@@ -129,10 +134,12 @@ class Images(ImageDataset):
             # The image may be intact if its whole folder is missing or empty, as when a file system is unmounted.
             with contextlib.suppress(OSError), os.scandir(name_prefix(self.data) or ".") as entries:
                 storage = not any(entries)
-        self._storage_failures += storage
         line = line_of(name, failure.reason, self.data)
-        # As a comment, so that using the list as DATA.EXCLUDE does not drop images that the storage may return later.
-        return Broken(index, name, failure.reason, f"# {line}" if storage else line, storage)
+        if storage:
+            self._storage_failures += 1
+            # A comment, so that using the list as DATA.EXCLUDE does not drop images that the storage may return later.
+            line = f"# {line}"
+        return Broken(index, name, failure.reason, line, storage)
 
     def _write(self, out: torch.Tensor, key: Key, index: int) -> None:
         if self.train:
@@ -150,8 +157,9 @@ class Joined(Samples):
         self.classes = splits[0].classes
         self.stored = splits[0].stored
         self.remote = splits[0].remote
-        self.groups = [group for split in splits for group in split.groups or ()] or None
-        self._begins = np.cumsum([0, *(len(split) for split in splits)])
+        groups = itertools.chain.from_iterable(split.groups or () for split in splits)
+        self.groups = list(groups) or None
+        self._begins = np.cumsum([0, *map(len, splits)])
 
     def read(self, index: int) -> Encoded:
         split, inside = self._place(index)
@@ -171,7 +179,8 @@ class Joined(Samples):
 
     def prefetch(self, indices: Sequence[int]) -> None:
         for begin, split in zip(self._begins.tolist(), self.splits, strict=False):
-            if inside := [index - begin for index in indices if 0 <= index - begin < len(split)]:
+            inside = [index - begin for index in indices if 0 <= index - begin < len(split)]
+            if inside:
                 split.prefetch(inside)
 
     def _place(self, index: int) -> tuple[Samples, int]:

@@ -21,15 +21,17 @@ import logging
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tools.common.command_line import MODES, OVERWRITE, Tool, about_one_device, above_zero, check_one_training, tool
 from tools.common.output_file import if_interrupted, writing
 from tools.common.tables import in_columns, rounded
+from utils.config import Config
 from utils.config.kinds import one_line
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.flags import Flag, whole
@@ -61,6 +63,8 @@ ALIKE = 0.97
 FASTER = 1.05
 SMALLER = 0.90
 """Least speed-up, or largest fraction of memory, for a precision to be recommended over fp32."""
+COLUMNS = ("mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped", "underflow", "headroom")
+"""Of the table. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
 NAME = "choose_precision"
 FP32 = "fp32"
 OWN = (
@@ -121,6 +125,20 @@ class Measured:
         self.updates = max(line.get("update", 0) for line in history.lines)  # the last one may not be reported
 
 
+class Runs(NamedTuple):
+    fp32: list[Run]
+    """With three seeds; the first is the user's."""
+    others: list[Run]
+    """One of each mode, with the user's seed."""
+
+    @property
+    def in_order(self) -> list[Run]:
+        """fp32 first, in the middle and last, so that a drift of the machine shows."""
+        first, second, third = self.fp32
+        half = len(self.others) // 2
+        return [first] + self.others[:half] + [second] + self.others[half:] + [third]
+
+
 class Baseline:
     """fp32 with three seeds: its speed and loss curves, and the noise of both."""
 
@@ -135,22 +153,23 @@ class Baseline:
     def seed_noise(self, reports: int) -> float:
         """Largest difference between loss curves of two seeds, over this many reports."""
         curves = [run.losses[:reports] for run in self.runs]
-        return max(largest_difference(*pair) for pair in itertools.combinations(curves, 2))
+        return max(largest_difference(one, other) for one, other in itertools.combinations(curves, 2))
 
     def as_json(self) -> dict[str, Any]:
         noise = {"speed_noise": self.speed_noise, "seed_noise": self.seed_noise(len(self.runs[0].losses))}
         return {"images_per_second": self.images_per_second, **noise, "runs": [asdict(run) for run in self.runs]}
 
 
-def _smooth(*curves: list[float]) -> np.ndarray:
+def _smooth(curves: list[list[float]]) -> np.ndarray:
     """Moving means of loss curves, over the reports that all of them have."""
-    common = np.array([curve[: min(map(len, curves))] for curve in curves])
-    return np.lib.stride_tricks.sliding_window_view(common, max(1, common.shape[1] // SMOOTHED_OVER), axis=1).mean(2)
+    reports = min(map(len, curves))
+    common = np.array([curve[:reports] for curve in curves])
+    return np.lib.stride_tricks.sliding_window_view(common, max(1, reports // SMOOTHED_OVER), axis=1).mean(2)
 
 
 def largest_difference(first: list[float], second: list[float]) -> float:
     """Largest difference of two smoothed loss curves; infinite if one has a NaN."""
-    return float(np.nan_to_num(np.ptp(_smooth(first, second), axis=0), nan=math.inf).max())
+    return float(np.nan_to_num(np.ptp(_smooth([first, second]), axis=0), nan=math.inf).max())
 
 
 def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
@@ -167,8 +186,9 @@ def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
     one.noise = base.seed_noise(len(one.losses))
     # One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
     # seeds do, in either direction. So harm is a curve that rises above those of all three.
-    curve, *seeds = _smooth(one.losses, *(run.losses for run in base.runs))
-    one.excess = float(np.nan_to_num(curve - np.fmax.reduce(seeds), nan=math.inf).max())
+    smoothed = _smooth([one.losses] + [run.losses for run in base.runs])
+    rise = smoothed[0] - np.fmax.reduce(smoothed[1:])
+    one.excess = float(np.nan_to_num(rise, nan=math.inf).max())
     if one.excess > one.noise:
         one.against.append(
             f"its loss is up to {one.excess:.2g} above all fp32 seeds, which differ by {one.noise:.2g} among themselves"
@@ -181,23 +201,29 @@ def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[st
     """Mode, flags and a sentence. `modes`: in order of preference between equally fast ones."""
     sound = [one for one in modes if not one.against]
     noisy = 1 + base.speed_noise
-    if fast := [one for one in sound if one.speed and one.speed > max(FASTER, noisy)]:
+    fast = [one for one in sound if (one.speed or 0) > max(FASTER, noisy)]
+    small = [one for one in sound if (one.memory or 1) <= SMALLER and (one.speed or 0) * noisy >= 1]
+    if fast:
         enough = ALIKE * max(one.speed or 0 for one in fast)
         chosen = next(one for one in fast if (one.speed or 0) >= enough)
-        gains = f"{chosen.speed:.2g}x faster,"
-    elif small := [one for one in sound if (one.memory or 1) <= SMALLER and (one.speed or 0) * noisy >= 1]:
-        chosen = min(small, key=lambda one: one.memory or 1)
-        gains = "no faster, but"
-    else:
-        why = f" (the speed of equal runs varied by {100 * base.speed_noise:.0f} %)" if base.speed_noise > 0.02 else ""
-        gains = (
-            f"of the precisions that trained as well as fp32, none was faster by more than both "
-            f"{100 * (FASTER - 1):.0f} % and the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without "
-            f"being slower{why}"
-        )
-        return {"mode": FP32, "flags": fp32_flags, "sentence": f"{fp32_flags}: {gains}."}
+        return _advice(chosen, f"{chosen.speed:.2g}x faster,")
+    if small:
+        return _advice(min(small, key=lambda one: one.memory or 1), "no faster, but")
+    why = f" (the speed of equal runs varied by {100 * base.speed_noise:.0f} %)" if base.speed_noise > 0.02 else ""
+    sentence = (
+        f"{fp32_flags}: of the precisions that trained as well as fp32, none was faster by more than both "
+        f"{100 * (FASTER - 1):.0f} % and the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without "
+        f"being slower{why}."
+    )
+    return {"mode": FP32, "flags": fp32_flags, "sentence": sentence}
+
+
+def _advice(chosen: Measured, gains: str) -> dict[str, str]:
     percent = round(100 * ((chosen.memory or 1) - 1))
-    memory = f"{abs(percent)} % {'less' if percent < 0 else 'more'} memory" if abs(percent) >= 2 else "the same memory"
+    memory = "the same memory"
+    if abs(percent) >= 2:
+        direction = "less" if percent < 0 else "more"
+        memory = f"{abs(percent)} % {direction} memory"
     loss = f"its loss differs from fp32's by at most {chosen.difference:.2g}; two fp32 seeds differ by"
     sentence = f"{chosen.flags}: {gains} {memory}; {loss} {chosen.noise:.2g}."
     return {"mode": chosen.name, "flags": chosen.flags, "sentence": sentence}
@@ -216,10 +242,8 @@ def main(argv: list[str]) -> int:
     # Imported after all checks: importing torch takes seconds.
     from engine.machine.device import describe_devices, pick_device, set_up_device
     from engine.preflight import check
-    from tools.choose_precision.layers import layers_of
-    from tools.common.precisions import REFERENCE, emulated, modes_to_measure
-    from tools.common.sessions import reason, silence_torchao
-    from tools.compare.runs import Run
+    from tools.common.precisions import emulated, modes_to_measure
+    from tools.common.sessions import silence_torchao
     from utils.distributed.world import ALONE
 
     silence_torchao()
@@ -228,52 +252,32 @@ def main(argv: list[str]) -> int:
     modes, left_out = modes_to_measure(asked.modes, config, device)
     if not modes:
         raise UserError(f"-modes {asked.modes}: name a precision other than fp32, with which all are compared.")
-    log_lines([*loaded.notes, *about_one_device(loaded)])
+    log_lines(loaded.notes)
+    log_lines(about_one_device(loaded))
     threads = set_up_device(config, device, ALONE)
     where = describe_devices(device, ALONE, threads)
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
-    names = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)])
+    names = ", ".join(["fp32 (three seeds)"] + [mode.name for mode in modes])
     updates = counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
-    if (size := config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)) != config.DATA.IMAGE_SIZE:
-        words = "images have %s pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size"
-        log.info(words, one_line(size))
-    if config.TRAIN.COMPILE == "auto" and device.type == "cuda":
-        log.info("TRAIN.COMPILE auto compiles nothing here; set TRAIN.COMPILE=whole if your run will be compiled")
+    _log_remarks(config, device.type == "cuda")
     for name, why in left_out.items():
         log.info("left out: %s: %s", name, why)
 
     began = time.monotonic()
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
-    compiled = "none" if config.TRAIN.COMPILE == "auto" else config.TRAIN.COMPILE  # auto could compile fp32 alone
-    train = {"MAX_UPDATES": asked.updates, "COMPILE": compiled}
-    short = config.changed(TRAIN=train, REPORT_FREQ=max(1, asked.updates // POINTS), OUTPUT=None)
-
-    def run_of(mode: Mode, seed: int) -> Run:
-        amp = mode.amp(config.AMP).changed(AUTO_FP32=False)
-        settings = short.changed(AMP=amp, SEED=seed)
-        return Run(mode.name, seed, settings, folder / f"{mode.name}-{seed}")
-
-    # fp32 first, in the middle and last, each with a seed of its own, so that a drift of the machine shows.
-    half = len(modes) // 2
-    others = [run_of(mode, config.SEED) for mode in modes]
-    fp32 = [run_of(REFERENCE, config.SEED + number) for number in range(3)]
-    runs = [fp32[0], *others[:half], fp32[1], *others[half:], fp32[2]]
+    runs = _plan(config, modes, asked.updates, folder)
     if_interrupted.append(f"with -output {folder}, without -overwrite, the same command resumes")
-    measured = _train(runs, 60 * asked.budget_min, bool(asked.overwrite))
-    base = Baseline([measured[run.folder] for run in fp32])
-    found = [measured[run.folder] for run in others]
-    for mode, run, one in zip(modes, others, found, strict=True):
+    measured = _train(runs.in_order, 60 * asked.budget_min, bool(asked.overwrite))
+    base = Baseline([measured[run.folder] for run in runs.fp32])
+    found = [measured[run.folder] for run in runs.others]
+    for mode, run, one in zip(modes, runs.others, found, strict=True):
         one.flags = mode.flags(config.AMP)
         if mode.dtype and not one.failed:
-            try:
-                with unheard(logging.WARNING):  # the model's lines are in the run's own log
-                    one.layers = layers_of(run, one.scale)
-            except Exception as error:  # nothing measured may be lost
-                one.notes.append(f"its layers could not be examined: {reason(error)}")
+            _examine(run, one)
         judge(one, base, asked.updates, emulated(mode, device))
 
-    advice = recommend(found, base, "-amp off" + (" AMP.TF32=false" if config.AMP.TF32 else ""))
+    advice = recommend(found, base, "-amp off AMP.TF32=false" if config.AMP.TF32 else "-amp off")
     log.info("\n%s\n", "\n".join(in_columns(_rows(found, base))))
     log_lines(details(found, base, on_gpu=device.type == "cuda"))
     about = {
@@ -283,12 +287,50 @@ def main(argv: list[str]) -> int:
         "left_out": left_out,
         "fp32": base.as_json(),
         "modes": [asdict(one) for one in found],
-        "runs": [run.folder.name for run in runs],
+        "runs": [run.folder.name for run in runs.in_order],
     }
     if_interrupted.clear()
-    _write(folder, about, [run.folder for run in runs if not measured[run.folder].failed])
+    _write(folder, about, [run.folder for run in runs.in_order if not measured[run.folder].failed])
     log.info("\n%s\nFlags: %s\nReport: %s", advice["sentence"], advice["flags"], folder)
     return EXIT_DONE
+
+
+def _log_remarks(config: Config, on_gpu: bool) -> None:
+    """Log where what is measured differs from a whole run."""
+    size = config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)
+    if size != config.DATA.IMAGE_SIZE:
+        words = "images have %s pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size"
+        log.info(words, one_line(size))
+    if config.TRAIN.COMPILE == "auto" and on_gpu:
+        log.info("TRAIN.COMPILE auto compiles nothing here; set TRAIN.COMPILE=whole if your run will be compiled")
+
+
+def _plan(config: Config, modes: Sequence[Mode], updates: int, folder: Path) -> Runs:
+    from tools.common.precisions import REFERENCE
+    from tools.compare.runs import Run
+
+    compiled = "none" if config.TRAIN.COMPILE == "auto" else config.TRAIN.COMPILE  # auto could compile fp32 alone
+    train = {"MAX_UPDATES": updates, "COMPILE": compiled}
+    short = config.changed(TRAIN=train, REPORT_FREQ=max(1, updates // POINTS), OUTPUT=None)
+
+    def run_of(mode: Mode, seed: int) -> Run:
+        amp = mode.amp(config.AMP).changed(AUTO_FP32=False)
+        return Run(mode.name, seed, short.changed(AMP=amp, SEED=seed), folder / f"{mode.name}-{seed}")
+
+    fp32 = [run_of(REFERENCE, config.SEED + number) for number in range(3)]
+    return Runs(fp32, [run_of(mode, config.SEED) for mode in modes])
+
+
+def _examine(run: Run, one: Measured) -> None:
+    """Examine the gradients of each layer of what `run` trained."""
+    from tools.choose_precision.layers import layers_of
+    from tools.common.sessions import reason
+
+    try:
+        with unheard(logging.WARNING):  # the model's lines are in the run's own log
+            one.layers = layers_of(run, one.scale)
+    except Exception as error:  # nothing measured may be lost
+        one.notes.append(f"its layers could not be examined: {reason(error)}")
 
 
 def _write(folder: Path, about: dict[str, Any], runs: list[Path]) -> None:
@@ -316,12 +358,13 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
     end = time.monotonic() + seconds
     with terminating():
         for run in progress_bar(runs, "runs"):
-            one = measured[run.folder] = Measured(run.contender)
+            one = Measured(run.contender)
             if not is_finished(run.folder):
-                own = math.ceil(max(1.0, (end - time.monotonic()) / (len(runs) - len(measured) + 1)))
+                own = math.ceil(max(1.0, (end - time.monotonic()) / (len(runs) - len(measured))))
                 limit = f"MAX_TIME={own // 3600:02d}:{own // 60 % 60:02d}:{own % 60:02d}"
                 one.failed = train_run(run, limit) or ""
             one.read(run.folder)
+            measured[run.folder] = one
             if one.failed and run.contender == FP32:
                 raise TrainingError(
                     f"fp32 failed, so nothing can be compared with it: {one.failed}. Try a smaller -batch_size, or a "
@@ -334,45 +377,62 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
 
 
 def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
-    """One row per mode. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
-    noise = _small(base.seed_noise(len(base.runs[0].losses)))
-    memory = f"{base.runs[0].peak_memory_gb:.2f} GB"
-    rows = [
-        ["mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped", "underflow", "headroom"],
-        [FP32, rounded(base.images_per_second), "1.00x", memory, "100 %", "-", noise, *["-"] * 3],
-    ]
-    for one in found:
-        if one.failed:
-            rows.append([one.name, *["-"] * 9])
-            continue
-        headroom = min((layer.headroom for layer in one.layers), default=math.inf)
-        power = "any" if math.isinf(headroom) else f"2^{math.floor(math.log2(headroom))}"
-        worst = max((layer.underflow_share for layer in one.layers), default=0.0)
-        speed = "-" if one.speed is None else f"{one.speed:.2f}x"
-        memory = f"{one.peak_memory_gb:.2f} GB", f"{100 * (one.memory or 0):.0f} %"
-        loss = (_small(one.difference), _small(one.noise))
-        skipped = f"{one.skipped}/{one.updates}"
-        of_layers = (f"{100 * worst:.2g} %", power) if one.layers else ("-", "-")
-        rows.append([one.name, rounded(one.images_per_second), speed, *memory, *loss, skipped, *of_layers])
+    fp32 = {
+        "mode": FP32,
+        "images/s": rounded(base.images_per_second),
+        "speed": "1.00x",
+        "memory": f"{base.runs[0].peak_memory_gb:.2f} GB",
+        "of fp32's": "100 %",
+        "two seeds": _small(base.seed_noise(len(base.runs[0].losses))),
+    }
+    rows = [list(COLUMNS)]
+    for cells in [fp32] + [_cells(one) for one in found]:
+        rows.append([cells.get(column, "-") for column in COLUMNS])
     return rows
+
+
+def _cells(one: Measured) -> dict[str, str]:
+    """What is known of a mode, by column."""
+    cells = {"mode": one.name}
+    if one.failed:
+        return cells
+    cells["images/s"] = rounded(one.images_per_second)
+    if one.speed is not None:
+        cells["speed"] = f"{one.speed:.2f}x"
+    cells["memory"] = f"{one.peak_memory_gb:.2f} GB"
+    cells["of fp32's"] = f"{100 * (one.memory or 0):.0f} %"
+    cells["loss"] = _small(one.difference)
+    cells["two seeds"] = _small(one.noise)
+    cells["skipped"] = f"{one.skipped}/{one.updates}"
+    if one.layers:
+        worst = max(layer.underflow_share for layer in one.layers)
+        headroom = min(layer.headroom for layer in one.layers)
+        cells["underflow"] = f"{100 * worst:.2g} %"
+        cells["headroom"] = "any" if math.isinf(headroom) else f"2^{math.floor(math.log2(headroom))}"
+    return cells
 
 
 def details(found: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
     """Lines below the table: the layers that lose most, why a mode is not recommended, and what the numbers mean."""
     lines: list[str] = []
     for one in found:
-        worst = sorted(one.layers, key=lambda layer: layer.underflow_share, reverse=True)[:SHOWN_LAYERS]
-        if worst := [layer for layer in worst if layer.underflows]:
-            shares = ((layer.name, 100 * layer.underflow_share, layer.dtype) for layer in worst)
-            fractions = ", ".join(f"{name} {percent:.2g} % ({dtype})" for name, percent, dtype in shares)
-            lines.append(f"{one.name}: layers whose gradients underflow most, at scale {one.scale:g}: {fractions}")
+        shares = []
+        for layer in sorted(one.layers, key=lambda layer: layer.underflow_share, reverse=True)[:SHOWN_LAYERS]:
+            if layer.underflows:
+                shares.append(f"{layer.name} {100 * layer.underflow_share:.2g} % ({layer.dtype})")
+        if shares:
+            words = f"layers whose gradients underflow most, at scale {one.scale:g}"
+            lines.append(f"{one.name}: {words}: {', '.join(shares)}")
         lines += [f"{one.name}: {text}" for text in one.notes]
         lines += [f"{one.name}: not recommended: {reason}" for reason in one.against]
     if not on_gpu:
         lines.append("memory: peak of the whole process, Python and libraries (about 0.5 GB) included")
     noise = f"speed: three runs of fp32 varied by {100 * base.speed_noise:.0f} %; smaller differences are noise"
-    lines.append(noise + ("; repeat the measurement when the machine is idle" if base.speed_noise > MUCH_NOISE else ""))
-    if (waited := base.runs[0].data_wait_percent) > MUCH_WAITING:
+    if base.speed_noise > MUCH_NOISE:
+        noise += "; repeat the measurement when the machine is idle"
+    lines.append(noise)
+    waited = base.runs[0].data_wait_percent
+    if waited > MUCH_WAITING:
         lines.append(
             f"data: fp32 waited for samples {waited:.0f} % of the time; while loading is the bottleneck, no precision "
             "makes training faster (see DATA.NUM_WORKERS)"
@@ -381,4 +441,6 @@ def details(found: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
 
 
 def _small(value: float | None) -> str:
-    return "-" if value is None else "not a number" if math.isinf(value) else f"{value:.2g}"
+    if value is None:
+        return "-"
+    return "not a number" if math.isinf(value) else f"{value:.2g}"

@@ -82,25 +82,11 @@ def layers_of(run: Run, scale: float) -> list[Layer]:
 def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch, Batch], scale: float) -> list[Layer]:
     """Train one micro-batch in fp32 and examine the gradients of all layers that the precision runs below fp32."""
     share, batch = given
-    # Precision of the gradient at each layer's output, seen in one forward pass; layers in fp32 are left out.
     parts = ready.parts
-    precisions = dict[str, Scaled]()
-
-    def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.dtype in SHORT:
-            # fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale.
-            cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
-            precisions[name] = Scaled(output.dtype, scale) if cast is None else Scaled(cast.target_dtype, None)
-
-    handles = [module.register_forward_hook(partial(record, name)) for name, module in _leaves(parts.forward)]
-    with torch.no_grad(), parts.precision.autocast():
-        parts.forward(parts.inputs(batch.images[:2]))
-    for handle in handles:
-        handle.remove()
+    precisions = _precisions_of_gradients(ready, batch.images[:2], scale)
     full = config.changed(AMP={"ENABLED": False, "TF32": False})
     tuned = tuned_model(full, ready.precision.device)
     reference = tuned.model
-    inputs = tuned.inputs
     reference.load_state_dict(parts.model.state_dict())
     layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
     modules = dict(_leaves(reference))
@@ -112,16 +98,37 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
     for name in precisions:
         modules[name].register_forward_hook(partial(examine_output, name))
     seed_all(config.SEED, "doctor")
-    loss = parts.criterion(reference(inputs(batch.images)), batch.labels) * share.weight
+    loss = parts.criterion(reference(tuned.inputs(batch.images)), batch.labels) * share.weight
     loss.backward()
+    norms_in_fp32 = ready.precision.level not in ("NAIVE", "O3")  # and their gradients
     for name, at in precisions.items():
-        if isinstance(modules[name], NORMS) and ready.precision.level not in ("NAIVE", "O3"):
-            continue  # norms and their gradients stay in fp32
+        if norms_in_fp32 and isinstance(modules[name], NORMS):
+            continue
+        # fp8 layers compute weight gradients as a product in bf16.
+        of_weights = at if at.scale is not None else Scaled(torch.bfloat16, scale)
         for parameter in modules[name].parameters():
             if parameter.grad is not None:
-                # fp8 layers compute weight gradients as a product in bf16.
-                layers[name].add(parameter.grad, at if at.scale is not None else Scaled(torch.bfloat16, scale))
+                layers[name].add(parameter.grad, of_weights)
     return list(layers.values())
+
+
+def _precisions_of_gradients(ready: ReadyToTrain, images: Tensor, scale: float) -> dict[str, Scaled]:
+    """By layer, of the gradient of its output, as one forward pass shows it; without layers in fp32."""
+    parts = ready.parts
+    precisions = dict[str, Scaled]()
+
+    def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.dtype in SHORT:
+            # fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale.
+            cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
+            precisions[name] = Scaled(output.dtype, scale) if cast is None else Scaled(cast.target_dtype, None)
+
+    handles = [module.register_forward_hook(partial(record, name)) for name, module in _leaves(parts.forward)]
+    with torch.no_grad(), parts.precision.autocast():
+        parts.forward(parts.inputs(images))
+    for handle in handles:
+        handle.remove()
+    return precisions
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

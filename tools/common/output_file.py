@@ -32,7 +32,7 @@ def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "f
         raise UserError(f"{where}: is {kind}; name a file.")
     if kind is not None and (place.name == CHECKPOINTS or (place / META).is_file()):
         raise UserError(f"{where}: belongs to a checkpoint, which could not be used without it; name another file.")
-    if kind is not None and path.name in (*FILES_OF_A_RUN, DATA) and is_run_folder(place):
+    if kind is not None and path.name in FILES_OF_A_RUN + (DATA,) and is_run_folder(place):
         raise UserError(f"{where}: belongs to the run in this folder, which needs it; name another file.")
     if fresh and kind is not None:
         raise UserError(f"{where}: already exists; name another file, or give -overwrite to replace it.")
@@ -54,7 +54,8 @@ def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bo
     `fresh`: an existing folder must be empty; otherwise only `files` in it are replaced.
     """
     path = path.expanduser()
-    path = path if path.name not in ("", "..") else path.resolve()
+    if path.name in ("", ".."):
+        path = path.resolve()
     where = f"{flag} {path}"
     kind = kind_of_path(path)
     if kind not in (None, "a folder"):
@@ -85,6 +86,7 @@ def writing(path: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written ({error.strerror or error}).") from None
+        why = error.strerror or error
+        raise UserError(f"{flag} {path}: cannot be written ({why}).") from None
     if path not in written:
         written.append(path)

@@ -56,8 +56,8 @@ class Mode:
 
 
 # In order of preference between equally fast ones: the smallest change comes first.
-NAMES = ("fp32", "tf32", "bf16", "fp16", "O2-bf16", "O2-fp16", "fp8", "NAIVE-bf16", "NAIVE-fp16", "apex")
-MODES = tuple(map(Mode, (*NAMES, "O3-bf16", "O3-fp16")))
+NAMES = "fp32 tf32 bf16 fp16 O2-bf16 O2-fp16 fp8 NAIVE-bf16 NAIVE-fp16 apex O3-bf16 O3-fp16"
+MODES = tuple(map(Mode, NAMES.split()))
 REFERENCE = MODES[0]
 BY_NAME = {mode.name.casefold(): mode for mode in MODES}
 
@@ -87,10 +87,12 @@ def modes_named(text: str, config: Config, device: torch.device) -> list[tuple[s
     data = config.DATA
     model = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
     for word in filter(None, map(str.strip, text.split(","))):
-        if (mode := mode_of(word, config.AMP, device, model)) is None:
-            names = list(dict.fromkeys([*(mode.name for mode in MODES), *AMP_WORDS.split()]))
+        mode = mode_of(word, config.AMP, device, model)
+        if mode is None:
+            names = list(dict.fromkeys([mode.name for mode in MODES] + AMP_WORDS.split()))
             raise UserError(f"-modes: unknown {word!r}.{nearest(word, names)} It takes {', '.join(names)}.")
-        if why := cannot(mode, config, device):
+        why = cannot(mode, config, device)
+        if why:
             raise UserError(f"-modes {mode.name}: {why}")
         found.append((word, mode))
     return found
@@ -103,9 +105,15 @@ def modes_to_measure(text: str | None, config: Config, device: torch.device) -> 
         return tuple(mode for mode in MODES[1:] if mode in named), {}
     left_out: dict[str, str] = {}
     for mode in MODES[1:]:
-        why = emulated(mode, device) or ("autocast with other operator lists" if mode.name == "apex" else "")
-        why = why or ("keeps no fp32 master weights" if mode.level == "O3" else "")
-        if why := cannot(mode, config, device) or (why and f"{why} (list it in -modes to measure it anyway)"):
+        useless = emulated(mode, device)
+        if not useless and mode.name == "apex":
+            useless = "autocast with other operator lists"
+        elif not useless and mode.level == "O3":
+            useless = "keeps no fp32 master weights"
+        why = cannot(mode, config, device)
+        if not why and useless:
+            why = f"{useless} (list it in -modes to measure it anyway)"
+        if why:
             left_out[mode.name] = why
     return tuple(mode for mode in MODES[1:] if mode.name not in left_out), left_out
 

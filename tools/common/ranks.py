@@ -38,10 +38,16 @@ def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator
     from utils.distributed import group
     from utils.distributed.watchdog import start_time_of
 
-    member = {"rank": world.rank, "size": world.size, "host": socket.gethostname(), "pid": os.getpid()}
-    versions = {"vitamp": version_text().splitlines()[0].split()[-1], "torch": torch.__version__}
+    member = {
+        "rank": world.rank,
+        "size": world.size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "vitamp": version_text().splitlines()[0].split()[-1],
+        "torch": torch.__version__,
+        "started": start_time_of(os.getpid()),
+    }
     same = {} if "rank" in given else {"the command": " ".join(argv)}
-    member |= versions | {"started": start_time_of(os.getpid())}
     group.join(world, DistConfig(TIMEOUT=MINUTES), torch.device("cpu"), member, same)
     if not world.first:
         log.setLevel("ERROR")  # rank 0 warns for all
@@ -67,7 +73,7 @@ def gather(items: Sequence[T], world: World) -> list[T]:
         return list(items)
     import torch.distributed
 
-    parts = list[Sequence[T]]([()] * world.size) if world.first else None
-    torch.distributed.gather_object(items, parts, dst=0)
-    turns = itertools.zip_longest(*parts or (), fillvalue=MISSING)
-    return [item for turn in turns for item in turn if item is not MISSING]  # pyright: ignore[reportReturnType]
+    parts: list[Sequence[T]] = [() for _ in range(world.size)]
+    torch.distributed.gather_object(items, parts if world.first else None, dst=0)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*parts, fillvalue=MISSING))
+    return [item for item in turns if item is not MISSING]  # pyright: ignore[reportReturnType]

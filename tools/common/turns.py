@@ -13,8 +13,9 @@ Round = TypeVar("Round")
 
 def progress_bar(of: int | Sequence[Item], unit: str, what: str | None = None) -> Progress:
     """A bar over things or their number, or log lines. On a terminal, other log lines are printed above it."""
-    things, total = (None, of) if isinstance(of, int) else (of, len(of))
-    return Progress(things, total, unit, what)
+    if isinstance(of, int):
+        return Progress(None, of, unit, what)
+    return Progress(of, len(of), unit, what)
 
 
 class Budget:

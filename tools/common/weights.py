@@ -1,8 +1,10 @@
 """scripts/checkpoint.py: list and verify checkpoints, and write weights to a file whose header describes them."""
 
+import itertools
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +32,51 @@ from vitamp.checkpoints import Checkpoint, checkpoint_of, checkpoints_at, inspec
 from vitamp.files import replacing
 from vitamp.meta import META
 from vitamp.metrics import BETTER, KNN, LOSS, METRICS, PLAIN, SETS, WeightSet, task_of
-from vitamp.tensors import fp32_modules, open_tensors
+from vitamp.tensors import JoinedShards, Merged, fp32_modules, open_tensors
 from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 
 OF_VALIDATION = ("metrics", "thresholds")
 """Fields of meta.json that hold for the validated weights alone, not for a mean"""
 COPIED = (
-    *("model", "classes", "num_classes", "own_code", "input", "timm", "epoch", "update", "metrics", "thresholds"),
-    *("config_hash", "samples"),
+    "model",
+    "classes",
+    "num_classes",
+    "own_code",
+    "input",
+    "timm",
+    "epoch",
+    "update",
+    "metrics",
+    "thresholds",
+    "config_hash",
+    "samples",
 )
 """Fields of meta.json that the header gets."""
 SECTIONS = (
-    *("MODEL.", "DATA.", "TRAIN.", "AMP.", "SEED", "DEVICE", "THREADS", "SPEED", "DETERMINISTIC"),
-    *("DIST.STRATEGY", "SAVE_BEST_BY"),
+    "MODEL.",
+    "DATA.",
+    "TRAIN.",
+    "AMP.",
+    "SEED",
+    "DEVICE",
+    "THREADS",
+    "SPEED",
+    "DETERMINISTIC",
+    "DIST.STRATEGY",
+    "SAVE_BEST_BY",
 )
 PRIVATE = (
-    *("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL"),
-    *("TRAIN.TEACHER_MODEL", "TRAIN.KNN", "teacher_model", "teacher"),
+    "MODEL.PRETRAINED",
+    "DATA.DATA_PATH",
+    "DATA.CACHE",
+    "DATA.EXCLUDE",
+    "DATA.RELABEL",
+    "TRAIN.TEACHER_MODEL",
+    "TRAIN.KNN",
+    "teacher_model",
+    "teacher",
 )
 """Settings and choices with private paths, which the header does not get."""
-Shapes = dict[str, tuple[int, ...]]
 OF_SPLIT = ("DATA.FOLD", "DATA.SPLIT_SEED", "DATA.VAL_FRACTION", "DATA.GROUP", "DATA.KEEP_TEST")
 
 
@@ -64,23 +91,25 @@ def list_checkpoints(path: Path) -> int:
             metas.append(inspect(folder).meta)
         except UserError as error:
             metas.append(str(error).removeprefix(f"{folder}: "))
-    best = task_of({} if isinstance(meta, str) else meta.get("metrics") or {} for meta in metas).best
+    best = task_of(meta.get("metrics") or {} for meta in metas if isinstance(meta, dict)).best
     shown = {LOSS.words: (LOSS.name, LOSS)}
     shown |= {which.marked(best.words): (which.prefix + best.name, best) for which in SETS}
-    rows = []
+    rows = [["checkpoint", "epoch", "update"] + list(shown) + ["size", "written", ""]]
     for folder, meta, size in zip(folders, metas, sizes, strict=True):
         if isinstance(meta, str):
-            rows.append((folder.name, *["-"] * (2 + len(shown)), size_words(size), "-", meta))
+            unknown = ["-" for _ in shown]
+            rows.append([folder.name, "-", "-"] + unknown + [size_words(size), "-", meta])
             continue
         metrics = meta.get("metrics", {})
-        saved = time.localtime((folder / META).stat().st_mtime)
-        row = [folder.name, f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"]
-        row.append(f"{meta.get('update', '-')}")
+        values = []
         for key, metric in shown.values():
-            row.append(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-")
-        row += [size_words(size), time.strftime("%Y-%m-%d %H:%M", saved)]
-        rows.append((*row, ", ".join(name for name in ("last", "best") if index.get(name) == folder.name)))
-    log_lines(aligned([["checkpoint", "epoch", "update", *shown, "size", "written", ""], *rows]))
+            values.append(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-")
+        epoch = f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"
+        saved = time.localtime((folder / META).stat().st_mtime)
+        written = time.strftime("%Y-%m-%d %H:%M", saved)
+        names = ", ".join(name for name in ("last", "best") if index.get(name) == folder.name)
+        rows.append([folder.name, epoch, f"{meta.get('update', '-')}"] + values + [size_words(size), written, names])
+    log_lines(aligned(rows))
     log.info("%s, %s", counted(len(folders), "checkpoint"), size_words(sum(sizes)))
     return EXIT_DONE
 
@@ -92,7 +121,8 @@ def _size(folder: Path) -> int:
 def verify_checkpoints(paths: list[Path]) -> int:
     """Verify every checkpoint, also after a damaged one. Exit code 1 if any is damaged."""
     damaged = 0
-    for folder in progress_bar([folder for path in paths for folder in checkpoints_at(path)], "checkpoints"):
+    folders = list(itertools.chain.from_iterable(map(checkpoints_at, paths)))
+    for folder in progress_bar(folders, "checkpoints"):
         began = time.perf_counter()
         try:
             resumable(inspect(folder))
@@ -114,12 +144,12 @@ def strip(path: Path, out: Path, weights: str) -> int:
     if source.checkpoint is None:
         raise UserError(f"{path}: this file already holds only weights; name a run or a checkpoint.")
     which = source.which
-    tensors = dict(open_tensors(verify(source.checkpoint), source.which.file))
+    tensors = dict(open_tensors(verify(source.checkpoint), which.file))
     log.info("%s", source.with_calibration(applied=True))
-    kept = source.calibration
-    header = {"weights": which.words, "from": source.place.name}
-    calibration = {"calibration": kept.model_dump(include={"temperature", "images"})} if kept else {}
-    write_weights(out, tensors, _header(source, {**header, **calibration}))
+    origin: dict[str, Any] = {"weights": which.words, "from": source.place.name}
+    if source.calibration:
+        origin["calibration"] = source.calibration.model_dump(include={"temperature", "images"})
+    write_weights(out, tensors, _header(source, origin))
     log.info("%s holds only %s of %s, without the optimiser's state", out, which.words, source.place)
     return EXIT_DONE
 
@@ -127,8 +157,9 @@ def strip(path: Path, out: Path, weights: str) -> int:
 def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
     folders = _named(paths, last)
     sources = [chosen_at(folder, weights) for folder in folders]
-    if alone := [folder for folder, source in zip(folders, sources, strict=True) if source.checkpoint is None]:
-        raise UserError(f"{alone[0]}: this file holds only weights; name runs or checkpoints.")
+    for folder, source in zip(folders, sources, strict=True):
+        if source.checkpoint is None:
+            raise UserError(f"{folder}: this file holds only weights; name runs or checkpoints.")
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
     which = sources[0].which
     why = f"-weights {weights}"
@@ -136,19 +167,23 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         which, why = _better_in_most(paths, sources)
     log.info("%s weights%s", which.label, f" ({why})" if why else "")
     files = [open_tensors(checkpoint, which.file) for checkpoint in checkpoints]
-    _check_alike(checkpoints, [{key: file.shape(key) for key in file} for file in files])
+    _check_alike(checkpoints, files)
     _warn_of_starts(sources)
-    mean = {key: _mean([file[key] for file in files]) for key in progress_bar([*files[0]], "tensors")}
+    mean = {}
+    for key in progress_bar(list(files[0]), "tensors"):
+        mean[key] = _mean([file[key] for file in files])
     names = [source.place.name for source in sources]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)
     log.info("%s: uniform average of %s of %d checkpoints:", out, which.words, len(sources))
     log_lines(f"  {folder}" for folder in folders)
     settings = settings_of(sources[-1])
-    data = f" -data_path {path}" if (path := settings.get("DATA.DATA_PATH")) else ""  # the header has no paths
-    way = f"validate it with `{started_as('scripts/evaluate.py')} {out}{data}`"
     if settings.get("MODEL.MAE_PRETRAIN"):
         way = f"fine-tune it with -pretrained {out}"
+    else:
+        path = settings.get("DATA.DATA_PATH")  # the header has no paths
+        data = f" -data_path {path}" if path else ""
+        way = f"validate it with `{started_as('scripts/evaluate.py')} {out}{data}`"
     log.info("The accuracy of the average is unknown; %s.", way)
     return EXIT_DONE
 
@@ -168,14 +203,18 @@ def _named(paths: list[Path], last: int | None) -> list[Path]:
 
 def _better_in_most(paths: list[Path], sources: list[Chosen]) -> tuple[WeightSet, str]:
     """The weights that validated better in most checkpoints, else the plain ones; and why."""
-    available = [one for one in SETS if all(one in source.sets for source in sources)]
     votes = Counter(source.which for source in sources)
-    better = "{} is better in {} of {} checkpoints".format
-    why = "; ".join(better(one.words, votes[one], len(sources)) for one in available if one != PLAIN)
-    which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
+    which = PLAIN
+    reasons = []
+    for one in SETS:
+        if one == PLAIN or not all(one in source.sets for source in sources):
+            continue
+        reasons.append(f"{one.words} is better in {votes[one]} of {len(sources)} checkpoints")
+        if 2 * votes[one] > len(sources):
+            which = one
     if any(path.is_file() and source.which != which for path, source in zip(paths, sources, strict=False)):
         raise UserError(f"average: a file of other weights than {which.words} is named; choose by -weights.")
-    return which, why
+    return which, "; ".join(reasons)
 
 
 def _warn_of_starts(sources: list[Chosen]) -> None:
@@ -188,20 +227,21 @@ def _warn_of_starts(sources: list[Chosen]) -> None:
         )
 
 
-def _check_alike(checkpoints: list[Checkpoint], shapes: list[Shapes]) -> None:
+def _check_alike(checkpoints: list[Checkpoint], files: Sequence[JoinedShards | Merged]) -> None:
     """Raise UserError for a checkpoint whose mean with the first one would be no model."""
-    other = checkpoints[0]
-    theirs = shapes[0]
-    for one, own in zip(checkpoints, shapes, strict=True):
-        both = f"{one.folder} and {other.folder}"
+    first = checkpoints[0]
+    theirs = {key: files[0].shape(key) for key in files[0]}
+    for one, file in zip(checkpoints, files, strict=True):
+        both = f"{one.folder} and {first.folder}"
+        own = {key: file.shape(key) for key in file}
         if own != theirs:
-            key = next(key for key in sorted({*own, *theirs}) if own.get(key) != theirs.get(key))
+            key = next(key for key in sorted(own | theirs) if own.get(key) != theirs.get(key))
             words = f"the shape of {key} is {own.get(key, 'missing')} and {theirs.get(key, 'missing')}"
             raise UserError(f"{both} have different architectures and cannot be averaged: {words}.")
-        trained_on = {(each.meta.get("samples") or {}).get("data") for each in (one, other)}
+        trained_on = {(each.meta.get("samples") or {}).get("data") for each in (one, first)}
         split = () if len(trained_on) == 1 and None not in trained_on else OF_SPLIT
-        about, known = (_besides_weights(each.meta, split) for each in (one, other))
-        for key, value in about.items():
+        known = _besides_weights(first.meta, split)
+        for key, value in _besides_weights(one.meta, split).items():
             if value != known.get(key, value):
                 words = f"{key} is {value} and {known[key]}"
                 raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
@@ -212,7 +252,7 @@ def _besides_weights(meta: dict[str, Any], split: tuple[str, ...]) -> dict[str, 
 
     `split`: settings of the split; with another, the mean would be validated on images that one was trained on.
     """
-    found = {key: meta["settings"].get(key, default_of(key)) for key in ("MODEL.POOL", *split)}
+    found = {key: meta["settings"].get(key, default_of(key)) for key in ("MODEL.POOL",) + split}
     for field in ("input", "timm"):
         found |= {f"{field}.{key}": value for key, value in (meta.get(field) or {}).items()}
     return found | {f"class {label}": name for label, name in enumerate(meta.get("classes") or ())}
@@ -229,9 +269,9 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 
 
 def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
-    known = {key: source.meta[key] for key in COPIED if key in source.meta and not (averaged and key in OF_VALIDATION)}
-    known |= needed_by_tools(source)
-    return {"format": "pt", **encoded({**known, **origin, "made_by": MADE_BY})}
+    left_out = OF_VALIDATION if averaged else ()
+    known = {key: source.meta[key] for key in COPIED if key in source.meta and key not in left_out}
+    return {"format": "pt", **encoded(known | needed_by_tools(source) | origin | {"made_by": MADE_BY})}
 
 
 def needed_by_tools(chosen: Chosen) -> dict[str, Any]:

@@ -287,10 +287,10 @@ def main(argv: list[str]) -> int:
         "left_out": left_out,
         "fp32": base.as_json(),
         "modes": [asdict(one) for one in found],
-        "runs": [run.folder.name for run in runs.in_order],
+        "runs": [path.name for path in measured],
     }
     if_interrupted.clear()
-    _write(folder, about, [run.folder for run in runs.in_order if not measured[run.folder].failed])
+    _write(folder, about, [path for path, one in measured.items() if not one.failed])
     log.info("\n%s\nFlags: %s\nReport: %s", advice["sentence"], advice["flags"], folder)
     return EXIT_DONE
 
@@ -385,7 +385,7 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
         "of fp32's": "100 %",
         "two seeds": _small(base.seed_noise(len(base.runs[0].losses))),
     }
-    rows = [list(COLUMNS)]
+    rows: list[list[str]] = [list(COLUMNS)]
     for cells in [fp32] + [_cells(one) for one in found]:
         rows.append([cells.get(column, "-") for column in COLUMNS])
     return rows
@@ -393,17 +393,19 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
 
 def _cells(one: Measured) -> dict[str, str]:
     """What is known of a mode, by column."""
-    cells = {"mode": one.name}
     if one.failed:
-        return cells
-    cells["images/s"] = rounded(one.images_per_second)
+        return {"mode": one.name}
+    cells = {
+        "mode": one.name,
+        "images/s": rounded(one.images_per_second),
+        "memory": f"{one.peak_memory_gb:.2f} GB",
+        "of fp32's": f"{100 * (one.memory or 0):.0f} %",
+        "loss": _small(one.difference),
+        "two seeds": _small(one.noise),
+        "skipped": f"{one.skipped}/{one.updates}",
+    }
     if one.speed is not None:
         cells["speed"] = f"{one.speed:.2f}x"
-    cells["memory"] = f"{one.peak_memory_gb:.2f} GB"
-    cells["of fp32's"] = f"{100 * (one.memory or 0):.0f} %"
-    cells["loss"] = _small(one.difference)
-    cells["two seeds"] = _small(one.noise)
-    cells["skipped"] = f"{one.skipped}/{one.updates}"
     if one.layers:
         worst = max(layer.underflow_share for layer in one.layers)
         headroom = min(layer.headroom for layer in one.layers)

@@ -6,8 +6,9 @@ precision no longer show the values that it lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class Layer:
     """Values that are not zero in fp32."""
     underflows: int = 0
     """Values that become zero, or subnormal with fewer significant bits."""
-    headroom: float = field(default=float("inf"))
+    headroom: float = math.inf
     """Factor by which the values could grow before the first one overflows."""
 
     @property
@@ -84,8 +85,7 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
     share, batch = given
     parts = ready.parts
     precisions = _precisions_of_gradients(ready, batch.images[:2], scale)
-    full = config.changed(AMP={"ENABLED": False, "TF32": False})
-    tuned = tuned_model(full, ready.precision.device)
+    tuned = tuned_model(config.changed(AMP={"ENABLED": False, "TF32": False}), ready.precision.device)
     reference = tuned.model
     reference.load_state_dict(parts.model.state_dict())
     layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}

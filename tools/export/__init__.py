@@ -14,5 +14,9 @@ CHANGED = ".changed.html"
 
 def files_beside(file: Path) -> tuple[Path, ...]:
     """Files that an export may have besides its own: weights (of ONNX beyond 2 GB; of OpenVINO), and the page."""
-    weights = {".onnx": [file.with_name(f"{file.name}.data")], ".xml": [file.with_suffix(".bin")]}
-    return *weights.get(file.suffix, ()), file.with_name(f"{file.name}{CHANGED}")
+    page = file.with_name(f"{file.name}{CHANGED}")
+    if file.suffix == ".onnx":
+        return file.with_name(f"{file.name}.data"), page
+    if file.suffix == ".xml":
+        return file.with_suffix(".bin"), page
+    return (page,)

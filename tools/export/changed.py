@@ -22,24 +22,27 @@ def write_changed(export: Export, outputs: list[Tensor], words: str, out: Path, 
     """Write the page of `out`, the value of `flag`. `outputs`: of the model and of the file; `words`: the verdict."""
     trained = export.trained
     images = export.images
-    labels = export.images.labels
+    labels = images.labels
     given = torch.stack([answers(export, each) for each in outputs])
-    one_label = trained.task.kind == ONE_LABEL
-    if images.dataset is None or torch.equal(*given):  # None: noise, or images that were made
+    if images.dataset is None or torch.equal(given[0], given[1]):  # None: noise, or images that were made
         return
+    one_label = trained.task.kind == ONE_LABEL
     truth = torch.zeros_like(given[0])
     if labels is not None:
         truth = F.one_hot(labels, given.shape[2]) > 0 if one_label else labels > 0
-    percents = 100 * torch.stack([*map(trained.task.probabilities, outputs)])
+    percents = 100 * torch.stack([trained.task.probabilities(each) for each in outputs])
     changed = torch.nonzero((given[0] != given[1]).any(1))[:, 0]
     largest = (percents[0] - percents[1]).abs().amax(1)[changed]
+    first = changed[largest.argsort(descending=True, stable=True)].tolist()[:MOST_SHOWN]
     shown = []
-    for row in progress_bar(changed[largest.argsort(descending=True, stable=True)].tolist()[:MOST_SHOWN], "pictures"):
-        named = (given[0, row] != given[1, row]) | (truth[row] & one_label)
+    for row in progress_bar(first, "pictures"):
+        named = given[0, row] != given[1, row]
+        if one_label:
+            named |= truth[row]
         classes = []
         for label in torch.nonzero(named)[:, 0].tolist():
-            cells = zip(given[:, row, label].tolist(), percents[:, row, label].tolist(), strict=True)
-            classes.append((trained.name_of(label), bool(truth[row, label]), [*cells]))
+            cells = list(zip(given[:, row, label].tolist(), percents[:, row, label].tolist(), strict=True))
+            classes.append((trained.name_of(label), bool(truth[row, label]), cells))
         shown.append({**pictured(images.dataset, images.indices[row], trained.config.DATA), "classes": classes})
     tiles = [(len(images.names), f"images {images.source}"), (len(changed), "answers changed")]
     if labels is not None:

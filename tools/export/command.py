@@ -59,7 +59,7 @@ ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2", "safetensors": 
 """Formats that are files"""
 HUB = "hub"
 PADDLE = ".pdparams"
-KNOWN = (*ENDINGS, HUB)
+KNOWN = list(ENDINGS) + [HUB]
 ONLY_WEIGHTS = ("safetensors", HUB)
 DTYPES = ("fp32", "fp16", "bf16")
 IMAGES_CHECKED = 256
@@ -131,7 +131,8 @@ def main(argv: list[str]) -> int:
     formats = _formats(asked)
     files = _files(asked, formats)
     for name in formats:
-        if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
+        missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
+        if missing:
             raise UserError(f"-to {name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     chosen_at(asked.path.expanduser(), asked.weights)  # raises UserError for a wrong one
 
@@ -149,21 +150,25 @@ def main(argv: list[str]) -> int:
     if asked.int8:
         from tools.export.int8 import Int8, calibration_images
 
-        kinds["onnx"] = Int8(calibration_images(trained), tuple(filter(None, (asked.keep or "").split(","))))
+        keep = tuple(filter(None, (asked.keep or "").split(",")))
+        kinds["onnx"] = Int8(calibration_images(trained), keep)
         asked.dtype = "int8"
-        asked.check = asked.check if "check" in line.given else None  # all
+        if "check" not in line.given:
+            asked.check = None  # all
     images = images_for_check(trained, asked.images, asked.check, asked.part)
     if asked.with_resize:
         from tools.export.from_image import whole_images
 
         images = whole_images(trained, images)
     expected = reference_logits(trained, images)
-    expected = trained.task.probabilities(expected) if asked.with_resize else expected
+    if asked.with_resize:
+        expected = trained.task.probabilities(expected)
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
     for name in formats:
+        kind = kinds[name]
         export = Export(trained, images, asked.dtype, asked.with_preprocess)
-        logits, words = write_checked(kinds[name], export, expected, files[name], tolerance)
-        write_changed(export, [expected, logits], words, files[name], kinds[name].flag)
+        logits, words = write_checked(kind, export, expected, out=files[name], tolerance=tolerance)
+        write_changed(export, [expected, logits], words, out=files[name], flag=kind.flag)
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
     return EXIT_DONE
@@ -189,15 +194,19 @@ def _convert(line: ToolLine) -> int:
 
 def _formats(asked: Namespace) -> list[str]:
     names = list(dict.fromkeys(asked.to.split(",")))
-    if unknown := [name for name in names if name not in KNOWN]:
+    unknown = [name for name in names if name not in KNOWN]
+    only_weights = [name for name in names if name in ONLY_WEIGHTS]
+    others = [name for name in names if name != "onnx"]
+    if unknown:
         raise UserError(f"-to {asked.to}: unknown format {unknown[0]!r}; formats are {NAMES}.")
-    if asked.with_preprocess and (weights := [name for name in names if name in ONLY_WEIGHTS]):
-        raise UserError(f"-with_preprocess: {weights[0]} holds only weights; leave out the flag or {weights[0]}.")
-    if asked.with_resize and (others := [name for name in names if name != "onnx"]):
+    if asked.with_preprocess and only_weights:
+        name = only_weights[0]
+        raise UserError(f"-with_preprocess: {name} holds only weights; leave out the flag or {name}.")
+    if asked.with_resize and others:
         raise UserError(f"-with_resize: works only with -to onnx; export {others[0]} by a command of its own.")
     if asked.with_resize and asked.with_preprocess:
         raise UserError("-with_preprocess: -with_resize normalises pixels too; leave -with_preprocess out.")
-    if asked.int8 and (names != ["onnx"] or asked.with_resize or asked.dtype != "fp32"):
+    if asked.int8 and (others or asked.with_resize or asked.dtype != "fp32"):
         raise UserError("-int8: goes with -to onnx alone, in fp32 and without -with_resize; leave the others out.")
     if asked.int8 and asked.tolerance:
         raise UserError(
@@ -212,13 +221,16 @@ def _formats(asked: Namespace) -> list[str]:
 
 def _check_places(asked: Namespace, singles: list[str], hub: bool) -> None:
     """Raise UserError for all flags about places that are missing, or belong to another format."""
-    problems = [] if not singles or asked.out else ["-out is missing: name the file to write, such as vit.onnx"]
+    problems = []
+    if singles and not asked.out:
+        problems.append("-out is missing: name the file to write, such as vit.onnx")
     if asked.out and not singles:
         problems.append(f"-out {asked.out}: -to hub writes a folder; name it with -output {asked.out}")
     if hub and not asked.output:
         problems.append("-output is missing: name the folder that -to hub writes")
-    for name in ("output", "license") if not hub else ():
-        if (given := getattr(asked, name)) is not None:
+    for name in ("output", "license"):
+        given = getattr(asked, name)
+        if given is not None and not hub:
             problems.append(f"-{name} {given}: works only with -to hub; add hub, or omit -{name}")
     if asked.part and asked.images:
         problems.append(f"-part {asked.part}: the check is on -images {asked.images}; leave one of them out")
@@ -242,10 +254,12 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
             many = f"there are {len(singles)} formats; give the name without ending, {asked.out.with_suffix('')}"
             raise UserError(f"-out {asked.out}: {many}.")
         files = {name: asked.out.with_name(f"{asked.out.name}{ENDINGS[name]}") for name in singles}
-    files = {name: check_output_file(file, "-out", fresh=not asked.overwrite) for name, file in files.items()}
+    fresh = not asked.overwrite
+    files = {name: check_output_file(file, "-out", fresh=fresh) for name, file in files.items()}
     if HUB in formats:
-        files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=not asked.overwrite)
+        files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=fresh)
     for name, file in files.items():
+        flag = "-output" if name == HUB else "-out"
         for beside in files_beside(file):
-            check_output_file(beside, "-output" if name == HUB else "-out", fresh=not asked.overwrite)
+            check_output_file(beside, flag, fresh=fresh)
     return files

@@ -45,6 +45,7 @@ from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
 from tools.export import CONFIG, HUB_FILES, files_beside
+from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.statistics.differences import CONFIDENCE, LIKE_THESE
@@ -67,8 +68,9 @@ BATCH = 32
 WORST_SHOWN = 3
 NOISE_IMAGES = 16
 TURNS = 7
+"""That two take to be timed"""
 SECONDS = 0.1
-"""Turns that two take to be timed, and how long one lasts"""
+"""That a turn lasts"""
 
 
 def thresholds_of(trained: Trained) -> Tensor | None:
@@ -104,25 +106,26 @@ class CheckImages:
     def batches(self, trained: Trained, with_preprocess: bool) -> Iterator[Tensor]:
         """Inputs of the exported file. The first batch has one image, since the file must take any number."""
         if self.any_size:
-            yield from (torch.from_numpy(np.array(image()))[None] for image in self.any_size)
+            for image in self.any_size:
+                yield torch.from_numpy(np.array(image()))[None]
             return
-        for part in (self.pixels[:1], *self.pixels[1:].split(BATCH)):
+        for part in self.pixels[:1], *self.pixels[1:].split(BATCH):
             if len(part):
                 yield (part if with_preprocess else trained.inputs(part)).contiguous()
 
 
 def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str | None) -> CheckImages:
     """`count` images, evenly chosen from the folder or `part` of the run's data; for None noise if it has none."""
+    data = trained.config.DATA
     if folder is not None:
         if not folder.is_dir():
             raise UserError(f"-images {folder}: not a folder; name a folder with images.")
         skipped = SkippedFiles()
-        endings = endings_of(trained.config.DATA)
-        paths = [str(folder / path) for path in images_below(str(folder), skipped, endings=endings)]
+        paths = [str(folder / path) for path in images_below(str(folder), skipped, endings=endings_of(data))]
         skipped.warn(str(folder))
         if not paths:
             raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
-        return replace(chosen_images(open_given(paths, trained.config.DATA), count, f"in {folder}"), labels=None)
+        return replace(chosen_images(open_given(paths, data), count, f"in {folder}"), labels=None)
     try:
         dataset = split_of_run(trained, part or "val")
     except UserError as error:
@@ -130,14 +133,18 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
             raise
         log.warning("The images of the run cannot be read: %s", error)
         log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
-        data = trained.config.DATA
-        shades = torch.randint(0, 256, (NOISE_IMAGES, *data.shape), generator=torch.Generator().manual_seed(0))
-        low, high = data.value_range
-        pixels = (low + (high - low) / 255 * shades).to(dtype_of(data))
-        names = [f"noise {number}" for number in range(NOISE_IMAGES)]
-        return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
-    found = chosen_images(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part or 'val']}")
-    return found if has_labels(trained.config.DATA) else replace(found, labels=None)
+        return _noise(data)
+    of_run = "data" if part == "all" else TITLES[part or "val"]
+    found = chosen_images(dataset, count, f"of the run's {of_run}")
+    return found if has_labels(data) else replace(found, labels=None)
+
+
+def _noise(data: DataConfig) -> CheckImages:
+    shades = torch.randint(0, 256, (NOISE_IMAGES, *data.shape), generator=torch.Generator().manual_seed(0))
+    low, high = data.value_range
+    pixels = (low + (high - low) / 255 * shades).to(dtype_of(data))
+    names = [f"noise {number}" for number in range(NOISE_IMAGES)]
+    return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
 
 
 def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> CheckImages:
@@ -153,12 +160,13 @@ def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> Check
         parts.append(batch.images[readable])
         labels.append(batch.labels[readable])
         indices += batch.indices[readable].tolist()
-    if broken := dataset.take_broken():
+    broken = dataset.take_broken()
+    if broken:
         log.warning("%d images cannot be read and are left out, such as %s", len(broken), broken[0].name)
     if not indices:
         raise UserError(f"none of the {count} images {source} can be read; name other images with -images DIR.")
     names = [name_of(dataset, index) for index in indices]
-    return CheckImages(torch.cat(parts), names, source, dataset, tuple(indices), torch.cat(labels))
+    return CheckImages(torch.cat(parts), names, source, dataset, indices=tuple(indices), labels=torch.cat(labels))
 
 
 def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
@@ -190,7 +198,8 @@ def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.nda
 
 def answers(export: Export, outputs: Tensor) -> Tensor:
     """Whether the answer of each image has each class, N x C."""
-    if (limits := thresholds_of(export.trained)) is None:
+    limits = thresholds_of(export.trained)
+    if limits is None:
         return F.one_hot(outputs.argmax(1), outputs.shape[1]) > 0
     outputs = outputs.double()
     return (outputs.sigmoid() if export.images.output == LOGITS else outputs) >= limits
@@ -198,36 +207,54 @@ def answers(export: Export, outputs: Tensor) -> Tensor:
 
 def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> list[str]:
     """Which answers changed, and in a lower precision what that costs; TrainingError beyond the tolerance."""
-    trained = export.trained
     images = export.images
-    limits = thresholds_of(export.trained)
     errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
     worst = float(errors.max())
     if not worst <= tolerance:  # or NaN
         raise TrainingError(_worst_of(export, expected, found, errors, tolerance))
-    model = answers(export, expected)
-    file = answers(export, found)
-    changed = torch.nonzero((model != file).any(1))[:, 0].tolist()
-    shown = [images.names[row] for row in changed]
-    for place, row in enumerate(changed if limits is None else ()):
-        to_model, to_file = (trained.name_of(int(output[row].argmax())) for output in (expected, found))
-        shown[place] += f" ({to_model} to the model, {to_file} to the file)"
     allowed = "" if tolerance == math.inf else f" ({tolerance:g} allowed)"
-    words = f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
-    words += f"output{allowed}, {counted(len(changed), 'answer') if changed else 'no answer'} changed"
-    words += f": {some_of(shown, WORST_SHOWN)}" if changed else ""
-    if limits is not None:
+    words = (
+        f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
+        f"output{allowed}, {_changed_answers(export, expected, found)}"
+    )
+    if thresholds_of(export.trained) is not None:
         return [words, "apply a sigmoid to the logits"] if images.output == LOGITS else [words]
     if images.labels is None or export.dtype == "fp32":
         return [words]
-    right = [(output.argmax(1) == images.labels).numpy() for output in (expected, found)]
+    return [words, _cost(export, expected.argmax(1) == images.labels, found.argmax(1) == images.labels)]
+
+
+def _changed_answers(export: Export, expected: Tensor, found: Tensor) -> str:
+    trained = export.trained
+    differ = (answers(export, expected) != answers(export, found)).any(1)
+    shown = []
+    for row in torch.nonzero(differ)[:, 0].tolist():
+        name = export.images.names[row]
+        if trained.task.kind == ONE_LABEL:
+            to_model = trained.name_of(int(expected[row].argmax()))
+            to_file = trained.name_of(int(found[row].argmax()))
+            name += f" ({to_model} to the model, {to_file} to the file)"
+        shown.append(name)
+    if not shown:
+        return "no answer changed"
+    return f"{counted(len(shown), 'answer')} changed: {some_of(shown, WORST_SHOWN)}"
+
+
+def _cost(export: Export, model: Tensor, file: Tensor) -> str:
+    """In points of top-1. `model`, `file`: whether each is right about each image."""
+    images = export.images
     every = images.dataset.groups() if images.dataset is not None else []
     groups = [every[index] for index in images.indices] if every else []
-    cost, low, high = (100 * value for value in agresti_min(*right, groups=groups))
-    what, cost, low, high = ("gains", -cost, -high, -low) if cost < 0 else ("costs", cost, low, high)
+    cost, low, high = (100 * value for value in agresti_min(model.numpy(), file.numpy(), groups=groups))
+    what = "costs"
+    if cost < 0:
+        what = "gains"
+        cost = -cost
+        low, high = -high, -low
     interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
-    before, after = (100 * each.mean() for each in right)
-    return [words, f"{export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"]
+    before = 100 * model.numpy().mean()
+    after = 100 * file.numpy().mean()
+    return f"{export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
 
 
 def _worst_of(export: Export, expected: Tensor, found: Tensor, errors: Tensor, tolerance: float) -> str:
@@ -251,20 +278,19 @@ def _worst_of(export: Export, expected: Tensor, found: Tensor, errors: Tensor, t
 
 def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
     """How many times as fast the second computes its next value as the first, in turns, with one thread."""
-    ratios = list[float]()
+
+    def seconds(each: Iterator[object]) -> float:
+        next(each)  # the first loads the file
+        begin = time.process_time()
+        number = 0
+        while time.process_time() - begin < SECONDS:
+            next(each)
+            number += 1
+        return (time.process_time() - begin) / number
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for _ in range(TURNS):
-        spent = []
-        for each in (first, second):
-            next(each)  # the first loads the file
-            begin = time.process_time()
-            number = 0
-            while time.process_time() - begin < SECONDS:
-                next(each)
-                number += 1
-            spent.append((time.process_time() - begin) / number)
-        ratios.append(spent[0] / spent[1])
+    ratios = [seconds(first) / seconds(second) for _ in range(TURNS)]
     torch.set_num_threads(threads)
     return median(ratios)
 
@@ -327,9 +353,8 @@ class Export:
         `program`: the file computes outputs, so that they are divided by the temperature; else it holds only weights.
         """
         trained = self.trained
-        config = self.trained.config
-        data = self.trained.config.DATA
-        crop_mode, crop_pct = crop_of(data)
+        config = trained.config
+        crop_mode, crop_pct = crop_of(config.DATA)
         chosen = trained.chosen
         by_timm = own_named("model", self.timm_name) is None
         about = {
@@ -343,13 +368,15 @@ class Export:
             "num_classes": config.MODEL.NUM_CLASSES,
             "input": "pixels" if self.with_preprocess else "normalised",
             "dtype": self.dtype,
-            **input_of(data),
+            **input_of(config.DATA),
             "crop_mode": crop_mode,
             "crop_pct": crop_pct,
         }
-        if (kept := chosen.calibration) is not None and trained.calibrated:
+        kept = chosen.calibration
+        if kept is not None and trained.calibrated:
             about["calibration"] = {"temperature": kept.temperature, "images": kept.images, "applied": program}
-        if (thresholds := thresholds_of(trained)) is not None:  # else a softmax, which is what everyone expects
+        thresholds = thresholds_of(trained)
+        if thresholds is not None:  # else a softmax, which is what everyone expects
             about |= {"multi_label": True, "activation": "sigmoid", "class_thresholds": thresholds.tolist()}
         return about | self.images.about
 
@@ -368,7 +395,8 @@ class _Exported(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         logits = self.module(self.inputs(images).to(self.dtype)).float()
-        logits = logits * (1 / self.temperature) if self.temperature != 1 else logits
+        if self.temperature != 1:
+            logits = logits * (1 / self.temperature)
         return logits if self.probabilities is None else self.probabilities(logits)[0]
 
 
@@ -398,11 +426,10 @@ class Format:
 
 class _Program(Format):
     def gain(self, export: Export, file: Path) -> str:
-        trained = export.trained
-        pixels = export.images.pixels[:1]
         if export.with_resize:
             return ""
-        model = map(trained.model, itertools.repeat(trained.inputs(pixels)))
+        trained = export.trained
+        model = map(trained.model, itertools.repeat(trained.inputs(export.images.pixels[:1])))
         batch = next(export.images.batches(trained, export.with_preprocess))
         faster = times_as_fast(model, self.run(export, file, itertools.repeat(batch)))
         return f"{faster:.2g} times as fast as torch an image at a time (this CPU, 1 thread)"
@@ -426,13 +453,13 @@ class Onnx(_Program):
         assert program is not None
         model = program.model
         model.metadata_props.update({key: json.dumps(value) for key, value in export.metadata(True).items()})
-        graph = model.graph
-        nodes = list(graph.all_nodes())
-        self.layers = {str(node.name): layer for node in nodes if (layer := _layer_of(node))}
-        values = [*graph.inputs, *graph.initializers.values(), *(value for node in nodes for value in node.outputs)]
-        for part in (graph, *nodes, *values):
-            for key in [key for key in part.metadata_props if key.startswith(TORCH_KEYS)]:
-                del part.metadata_props[key]
+        layers: dict[str, str] = {}
+        for node in model.graph.all_nodes():
+            layer = _layer_of(node)
+            if layer:
+                layers[str(node.name)] = layer
+        self.layers = layers
+        _forget_notes(model.graph)
         summary = export.input_summary
         if export.images.prepend is not None:
             export.images.prepend(model)
@@ -448,6 +475,17 @@ class Onnx(_Program):
         arrays = (batch[0].numpy() if whole else batch.numpy() for batch in batches)
         for one in run_onnx(str(file), file.name, export.images.output, arrays):
             yield torch.from_numpy(one[None] if whole else one)
+
+
+def _forget_notes(graph: Any) -> None:
+    """Remove what torch notes at each part of an ONNX graph."""
+    parts = [graph, *graph.inputs, *graph.initializers.values()]
+    for node in graph.all_nodes():
+        parts += [node, *node.outputs]
+    for part in parts:
+        for key in list(part.metadata_props):
+            if key.startswith(TORCH_KEYS):
+                del part.metadata_props[key]
 
 
 def _layer_of(node: Any) -> str:
@@ -466,7 +504,8 @@ class OpenVino(Onnx):
 
     def write(self, export: Export, file: Path) -> str:
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
-            summary = super().write(export, exact := Path(folder, "exact.onnx"))
+            exact = Path(folder, "exact.onnx")
+            summary = super().write(export, exact)
             openvino = _openvino()
             try:
                 openvino.save_model(openvino.Core().read_model(exact), file, compress_to_fp16=False)
@@ -497,8 +536,9 @@ class Torch(_Program):
         with _torch_exporter("torch", export):
             program = torch.export.export(export.module, (export.example,), dynamic_shapes=({0: batch},))
         for module in program.graph_module.modules():
-            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-                node.meta.pop("stack_trace", None)  # paths of source files on this machine
+            if isinstance(module, torch.fx.GraphModule):
+                for node in module.graph.nodes:
+                    node.meta.pop("stack_trace", None)  # paths of source files on this machine
         buffer = io.BytesIO()  # if the disk is full, torch's own writer kills the process
         torch.export.save(program, buffer, extra_files={f"{EXPORTED}.json": json.dumps(export.metadata(True))})
         file.write_bytes(buffer.getbuffer())
@@ -526,7 +566,7 @@ class Safetensors(Format):
         chosen = export.trained.chosen
         of_run = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
         # One key: safetensors writes several in a different order each time.
-        header = encoded({EXPORTED: {**export.metadata(False), **of_run, **needed_by_tools(chosen)}})
+        header = encoded({EXPORTED: export.metadata(False) | of_run | needed_by_tools(chosen)})
         with raising_os_errors(file):
             safetensors.torch.save_file(export.tensors(), file, metadata=header)
         return "weights under timm's names"
@@ -548,25 +588,19 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
 
     It is written and checked in a temporary folder, and moved into place only if the check passes.
     """
-    images = export.images
     with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        unfinished = folder / out.name
         try:
             log.info("%s: exporting, which may take a minute ...", out.name)
-            summary = kind.write(export, folder / out.name)
+            summary = kind.write(export, unfinished)
             log.info("%s: checking it, and how fast it is ...", out.name)
-            with progress_bar(len(images.pixels), "images", f"{out.name}: checking") as bar:
-
-                def batches() -> Iterator[Tensor]:
-                    for batch in images.batches(export.trained, export.with_preprocess):
-                        yield batch
-                        bar.update(len(batch))
-
-                with torch.no_grad():
-                    logits = torch.cat([*kind.run(export, folder / out.name, batches())])
             with torch.no_grad():
+                logits = _logits_of(kind, export, unfinished)
                 words = compare(export, expected, logits, tolerance)
-                words += filter(None, [kind.gain(export, folder / out.name)])
+                gain = kind.gain(export, unfinished)
+            if gain:
+                words.append(gain)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:
@@ -575,9 +609,23 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
             shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: %.1f MB, %s, %s", out, size / 1e6, export.dtype, summary)
     log.info("  %s", "; ".join(words))
-    if how := kind.how_to_load(export, out):
+    how = kind.how_to_load(export, out)
+    if how:
         log.info("  %s", how)
     return logits, "; ".join(words[1:])
+
+
+def _logits_of(kind: Format, export: Export, file: Path) -> Tensor:
+    """Of the written file, on the images of the check."""
+    images = export.images
+    with progress_bar(len(images.pixels), "images", f"{file.name}: checking") as bar:
+
+        def batches() -> Iterator[Tensor]:
+            for batch in images.batches(export.trained, export.with_preprocess):
+                yield batch
+                bar.update(len(batch))
+
+        return torch.cat(list(kind.run(export, file, batches())))
 
 
 def _move_into_place(folder: Path, out: Path) -> None:
@@ -589,18 +637,18 @@ def _move_into_place(folder: Path, out: Path) -> None:
     source = folder
     target = out.parent
     last = out.name
-    earlier = files_beside(out)
+    earlier = set(files_beside(out))
     if (folder / out.name).is_dir():
         source = folder / out.name
         target = out
         last = CONFIG
         target.mkdir(exist_ok=True)
-        earlier = *(target / name for name in HUB_FILES), *earlier
+        earlier |= {target / name for name in HUB_FILES}
     moved = sorted(source.iterdir(), key=lambda path: path.name == last)
     for file in moved:
         with replacing(target / file.name) as unfinished:
             file.replace(unfinished)
-    for old in set(earlier) - {target / file.name for file in moved}:
+    for old in earlier - {target / file.name for file in moved}:
         old.unlink(missing_ok=True)
 
 

@@ -5,6 +5,7 @@ ONNX nodes before the model's resize and crop the image as validation does, and 
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -83,57 +84,77 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     data = trained.config.DATA
     _check_input(data)
     stored = None if images.dataset is None else images.dataset.single_images()
-    own = images.pixels
-    names = list(images.names)
+    sources: list[Callable[[], np.ndarray]] = []
     if stored is None:  # held in memory, or noise: only made images have another size
-        sources = []
-        bases = [_rgb(row.permute(1, 2, 0).numpy()) for row in own[:RESHAPED]]
-        own = own[:0]
+        bases = [_rgb(row.permute(1, 2, 0).numpy()) for row in images.pixels[:RESHAPED]]
         names = []
+        own = images.pixels[:0]
     else:
-        sources = [functools.partial(_decoded, data, stored, index) for index in images.indices]
+        sources += [functools.partial(_decoded, data, stored, index) for index in images.indices]
         bases = [source() for source in sources[:RESHAPED]]
-    made = dict[str, np.ndarray]()
+        names = list(images.names)
+        own = images.pixels
+    made = _reshaped(bases, data)
+    names += made
+    sources += [functools.partial(np.asarray, image) for image in made.values()]
+    validated = torch.empty(len(made), *data.shape, dtype=torch.uint8)
     validation = open_given([], data).pixels
-    for number, base in enumerate(bases):
-        for name, fractions in SHAPES.items():
-            wide, high = (max(1, round(side * own)) for side, own in zip(fractions, data.shape[:0:-1], strict=True))
-            image = Image.fromarray(base).resize((wide, high), Image.Resampling.BICUBIC)
-            made[f"{name} {number}"] = np.asarray(image)
-            own = torch.cat([own, torch.empty(1, *own.shape[1:], dtype=torch.uint8)])
-            validation(made[f"{name} {number}"], own[-1])
-    sources = (*sources, *(functools.partial(np.asarray, image) for image in made.values()))
-    rows = run_onnx(resize_model(data).SerializeToString(), "resizing", PIXELS, (source() for source in sources))
+    for image, row in zip(made.values(), validated, strict=True):
+        validation(image, row)
+    resize = resize_model(data).SerializeToString()
+    rows = run_onnx(resize, "resizing", PIXELS, (source() for source in sources))
     pixels = torch.cat([torch.from_numpy(row) for row in rows])
     where = f"{images.source} ({len(made)} of them resized to be {', '.join(SHAPES)})"
-    found = CheckImages(pixels, [*names, *made], where)
-    validated = replace(found, pixels=own)
-    wanted, given = (trained.task.probabilities(reference_logits(trained, one)) for one in (validated, found))
-    apart = (own.short() - pixels.short()).abs()
+    found = CheckImages(pixels, names, where)
+    differences = _differences(trained, torch.cat([own, validated]), found)
+    about = {"input": IMAGE, "output": PROBABILITIES, "differences": differences}
+    return replace(found, any_size=tuple(sources), prepend=functools.partial(prepend, data), about=about)
+
+
+def _reshaped(bases: list[np.ndarray], data: DataConfig) -> dict[str, np.ndarray]:
+    """Each image in each of SHAPES, by name."""
+    high, wide = sides(data.IMAGE_SIZE)
+    made = dict[str, np.ndarray]()
+    for number, base in enumerate(bases):
+        for name, (of_width, of_height) in SHAPES.items():
+            size = (max(1, round(of_width * wide)), max(1, round(of_height * high)))
+            image = Image.fromarray(base).resize(size, Image.Resampling.BICUBIC)
+            made[f"{name} {number}"] = np.asarray(image)
+    return made
+
+
+def _differences(trained: Trained, own: Tensor, found: CheckImages) -> dict[str, float]:
+    """Between the pixels of validation and those by ONNX, and between their probabilities.
+
+    Raises TrainingError if a clear prediction differs.
+    """
+    wanted = trained.task.probabilities(reference_logits(trained, replace(found, pixels=own)))
+    given = trained.task.probabilities(reference_logits(trained, found))
+    apart = (own.short() - found.pixels.short()).abs()
     percent = 100 * float((apart > 0).double().mean())
     most = int(apart.max())
     worst = float((wanted - given).abs().max())
     other = clearly_other(thresholds_of(trained), wanted, given)
-    if bool(other.any()):
-        row = int(torch.nonzero(other)[0])
+    if other.any():
+        first = found.names[int(torch.nonzero(other)[0])]
         raise TrainingError(
-            f"-with_resize: resized by ONNX, {int(other.sum())} of {counted(len(found.names), 'image')} {where} are "
-            f"clearly predicted otherwise than in validation, such as {found.names[row]}: pixels differ by up to "
-            f"{most} of 255, probabilities by up to {worst:.2g}. {ADVICE}"
+            f"-with_resize: resized by ONNX, {int(other.sum())} of {counted(len(found.names), 'image')} {found.source} "
+            f"are clearly predicted otherwise than in validation, such as {first}: pixels differ by up to {most} of "
+            f"255, probabilities by up to {worst:.2g}. {ADVICE}"
         )
     log.info(
         "Resized by ONNX, pixels differ from those of validation by at most %d of 255 (%.2f %% of them), probabilities "
         "by at most %.1e.",
-        *(most, percent, worst),
+        most,
+        percent,
+        worst,
     )
-    differences = {
+    return {
         "images": len(found.names),
         "pixels": most,
         "pixels_percent": round(percent, 4),
         "probabilities": worst,
     }
-    about = {"input": IMAGE, "output": PROBABILITIES, "differences": differences}
-    return replace(found, any_size=sources, prepend=functools.partial(prepend, data), about=about)
 
 
 def _check_input(data: DataConfig) -> None:
@@ -168,9 +189,12 @@ def _rgb(pixels: np.ndarray) -> np.ndarray:
 def prepend(data: DataConfig, model: ir.Model) -> None:
     """Let `model`, which takes pixels of the model's size, take an image of any size."""
     nodes = ir.from_proto(resize_model(data)).graph
-    image, made, (taken,) = nodes.inputs[0], nodes.outputs[0], model.graph.inputs
+    image = nodes.inputs[0]
+    made = nodes.outputs[0]
+    (taken,) = model.graph.inputs
     for node in nodes:
-        node.name = f"prepare.{node.name or node.outputs[0].name}"
+        name = node.name or node.outputs[0].name
+        node.name = f"prepare.{name}"
         for value in node.outputs:
             value.name = f"prepare.{value.name}"
     moved = list(nodes)
@@ -188,7 +212,8 @@ def resize_model(data: DataConfig) -> onnx.ModelProto:
     mode, crop_pct = crop_of(data)
     size = sides(data.IMAGE_SIZE)
     high, wide = (math.floor(side / crop_pct) for side in size)
-    mode += ", not square" if mode == "center" and high != wide else ""
+    if mode == "center" and high != wide:
+        mode = "center, not square"
     channels = GREY if data.IMAGE_CHANNELS == 1 else "\n  channels = Identity (batch)"
     # As PIL: first the columns, then the rows, each rounded to whole numbers.
     return onnx.parser.parse_model(f"""

@@ -6,7 +6,7 @@ Layers that hurt stay in fp32. A verdict on labelled images says what the file c
 import itertools
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,8 +54,8 @@ class Int8(Onnx):
                 raise
             except Exception as error:  # onnxruntime's tools raise many types
                 raise TrainingError(f"-int8: onnxruntime cannot quantise the model: {first_line(error)}") from None
-            one = next(self._batches(export))
-            faster = times_as_fast(*(self.run(export, each, itertools.repeat(one)) for each in (exact, file)))
+            one = itertools.repeat(next(self._batches(export)))
+            faster = times_as_fast(self.run(export, exact, one), self.run(export, file, one))
             smaller = exact.stat().st_size / file.stat().st_size
         self._gain = f"{smaller:.1f} times smaller, {faster:.2g} times as fast an image at a time (this CPU, 1 thread)"
         if faster < FASTER:
@@ -73,34 +73,41 @@ class Int8(Onnx):
         """Write `file`, and return the layers that it leaves in fp32."""
         nodes = {node.name for node in onnx.load(str(exact)).graph.node if node.op_type in OPERATORS}
         layers = {node: layer for node, layer in self.layers.items() if node in nodes}
-        blocks = {layer: BLOCK.match(layer)[0] for layer in layers.values()}  # pyright: ignore[reportOptionalSubscript]
-        if unknown := [name for name in self._keep if not any(layer.startswith(name) for layer in blocks)]:
-            names = some_of(sorted(set(blocks.values())))
-            raise UserError(f"-keep {','.join(unknown)}: no layer's name begins so; they are in {names}.")
+        blocks: dict[str, set[str]] = {}
+        for layer in layers.values():
+            block = BLOCK.match(layer)[0]  # pyright: ignore[reportOptionalSubscript]
+            blocks.setdefault(block, set()).add(layer)
+        every = set(layers.values())
+        self._check_keep(every, blocks)
+        kept = {layer for layer in every if layer.startswith(self._keep)}
         ranges = _ranges(exact, self._batches(export))
-        expected = torch.cat([*self.run(export, exact, self._batches(export))])
+        expected = torch.cat(list(self.run(export, exact, self._batches(export))))
 
         def error_without(kept: set[str]) -> float:
             """Write `file` with these layers in fp32."""
-            if kept >= blocks.keys():
+            if kept >= every:
                 raise TrainingError("-int8: no layer can be in 8 bits without changing the outputs; use fp32 or fp16.")
             _write(exact, file, ranges, [node for node, layer in layers.items() if layer not in kept])
-            found = torch.cat([*self.run(export, file, self._batches(export))])
+            found = torch.cat(list(self.run(export, file, self._batches(export))))
             return float((found - expected).square().mean().sqrt() / (expected.std() or 1.0))
 
-        kept = {layer for layer in blocks if layer.startswith(self._keep)} if self._keep else set[str]()
         if error_without(kept) <= MOST_ERROR or self._keep:
             return kept
-        members = {block: {layer for layer in blocks if blocks[layer] == block} for block in blocks.values()}
-        hurts = {
-            block: error_without(blocks.keys() - own)
-            for block, own in progress_bar([*members.items()], "blocks", "int8")
-        }
+        hurts = {block: error_without(every - blocks[block]) for block in progress_bar(list(blocks), "blocks", "int8")}
         for block in sorted(hurts, key=lambda one: -hurts[one]):
-            kept |= members[block]
+            kept |= blocks[block]
             if error_without(kept) <= MOST_ERROR:
                 break
         return kept
+
+    def _check_keep(self, layers: set[str], blocks: Iterable[str]) -> None:
+        unknown = []
+        for name in self._keep:
+            if not any(layer.startswith(name) for layer in layers):
+                unknown.append(name)
+        if unknown:
+            names = some_of(sorted(blocks))
+            raise UserError(f"-keep {','.join(unknown)}: no layer's name begins so; they are in {names}.")
 
     def gain(self, export: Export, file: Path) -> str:
         return self._gain
@@ -145,6 +152,7 @@ def _write(exact: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
     )
     quantizer.quantize_model()
     about = quantizer.model.model.metadata_props
-    for one in [one for one in about if one.key.startswith("onnx.")]:  # the quantiser's note; all others are JSON
+    notes = [one for one in about if one.key.startswith("onnx.")]  # the quantiser's; all others are JSON
+    for one in notes:
         about.remove(one)
     quantizer.model.save_model_to_file(str(file))

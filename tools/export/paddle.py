@@ -1,6 +1,7 @@
 """Conversion of PaddleViT weights: choose timm's model, report on every tensor, and write a safetensors file."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,13 @@ class Target:
 
     def differing(self, converted: Converted) -> int:
         """How many tensors do not match, but for a classifier that the file lacks."""
-        mine = {key: tuple(value.shape) for key, value in converted.tensors.items()}
+        mine = _shapes_of(converted.tensors)
         lacking = [key for key in self.shapes if key not in mine and not key.startswith(self.classifiers)]
-        return len(lacking) + sum(self.shapes.get(key) != shape for key, shape in mine.items())
+        return len(lacking) + len(mine.items() - self.shapes.items())
+
+
+def _shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
 def import_weights(file: Path, out: Path, name: str | None) -> int:
@@ -63,46 +68,56 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
     sizes = ", ".join(f"{key} {one_line(value)}" for key, value in target.sizes.items() if value is not None)
     named = f"timm's {target.name}" if target.name else f"a {converted.family} that has no name in timm"
     log.info("%s: %s (%s)", file, named, sizes)
-    if unmatched := _unmatched(arrays, converted, target):
-        log.error(
-            "%d of %d tensors do not match this model (%s): nothing was written. Choose another model with -name NAME.",
-            *(len(unmatched), len(arrays), some_of(unmatched)),
-        )
+    unmatched = _unmatched(arrays, converted, target)
+    if unmatched:
+        numbers = f"{len(unmatched)} of {len(arrays)} tensors do not match this model ({some_of(unmatched)})"
+        log.error("%s: nothing was written. Choose another model with -name NAME.", numbers)
         return EXIT_FAILED
     if target.shapes.keys() - converted.tensors.keys():
         log.warning("The file has no classifier: -pretrained will initialise one.")
     tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
     write_weights(out, tensors, _header(converted, target, file))
-    # Settings to give beside -pretrained. Only the name of a model says that it has a distillation token.
-    unnamed = DISTILLED if "dist_token" in converted.tensors else "mine"
-    given = target.sizes
-    words = [
-        f"MODEL.TYPE={converted.family}",
-        f"MODEL.NAME={target.name or unnamed}",
-        *(f"DATA.{key}={given[key]}" for key in IMAGE_KEYS),
-        f"MODEL.NUM_CLASSES={given['NUM_CLASSES'] or 'N'}",
-    ]
-    if target.name is None:
-        others = {key: value for key, value in given.items() if key not in (*IMAGE_KEYS, "NUM_CLASSES")}
-        words += [f"MODEL.{key}={'N' if value is None else one_line(value)}" for key, value in others.items()]
-    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), shlex.join([str(out), *words]))
+    words = [str(out)] + _settings(converted, target)
+    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), shlex.join(words))
     return EXIT_DONE
+
+
+def _settings(converted: Converted, target: Target) -> list[str]:
+    """To give beside -pretrained."""
+    given = target.sizes
+    name = target.name
+    if name is None:  # only the name of a model says that it has a distillation token
+        name = DISTILLED if "dist_token" in converted.tensors else "mine"
+    words = [f"MODEL.TYPE={converted.family}", f"MODEL.NAME={name}"]
+    words += [f"DATA.{key}={given[key]}" for key in IMAGE_KEYS]
+    classes = given["NUM_CLASSES"] or "N"
+    words.append(f"MODEL.NUM_CLASSES={classes}")
+    if target.name is None:
+        for key, value in given.items():
+            if key not in IMAGE_KEYS and key != "NUM_CLASSES":
+                text = "N" if value is None else one_line(value)
+                words.append(f"MODEL.{key}={text}")
+    return words
 
 
 def _unmatched(arrays: dict[str, np.ndarray], converted: Converted, target: Target) -> list[str]:
     """Log what becomes of each tensor, and return those that do not match the model, but for a classifier's."""
-    missing = [key for key in target.shapes if key not in converted.tensors]
-    used = [
-        f"{paddle} -> {key}  {_shape(converted.tensors[key].shape)}"
-        + (", transposed" if is_transposed(paddle, arrays[paddle]) else "")
-        for paddle, key in converted.used.items()
-        if key in target.shapes
-    ]
-    unused = [*converted.unused, *(paddle for paddle, key in converted.used.items() if key not in target.shapes)]
+    shapes = _shapes_of(converted.tensors)
+    missing = [key for key in target.shapes if key not in shapes]
+    used = []
+    unused = list(converted.unused)
+    for paddle, key in converted.used.items():
+        if key not in target.shapes:
+            unused.append(paddle)
+            continue
+        line = f"{paddle} -> {key}  {_shape(shapes[key])}"
+        if is_transposed(paddle, arrays[paddle]):
+            line += ", transposed"
+        used.append(line)
     resized = {
-        key: f"{key}  {_shape(value.shape)} in the file, {_shape(target.shapes[key])} in the model"
-        for key, value in converted.tensors.items()
-        if key in target.shapes and tuple(value.shape) != target.shapes[key]
+        key: f"{key}  {_shape(shape)} in the file, {_shape(target.shapes[key])} in the model"
+        for key, shape in shapes.items()
+        if target.shapes.get(key, shape) != shape
     }
     for title, lines in (
         ("used", used),
@@ -113,10 +128,11 @@ def _unmatched(arrays: dict[str, np.ndarray], converted: Converted, target: Targ
         ("of another size", list(resized.values())),
     ):
         if lines or title in ("unused", "missing"):
-            log.info("\n".join([f"{title} ({len(lines)}):", *(f"  {line}" for line in lines)]))
-    left_out = OF_A_CLASSIFIER if converted.closed else ()
+            log.info("\n  ".join([f"{title} ({len(lines)}):"] + lines))
+    if converted.closed:
+        unused = [paddle for paddle in unused if not paddle.startswith(OF_A_CLASSIFIER)]
     lacking = [key for key in missing if not key.startswith(target.classifiers)]
-    return [*(paddle for paddle in unused if not paddle.startswith(left_out)), *lacking, *resized]
+    return unused + lacking + list(resized)
 
 
 def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
@@ -164,18 +180,19 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
         sizes = sizes_of_weights(converted)
     except (KeyError, ValueError, IndexError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else f"no model has such tensors ({error})"
+        some = some_of(converted.unused or list(arrays))
         raise UserError(
             f"{file}: no weights of a family of PaddleViT that can be converted: {len(converted.unused)} of "
-            f"{len(arrays)} tensors match no rule ({some_of(converted.unused or list(arrays))}), and {why}."
+            f"{len(arrays)} tensors match no rule ({some}), and {why}."
         ) from None
     # The model of -name, of the file's name, or of these sizes; else a model of these sizes without a name.
     guesses = [name] if name else [file.name.partition(".")[0], timm_name(converted, sizes)]
-    shapes = {key: tuple(value.shape) for key, value in converted.tensors.items()}
+    shapes = _shapes_of(converted.tensors)
     for guess in guesses:
         if not guess or not is_timm_name(guess):
             continue
         expected = _shapes(converted, {"NAME": guess}, sizes)
-        if all(expected.get(key) == shape for key, shape in shapes.items()) or guess == guesses[-1]:
+        if guess == guesses[-1] or shapes.items() <= expected.items():
             return Target(guess, sizes, expected)
     return _unnamed(converted, sizes)
 
@@ -191,8 +208,9 @@ def _of_family(file: Path, converted: Converted, name: str | None) -> Target:
     """The model of -name or of the file's name, else the first of the family with such tensors."""
     family = families()[converted.family]
     named = family.timm_name(file.name.partition(".")[0])
-    guesses = [name] if name else dict.fromkeys(filter(None, [named, *family.models]))
-    best = min([_published(converted, guess) for guess in guesses], key=lambda target: target.differing(converted))
+    guesses = [name] if name else dict.fromkeys([named] + list(family.models))
+    candidates = [_published(converted, guess) for guess in guesses if guess]
+    best = min(candidates, key=lambda target: target.differing(converted))
     if not name and best.name != named and not best.differing(converted):
         log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
     return best
@@ -203,7 +221,7 @@ def _published(converted: Converted, name: str) -> Target:
     assert pretrained is not None  # is_timm_name
     given: Any = pretrained.classifier
     classifiers = (given,) if isinstance(given, str) else tuple(given or ())
-    weights = (converted.tensors.get(f"{classifier}.weight") for classifier in classifiers)
+    weights = [converted.tensors.get(f"{classifier}.weight") for classifier in classifiers]
     sizes = {
         "IMAGE_SIZE": pretrained.input_size[-1],
         "IMAGE_CHANNELS": pretrained.input_size[0],
@@ -216,5 +234,4 @@ def _published(converted: Converted, name: str) -> Target:
 def _shapes(converted: Converted, settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     classes = {"NUM_CLASSES": sizes["NUM_CLASSES"]} if sizes["NUM_CLASSES"] else {}
     config = ModelConfig.model_validate({"TYPE": converted.family, **settings, **classes})
-    model = build_without_weights(config, sizes["IMAGE_SIZE"], sizes["IMAGE_CHANNELS"])
-    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    return _shapes_of(build_without_weights(config, sizes["IMAGE_SIZE"], sizes["IMAGE_CHANNELS"]).state_dict())

@@ -14,6 +14,7 @@ The processes of torchrun, srun or mpirun share the work.
 """
 
 from pathlib import Path
+from typing import Any
 
 from tools.common.command_line import Tool, ToolLine, tool
 from tools.common.output_file import if_interrupted
@@ -60,17 +61,18 @@ def main(argv: list[str]) -> int:
     if "DATA.DATA_PATH" in line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
-    kept = Source("-keep", Kind.TOOL)
-    unused = dict.fromkeys(MEASURED[1:], ("0.5", kept)) if line.asked.keep else {}  # rather than measured
+    own: dict[str, tuple[Any, str]] = {place: (places[0], Source("SRC", Kind.TOOL))}
+    if line.asked.keep:  # they have no effect, so they are not measured
+        own |= dict.fromkeys(MEASURED[1:], ("0.5", Source("-keep", Kind.TOOL)))
     with ranks_of_launcher(argv, line.run.ranks) as world:
-        loaded = on_every_rank(world, lambda: line.load({place: (places[0], Source("SRC", Kind.TOOL)), **unused}))
+        loaded = on_every_rank(world, lambda: line.load(own))
 
         # Imported late: torch takes seconds to import, and a wrong command should fail at once.
         from tools.pack_images.run import pack
 
         if_interrupted.append("finished tar files stay, and the same command resumes")
         settings = on_every_rank(world, lambda: _settings(line, loaded))
-        pack(loaded.config.DATA, Path(places[1]).expanduser(), settings, line.asked.num_workers, world)
+        pack(loaded.config.DATA, Path(places[1]).expanduser(), settings, jobs=line.asked.num_workers, world=world)
     return EXIT_DONE
 
 
@@ -79,7 +81,6 @@ def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     from datasets.base import background_of
 
     data = loaded.config.DATA
-    asked = line.asked
     if "raw" in line.given and "keep" in line.given:
         raise UserError("-raw and -keep exclude each other; give one.")
     kind = next((name for name in ("raw", "keep") if name in line.given), "jpeg")
@@ -87,11 +88,15 @@ def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
         raise UserError("DATA.BITS, DATA.IMAGE_CHANNELS: such images are packed as they are stored; add -keep.")
     useless = {"keep": ("short_side", "quality"), "raw": ("quality",)}.get(kind, ())
     line.refuse(useless, f"-{{}} has no effect with -{kind}; leave it out.")
-    names = [name for name in ("short_side", "quality", "shard_images") if name not in useless]
-    settings: dict[str, int | str | bool] = {"kind": kind, **{name: getattr(asked, name) for name in names}}
+    settings: dict[str, int | str | bool] = {"kind": kind}
+    for name in ("short_side", "quality", "shard_images"):
+        if name not in useless:
+            settings[name] = getattr(line.asked, name)
     keys = ("DATA.EXIF_ROTATE", "DATA.BACKGROUND")
     if kind != "keep" or any(loaded.sources[key] == "packing" for key in keys):  # SRC is packed with them
         settings["background"] = one_line(background_of(data) if data.BACKGROUND == "mean" else data.BACKGROUND)
-    elif odd := [key for key in keys if not loaded.is_default(key)]:
-        raise UserError(f"{odd[0]} has no effect with -keep. Leave it out here, and set it when training.")
-    return {**settings, "channels": data.IMAGE_CHANNELS, "upright": data.EXIF_ROTATE}
+    else:
+        for key in keys:
+            if not loaded.is_default(key):
+                raise UserError(f"{key} has no effect with -keep. Leave it out here, and set it when training.")
+    return settings | {"channels": data.IMAGE_CHANNELS, "upright": data.EXIF_ROTATE}

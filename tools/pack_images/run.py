@@ -10,12 +10,11 @@ import json
 import multiprocessing
 import shutil
 import signal
-from collections.abc import Sequence
 from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,25 +58,21 @@ class Encoder:
         with decoding_errors(encoded):
             stored = self.reader.open(encoded)
             pixels = stored.cut(Box(0, 0, stored.width, stored.height))
-        height, width, channels = pixels.shape
-        small = self.kind == "keep" or min(height, width) <= self.short_side
         raw = self.kind == "raw" or isinstance(encoded, np.ndarray)
+        small = self.kind == "keep" or min(pixels.shape[:2]) <= self.short_side
         # A file that is kept would follow the settings of training, not those of the other packed images.
         plain = self.kind == "keep" or not (isinstance(stored, Turned) or stored.transparent)
         if small and plain and not raw:
-            ending = name.rpartition(".")[2].lower()
             content = bytes(encoded)
-            if content.startswith(ZIP):  # perhaps several files, of which the name is the first's
-                return "npz", content
-            known = ending in (*IMAGE_KINDS, *ARRAY_KINDS) and (ending != "npy" or not self.reader.is_plain)
-            return ending if known else kind_of(content), content
+            return self._ending(name, content), content
 
+        channels = pixels.shape[2]
         image = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0])
-        file = io.BytesIO()
         if not small:  # Pillow's filter averages over all pixels, so there is no aliasing
-            scale = self.short_side / min(height, width)
-            size = max(self.short_side, round(width * scale)), max(self.short_side, round(height * scale))
-            image = image.resize(size, Image.Resampling.BICUBIC)
+            scale = self.short_side / min(image.size)
+            width, height = (max(self.short_side, round(side * scale)) for side in image.size)
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        file = io.BytesIO()
         if raw:
             kept = np.asarray(image).reshape(image.height, image.width, channels)
             np.lib.format.write_array(file, np.ascontiguousarray(kept), version=(1, 0), allow_pickle=False)
@@ -85,6 +80,14 @@ class Encoder:
         # Baseline JPEG with 4:2:0 subsampling decodes fastest.
         image.save(file, "JPEG", quality=self.quality, subsampling="4:2:0", progressive=False, optimize=False)
         return "jpg", file.getvalue()
+
+    def _ending(self, name: str, content: bytes) -> str:
+        """Of a file that is kept."""
+        if content.startswith(ZIP):  # perhaps several files, of which the name is the first's
+            return "npz"
+        ending = name.rpartition(".")[2].lower()
+        known = ending in IMAGE_KINDS + ARRAY_KINDS and (ending != "npy" or not self.reader.is_plain)
+        return ending if known else kind_of(content)
 
 
 RECORDS = ".packing"
@@ -101,27 +104,35 @@ class Record:
     """(name, reason) of each unreadable image"""
 
 
-_state: tuple[Path, dict[str, Samples], Encoder, Any] | None = None
-"""Of a packing process: DST, the splits, the encoder, and a shared event, to stop at the next image"""
+class Work(NamedTuple):
+    """What packing needs."""
+
+    folder: Path
+    """DST"""
+    splits: dict[str, Samples]
+    data: DataConfig
+    settings: dict[str, Any]
 
 
-def start_process(
-    folder: Path, splits: dict[str, Samples], data: DataConfig, settings: dict[str, Any], stop: Any
-) -> None:
+_state: tuple[Work, Encoder, Any] | None = None
+"""Of a packing process, with a shared event, to stop at the next image"""
+
+
+def start_process(work: Work, stop: Any) -> None:
     """Initialise a packing process: it ignores Ctrl-C, which the main process handles, and dies with that process."""
     global _state
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)
-    _state = folder, splits, Encoder(data, settings), stop
+    _state = work, Encoder(work.data, work.settings), stop
 
 
 def make_shard(name: str, indices: np.ndarray) -> Record:
     """Pack these images into the tar file `name`, or keep it if it is finished already."""
     assert _state is not None
-    folder, splits, encoder, stop = _state
-    path = folder / name
-    samples = splits[path.parent.name]
-    record_path = folder / RECORDS / f"{path.parent.name}-{path.stem}.json"
+    work, encoder, stop = _state
+    path = work.folder / name
+    samples = work.splits[path.parent.name]
+    record_path = work.folder / RECORDS / f"{path.parent.name}-{path.stem}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         record = Record(**parse_json(record_path.read_bytes()))
         if path.stat().st_size == record.bytes:
@@ -133,13 +144,14 @@ def make_shard(name: str, indices: np.ndarray) -> Record:
                 for number in indices.tolist():
                     if stop.is_set():  # another process has failed
                         raise CancelledError
-                    _add(number, samples, encoder, writer, record)
+                    _add(number, samples, encoder, writer=writer, record=record)
             record.bytes = unfinished.stat().st_size
             # The record comes first, so that every tar file under its final name has one.
             write_atomically(record_path, json.dumps(asdict(record)))
     except OSError as error:
+        why = error.strerror or error
         raise TrainingError(
-            f"{path} cannot be written: {error.strerror or error}. Finished files stay; the same command resumes."
+            f"{path} cannot be written: {why}. Finished files stay; the same command resumes."
         ) from None
     return record
 
@@ -149,7 +161,8 @@ def _add(number: int, samples: Samples, encoder: Encoder, writer: TarWriter, rec
     name = samples.name(number)
     found = failure_or(lambda: encoder(samples.read(number), name))
     if not isinstance(found, Failure):
-        writer.add(f"{number:08d}", *found, int(samples.labels[number]))
+        ending, content = found
+        writer.add(f"{number:08d}", ending, content, int(samples.labels[number]))
         return
     if found.kind == "storage":
         why = f"{name} cannot be read: {found.reason}."
@@ -167,27 +180,34 @@ ANY_CLASSES = 1 << 31
 
 def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | None, world: World = ALONE) -> None:
     """Pack both splits of a data set into `folder`, which all ranks see; each rank makes some of the tar files."""
-    splits = on_every_rank(world, lambda: _open(data))
+    work = Work(folder, on_every_rank(world, lambda: _open(data)), data, settings)
     lock = FileLock(folder / LOCK)
     try:
-        about = broadcast(on_rank_0(world, lambda: _prepare(data, folder, settings, splits, lock)), world)
+        about = broadcast(on_rank_0(world, lambda: _prepare(work, lock)), world)
         if about is None:
             return
-        shards: dict[str, np.ndarray] = {}
-        for split, samples in splits.items():
-            order = np.arange(len(samples))
-            if split == "train":  # shuffled, so that each shard has all classes
-                order = generator_of("pack", len(samples)).permutation(order)
-            parts = np.split(order, range(settings["shard_images"], len(order), settings["shard_images"]))
-            shards |= {f"{split}/{number:05d}.tar": part for number, part in enumerate(parts)}
+        shards = _shards(work)
         own = dict(list(shards.items())[world.rank :: world.size])
-        limit = allowed(data.MAX_BAD, sum(map(len, splits.values())))
-        records = gather(_make_shards(own, (folder, splits, data, settings), jobs, limit, world), world)
+        limit = allowed(data.MAX_BAD, sum(map(len, work.splits.values())))
+        records = gather(_make_shards(own, work, jobs, limit=limit, world=world), world)
         if world.first:
             _check_number(sum(len(record.left_out) for record in records), limit)
-            _finish(folder, list(shards), records, splits["train"].classes, about)
+            _finish(work, list(shards), records, about)
     finally:
         lock.release()
+
+
+def _shards(work: Work) -> dict[str, np.ndarray]:
+    """Name of each tar file -> indices of its images."""
+    shards: dict[str, np.ndarray] = {}
+    size = work.settings["shard_images"]
+    for split, samples in work.splits.items():
+        order = np.arange(len(samples))
+        if split == "train":  # shuffled, so that each shard has all classes
+            order = generator_of("pack", len(samples)).permutation(order)
+        parts = np.split(order, range(size, len(order), size))
+        shards |= {f"{split}/{number:05d}.tar": part for number, part in enumerate(parts)}
+    return shards
 
 
 def _open(data: DataConfig) -> dict[str, Samples]:
@@ -206,12 +226,12 @@ def _open(data: DataConfig) -> dict[str, Samples]:
     return splits
 
 
-def _prepare(
-    data: DataConfig, folder: Path, settings: dict[str, Any], splits: dict[str, Samples], lock: BaseFileLock
-) -> dict[str, Any] | None:
+def _prepare(work: Work, lock: BaseFileLock) -> dict[str, Any] | None:
     """Lock and make the folder; returns what the manifest says of the packing, None if everything is packed already."""
-    about = {"how": settings, "source": {split: _identity(samples, data) for split, samples in splits.items()}}
-    if _is_done(folder, about, data):
+    folder = work.folder
+    source = {split: _identity(samples, work.data) for split, samples in work.splits.items()}
+    about = {"how": work.settings, "source": source}
+    if _is_done(folder, about, work.data):
         log.info("%s is packed already, with these settings from these images.", folder)
         return None
     try:
@@ -224,24 +244,23 @@ def _prepare(
             log.warning("%s cannot be locked (%s): let no second process pack into it.", folder, error)
         (folder / RECORDS).mkdir(exist_ok=True)
         write_atomically(folder / RECORDS / SETTINGS, json.dumps({"made_by": MADE_BY, **about}, indent=1))
-        for name in splits:
+        for name in work.splits:
             (folder / name).mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"DST {folder} cannot be written: {error}.") from None
     return about
 
 
-def _make_shards(shards: dict[str, np.ndarray], work: Any, jobs: int | None, limit: int, world: World) -> list[Record]:
-    """Make this rank's tar files in several processes. `work`: for `start_process`."""
+def _make_shards(shards: dict[str, np.ndarray], work: Work, jobs: int | None, limit: int, world: World) -> list[Record]:
+    """Make this rank's tar files in several processes."""
     log.setLevel("INFO" if world.first else "WARNING")  # each rank names the images that it leaves out
     stop = multiprocessing.Event()
     bad = 0
-    arguments: Any = (*work, stop)
     count = max(1, min(jobs or world.own_cores, len(shards)))
-    pool = ProcessPoolExecutor(count, initializer=start_process, initargs=arguments)
+    pool = ProcessPoolExecutor(count, initializer=start_process, initargs=(work, stop))
     try:
-        futures = {pool.submit(make_shard, *shard): len(shard[1]) for shard in shards.items()}
-        with Progress(None, sum(futures.values()), "images", "packing", world.first) as bar:
+        futures = {pool.submit(make_shard, name, indices): len(indices) for name, indices in shards.items()}
+        with Progress(None, sum(futures.values()), "images", what="packing", shown=world.first) as bar:
             for future in as_completed(futures):
                 record = future.result()
                 bar.update(futures[future])
@@ -267,14 +286,18 @@ def _check_number(bad: int, limit: int) -> None:
         )
 
 
-def _finish(
-    folder: Path, shards: list[str], records: list[Record], classes: Sequence[str] | None, about: dict[str, Any]
-) -> None:
+def _finish(work: Work, shards: list[str], records: list[Record], about: dict[str, Any]) -> None:
     """Write index and manifest, and report."""
-    names = {split: [name for name in shards if name.startswith(f"{split}/")] for split in about["source"]}
-    left_out = [redacted(f"{name}: {reason}") for record in records for name, reason in record.left_out]
+    folder = work.folder
+    names: dict[str, list[str]] = {split: [] for split in work.splits}
+    for name in shards:
+        names[name.partition("/")[0]].append(name)
+    left_out = []
+    for record in records:
+        left_out += [redacted(f"{name}: {reason}") for name, reason in record.left_out]
+    manifest = {"classes": work.splits["train"].classes, **about, "left_out": left_out}
     try:
-        samples = finish_set(folder, names, {"classes": classes, **about, "left_out": left_out})
+        samples = finish_set(folder, names, manifest)
     except OSError as error:
         raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
     shutil.rmtree(folder / RECORDS)
@@ -303,23 +326,28 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
         before = parse_json((folder / MANIFEST if finished else folder / RECORDS / SETTINGS).read_bytes())
     except (OSError, ValueError):
         # The settings are written first, so an interruption before them leaves at most the folder of records.
-        other = next((path.name for path in sorted(folder.iterdir()) if path.name not in (RECORDS, LOCK)), None)
-        if other is not None:
-            raise UserError(f"DST {folder} has other content, such as {other}. Name a new or empty folder.") from None
+        for path in sorted(folder.iterdir()):
+            if path.name not in (RECORDS, LOCK):
+                why = f"has other content, such as {path.name}. Name a new or empty folder."
+                raise UserError(f"DST {folder} {why}") from None
         return False
     if before.get("made_by") != MADE_BY or {name: before.get(name) for name in about} != about:
-        old = before.get("how")
-        now = about["how"]
-        changed = [name for name in now if isinstance(old, dict) and old.get(name) != now[name]]
-        how = "from other images"
-        if changed:
-            before_and_now = f"{old.get(changed[0])}, not {now[changed[0]]}".lower()  # true, as in a settings file
-            how = f"with {KEYS.get(changed[0], changed[0])} {before_and_now}"
+        how = _other_way(before.get("how"), about["how"])
         raise UserError(f"DST {folder} has a data set packed {how}. Name another folder.")
     if finished:
         ShardSet(Folder(folder), data)  # raises UserError if a tar file is missing or has another size
-        if left_out := before.get("left_out"):
+        left_out = before.get("left_out")
+        if left_out:
             log.warning("%s lacks %s; pack repaired images into another folder.", folder, some_of(left_out))
     else:
         log.info("%s: packing resumes; finished tar files are verified and kept.", folder)
     return finished
+
+
+def _other_way(before: Any, now: dict[str, Any]) -> str:
+    """In what the settings of an earlier packing differ."""
+    for name, value in now.items():
+        if isinstance(before, dict) and before.get(name) != value:
+            both = f"{before.get(name)}, not {value}".lower()  # true, as in a settings file
+            return f"with {KEYS.get(name, name)} {both}"
+    return "from other images"

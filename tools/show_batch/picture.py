@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from engine.inputs.batches import Inputs
 from engine.inputs.mixing import build_batch_transform
@@ -43,17 +44,14 @@ def first_images(config: Config, count: int) -> list[Shown]:
     """First `count` training images of the run, augmented with the random numbers of training."""
     # TRAIN.NUM_EPOCHS auto: a long run's first ones, as its length is not known
     config = config.changed(TRAIN=config.TRAIN.spanning(LONGEST_RUN))
-    if (total := config.TRAIN.GLOBAL_BATCH) is not None:
+    total = config.TRAIN.GLOBAL_BATCH
+    if total is not None:
         config = with_global_batch(config, total, ALONE)
     device = pick_device(config.DEVICE, ALONE)
     set_up_device(config, device, ALONE)
     samples, loader = training_data(config, ALONE, device)
     inputs = Inputs(config.DATA).to(device)
     change = build_batch_transform(config.TRAIN, task_of(config), device)
-
-    def name(label: int) -> str:
-        text = samples.classes[label] if samples.classes else str(label)
-        return text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
 
     def images() -> Iterator[Shown]:
         for update, window in enumerate(loader.epoch(1), start=1):
@@ -62,18 +60,29 @@ def first_images(config: Config, count: int) -> list[Shown]:
                 seen = change(inputs(batch.images), batch.labels)
                 # Normalised images back to pixels. Noise of random erasing can leave 0..255 and is clipped.
                 pixels = (seen.images - inputs.offset) / inputs.factor
-                pixels = pixels.round().clamp(0, 255).to(torch.uint8) if config.DATA.is_plain else pixels
+                if config.DATA.is_plain:
+                    pixels = pixels.round().clamp(0, 255).to(torch.uint8)
                 several = seen.targets if seen.targets.dim() > 1 else F.one_hot(seen.labels)
                 for image, target in zip(pixels.permute(0, 2, 3, 1).cpu().numpy(), several, strict=True):
-                    values, labels = target.float().sort(descending=True, stable=True)
-                    pairs = zip(labels.tolist(), values.tolist(), strict=True)
                     shown = np.atleast_3d(np.asarray(picture_of_bands(image)))
-                    yield Shown(shown, tuple((name(one), part) for one, part in pairs if part >= SMALLEST_FRACTION))
+                    yield Shown(shown, _labels(target, samples.classes))
 
     try:
         return list(itertools.islice(images(), count))
     finally:
         loader.close()
+
+
+def _labels(target: Tensor, classes: Sequence[str] | None) -> tuple[tuple[str, float], ...]:
+    found = []
+    values, labels = target.float().sort(descending=True, stable=True)
+    for label, fraction in zip(labels.tolist(), values.tolist(), strict=True):
+        name = classes[label] if classes else str(label)
+        if len(name) > LONGEST_NAME:
+            name = f"{name[: LONGEST_NAME - 1]}…"
+        if fraction >= SMALLEST_FRACTION:
+            found.append((name, fraction))
+    return tuple(found)
 
 
 def draw(path: Path, config: Config, shown: list[Shown]) -> None:
@@ -82,15 +91,18 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
     rows = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(SIDE_INCHES * max(columns, 3), SIDE_INCHES * 1.25 * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    title = "{}, {} x {}".format(config.DATA.DATASET, *shown[0].pixels.shape)
-    title += "" if config.DATA.is_plain else f", {shown_bands(config.DATA.IMAGE_CHANNELS)}"
+    high, wide, channels = shown[0].pixels.shape
+    title = f"{config.DATA.DATASET}, {high} x {wide}"
+    if not config.DATA.is_plain:
+        title += f", {shown_bands(config.DATA.IMAGE_CHANNELS)}"
     figure.suptitle(title, fontsize=9, parse_math=False)
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, one in zip(axes.flat, shown, strict=False):
-        axis.imshow(one.pixels.squeeze(-1) if one.pixels.shape[-1] == 1 else one.pixels, cmap="gray", vmin=0, vmax=255)
+        axis.imshow(one.pixels.squeeze(-1) if channels == 1 else one.pixels, cmap="gray", vmin=0, vmax=255)
         title = "\n".join(f"{name}: {100 * fraction:.0f} %" for name, fraction in one.labels)
-        title = (one.labels[0][0] if len(one.labels) == 1 else title).encode(errors="backslashreplace").decode()
-        axis.set_title(title, fontsize=7, parse_math=False)
+        if len(one.labels) == 1:
+            title = one.labels[0][0]
+        axis.set_title(title.encode(errors="backslashreplace").decode(), fontsize=7, parse_math=False)
     with writing(path, "-out"):
         figure.savefig(path, dpi=120)

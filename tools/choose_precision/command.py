@@ -63,7 +63,7 @@ ALIKE = 0.97
 FASTER = 1.05
 SMALLER = 0.90
 """Least speed-up, or largest fraction of memory, for a precision to be recommended over fp32."""
-COLUMNS = ("mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped", "underflow", "headroom")
+COLUMNS = ["mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped", "underflow", "headroom"]
 """Of the table. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
 NAME = "choose_precision"
 FP32 = "fp32"
@@ -260,9 +260,7 @@ def main(argv: list[str]) -> int:
     names = ", ".join(["fp32 (three seeds)"] + [mode.name for mode in modes])
     updates = counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
-    _log_remarks(config, device.type == "cuda")
-    for name, why in left_out.items():
-        log.info("left out: %s: %s", name, why)
+    _log_remarks(config, left_out, on_gpu=device.type == "cuda")
 
     began = time.monotonic()
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
@@ -295,14 +293,16 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _log_remarks(config: Config, on_gpu: bool) -> None:
-    """Log where what is measured differs from a whole run."""
+def _log_remarks(config: Config, left_out: dict[str, str], on_gpu: bool) -> None:
+    """Log where what is measured differs from a whole run, and what is not measured."""
     size = config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)
     if size != config.DATA.IMAGE_SIZE:
         words = "images have %s pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size"
         log.info(words, one_line(size))
     if config.TRAIN.COMPILE == "auto" and on_gpu:
         log.info("TRAIN.COMPILE auto compiles nothing here; set TRAIN.COMPILE=whole if your run will be compiled")
+    for name, why in left_out.items():
+        log.info("left out: %s: %s", name, why)
 
 
 def _plan(config: Config, modes: Sequence[Mode], updates: int, folder: Path) -> Runs:
@@ -385,7 +385,7 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
         "of fp32's": "100 %",
         "two seeds": _small(base.seed_noise(len(base.runs[0].losses))),
     }
-    rows: list[list[str]] = [list(COLUMNS)]
+    rows = [COLUMNS]
     for cells in [fp32] + [_cells(one) for one in found]:
         rows.append([cells.get(column, "-") for column in COLUMNS])
     return rows

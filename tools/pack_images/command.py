@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
     own: dict[str, tuple[Any, str]] = {place: (places[0], Source("SRC", Kind.TOOL))}
-    if line.asked.keep:  # they have no effect, so they are not measured
+    if line.asked.keep:  # mean and deviation have no effect: given, they are not measured
         own |= dict.fromkeys(MEASURED[1:], ("0.5", Source("-keep", Kind.TOOL)))
     with ranks_of_launcher(argv, line.run.ranks) as world:
         loaded = on_every_rank(world, lambda: line.load(own))

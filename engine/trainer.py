@@ -166,13 +166,7 @@ class Trainer:
             # Fleet counts from 0, and reports its batch 0.
             number = position.step - 1 if self.config.LOG_STYLE == "fleet" else position.step
             if number % freq == 0 or position.step == self.per_epoch or position.update == 1:
-                reading = self._read()
-                perf = self.throughput.read(self.train_loader.take_wait())
-                self._health.report(position, together=True)
-                self.reporter.train(position, reading, perf, self.parts.figures())
-                self._stop_on_nan(reading)
-                self._stop_on_skips(reading)
-                self._saver.report()
+                self._report()
             elif self.parts.precision.scaler.is_enabled() and position.update % MOST_SKIPS == 0:
                 self._stop_on_skips(self._read())  # reports may be too far apart to notice them
             self._stopping.check()
@@ -182,9 +176,22 @@ class Trainer:
                 break
         seconds = perf_counter() - began
         reading = self._read()
-        if position.step != self.per_epoch:
+        if position.step == self.per_epoch:
+            self._end_epoch(reading, seconds)
+        else:
             self.reporter.summary("Train", position, reading.epoch, seconds)
-            return
+
+    def _report(self) -> None:
+        reading = self._read()
+        perf = self.throughput.read(self.train_loader.take_wait())
+        self._health.report(self.position, together=True)
+        self.reporter.train(self.position, reading, perf, self.parts.figures())
+        self._stop_on_nan(reading)
+        self._stop_on_skips(reading)
+        self._saver.report()
+
+    def _end_epoch(self, reading: Reading, seconds: float) -> None:
+        position = self.position
         self._stop_on_nan(reading)
         self._health.report(position, together=True)
         verdict = None if self._judged else self._bottleneck()

@@ -331,7 +331,7 @@ def _of_run(setting: str, place: str, config: Config, precision: Precision) -> T
 
             run = run_folder_of(chosen.place)
             noted = noted_of(chosen.meta.get(FIELD), chosen.place)
-            use_of_weights([] if own else noted, theirs, run, ("model",))
+            use_of_weights([] if own else noted, theirs, run, kinds=("model",))
             used = {one["sha256"] for one in noted_files() if theirs.MODEL.NAME in one["registers"]}
             if own and used.isdisjoint(one.sha256 for one in noted):
                 log.warning("Teacher %s: %s has changed since; the new file builds the teacher.", setting, own.file)

@@ -90,10 +90,11 @@ def environment_table(config: Config, world: World, device: torch.device, member
         lines.append(f"... and {len(members) - MAX_ROWS} more")
     launcher = f"{started_as('main_multi_gpu.py')} itself" if LAUNCHER_PID in os.environ else world.launcher
     machines = counted(len({member["host"] for member in members}), "machine")
+    versions = ", ".join(f"{name} {number}" for name, number in libraries().items())
     lines += [
         f"launcher   {launcher}, {counted(world.size, 'process')} on {machines}",
         f"backend    {backend_of(config.DIST, device)}, rendezvous at {members[0]['rendezvous']}; "
         f"DIST.TIMEOUT {config.DIST.TIMEOUT:g} min",
-        f"libraries  {', '.join(f'{name} {number}' for name, number in libraries().items())}",
+        f"libraries  {versions}",
     ]
     return "\n  ".join(lines)

@@ -140,7 +140,9 @@ class TrainMeters:
     def restore(self, epoch: list[float], skipped: int, skipped_in_a_row: int) -> None:
         """Restore saved sums: rank 0 holds those of all ranks. Skips that ended the run are counted anew."""
         self._in_a_row.fill_(skipped_in_a_row % MOST_SKIPS)
-        found = torch.tensor(epoch, dtype=self._sum_type) * float(self._world.first)
+        found = torch.tensor(epoch, dtype=self._sum_type)
+        if not self._world.first:
+            found.zero_()
         self._epoch.copy_(found[:4])
         if self._weighted:  # by samples, if the run weighs its classes only from now on
             self._epoch_counts.copy_(found[-1])

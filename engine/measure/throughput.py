@@ -91,13 +91,13 @@ class Tally:
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
-            self.updates + other.updates,
-            self.images + other.images,
-            self.seconds + other.seconds,
-            self.waited + other.waited,
-            self.stages + other.stages,
-            self.idle + other.idle,
-            self.others + other.others,
+            updates=self.updates + other.updates,
+            images=self.images + other.images,
+            seconds=self.seconds + other.seconds,
+            waited=self.waited + other.waited,
+            stages=self.stages + other.stages,
+            idle=self.idle + other.idle,
+            others=self.others + other.others,
         )
 
     @property
@@ -216,9 +216,9 @@ LOOP = "loop"
 COMPUTE = "compute"
 THRESHOLDS = {INPUT: 15.0, COPYING: 10.0, OPTIMISING: 25.0, LOOP: 20.0}
 """Percent of the time above which a stage is a bottleneck; of several, the largest is reported."""
+# Of the time of this process's cores: other programs slow it if they take at least that, and no more is left idle.
 TAKEN = 0.1
 IDLE = 0.2
-"""Of the time of this process's cores: others slow it if they use at least that, and no more is left idle"""
 STAGE_OF = {INPUT: DATA, COPYING: COPY, OPTIMISING: OPTIMISER, LOOP: OTHER}
 
 

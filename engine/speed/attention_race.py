@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NoReturn
 
@@ -148,7 +149,7 @@ def race(run: Callable[[str], None], kinds: list[str], seconds_of: Timer) -> dic
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for nth in range(WARM_UPS + ROUNDS):
         for kind in kinds:
-            seconds = seconds_of(lambda kind=kind: run(kind))
+            seconds = seconds_of(partial(run, kind))
             if nth >= WARM_UPS:
                 times[kind].append(seconds)
     return {kind: median(seconds) for kind, seconds in times.items()}

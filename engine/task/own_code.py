@@ -89,8 +89,8 @@ def _what(value: object) -> str:
 
 SAMPLES = 4
 FOR_METRICS = 64
+"""Fewest images on which metrics are tried"""
 MOST_FOR_METRICS = 2048
-"""Fewest and most images on which metrics are tried"""
 
 
 def try_own_code(config: Config) -> None:

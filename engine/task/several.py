@@ -131,9 +131,9 @@ class _ScoreTable(Tally):
 # Metrics of several labels per sample, from the scores of a whole split: mAP, AUROC, F1 and exact match.
 #
 # Classes without a positive sample have no average precision: means over classes leave them out. The mean AUROC also
-# leaves out classes without a negative sample. Classes with few
-# positives (ENOUGH) keep a threshold of 0.5. In simulations with calibrated scores, thresholds from 1 to
-# 10 positives had a lower F1 on other images than 0.5 in 14 % to 54 % of the cases; from 20 positives, in 5 % to 9 %.
+# leaves out classes without a negative sample. Classes with few positives (ENOUGH) keep a threshold of 0.5. In
+# simulations with calibrated scores, thresholds from 1 to 10 positives had a lower F1 on other images than 0.5 in 14 %
+# to 54 % of the cases; from 20 positives, in 5 % to 9 %.
 
 HALF = 0.5
 """Threshold of a class without one of its own."""
@@ -192,9 +192,10 @@ def describe_untuned(untuned: Sequence[int] | np.ndarray, names: Sequence[object
     """Which of the classes keep HALF, for log and tools; '' for none."""
     if not len(untuned):
         return ""
+    named = some_of([names[label] for label in untuned], MOST_NAMED)
     return (
         f"{len(untuned)} of {len(names)} classes keep a threshold of {HALF}, with fewer than "
-        f"{counted(ENOUGH, 'validation image')}: {some_of([names[label] for label in untuned], MOST_NAMED)}"
+        f"{counted(ENOUGH, 'validation image')}: {named}"
     )
 
 

@@ -247,7 +247,8 @@ def _built(config: Config, device: torch.device, world: World, chosen: Chosen) -
     check_amp(config.AMP, None)
     set_up_device(config, device, world)
     tuned = tuned_model(config, device, choices=chosen.choices)
-    return Trained(tuned.model.eval(), tuned.inputs, tuned.precision, config, chosen)
+    model = tuned.model.eval()
+    return Trained(model, inputs=tuned.inputs, precision=tuned.precision, config=config, chosen=chosen)
 
 
 VALIDATED = 5
@@ -276,7 +277,8 @@ def batches_of(
     """
     data = trained.config.DATA
     number = auto_workers(given=data.NUM_WORKERS if workers is None else workers)
-    loader = ValLoader(dataset, data.val_batch, 0, 1, number, trained.precision.device)
+    device = trained.precision.device
+    loader = ValLoader(dataset, data.val_batch, rank=0, world=1, workers=number, device=device)
     try:
         for batch in loader:
             real = batch.indices != PADDING
@@ -291,7 +293,8 @@ def split_of_run(trained: Trained, part: str = "val") -> ImageDataset:
     """A split of the data of the model's run, by DATA.PART, without augmentation."""
     config = trained.config
     data = config.DATA.changed(PART=part)
-    return open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, trained.precision.device)
+    device = trained.precision.device
+    return open_dataset(data, train=False, num_classes=config.MODEL.NUM_CLASSES, seed=config.SEED, device=device)
 
 
 def name_of(dataset: ImageDataset, index: int) -> str:

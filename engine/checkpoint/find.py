@@ -58,24 +58,34 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
     checkpoint = on_rank_0(world, lambda: _choose(config, world))
     name = broadcast(str(checkpoint.folder) if checkpoint else None, world)
     if config.MODEL.RESUME == AUTO:
-        what = f"{'evaluating' if config.EVAL else 'resuming from'} {Path(name).name}" if name else ""
-        if what and config.TRAIN.LAST_EPOCH and not config.EVAL:  # a new run begins after it
-            what += f", the newest; -last_epoch {config.TRAIN.LAST_EPOCH} chooses a checkpoint with -resume RUN only"
-        nothing = "no checkpoint found, -pretrained is used" if config.EVAL else "no checkpoint yet, starting a new run"
-        log.info("-resume auto: %s", what or nothing)
+        log.info("-resume auto: %s", _chosen_in_words(config, name))
     # A rank that cannot see the folder is reported now, not when it loads the weights.
     return on_every_rank(world, lambda: checkpoint if world.first or name is None else inspect(Path(name)))
 
 
+def _chosen_in_words(config: Config, place: str | None) -> str:
+    """What -resume auto has found at `place`, or None."""
+    if not place:
+        return "no checkpoint found, -pretrained is used" if config.EVAL else "no checkpoint yet, starting a new run"
+    name = Path(place).name
+    if config.EVAL:
+        return f"evaluating {name}"
+    what = f"resuming from {name}"
+    if config.TRAIN.LAST_EPOCH:  # a new run begins after it
+        what += f", the newest; -last_epoch {config.TRAIN.LAST_EPOCH} chooses a checkpoint with -resume RUN only"
+    return what
+
+
 def _choose(config: Config, world: World) -> Checkpoint | None:
-    if (run := resumed_run(config)) is not None:
+    run = resumed_run(config)
+    if run is not None:
         bring_back(run / CHECKPOINTS)
     return _to_evaluate(config, run) if config.EVAL else _to_resume(config, run, world)
 
 
 def _to_evaluate(config: Config, run: Path | None) -> Checkpoint | None:
     """The best checkpoint of a run, or the one that is named. `run`: of -resume auto. None: -pretrained has weights."""
-    auto, epoch = config.MODEL.RESUME == AUTO, config.TRAIN.LAST_EPOCH
+    auto = config.MODEL.RESUME == AUTO
     if auto and (run is None or not checkpoints_in(run / CHECKPOINTS)):
         if not config.MODEL.PRETRAINED:
             raise UserError(
@@ -84,8 +94,8 @@ def _to_evaluate(config: Config, run: Path | None) -> Checkpoint | None:
             )
         return None
     place = run if run and auto else Path(str(config.MODEL.RESUME))
-    if epoch:
-        return find(place, epoch)
+    if config.TRAIN.LAST_EPOCH:
+        return find(place, config.TRAIN.LAST_EPOCH)
     try:
         folder, why = checkpoint_of(place)
         if why:  # the best one of a run
@@ -103,23 +113,31 @@ def _to_resume(config: Config, run: Path | None, world: World) -> Checkpoint | N
         return _newest_to_resume(run) if run is not None else None
     place = Path(str(config.MODEL.RESUME))
     checkpoint = find(place, config.TRAIN.LAST_EPOCH, resumable)
-    named = config.TRAIN.LAST_EPOCH or place_of(place)[0] is not None
-    run, target = run_folder_of(checkpoint.folder), target_folder(config)
-    if named and run is not None and target is not None and Path(target).resolve() == run.resolve():
-        # Training on from a named checkpoint would overwrite later ones of the same run.
-        update = checkpoint.meta["update"]
-        if later := [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]:
-            named, new = shlex.quote(str(checkpoint.folder)), shlex.quote(f"{run}-from-{update}")
-            raise UserError(
-                f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. "
-                f"Resume in a folder of its own: `{start_again(world, f'-resume {named} -output {new}')}`"
-            )
+    is_named = config.TRAIN.LAST_EPOCH or place_of(place)[0] is not None
+    run = run_folder_of(checkpoint.folder)
+    target = target_folder(config)
+    if is_named and run is not None and target is not None and Path(target).resolve() == run.resolve():
+        _check_newest(checkpoint, run, world)
     return checkpoint
 
 
+def _check_newest(checkpoint: Checkpoint, run: Path, world: World) -> None:
+    """Raise UserError if training on from a checkpoint would overwrite later ones of the same run."""
+    update = checkpoint.meta["update"]
+    later = [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]
+    if later:
+        named = shlex.quote(str(checkpoint.folder))
+        new = shlex.quote(f"{run}-from-{update}")
+        raise UserError(
+            f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. "
+            f"Resume in a folder of its own: `{start_again(world, f'-resume {named} -output {new}')}`"
+        )
+
+
 def _newest_to_resume(run: Path) -> Checkpoint | None:
+    root = run / CHECKPOINTS
     would = ", and a new run would overwrite them. Name another -output, or move them"
-    checkpoint, root = _newest_of(run, resumable, would), run / CHECKPOINTS
+    checkpoint = _newest_of(run, resumable, would)
     # A run is paused or ends only once it is saved, and resumes from what was saved, if in another folder.
     saved = (line.get("what") in ("resume", "paused", "end") and line.get("update") for line in read_lines(run))
     if checkpoint is None and (read_index(root)["last"] or any(saved)):
@@ -133,14 +151,16 @@ def _newest_to_resume(run: Path) -> Checkpoint | None:
 def _newest_of(run: Path, check: Check, advice: str = "") -> Checkpoint | None:
     """The newest checkpoint of a run that passes `check`; None of a run that has none at all."""
     root = run / CHECKPOINTS
-    if (checkpoint := newest_good(root, check=check)) is None and checkpoints_in(root):
+    checkpoint = newest_good(root, check=check)
+    if checkpoint is None and checkpoints_in(root):
         raise UserError(f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above){advice}.")
     return checkpoint
 
 
 def resumable(checkpoint: Checkpoint) -> Checkpoint:
     """Check that the files are undamaged, and that this version resumes from the state."""
-    if (version := read_state(verify(checkpoint), mapped=True).get("version")) != VERSION:
+    version = read_state(verify(checkpoint), mapped=True).get("version")
+    if version != VERSION:
         raise OtherVersion(checkpoint.folder, version or "of before 0.3")
     return checkpoint
 
@@ -153,7 +173,8 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
     folder, root = _places(path)
     if folder is not None:
         return check(_of_epoch(inspect(folder), epoch))
-    if (found := newest_good(root, epoch, check)) is None:
+    found = newest_good(root, epoch, check)
+    if found is None:
         which = f" of epoch {epoch}" if epoch else ""
         saved = f" {_ends_in_words(root)}" if epoch else ""
         raise UserError(f"-resume {path}: no usable checkpoint{which} found (looked for {root}/{PREFIX}*).{saved}")
@@ -162,7 +183,8 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
 
 def check_resumable(config: Config) -> None:
     """Raise UserError for a wrong -resume path, or a run of another version. One process checks the rest for all."""
-    run, path = resumed_run(config), Path(str(config.MODEL.RESUME))
+    run = resumed_run(config)
+    path = Path(str(config.MODEL.RESUME))
     if (path / LOCK).exists() and not (path / CHECKPOINTS).exists():  # perhaps it is training and has not saved yet
         with FolderLock() as lock:
             lock.take(path)
@@ -183,12 +205,16 @@ def check_resumable(config: Config) -> None:
 
 def _places(path: Path) -> tuple[Path | None, Path]:
     """The checkpoint's folder, if `path` names a single one; and the folder of a run's checkpoints."""
+    of_paddle = None
     prefix = path.with_name(f"{path.name}.pdparams")  # PaddleViT names two files by their common prefix
-    if path.suffix in PADDLE_ENDINGS or (not path.exists() and prefix.exists()):
+    if path.suffix in PADDLE_ENDINGS:
+        of_paddle = path.with_suffix(".pdparams")
+    elif not path.exists() and prefix.exists():
+        of_paddle = prefix
+    if of_paddle is not None:
         raise UserError(
             f"-resume {path}: this is a PaddleViT checkpoint; -resume takes only runs of vitamp. Start a new run "
-            "from its weights: -pretrained "
-            f"{path.with_suffix('.pdparams') if path.suffix in PADDLE_ENDINGS else prefix}."
+            f"from its weights: -pretrained {of_paddle}."
         )
     if not path.exists():
         raise UserError(f"-resume {path}: no such file or folder.")
@@ -227,9 +253,12 @@ def ended_epochs(root: Path) -> dict[int, int]:
 
 
 def _ends_in_words(root: Path) -> str:
-    if not (epochs := sorted(ended_epochs(root))):
+    epochs = sorted(ended_epochs(root))
+    if not epochs:
         return "No checkpoint was saved at the end of an epoch."
-    saved = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {', '.join(map(str, epochs))}"
+    saved = f"epoch {epochs[0]}"
+    if len(epochs) > 1:
+        saved = f"epochs {', '.join(map(str, epochs))}"
     return f"There is a checkpoint of the end of {saved}: use -last_epoch {epochs[-1]}."
 
 

@@ -45,9 +45,11 @@ def raising_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except safetensors.SafetensorError as error:
-        if (number := re.search(r"os error (\d+)", str(error))) is None:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
     except RuntimeError as error:
         if not isinstance(error.__context__, OSError):
             raise
@@ -70,15 +72,7 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
     try:
         hidden.mkdir()
         yield hidden
-        files: dict[str, Any] = {}
-        for path in sorted(hidden.iterdir()):
-            with contextlib.suppress(OSError):  # safetensors makes files that only their owner may read
-                shutil.copymode(hidden / STATE, path)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            files[path.name] = {"size": path.stat().st_size, "sha256": digest}
-        meta = {"format": FORMAT, **meta, "files": files}
+        meta = {"format": FORMAT, **meta, "files": _sealed(hidden)}
         meta[META_HASH] = hash_of(meta)
         write_atomically(hidden / META, json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
         _sync_folder(hidden)
@@ -90,6 +84,19 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
         shutil.rmtree(hidden, ignore_errors=True)
         bring_back(root)
         raise
+
+
+def _sealed(folder: Path) -> dict[str, Any]:
+    """Sync the files of a folder to the disk. Returns the size and hash of each."""
+    files: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        with contextlib.suppress(OSError):  # safetensors makes files that only their owner may read
+            shutil.copymode(folder / STATE, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        files[path.name] = {"size": path.stat().st_size, "sha256": digest}
+    return files
 
 
 def bring_back(root: Path) -> None:
@@ -130,7 +137,11 @@ def prune(root: Path, keep: int, last: str, best: str | None, every: int | None 
     folders = [path for update, path in checkpoints_in(root).items() if update <= newest and (path / META).exists()]
     kept = {folder.name for folder in folders[-keep:]} | {best}
     for folder in folders:
+        if folder.name in kept or folder.is_symlink():
+            continue
         with contextlib.suppress(UserError):  # unreadable, perhaps only for now: it may be one of an `every`th epoch
-            for_ever = every and (meta := read_meta(folder / META))["epoch_finished"] and meta["epoch"] % every == 0
-            if not (folder.name in kept or folder.is_symlink() or for_ever):
-                shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)
+            if every:
+                meta = read_meta(folder / META)
+                if meta["epoch_finished"] and meta["epoch"] % every == 0:
+                    continue
+            shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)

@@ -24,32 +24,28 @@ def progress_meta(
     """Fields of the training so far. `finished_epoch`: the one that has just ended. `metrics`: of these weights."""
     thresholds = {which.name: list(means.thresholds) for which, means in metrics.items() if means.thresholds}
     ended = finished_epoch or (0 if position.step else position.epoch - 1)  # 0 also before the first epoch
-    return {
+    values: dict[str, Any] = {}
+    for which, means in metrics.items():
+        for name, value in means.fields().items():
+            values[f"{which.prefix}{name}"] = value
+    fields: dict[str, Any] = {
         "epoch": ended or position.epoch,
         "epoch_finished": ended > 0,
         "update": position.update,
-        "metrics": {
-            f"{which.prefix}{name}": value for which, means in metrics.items() for name, value in means.fields().items()
-        },
+        "metrics": values,
         "best": best.record(),
-        **({"thresholds": thresholds} if thresholds else {}),
     }
+    if thresholds:
+        fields["thresholds"] = thresholds
+    return fields
 
 
 def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
     """Fields that are the same in all checkpoints of a start: all settings, classes, input preprocessing."""
     config = run.config
-    data = run.config.DATA
-    own_code = {}
-    if config.USE:
-        from utils.own_code import FIELD, noted_files
-
-        own_code = {FIELD: noted_files()}
-    call = None  # of timm.create_model that builds this model, if timm alone can
-    if not (config.MODEL.MAE_PRETRAIN or (config.USE and own_named("model", config.MODEL.NAME.strip()) is not None)):
-        name, arguments = timm_call(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-        call = {"name": name, "arguments": arguments}
-    return {
+    data = config.DATA
+    model = config.MODEL
+    fields: dict[str, Any] = {
         "config_hash": config_hash(config),
         "batch": {
             "per_process": data.BATCH_SIZE,
@@ -62,12 +58,22 @@ def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         "val_data": data_identity(ready.val_set),
         "val_images": len(ready.val_set),
         "settings": redacted_values(values_to_keep(config)),
-        **own_code,
-        "model": config.MODEL.NAME,
-        "classes": ready.train_set.classes,
-        "num_classes": config.MODEL.NUM_CLASSES,
-        **({"frozen": frozen} if (frozen := frozen_weights(ready.model)) else {}),
-        **({LORA: ready.adapters} if ready.adapters else {}),
-        "input": input_of(data),
-        "timm": call,
     }
+    if config.USE:
+        from utils.own_code import FIELD, noted_files
+
+        fields[FIELD] = noted_files()
+    fields["model"] = model.NAME
+    fields["classes"] = ready.train_set.classes
+    fields["num_classes"] = model.NUM_CLASSES
+    frozen = frozen_weights(ready.model)
+    if frozen:
+        fields["frozen"] = frozen
+    if ready.adapters:
+        fields[LORA] = ready.adapters
+    fields["input"] = input_of(data)
+    fields["timm"] = None  # call of timm.create_model that builds this model, if timm alone can
+    if not (model.MAE_PRETRAIN or (config.USE and own_named("model", model.NAME.strip()) is not None)):
+        name, arguments = timm_call(model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+        fields["timm"] = {"name": name, "arguments": arguments}
+    return fields

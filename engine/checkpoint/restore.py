@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from datasets import comes_unsplit, source_of
 from engine.amp.precision import PRECISION, Precision
@@ -86,7 +88,8 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
         name = which.file if checkpoint.has(which.file) else PLAIN.file
         load_weights(module, open_tensors(checkpoint, name, merged), f"{checkpoint.folder / name}", sharding)
         if name == PLAIN.file:
-            log.info("The %s starts from the checkpoint's weights, since the checkpoint has no %s.", *[which.label] * 2)
+            words = "The %s starts from the checkpoint's weights, since the checkpoint has no %s."
+            log.info(words, which.label, which.label)
     for callback in parts.callbacks:
         callback.restore(state)
     moved = state["moved"]
@@ -132,19 +135,9 @@ def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint
     """Best metric so far; none if measured otherwise or on other images, or its checkpoint is not in this folder."""
     if best.figure is None:
         return Best(kind=config.SAVE_BEST_BY, stale=best.stale if best.by == config.SAVE_BEST_BY else 0)
-    measured = "TRAIN.KNN" if best.by == KNN.name else "MODEL.MASK_RATIO"
-    meta = checkpoint.meta
-    settings = checkpoint.meta["settings"]
-    before = {"SAVE_BEST_BY": best.by, measured: settings.get(measured, default_of(measured))}
-    changed = [f"{key} is now {now}" for key, old in before.items() if (now := value_of(config, key)) != old]
-    if meta.get("val_data", val_data) != val_data:
-        changed.append("The validation images have changed")
-    hashes = {one["sha256"] for one in (*noted_files(), *meta.get(FIELD, ())) if best.by in one["registers"]}
-    words = {*config.own_settings} ^ {*filter(OWN_SETTING.fullmatch, settings.get("USE", ()))}
-    if len(hashes) > 1 or any(word.startswith(f"{best.by}.") for word in words):
-        changed.append(f"The metric {best.by} has changed")  # one of the user's own, in its file or a setting
+    changed = _measured_otherwise(best, val_data, checkpoint.meta, config)
     if changed:
-        log.info("%s: the best so far, %s, is ignored.", changed[0], best.words())
+        log.info("%s: the best so far, %s, is ignored.", changed, best.words())
         return Best(kind=config.SAVE_BEST_BY)
     name = folder_name(best.update)
     if broadcast((folder / CHECKPOINTS / name).is_dir(), world):
@@ -155,24 +148,34 @@ def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint
     return Best(kind=best.kind)
 
 
+def _measured_otherwise(best: Best, val_data: str, meta: Mapping[str, Any], config: Config) -> str | None:
+    """What of the metric has changed since the checkpoint of `meta`."""
+    settings = meta["settings"]
+    measured = "TRAIN.KNN" if best.by == KNN.name else "MODEL.MASK_RATIO"
+    before = {"SAVE_BEST_BY": best.by, measured: settings.get(measured, default_of(measured))}
+    for key, old in before.items():
+        now = value_of(config, key)
+        if now != old:
+            return f"{key} is now {now}"
+    if meta.get("val_data", val_data) != val_data:
+        return "The validation images have changed"
+    # A metric may be one of the user's own, and change with its file or a setting.
+    files = [*noted_files(), *meta.get(FIELD, ())]
+    hashes = {one["sha256"] for one in files if best.by in one["registers"]}
+    words = set(config.own_settings) ^ set(filter(OWN_SETTING.fullmatch, settings.get("USE", ())))
+    if len(hashes) > 1 or any(word.startswith(f"{best.by}.") for word in words):
+        return f"The metric {best.by} has changed"
+    return None
+
+
 def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, position: Position) -> None:
     """Log where the run resumes and at which learning rate, and how the settings differ from the checkpoint's."""
-    rate = f"; the next update's learning rate is {parts.schedule.rate_at(parts.schedule.stepped):.3e}"
-    log.info(
-        "Resuming from %s: epoch %d, %s done%s.",
-        checkpoint.folder,
-        position.epoch,
-        counted(position.update, "update"),
-        rate if position.epoch <= config.TRAIN.NUM_EPOCHS else "",
-        extra=IN_FULL,
-    )
-    frozen = set(frozen_weights(parts.model))
-    earlier = set(checkpoint.meta.get("frozen", ()))
-    setting = "MODEL.LORA" if checkpoint.meta.get(LORA) else "MODEL.FREEZE"
-    for names, what in ((frozen - earlier, "frozen from now on"), (earlier - frozen, "trained from now on")):
-        if names:
-            shown = ", ".join(name for name, _ in parts.model.named_parameters() if name in names)
-            log.info("  %s (%s): %s: %s", what, setting, counted(len(names), "tensor"), textwrap.shorten(shown, 200))
+    rate = ""
+    if position.epoch <= config.TRAIN.NUM_EPOCHS:
+        rate = f"; the next update's learning rate is {parts.schedule.rate_at(parts.schedule.stepped):.3e}"
+    done = counted(position.update, "update")
+    log.info("Resuming from %s: epoch %d, %s done%s.", checkpoint.folder, position.epoch, done, rate, extra=IN_FULL)
+    _log_frozen(checkpoint.meta, parts.model)
     try:
         # Not config.yaml's: it may be from a resumed run that was killed before it saved.
         settings = known_settings(checkpoint.meta["settings"], checkpoint.folder)
@@ -183,15 +186,26 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, po
     for line in differences(old, config):
         if line.partition(":")[0] not in OF_ONE_START:
             log.info("  changed since: %s", line)
-    before = checkpoint.meta.get("choices", {}).get(PRECISION)
-    now = parts.precision
-    if before not in (None, now.name) and old.AMP == config.AMP:  # -amp on another device
-        log.info("  changed since: -amp is %s here (%s), and was %s", now.name, now.choice.reason, before)
-    if old.TRAIN.NUM_EPOCHS != config.TRAIN.NUM_EPOCHS:
-        now = counted(config.TRAIN.NUM_EPOCHS, "epoch")
-        before = old.TRAIN.NUM_EPOCHS
-        more = ": the learning rate may rise, and accuracy fall at first" if before < config.TRAIN.NUM_EPOCHS else ""
-        log.info("  the schedule now spans %s instead of %d%s", now, before, more)
+    chosen = checkpoint.meta.get("choices", {}).get(PRECISION)
+    precision = parts.precision
+    if chosen not in (None, precision.name) and old.AMP == config.AMP:  # -amp on another device
+        log.info("  changed since: -amp is %s here (%s), and was %s", precision.name, precision.choice.reason, chosen)
+    before = old.TRAIN.NUM_EPOCHS
+    now = config.TRAIN.NUM_EPOCHS
+    if before != now:
+        more = ": the learning rate may rise, and accuracy fall at first" if before < now else ""
+        log.info("  the schedule now spans %s instead of %d%s", counted(now, "epoch"), before, more)
+
+
+def _log_frozen(meta: Mapping[str, Any], model: nn.Module) -> None:
+    """Log which weights are frozen now and were not in the checkpoint of `meta`, or the other way round."""
+    frozen = set(frozen_weights(model))
+    earlier = set(meta.get("frozen", ()))
+    setting = "MODEL.LORA" if meta.get(LORA) else "MODEL.FREEZE"
+    for names, what in ((frozen - earlier, "frozen from now on"), (earlier - frozen, "trained from now on")):
+        if names:
+            shown = ", ".join(name for name, _ in model.named_parameters() if name in names)
+            log.info("  %s (%s): %s: %s", what, setting, counted(len(names), "tensor"), textwrap.shorten(shown, 200))
 
 
 GROUPS = "param_groups"
@@ -200,7 +214,6 @@ GROUPS = "param_groups"
 def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[str, Tensor]) -> None:
     """Load the saved `state` of the optimiser. `moments`: the part of it that is in a checkpoint's shards."""
     optimizer = parts.optimizer
-    sharding = parts.sharding
     saved = state["optimizer"]
     now = optimizer.state_dict()
     for name, moment in moments.items():  # which `into_shards` took out
@@ -212,21 +225,25 @@ def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[st
         # Saved state, renumbered for the weights and groups of now. Newly trained weights start with a new state.
         states = {names[number]: values for number, values in now["state"].items()}
         states |= {before[number]: values for number, values in saved["state"].items()}
-        numbered = {number: states[name] for number, name in enumerate(names) if name in states}
-        saved |= {"state": numbered, GROUPS: [{**saved[GROUPS][0], **group} for group in now[GROUPS]]}
-    if sharding is not None:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        saved["state"] = {number: states[name] for number, name in enumerate(names) if name in states}
+        saved[GROUPS] = [{**saved[GROUPS][0], **group} for group in now[GROUPS]]
+    if parts.sharding is not None:
+        weights = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         for number, values in saved["state"].items():
             for key, value in values.items():
                 if isinstance(value, Tensor):
-                    values[key] = sharding.like(value, weights[number])
+                    values[key] = parts.sharding.like(value, weights[number])
     # Settings are those of now. A key that a new group lacks is no setting: LAMB counts its steps there.
     # A factor of the rate is one, which only groups of LAYER_DECAY have.
     for group in saved[GROUPS]:
         group.pop(SCALE, None)
     groups = [{**old, **new} for old, new in zip(saved[GROUPS], now[GROUPS], strict=True)]
     optimizer.load_state_dict({**saved, GROUPS: groups})
-    # Fused kernels need the state in the memory format of its weights.
+    _match_memory_format(optimizer)
+
+
+def _match_memory_format(optimizer: Optimizer) -> None:
+    """Fused kernels need the state in the memory format of its weights."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             same_shape = isinstance(value, Tensor) and value.shape == parameter.shape
@@ -246,7 +263,7 @@ def check_task(checkpoint: Checkpoint, config: Config, world: World) -> None:
     if masked == config.MODEL.MAE_PRETRAIN:
         return
     place = shlex.quote(str(run_folder_of(checkpoint.folder) or checkpoint.folder))
-    own = start_again(world, f"-resume {place}{' -eval' if config.EVAL else ''}")
+    own = start_again(world, f"-resume {place} -eval" if config.EVAL else f"-resume {place}")
     if not masked:
         raise UserError(
             f"{checkpoint.folder}: trained with labels, but the settings are for training without ({key}: true). With "
@@ -293,15 +310,16 @@ def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     position = Position(**state["position"])
     if not 0 < position.step < checkpoint.meta["samples"]["updates"] or saved == now:
         return
-    each = checkpoint.meta["batch"]["per_process"]
-    each = each if saved % (each * world.size) == 0 else saved // world.size
     kept = f"impossible with {world.size} processes, which do not divide it"
-    if saved % world.size == 0 and (resume := resume_of(values_by_key(config))):
+    resume = resume_of(values_by_key(config)) if saved % world.size == 0 else None
+    if resume:
         place = resume.place
-        elsewhere = (
-            config.OUTPUT is not None and Path(config.OUTPUT).resolve() != (run_folder_of(place) or place).resolve()
-        )
-        into = f" -output {shlex.quote(str(config.OUTPUT))}" if elsewhere else ""
+        into = ""
+        if config.OUTPUT is not None and Path(config.OUTPUT).resolve() != (run_folder_of(place) or place).resolve():
+            into = f" -output {shlex.quote(str(config.OUTPUT))}"
+        each = checkpoint.meta["batch"]["per_process"]
+        if saved % (each * world.size) != 0:
+            each = saved // world.size
         flags = _batch_flags(checkpoint, config, each, saved)
         kept = start_again(world, f"-resume {shlex.quote(str(place))}{into} {flags}")
     raise UserError(
@@ -315,13 +333,16 @@ def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
     """Raise UserError unless the adapters are those of the checkpoint. Without MODEL.LORA, they are merged."""
     if lora.RANK is None:
         return
+    then = "no adapters"
     settings = checkpoint.meta["settings"]
     rank = settings.get("MODEL.LORA.RANK")
-    alpha = settings.get("MODEL.LORA.ALPHA")
-    saved = None if rank is None else LoraConfig(RANK=rank, ALPHA=alpha, TARGETS=settings["MODEL.LORA.TARGETS"])
-    if saved is not None and (saved.RANK, saved.factor, {*saved.TARGETS}) == (lora.RANK, lora.factor, {*lora.TARGETS}):
-        return
-    then = "no adapters" if saved is None else f"MODEL.LORA {one_line(saved.model_dump())}"
+    if rank is not None:
+        alpha = settings.get("MODEL.LORA.ALPHA")
+        saved = LoraConfig(RANK=rank, ALPHA=alpha, TARGETS=settings["MODEL.LORA.TARGETS"])
+        same_targets = set(saved.TARGETS) == set(lora.TARGETS)
+        if saved.RANK == lora.RANK and saved.factor == lora.factor and same_targets:
+            return
+        then = f"MODEL.LORA {one_line(saved.model_dump())}"
     raise UserError(
         f"{checkpoint.folder}: the run has {then}, but MODEL.LORA is {one_line(lora.model_dump())} now. Set it back; "
         f"or start a new run from its merged weights, with -pretrained {checkpoint.folder} in place of -resume."
@@ -331,20 +352,24 @@ def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
 def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
     """Raise UserError for another optimiser or other use of the same weights; in an evaluation, log other input."""
     named = config.MODEL.changed(NUM_HEADS=None)  # with the heads of timm's model
-    of_model = (
+    refused: list[tuple[str, Callable[[Any], object]]] = [
         ("MODEL.POOL", one_line),
         ("MODEL.NUM_HEADS", lambda n: one_line(n or sizes_in(named).get("NUM_HEADS"))),
         ("DATA.IMAGE_SIZE", lambda size: Fraction(*sides(size))),  # as many patches can form another grid
-    )
-    of_input = [(key, one_line) for key in FROM_WEIGHTS if key.startswith("DATA.")]
-    of_muon = [("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX", bool)] * config.TRAIN.OPTIMIZER.NAME.casefold().endswith("muon")
-    others = of_input if config.EVAL else (("TRAIN.OPTIMIZER.NAME", optimizer_name), *of_muon)
-    for key, as_built in (*of_model, *others):
+    ]
+    logged = []
+    if config.EVAL:
+        logged = [(key, one_line) for key in FROM_WEIGHTS if key.startswith("DATA.")]
+    else:
+        refused.append(("TRAIN.OPTIMIZER.NAME", optimizer_name))
+        if config.TRAIN.OPTIMIZER.NAME.casefold().endswith("muon"):
+            refused.append(("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX", bool))
+    for key, as_built in refused + logged:
         before = checkpoint.meta["settings"].get(key, default_of(key))
         now = value_of(config, key)
         if before != now and as_built(before) != as_built(now):
             changed = f"{key}: the run was trained with {one_line(before)}, but it is {one_line(now)} now."
-            if (key, as_built) not in of_input:
+            if (key, as_built) not in logged:
                 raise UserError(f"{changed} Set it back, leave out -cfg, or start a new run with -pretrained.")
             log.info(changed)
 
@@ -356,20 +381,10 @@ def check_samples(
 
     Warnings of other updates or samples of the coming epochs. `now`: the `identity_of` the samples.
     """
-    settings = checkpoint.meta["settings"]
     data = config.DATA
-    unsplit = comes_unsplit(data)
-    of_split = ["DATA.FOLD", "DATA.GROUP", "DATA.KEEP_TEST"]
-    if data.FOLD is not None or data.DATASET != "digits":  # whose own split is always the same
-        of_split += ["DATA.SPLIT_SEED", *(["DATA.VAL_FRACTION"] if data.FOLD is None else [])]
-    for key in of_split if unsplit else ():
-        before = settings.get(key, default_of(key))
-        own = value_of(config, key)
-        if before != own:
-            raise UserError(
-                f"{checkpoint.folder}: trained with {key} {one_line(before)}; with {one_line(own)} it would be "
-                "validated on images that it was trained on. Set it back, or start a new run."
-            )
+    is_unsplit = comes_unsplit(data)
+    if is_unsplit:
+        _check_split(checkpoint, config)
     saved = checkpoint.meta["samples"]
     warnings = []
     if saved["updates"] != now["updates"]:
@@ -387,9 +402,10 @@ def check_samples(
     else:
         return warnings
     if not 0 < position.step < saved["updates"]:
-        leaks = unsplit and saved.get("data") != now["data"]
+        leaks = is_unsplit and saved.get("data") != now["data"]
         more = " Validation may now have images that the run was trained on." if leaks else ""
-        return [*warnings, f"The training samples have changed since the checkpoint: {change}.{more}"]
+        warnings.append(f"The training samples have changed since the checkpoint: {change}.{more}")
+        return warnings
     machines = " (by_machine: the number of machines)" if data.SAMPLER == "by_machine" else ""
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
@@ -397,6 +413,24 @@ def check_samples(
         "DATA.VAL_FRACTION, DATA.GROUP and the files. Restore the former samples and order, or go back:\n"
         f"{_go_back(checkpoint, position, config, world)}"
     )
+
+
+def _check_split(checkpoint: Checkpoint, config: Config) -> None:
+    """Raise UserError if data that come unsplit are divided by other settings."""
+    data = config.DATA
+    keys = ["DATA.FOLD", "DATA.GROUP", "DATA.KEEP_TEST"]
+    if data.FOLD is not None:
+        keys.append("DATA.SPLIT_SEED")
+    elif data.DATASET != "digits":  # whose own split is always the same
+        keys += ["DATA.SPLIT_SEED", "DATA.VAL_FRACTION"]
+    for key in keys:
+        before = checkpoint.meta["settings"].get(key, default_of(key))
+        own = value_of(config, key)
+        if before != own:
+            raise UserError(
+                f"{checkpoint.folder}: trained with {key} {one_line(before)}; with {one_line(own)} it would be "
+                "validated on images that it was trained on. Set it back, or start a new run."
+            )
 
 
 def _go_back(checkpoint: Checkpoint, position: Position, config: Config, world: World) -> str:
@@ -415,5 +449,6 @@ def _go_back(checkpoint: Checkpoint, position: Position, config: Config, world: 
 def _batch_flags(checkpoint: Checkpoint, config: Config, each: int, total: int) -> str:
     """Flags for a global batch of `total` images, `each` per process, whatever the run's own settings are."""
     accumulated = checkpoint.meta["batch"]["accumulated"], config.TRAIN.ACCUM_ITER
-    plain = accumulated == (1, 1) and config.TRAIN.GLOBAL_BATCH is None
-    return f"-batch_size {each}{'' if plain else f' TRAIN.GLOBAL_BATCH={total}'}"
+    if accumulated == (1, 1) and config.TRAIN.GLOBAL_BATCH is None:
+        return f"-batch_size {each}"
+    return f"-batch_size {each} TRAIN.GLOBAL_BATCH={total}"

@@ -49,24 +49,8 @@ class HostCopy:
         """
         tensors = [leaf.detach() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
         layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if self._layout != layout:
-            self._layout = layout
-            self._places = []
-            size = sum(shape.numel() * dtype.itemsize for shape, dtype in layout)
-            try:
-                self._places = [torch.empty(shape, dtype=dtype, pin_memory=self._pinned) for shape, dtype in layout]
-            except (RuntimeError, MemoryError) as error:
-                self._layout = []
-                self.problem = f"{size_words(size)}: {error}".partition("\n")[0]
-                if not self._pinned:
-                    return None
-                log.warning(
-                    "There is no page-locked host memory for copies of checkpoints (%s). They are made in pageable "
-                    "memory, so each save pauses training for longer.",
-                    self.problem,
-                )
-                self._pinned = False
-                return self.take(tree)
+        if self._layout != layout and not self._allocate(layout):
+            return None
         for place, tensor in zip(self._places, tensors, strict=True):
             if tensor.is_cpu and tensor.is_contiguous():
                 # In one thread: memory is the limit, and on a busy machine torch's threads wait long for each other.
@@ -77,6 +61,27 @@ class HostCopy:
             torch.cuda.current_stream().synchronize()
         places = iter(self._places)
         return tree_map_only(Tensor, lambda _: next(places), tree)
+
+    def _allocate(self, layout: list[tuple[torch.Size, torch.dtype]]) -> bool:
+        """Whether there is memory for tensors of this layout, which is pageable if it cannot be page-locked."""
+        self._places = []
+        try:
+            self._places = [torch.empty(shape, dtype=dtype, pin_memory=self._pinned) for shape, dtype in layout]
+        except (RuntimeError, MemoryError) as error:
+            self._layout = []
+            size = sum(shape.numel() * dtype.itemsize for shape, dtype in layout)
+            self.problem = f"{size_words(size)}: {error}".partition("\n")[0]
+            if not self._pinned:
+                return False
+            log.warning(
+                "There is no page-locked host memory for copies of checkpoints (%s). They are made in pageable "
+                "memory, so each save pauses training for longer.",
+                self.problem,
+            )
+            self._pinned = False
+            return self._allocate(layout)
+        self._layout = layout
+        return True
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
@@ -203,15 +208,14 @@ class Saver(RankSaver):
             self._attempt(self._unsaved)
             self.report()
         if self._unsaved is not None:
+            update = self._unsaved.update
             last = read_index(self._root)["last"]
+            way = "There is no earlier checkpoint."
+            if last:
+                way = f"The last checkpoint is {last}; fix the cause and resume with -resume."
             raise TrainingError(
-                f"the state after update {self._unsaved.update} could not be saved and is lost: "
-                f"{self.failing.get(self._unsaved.update, self._root)}. "
-                + (
-                    f"The last checkpoint is {last}; fix the cause and resume with -resume."
-                    if last
-                    else "There is no earlier checkpoint."
-                )
+                f"the state after update {update} could not be saved and is lost: "
+                f"{self.failing.get(update, self._root)}. {way}"
             )
 
     def finish_after_failure(self) -> None:
@@ -270,20 +274,18 @@ class Saver(RankSaver):
             raise error
         words = self._words(error)
         if self.failing.get(update) != words:  # another attempt may fail for another reason
-            log.warning(
-                "The checkpoint of update %d could not be written: %s. %s%s.",
-                update,
-                words,
-                "Earlier checkpoints are untouched" if signals.saved else "Nothing is saved yet",
-                "" if self._ending else "; training continues, and the next save writes a newer state",
-            )
+            left = "Earlier checkpoints are untouched" if signals.saved else "Nothing is saved yet"
+            then = "" if self._ending else "; training continues, and the next save writes a newer state"
+            log.warning("The checkpoint of update %d could not be written: %s. %s%s.", update, words, left, then)
         self.failing = {update: words}
 
     def _words(self, error: OSError) -> str:
         # The hidden folder is removed by now, so its path would only confuse.
-        where = self._root if ".tmp-" in str(error.filename) else error.filename
+        where = error.filename or self._root
+        if ".tmp-" in str(where):
+            where = self._root
         free = ""
         if error.errno == errno.ENOSPC:
             disk = self._root if self._root.exists() else self._root.parent  # it may be a link to another disk
             free = f", {size_words(shutil.disk_usage(disk).free)} free"
-        return f"{where or self._root}: {reason(error, self._root)}{free}"
+        return f"{where}: {reason(error, self._root)}{free}"

@@ -52,11 +52,11 @@ def into_shards(
     shards: dict[str, dict[str, Tensor]] = {}
     for file, named in {**tensors, OPTIMIZER: moments}.items():
         # This rank's rows of sharded tensors, if it has any. The first rank also saves what is not sharded.
-        shards[shard_name(file, sharding.nth, sharding.count)] = {
-            name: local_shard(tensor.detach())
-            for name, tensor in named.items()
-            if (len(local_shard(tensor)) if is_sharded(tensor) else sharding.nth == 0)
-        }
+        own = {}
+        for name, tensor in named.items():
+            if len(local_shard(tensor)) if is_sharded(tensor) else sharding.nth == 0:
+                own[name] = local_shard(tensor.detach())
+        shards[shard_name(file, sharding.nth, sharding.count)] = own
     return shards, {**state, "optimizer": {**state["optimizer"], "state": rest}}
 
 
@@ -90,7 +90,8 @@ class ShardedSaver(Saver):
             key = f"{self._orders}/{rank}"
             while not self._store.check([key]):
                 time.sleep(SECONDS_BETWEEN_LOOKS / 10)
-            if (answer := json.loads(self._store.get(key))) is not None:
+            answer = json.loads(self._store.get(key))
+            if answer is not None:
                 number, words, path = answer
                 words = f"{words} (rank {rank})"
                 problem = OSError(number, words, path) if number else RuntimeError(words)
@@ -117,7 +118,8 @@ class ShardWriter(RankSaver):
         if self._thread is not None:
             self._thread.join()
         self._update = snapshot.update
-        if (rows := self._copy.take(snapshot.tensors)) is None:
+        rows = self._copy.take(snapshot.tensors)
+        if rows is None:
             raise TrainingError(
                 f"no host memory for a copy of this rank's rows ({self._copy.problem}), so the checkpoint of update "
                 f"{snapshot.update} cannot be written. Use fewer processes per machine, or a machine with more memory."

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ VERSION = "0.3"
 def trained_weights(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Names of the trained weights, in the order in which the optimiser numbers them."""
     names = {id(weight): name for name, weight in model.named_parameters()}
-    return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
+    weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return [names[id(weight)] for weight in weights]
 
 
 def state_of(parts: TrainState, position: Position, best: Best, batch: int, meters: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def state_of(parts: TrainState, position: Position, best: Best, batch: int, mete
 
     `batch`: the global one. Training goes on to change its tensors: copy or write them before it does.
     """
-    return {
+    state = {
         "version": VERSION,
         "optimizer": tree_map_only(torch.dtype, str, parts.optimizer.state_dict()),  # a setting of timm's Adafactor
         "trained": trained_weights(parts.model, parts.optimizer),
@@ -54,17 +56,19 @@ def state_of(parts: TrainState, position: Position, best: Best, batch: int, mete
         "best": best.model_dump(),
         "meters": meters,
         "global_batch": batch,
-        **{key: value for callback in parts.callbacks for key, value in callback.state().items()},
     }
+    for callback in parts.callbacks:
+        state |= callback.state()
+    return state
 
 
 def _saved_weights(parts: TrainState) -> dict[str, dict[str, Tensor]]:
     """The weights in a checkpoint, by file and name."""
     base = base_weights(parts.model)  # a run's frozen weights are saved once, beside the checkpoints
-    return {
-        which.file: {name: tensor for name, tensor in module.state_dict().items() if name not in base}
-        for which, module in parts.weights.items()
-    }
+    saved = {}
+    for which, module in parts.weights.items():
+        saved[which.file] = {name: tensor for name, tensor in module.state_dict().items() if name not in base}
+    return saved
 
 
 def least_size(parts: TrainState) -> int:

@@ -11,13 +11,13 @@ from dataclasses import asdict
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import timm
 import torch
 
-from datasets import count_classes, open_dataset, source_of
+from datasets import ImageDataset, count_classes, open_dataset, source_of
 from datasets.base import Samples, background_of
 from datasets.damage import Failure, allowed, failure_or
 from datasets.decoding import Reader
@@ -30,7 +30,7 @@ from models.refusals import similar_models
 from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run, weights_of_name
 from utils.cache import cache_folder, process_lock
-from utils.config import DataConfig, Loaded, ModelConfig
+from utils.config import Config, DataConfig, Loaded, ModelConfig
 from utils.config.keys import CLASSES, IMAGE_SIZE, MEASURED, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.read import Kind
@@ -53,7 +53,10 @@ PATCHES = range(4, 9)
 """Patch sizes that `auto` chooses from"""
 PATCHES_PER_ROW = 8
 """Number of patches that a patch size of `auto` comes closest to"""
-RATE, RATE_WITH_BATCH_NORM, RATE_BY_FEATURES, LARGEST_RATE = "TRAIN.BASE_LR", 3e-4, 0.1, 1e-3
+RATE = "TRAIN.BASE_LR"
+RATE_WITH_BATCH_NORM = 3e-4
+RATE_BY_FEATURES = 0.1
+LARGEST_RATE = 1e-3
 
 
 def with_classes(loaded: Loaded) -> Loaded:
@@ -85,36 +88,41 @@ def with_model(loaded: Loaded, given: set[str], source: str | None, of_run: bool
     if "MODEL.NAME" in given:
         loaded = _with_doubtful_name(loaded, given)
     if source is not None:
-        named = {"MODEL.PRETRAINED", "MODEL.NAME"} & given == {"MODEL.NAME"}
-        if named and (own := weights_of_name(loaded.config.MODEL.NAME, source)):
+        is_recipes = "MODEL.NAME" in given and "MODEL.PRETRAINED" not in given
+        own = weights_of_name(loaded.config.MODEL.NAME, source) if is_recipes else None
+        if own:
             note = f"MODEL.PRETRAINED {own}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
-            source, loaded = own, loaded.with_values({"MODEL.PRETRAINED": own}, "timm's of MODEL.NAME", [note])
+            loaded = loaded.with_values({"MODEL.PRETRAINED": own}, "timm's of MODEL.NAME", [note])
+            source = own
         loaded = _with_preprocessing(_with_sizes(loaded, source), source, of_run)
     return _with_own_shape(loaded) if loaded.is_default(IMAGE_SIZE) else loaded
 
 
 def _with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
     """Warn of a MODEL.NAME beside a recipe's sizes: it may be mistyped, or timm's model may be expected."""
-    model, sizes = loaded.config.MODEL, given_sizes(loaded.config.MODEL)
+    model = loaded.config.MODEL
+    sizes = given_sizes(model)
     if not sizes or {f"MODEL.{key}" for key in sizes} & given:
         return loaded
+    by = loaded.sources["MODEL.NAME"]
+    name = model.NAME.strip()
     timm_name, is_label = timm_base(model, sizes_given=True)
-    said, name = f"{loaded.sources['MODEL.NAME']}: ", model.NAME.strip()
     if is_label:
-        said += f"timm has no model {name}: it only names one of the recipe's sizes.{similar_models(name)}"
-    else:
-        own, known = sizes_in(model.changed(**dict.fromkeys(sizes))), timm_weights(timm_name)
-        without = " ".join(f"MODEL.{key}=null" for key, value in sizes.items() if own.get(key) != value)
-        if not without:
-            return loaded
-        size = "" if known is None else f" -image_size {','.join(map(str, dict.fromkeys(known.input_size[1:])))}"
-        if known is not None and loaded.config.TRAIN.SIZE_SCHEDULE:
-            size += " TRAIN.SIZE_SCHEDULE=[]"
-        said += (
-            f"this is not timm's {name}, but a model of the recipe's sizes. For timm's, take a recipe without sizes "
-            f"(-cfg finetune), or add {without}{size}."
-        )
-    return loaded.with_warning(said)
+        said = f"timm has no model {name}: it only names one of the recipe's sizes.{similar_models(name)}"
+        return loaded.with_warning(f"{by}: {said}")
+    own = sizes_in(model.changed(**dict.fromkeys(sizes)))
+    known = timm_weights(timm_name)
+    ways = [f"MODEL.{key}=null" for key, value in sizes.items() if own.get(key) != value]
+    if not ways:
+        return loaded
+    if known is not None:
+        ways.append(f"-image_size {','.join(map(str, dict.fromkeys(known.input_size[1:])))}")
+        if loaded.config.TRAIN.SIZE_SCHEDULE:
+            ways.append("TRAIN.SIZE_SCHEDULE=[]")
+    return loaded.with_warning(
+        f"{by}: this is not timm's {name}, but a model of the recipe's sizes. For timm's, take a recipe without sizes "
+        f"(-cfg finetune), or add {' '.join(ways)}."
+    )
 
 
 def of_any_size(data: DataConfig) -> DataConfig:
@@ -129,15 +137,15 @@ def with_image_size(loaded: Loaded) -> Loaded:
         return loaded
     from datasets.examine import median_side
 
-    name, classes = source_of(config.DATA), config.MODEL.NUM_CLASSES
+    name = source_of(config.DATA)
     data = of_any_size(config.DATA)
-    samples = open_dataset(data, not config.EVAL, classes, config.SEED, torch.device("cpu")).single_images()
+    samples = _opened(config, data).single_images()
     side = None if samples is None else median_side(samples, data)
     if side is None:
+        why = "they are in memory" if samples is None else "none of those tried can be read"
         raise UserError(
             f"{loaded.sources[IMAGE_SIZE]}: {IMAGE_SIZE} auto: the size of the images of {name} is unknown, because "
-            f"{'they are in memory' if samples is None else 'none of those tried can be read'}. Give a number, as in "
-            "-image_size 32."
+            f"{why}. Give a number, as in -image_size 32."
         )
     patch = config.MODEL.PATCH_SIZE
     step = 8 if patch == AUTO else patch or 16
@@ -146,6 +154,11 @@ def with_image_size(loaded: Loaded) -> Loaded:
     if side > SIZES[-1]:
         note += f". auto chooses at most {size}; -image_size N shows the model more detail, but takes more time"
     return loaded.with_values({IMAGE_SIZE: size}, f"median image of {name}", [note])
+
+
+def _opened(config: Config, data: DataConfig) -> ImageDataset:
+    """The split that the run reads: training's, unless it evaluates."""
+    return open_dataset(data, not config.EVAL, config.MODEL.NUM_CLASSES, config.SEED, torch.device("cpu"))
 
 
 def _with_own_shape(loaded: Loaded) -> Loaded:
@@ -159,19 +172,19 @@ def _with_own_shape(loaded: Loaded) -> Loaded:
 
 
 def with_patch_size(loaded: Loaded) -> Loaded:
-    config, size = loaded.config, loaded.config.DATA.IMAGE_SIZE
-    if config.MODEL.PATCH_SIZE != AUTO:
+    size = loaded.config.DATA.IMAGE_SIZE
+    if loaded.config.MODEL.PATCH_SIZE != AUTO:
         return loaded
-    both = sides(size)
-    fitting = [patch for patch in PATCHES if not any(side % patch for side in both)]
+    high, wide = sides(size)
+    fitting = [patch for patch in PATCHES if high % patch == 0 and wide % patch == 0]
     if not fitting:
-        other = ",".join(str((side + 7) // 8 * 8) for side in dict.fromkeys(both))
+        other = ",".join(str((side + 7) // 8 * 8) for side in dict.fromkeys((high, wide)))
         raise UserError(
             f"{loaded.sources[PATCH_SIZE]}: {PATCH_SIZE} auto: no patch of {PATCHES[0]} to {PATCHES[-1]} pixels "
             f"divides {IMAGE_SIZE} {one_line(size)}. Use a multiple of 8, such as -image_size {other}."
         )
-    patch = min(fitting, key=lambda patch: abs(min(both) / patch - PATCHES_PER_ROW))
-    patches = in_pixels([side // patch for side in both])
+    patch = min(fitting, key=lambda patch: abs(min(high, wide) / patch - PATCHES_PER_ROW))
+    patches = in_pixels((high // patch, wide // patch))
     note = f"{PATCH_SIZE} {patch}: {patches} patches of an image of {in_pixels(size)}"
     return loaded.with_values({PATCH_SIZE: patch}, f"{IMAGE_SIZE} {one_line(size)}", [note])
 
@@ -183,13 +196,16 @@ def with_rate(loaded: Loaded) -> Loaded:
     goes down as the width goes up is from Yang et al. 2022 (Tensor Programs V).
     """
     config = loaded.config
-    if (name := config.TRAIN.OPTIMIZER.NAME.casefold()) not in ("adam", "adamw"):
+    name = config.TRAIN.OPTIMIZER.NAME.casefold()
+    if name not in ("adam", "adamw"):
         raise UserError(f"{loaded.sources[RATE]}: {RATE} auto is for AdamW and Adam; give a number for {name}.")
     model = build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
     features = getattr(model, "num_features", None)
-    if features is None or any(isinstance(module, BATCH_NORM) for module in model.modules()):
-        why = "the model does not say its number of features" if features is None else "for models with batch norm"
-        rate = RATE_WITH_BATCH_NORM
+    rate = RATE_WITH_BATCH_NORM
+    if features is None:
+        why = "the model does not say its number of features"
+    elif any(isinstance(module, BATCH_NORM) for module in model.modules()):
+        why = "for models with batch norm"
     else:
         rate = min(LARGEST_RATE, float(f"{RATE_BY_FEATURES / features:.2g}"))
         why = f"{RATE_BY_FEATURES} / {features} features, at most {LARGEST_RATE}"
@@ -198,42 +214,60 @@ def with_rate(loaded: Loaded) -> Loaded:
 
 def with_measurements(loaded: Loaded) -> Loaded:
     """Measure mean, deviation and range on all pixels of the training split. Processes share the result."""
-    config, data = loaded.config, of_any_size(loaded.config.DATA)
-    if not (wanted := [key for key in MEASURED if value_of(config, key) == AUTO]):
+    config = loaded.config
+    wanted = [key for key in MEASURED if value_of(config, key) == AUTO]
+    if not wanted:
         return loaded
-    from engine.evaluation.features import contents_of
-    from vitamp.bands import has_window
-
-    split = open_dataset(data, not config.EVAL, config.MODEL.NUM_CLASSES, config.SEED, torch.device("cpu"))
-    samples, name = split.single_images() or vars(split).get("samples"), source_of(config.DATA)
+    name = source_of(config.DATA)
+    data = of_any_size(config.DATA)
+    split = _opened(config, data)
+    samples = split.single_images() or vars(split).get("samples")
     if samples is None or config.EVAL:
         raise UserError(f"{wanted[0]} auto: only training measures, on images that can be read singly; give numbers.")
     notes = list[str]()
     if samples.name(0).lower().endswith(".dcm"):
+        from vitamp.bands import has_window
+
         notes.append("DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1")
         first = range(min(len(samples), HEADERS))
         limit = data.MAX_IMAGE_BYTES
         if failure_or(lambda: {has_window(samples.read(index), limit) for index in first}) == {True, False}:
             said = "DICOM: some training images have a window, and so values of another unit; give it to all or none"
             loaded = loaded.with_warning(said)
+    pixels, sums, squares, smallest, largest = _kept_measurement(split, samples, data, wanted)
+    blank = np.flatnonzero(smallest == largest)
+    if blank.size:
+        raise UserError(f"{name}: channel {blank[0] + 1} has the same value in all training images; leave it out.")
+    least = float(smallest.min())
+    most = float(largest.max())
+    low, high = (least, most) if MEASURED[0] in wanted else config.DATA.value_range
+    mean = sums / pixels
+    variance = squares / pixels - mean**2
+    values = (low, high), (mean - low) / (high - low), np.sqrt(variance) / (high - low)
+    found = {key: tuple(map(float, value)) for key, value in zip(MEASURED, values, strict=True) if key in wanted}
+    bits = f" ({math.ceil(math.log2(most + 1))} of 16 bits)" if data.BITS == 16 else ""
+    said = []
+    for key in wanted:
+        numbers = ", ".join(f"{number:.4g}" for number in found[key])
+        said.append(f"{key} [{numbers}]")
+    notes.append(
+        f"Measured on {len(samples):,} training images, of values from {least:g} to {most:g}{bits}: {', '.join(said)}"
+    )
+    return loaded.with_values(found, f"measured on {name}", notes)
+
+
+def _kept_measurement(split: ImageDataset, samples: Samples, data: DataConfig, wanted: list[str]) -> np.ndarray:
+    """What `_measured` returns, which is kept in the cache for as long as the images are the same."""
+    from engine.evaluation.features import contents_of
+
+    name = source_of(data)
     about = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
     file = cache_folder(data, "measured") / f"{'-'.join(map(str, about))}.json"
     with process_lock(file.with_suffix(".lock"), f"measures {name}"):
         if not file.is_file():
             log.info("Measuring %s on %s training images of %s.", ", ".join(wanted), f"{len(samples):,}", name)
             write_atomically(file, json.dumps(_measured(samples, data).tolist()))
-        pixels, sums, squares, smallest, largest = np.array(parse_json(file.read_bytes()))
-    if (blank := np.flatnonzero(smallest == largest)).size:
-        raise UserError(f"{name}: channel {blank[0] + 1} has the same value in all training images; leave it out.")
-    least, most = float(smallest.min()), float(largest.max())
-    low, high = (least, most) if MEASURED[0] in wanted else config.DATA.value_range
-    mean, variance = sums / pixels, squares / pixels - (sums / pixels) ** 2
-    values = (low, high), (mean - low) / (high - low), np.sqrt(variance) / (high - low)
-    found = {key: tuple(map(float, value)) for key, value in zip(MEASURED, values, strict=True) if key in wanted}
-    bits = f" ({math.ceil(math.log2(most + 1))} of 16 bits)" if data.BITS == 16 else ""
-    words = ", ".join(f"{key} [{', '.join(f'{number:.4g}' for number in found[key])}]" for key in wanted)
-    notes.append(f"Measured on {len(samples):,} training images, of values from {least:g} to {most:g}{bits}: {words}")
-    return loaded.with_values(found, f"measured on {name}", notes)
+        return np.array(parse_json(file.read_bytes()))
 
 
 def _measured(samples: Samples, data: DataConfig) -> np.ndarray:
@@ -241,20 +275,23 @@ def _measured(samples: Samples, data: DataConfig) -> np.ndarray:
 
     UserError if more images cannot be read than DATA.MAX_BAD allows.
     """
-    total, broken = np.zeros((5, data.IMAGE_CHANNELS)), list[str]()
-    total[3], total[4] = np.inf, -np.inf
+    sums = np.zeros((3, data.IMAGE_CHANNELS))
+    smallest = np.full(data.IMAGE_CHANNELS, np.inf)
+    largest = -smallest
+    broken = list[str]()
     with ThreadPool(cores()) as threads:
         each = threads.imap(partial(_of_image, samples, Reader(data)), range(len(samples)), chunksize=8)
         for index, found in enumerate(each):
             if not isinstance(found, Failure):
-                total[:3] += found[:3]
-                total[3], total[4] = np.minimum(total[3], found[3]), np.maximum(total[4], found[4])
+                sums += found[:3]
+                smallest = np.minimum(smallest, found[3])
+                largest = np.maximum(largest, found[4])
                 continue
             broken.append(f"The training image {samples.name(index)} cannot be read: {found.reason}")
             if len(broken) > allowed(data.MAX_BAD, len(samples)):
                 others = f" ({len(broken)} so far)" if len(broken) > 1 else ""
                 raise UserError(f"{broken[0]}{others}. Correct images or settings, or list them in DATA.EXCLUDE.")
-    return total
+    return np.vstack((sums, smallest, largest))
 
 
 def _of_image(samples: Samples, reader: Reader, index: int) -> np.ndarray | Failure:
@@ -268,25 +305,28 @@ def _of_image(samples: Samples, reader: Reader, index: int) -> np.ndarray | Fail
 
 def with_packing(loaded: Loaded) -> Loaded:
     """Take what packing made of EXIF data and transparency, since tools have to make the same of other images."""
-    how = ShardSet(open_store(loaded.config.DATA.DATA_PATH), loaded.config.DATA).how
+    data = loaded.config.DATA
+    how = ShardSet(open_store(data.DATA_PATH), data).how
+    place = source_of(data)
+    keeps_both = how.get("kind") == "keep" and "background" not in how  # unless the kept files were packed before
     for name, key in (("upright", "DATA.EXIF_ROTATE"), ("background", "DATA.BACKGROUND")):
         packed = f"{how.get(name)}".lower()
-        behind = background_of(of_any_size(loaded.config.DATA))  # mean: a colour
-        own = one_line(value_of(loaded.config, key)), one_line(behind)
-        # Kept files have both unless they were packed before.
-        if (how.get("kind") == "keep" and "background" not in how) or packed in ("none", *own):
+        own = one_line(value_of(loaded.config, key))
+        behind = one_line(background_of(of_any_size(loaded.config.DATA)))  # mean: a colour
+        if keeps_both or packed in ("none", own, behind):
             continue
-        said = f"{source_of(loaded.config.DATA)} was packed with {key} {packed}"
+        said = f"{place} was packed with {key} {packed}"
         if loaded.sources[key].is_typed:
             raise UserError(f"{loaded.sources[key]}: {said}. Give that, or pack the original images with your value.")
         loaded = loaded.with_values({key: packed}, "packing", [said])
-    if how.get("channels") == 1 and how.get("kind") != "keep" and loaded.config.DATA.IMAGE_CHANNELS == 3:
+    if how.get("channels") == 1 and how.get("kind") != "keep" and data.IMAGE_CHANNELS == 3:
         note = "was packed in grey, but tools will see other images in colour; to prevent that, DATA.IMAGE_CHANNELS=1"
-        loaded = loaded.with_values({}, "packing", [f"{source_of(loaded.config.DATA)} {note}"])
+        loaded = loaded.with_values({}, "packing", [f"{place} {note}"])
     return loaded
 
 
-INTERPOLATION, CROP_MODE = "DATA.INTERPOLATION", "DATA.CROP_MODE"
+INTERPOLATION = "DATA.INTERPOLATION"
+CROP_MODE = "DATA.CROP_MODE"
 HEADS = "NUM_HEADS"
 FIELDS = {
     "image_size": "DATA.IMAGE_SIZE",
@@ -303,34 +343,43 @@ TIMMS_CONFIG = "config.json"
 """File beside the weights in a folder that timm saved for the hub."""
 
 
-Preprocessing = tuple[dict[str, Any], str]
-"""Known values by setting, and where they are written."""
+class Preprocessing(NamedTuple):
+    values: dict[str, Any]
+    """By setting, as far as they are known"""
+    where: str
+    """Where they are written"""
 
 
 def _with_sizes(loaded: Loaded, source: str) -> Loaded:
     """Take the sizes, the pooling and the layer scale of a run's model where the settings leave them open."""
-    if (found := local_weights(source)) is None:
+    found = local_weights(source)
+    if found is None:
         return loaded
-    file, mine, own, theirs = found.file, loaded.config.MODEL, {}, {}
+    file = found.file
+    mine = loaded.config.MODEL
+    own = {}
+    theirs = {}
     with contextlib.suppress(UserError, ValueError):  # the build reports what is wrong
-        if run := model_of_run(file):
-            own, theirs = sizes_in(mine), sizes_in(run)
+        of_run = model_of_run(file)
+        if of_run:
+            own = sizes_in(mine)
+            theirs = sizes_in(of_run)
     if own.keys() != theirs.keys():  # another kind of model
         return loaded
     # With a MODEL.NAME, timm resizes patches and windows to those of the name.
-    kept = [] if loaded.is_default("MODEL.NAME") else [*RESIZED]
+    kept = [] if loaded.is_default("MODEL.NAME") else list(RESIZED)
     kept += [key for key in ("POOL", "INIT_VALUES") if not loaded.is_default(f"MODEL.{key}")]  # null too is an answer
-    taken = {
-        f"MODEL.{key}": value
-        for key, value in theirs.items()
-        if own[key] != value
-        if getattr(mine, key) == AUTO or (getattr(mine, key) is None and key not in kept)
-    }
+    taken = {}
+    for key, value in theirs.items():
+        given = getattr(mine, key)
+        if own[key] != value and (given == AUTO or (given is None and key not in kept)):
+            taken[f"MODEL.{key}"] = value
     words = f"Open in the settings, so as in {file}: {_in_words(taken)}"
+    heads = f"MODEL.{HEADS}"
     differs = own.get(HEADS) != theirs.get(HEADS) and isinstance(own[HEADS], int)
-    if differs and (key := f"MODEL.{HEADS}") not in taken:  # a Swin with others does not load
+    if differs and heads not in taken:  # a Swin with others does not load
         trained = f"{file} was trained with {theirs[HEADS]}, and computes something else with another number"
-        loaded = loaded.with_warning(f"{loaded.sources[key]}: {key} {own[HEADS]} is used; {trained}")
+        loaded = loaded.with_warning(f"{loaded.sources[heads]}: {heads} {own[HEADS]} is used; {trained}")
     return loaded.with_values(taken, f"{file}", [words]) if taken else loaded
 
 
@@ -345,14 +394,15 @@ def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
         )
     theirs, where = known
     loaded = _without_other_bands(loaded, theirs, where)
-    taken, differing = dict[str, Any](), dict[str, Any]()
-    unsupported, instead = list[str](), ""
+    taken = dict[str, Any]()
+    differing = dict[str, Any]()
+    unsupported = list[str]()
+    instead = ""
     for key, value in theirs.items():
         mine = value_of(loaded.config, key)
         by = loaded.sources[key]
-        one_for_all = key in COLOURS and {*mine} == {*value} == {mine[0]}
         if not by.is_open and mine != AUTO:
-            if mine != value and not one_for_all:
+            if not _is_same(key, mine, value):
                 differing[key] = value
         elif key in (INTERPOLATION, CROP_MODE) and value not in choices(key):
             unsupported.append(f"{key} {mine} is used; {where} has {value}, which is not supported")
@@ -361,10 +411,16 @@ def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
             if by.kind is Kind.OTHER_MODEL:
                 instead = f". That of {by}, is not used"
     notes = [f"Preprocessing of {where}: {_in_words(taken)}{instead}"] if taken else []
-    notes += _of_siblings(loaded.config.MODEL.NAME, source, of_run) if where.startswith("timm's ") else []
+    if where.startswith("timm's "):
+        notes += _of_siblings(loaded.config.MODEL.NAME, source, of_run)
     named = where.partition(" (MODEL.NAME;")[0] if taken else where  # the first note has the rest
     loaded = _with_differences(loaded, differing, named)
-    return loaded.with_values(taken, where, [*notes, *unsupported])
+    return loaded.with_values(taken, where, notes + unsupported)
+
+
+def _is_same(key: str, mine: Any, theirs: Any) -> bool:
+    """Whether two values of a setting make the same of images: one colour may stand for each channel."""
+    return mine == theirs or (key in COLOURS and set(mine) == set(theirs) == {mine[0]})
 
 
 def _guess(model: ModelConfig, source: str) -> Preprocessing | None:
@@ -395,16 +451,20 @@ def _with_differences(loaded: Loaded, theirs: dict[str, Any], where: str) -> Loa
 
 def _without_other_bands(loaded: Loaded, theirs: dict[str, Any], where: str) -> Loaded:
     """Remove from `theirs` what is of images of other channels or bits; if it was to be taken, it is measured."""
-    data, channels = loaded.config.DATA, len(theirs.get(COLOURS[0], ()))
+    data = loaded.config.DATA
+    channels = len(theirs.get(COLOURS[0], ()))
     as_many = channels <= 3 if data.is_plain else channels == data.IMAGE_CHANNELS
     if theirs.pop("DATA.BITS") != data.BITS or not as_many:
         for key in MEASURED:
             theirs.pop(key, None)
-        if opened := [key for key in COLOURS if loaded.is_default(key)]:
+        opened = [key for key in COLOURS if loaded.is_default(key)]
+        if opened:
             said = f"{' and '.join(opened)} auto: {where} has those of images of other channels or bits"
             return loaded.with_values(dict.fromkeys(opened, AUTO), "default (MODEL.PRETRAINED)", [said], Kind.DEFAULT)
     elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
-        theirs |= {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
+        for key in COLOURS:
+            if theirs.get(key):
+                theirs[key] = (sum(theirs[key]) / len(theirs[key]),)
     return loaded
 
 
@@ -413,32 +473,48 @@ def _of_siblings(name: str, source: str, unnamed: bool) -> list[str]:
 
     timm's tf_efficientnet_b0 and efficientnet_b0, for example, have weights of the same names and shapes.
     """
-    own, (model, _, tag), found = of_timms_name(name, ""), name.partition("."), local_weights(source)
+    own = of_timms_name(name, "")
+    model, _, tag = name.partition(".")
+    found = local_weights(source)
     named = _timm_name_of(found.file) if found else source
-    if own is None or (named.partition(".")[0] == model if named else tag or not unnamed):
-        return []
-    twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
-    others = [named] if named else [*timm.list_pretrained(f"{model}.*"), *timm.list_pretrained(f"{twin}.*")]
-    of_others = {one: of_timms_name(one, "") or own for one in others}
-    different = [one for one, of in of_others.items() if any(of[0].get(key) != own[0].get(key) for key in COLOURS)]
-    if not different:
+    if own is None:
         return []
     if named:
-        need = f"need another mean and std than {name}'s, and may compute otherwise: -model {named.partition('.')[0]}"
+        of_named = named.partition(".")[0]
+        if of_named == model or not _other_colours(named, own):
+            return []
+        need = f"need another mean and std than {name}'s, and may compute otherwise: -model {of_named}"
         return [f"MODEL.PRETRAINED {source}: weights of {named} {need}"]
+    if tag or not unnamed:
+        return []
+    twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
+    others = timm.list_pretrained(f"{model}.*") + timm.list_pretrained(f"{twin}.*")
+    different = [one for one in others if _other_colours(one, own)]
+    if not different:
+        return []
     need = f"add -model {different[0]}, for another mean and std"
     return [f"If the weights are of {some_of(different, 2)}, {need}"]
 
 
+def _other_colours(name: str, own: Preprocessing) -> bool:
+    """Whether timm's weights of a name need another mean or std."""
+    theirs = of_timms_name(name, "") or own
+    return any(theirs.values.get(key) != own.values.get(key) for key in COLOURS)
+
+
 def preprocessing_of(source: str) -> Preprocessing | None:
     """The preprocessing that MODEL.PRETRAINED (a run, a checkpoint, a file, or a timm name) itself says, or None."""
-    if (found := local_weights(source)) is None:
+    found = local_weights(source)
+    if found is None:
         return of_timms_name(source, f"timm's {source}")
-    file, meta, config = found.file, found.file.with_name(META), found.file.with_name(TIMMS_CONFIG)
+    file = found.file
+    meta = file.with_name(META)
     if meta.is_file():
         return _of_fields(unchecked_meta(file.parent).get("input"), meta)
-    if fields := read_header(file).get("input"):
-        return _of_fields(fields, file)
+    header = read_header(file).get("input")
+    if header:
+        return _of_fields(header, file)
+    config = file.with_name(TIMMS_CONFIG)
     if config.is_file():
         return _of_fields(read_json(config).get("pretrained_cfg"), config)
     name = _timm_name_of(file)
@@ -463,8 +539,10 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     check_fields(Input, known, Path(where))
     if not known:
         return None
-    values = {name: tuple(map(float, value)) if isinstance(value, list) else value for name, value in known.items()}
-    return {"DATA.BITS": fields.get("bits", 8), **{FIELDS[name]: value for name, value in values.items()}}, str(where)
+    values = {"DATA.BITS": fields.get("bits", 8)}
+    for name, value in known.items():
+        values[FIELDS[name]] = tuple(map(float, value)) if isinstance(value, list) else value
+    return Preprocessing(values, str(where))
 
 
 def of_timms_name(name: str, where: str) -> Preprocessing | None:

@@ -72,11 +72,14 @@ def input_of(data: DataConfig) -> dict[str, Any]:
         "exif_rotate": data.EXIF_ROTATE,
         "background": background_of(data),
     }
-    about |= {} if data.is_plain else {"bits": data.BITS}
-    return about if data.is_plain and data.RANGE is None else about | {"range": list(data.value_range)}
+    if not data.is_plain:
+        about["bits"] = data.BITS
+    if not data.is_plain or data.RANGE is not None:
+        about["range"] = list(data.value_range)
+    return about
 
 
 def shortcuts_of(config: Config) -> Shortcuts:
     train = config.TRAIN
-    full = config.DATA.IMAGE_SIZE
-    return Shortcuts(train.TOKEN_DROP, tuple(sorted({size for _, size in train.SIZE_SCHEDULE} - {full}, key=sides)))
+    others = {size for _, size in train.SIZE_SCHEDULE} - {config.DATA.IMAGE_SIZE}
+    return Shortcuts(train.TOKEN_DROP, tuple(sorted(others, key=sides)))

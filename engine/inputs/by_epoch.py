@@ -1,7 +1,5 @@
 """Callbacks for what changes with the epoch: dropped tokens and image sizes."""
 
-from itertools import pairwise
-
 from timm.layers.patch_dropout import PatchDropout
 from torch import nn
 
@@ -20,16 +18,20 @@ class TokenDrop(Callback):
 
     def enter(self, epoch: int, *models: nn.Module) -> None:
         self._now = self._train.TOKEN_DROP if self._train.drops_tokens_in(epoch) else 0.0
-        for module in (module for model in models for module in model.modules()):
-            if isinstance(module, PatchDropout):
-                module.prob = self._now
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, PatchDropout):
+                    module.prob = self._now
 
     def figures(self) -> dict[str, Figure]:
         return {"token_drop": Figure(self._now, f"Patches left out: {100 * self._now:g}%")}
 
     def rows(self) -> dict[str, str]:
         last = self._train.TOKEN_DROP_TAIL
-        tail = f", none in the last {f'{last} epochs' if last > 1 else 'epoch'}" if last else ""
+        tail = ""
+        if last:
+            epochs = f"{last} epochs" if last > 1 else "epoch"
+            tail = f", none in the last {epochs}"
         return {"shortcuts": f"{100 * self._train.TOKEN_DROP:g} % of the patches left out{tail}"}
 
 
@@ -52,6 +54,11 @@ class ImageSizes(Callback):
         return {"image_height": Figure(high, f"Height: {high}"), "image_width": Figure(wide, f"Width: {wide}")}
 
     def rows(self) -> dict[str, str]:
-        sizes = [0, *(self._train.size_in(epoch, self._full) for epoch in range(1, max(1, self._train.NUM_EPOCHS) + 1))]
-        changes = ((k, one_line(size)) for k, (before, size) in enumerate(pairwise(sizes), 1) if size != before)
-        return {"shortcuts": f"images of {', '.join(f'{size} from epoch {k}' for k, size in changes)}"}
+        changes = []
+        before = None
+        for epoch in range(1, max(1, self._train.NUM_EPOCHS) + 1):
+            size = self._train.size_in(epoch, self._full)
+            if size != before:
+                changes.append(f"{one_line(size)} from epoch {epoch}")
+            before = size
+        return {"shortcuts": f"images of {', '.join(changes)}"}

@@ -74,7 +74,8 @@ class Mixing(Mixup):
         in_box = (row >= top) & (row < bottom) & (column >= left) & (column < right)
         own = torch.where(is_mixup > 0, lam, 1.0).masked_fill(in_box, 0.0)
         mixed = torch.lerp(images.flip(0), images, own.to(images.dtype))
-        return TransformedBatch(mixed, *self._task.mixed(labels, lam.reshape(count, 1)))
+        targets, larger = self._task.mixed(labels, lam.reshape(count, 1))
+        return TransformedBatch(mixed, targets, larger)
 
     def _draw(self, count: int, size: tuple[int, int]) -> np.ndarray:
         """Random numbers of each image, drawn in timm's order, so that the same seed gives the same ones.

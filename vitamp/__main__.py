@@ -34,16 +34,19 @@ def main() -> NoReturn:
         for name, script in scripts.items():
             about = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
             lines.append(f"  {name:<18}{about.partition(chr(10))[0]}")
-        pages = f"vitamp COMMAND -h lists its flags. The pages of docs/ are in {PROGRAM / 'docs'}."
-        print("\n".join([*lines, "", pages]))
+        lines.append(f"\nvitamp COMMAND -h lists its flags. The pages of docs/ are in {PROGRAM / 'docs'}.")
+        print("\n".join(lines))
         sys.exit(0)
     if name.lstrip("-") == "version":
-        name, words = "train", ["-version"]
+        name = "train"
+        words = ["-version"]
     if name not in scripts:
         similar = difflib.get_close_matches(name.removesuffix(".py"), scripts, n=1)
-        problem = f"unknown command {name!r}.{f' Did you mean {similar[0]}?' if similar else ''}"
+        problem = f"unknown command {name!r}."
         if name.startswith("-") or "=" in name:
             problem = f"the command is missing before {name!r}. Did you mean vitamp train {name}?"
+        elif similar:
+            problem += f" Did you mean {similar[0]}?"
         print(f"error: {problem} vitamp -h lists the commands.", file=sys.stderr)
         sys.exit(EXIT_USAGE)
     os.execv(sys.executable, [sys.executable, str(scripts[name]), *words])

@@ -20,11 +20,16 @@ from vitamp.files import only_regular, read_json, write_atomically
 from vitamp.meta import META, read_meta, unchecked_meta
 from vitamp.metrics import PLAIN
 
-CHECKPOINTS, BASE = "checkpoints", "base.safetensors"
-LORA, ADAPTER = "lora", "lora_"
-"""Field of meta.json; and how the names of the adapters' weights begin"""
+CHECKPOINTS = "checkpoints"
+BASE = "base.safetensors"
+LORA = "lora"
+"""Field of meta.json"""
+ADAPTER = "lora_"
+"""How the names of the adapters' weights begin"""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
-MODEL, STATE, INDEX = PLAIN.file, "state.pt", "index.json"
+MODEL = PLAIN.file
+STATE = "state.pt"
+INDEX = "index.json"
 NAMED = ("best", "last")
 """Words for checkpoints of a run, in place of their names"""
 PREFIX = "step-"
@@ -67,11 +72,11 @@ def run_folder_of(path: Path) -> Path | None:
 
 def checkpoints_in(root: Path) -> dict[int, Path]:
     """A run's checkpoints by their update, oldest first. Folders under names of the user's own are not among them."""
-    found = {
-        update: path
-        for path in root.glob(f"{PREFIX}*")
-        if (update := update_in(path.name)) is not None and path.is_dir()
-    }
+    found = {}
+    for path in root.glob(f"{PREFIX}*"):
+        update = update_in(path.name)
+        if update is not None and path.is_dir():
+            found[update] = path
     return dict(sorted(found.items()))
 
 
@@ -90,7 +95,9 @@ def checkpoints_at(path: Path) -> list[Path]:
     folder, root = place_of(path)
     if path.is_file() and folder is None and path.name.endswith(WEIGHTS):
         raise UserError(f"{path}: this file holds only weights; name a run or a checkpoint.")
-    found = [folder] if folder is not None else [*checkpoints_in(root).values()]
+    if folder is not None:
+        return [folder]
+    found = list(checkpoints_in(root).values())
     if not found:
         raise UserError(f"{path}: no checkpoint found (looked for {root}/{PREFIX}*).")
     return found
@@ -98,12 +105,14 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 def checkpoint_of(path: Path) -> tuple[Path, str]:
     """The checkpoint at a path, and the reason: of a run its best, else its last; no reason for a checkpoint itself."""
-    checkpoints, (folder, root) = checkpoints_at(path), place_of(path)
+    checkpoints = checkpoints_at(path)
+    folder, root = place_of(path)
     if folder is not None:
         return folder, ""
-    by_name, index = {found.name: found for found in checkpoints}, read_index(root)
-    if best := by_name.get(index["best"] or ""):
-        return best, "the run's best"
+    by_name = {found.name: found for found in checkpoints}
+    index = read_index(root)
+    if index["best"] in by_name:
+        return by_name[index["best"]], "the run's best"
     return by_name.get(index["last"] or "", checkpoints[-1]), "the run's last; no best is recorded"
 
 
@@ -138,8 +147,10 @@ def write_index(root: Path, last: str, best: str | None) -> None:
 def best_of(root: Path, update: int | None) -> str | None:
     """Name of the best existing checkpoint: that of `update`, or else the best one before it."""
     newest = folder_name(update) if update is not None else None
-    existing = (name for name in (newest, read_index(root)["best"]) if name is not None and (root / name).is_dir())
-    return next(existing, None)
+    for name in (newest, read_index(root)["best"]):
+        if name is not None and (root / name).is_dir():
+            return name
+    return None
 
 
 def inspect(folder: Path) -> Checkpoint:
@@ -178,7 +189,9 @@ def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
                 if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
                     raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
     except OSError as error:  # of the disk itself, it names no file
-        raise UserError(f"{error.filename or checkpoint.folder}: cannot be read ({error.strerror or error}).") from None
+        place = error.filename or checkpoint.folder
+        reason = error.strerror or str(error)
+        raise UserError(f"{place}: cannot be read ({reason}).") from None
     return checkpoint
 
 
@@ -188,10 +201,11 @@ def base_file(folder: Path, meta: Mapping[str, Any]) -> Path | None:
         return None
     places = folder.absolute() / BASE, folder.absolute().parent / BASE, folder.resolve().parent / BASE
     seal = meta[LORA]["base"]
-    if found := next((place for place in places if place.is_file()), None):
-        if found.stat().st_size != seal["size"]:
-            raise UserError(f"{found}: damaged or of another run, it does not have the size that {folder} records.")
-        return found
+    for place in places:
+        if place.is_file():
+            if place.stat().st_size != seal["size"]:
+                raise UserError(f"{place}: damaged or of another run, it does not have the size that {folder} records.")
+            return place
     source = meta[LORA].get("source")
     made_of = f" (made of {source})" if source else ""
     raise UserError(
@@ -237,6 +251,6 @@ def files_of(name: str, files: Collection[str]) -> list[str]:
     """The file `name`, or its shards in order; empty if neither is complete."""
     if name in files:
         return [name]
-    counts = {int(found[2]) for found in map(_SHARD.search, files) if found}
-    wanted = [shard_name(name, nth, max(counts, default=0)) for nth in range(max(counts, default=0))]
+    count = max((int(found[2]) for found in map(_SHARD.search, files) if found), default=0)
+    wanted = [shard_name(name, nth, count) for nth in range(count)]
     return wanted if set(wanted) <= set(files) else []

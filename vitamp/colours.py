@@ -18,7 +18,8 @@ def as_rgb_or_grey(image: Image.Image, channels: int, background: tuple[int, ...
     if image.mode.startswith("I"):
         # Pillow's own conversion clips at 255, which turns most 16-bit images white. Mode "I" has 32 bits; Pillow uses
         # it for 16-bit files of some formats, such as PGM, and scales their values to 65535.
-        stored, clear = np.asarray(image), image.info.get("transparency")
+        stored = np.asarray(image)
+        clear = image.info.get("transparency")
         image = Image.fromarray((stored.clip(0, 65535) >> 8).astype(np.uint8))
         if isinstance(clear, int):  # a shade of 16 bits
             image.putalpha(Image.fromarray(np.where(stored == clear, 0, OPAQUE).astype(np.uint8)))
@@ -26,5 +27,6 @@ def as_rgb_or_grey(image: Image.Image, channels: int, background: tuple[int, ...
         image = image if image.mode == "RGBA" else image.convert("RGBA")
         transparent = image.getchannel("A").getextrema()[0] != OPAQUE
         if transparent and background is not None:
-            image = Image.alpha_composite(Image.new("RGBA", image.size, (*background, OPAQUE)), image)
+            behind = Image.new("RGBA", image.size, (*background, OPAQUE))
+            image = Image.alpha_composite(behind, image)
     return image.convert("L" if channels == 1 else "RGB"), transparent

@@ -74,7 +74,9 @@ def kind_of_path(path: Path) -> str | None:
     """'a folder' and the like, links followed; None if the path does not exist."""
     if os.path.isdir(path):
         return "a folder"
-    return "a file" if os.path.isfile(path) else ODD if os.path.exists(path) else None
+    if os.path.isfile(path):
+        return "a file"
+    return ODD if os.path.exists(path) else None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

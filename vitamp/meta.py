@@ -116,8 +116,9 @@ class Meta(WeightsMeta):
 
     @model_validator(mode="after")
     def _lists_files_of_its_own(self) -> Meta:
-        if strange := next((name for name in self.files if Path(name).name != name), None):
-            raise ValueError(f"the field 'files' lists {strange!r}, which is not the name of a file in this folder")
+        for name in self.files:
+            if Path(name).name != name:
+                raise ValueError(f"the field 'files' lists {name!r}, which is not the name of a file in this folder")
         return self
 
 
@@ -165,8 +166,11 @@ def check_fields(fields: type[BaseModel], content: object, path: Path) -> None:
     except ValidationError as error:
         problems = []
         for details in error.errors(include_url=False, include_input=False):
-            place, text = ".".join(map(str, details["loc"])), details["msg"].removeprefix("Value error, ")
-            missing = details["type"] == "missing"
-            problems.append(f"{place} is missing" if missing else f"{place}: {text}" if place else text)
+            place = ".".join(map(str, details["loc"]))
+            text = details["msg"].removeprefix("Value error, ")
+            if details["type"] == "missing":
+                problems.append(f"{place} is missing")
+            else:
+                problems.append(f"{place}: {text}" if place else text)
         more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
         raise UserError(f"{path}: damaged, {'; '.join(problems[:MOST_LISTED])}{more}.") from None

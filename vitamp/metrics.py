@@ -55,7 +55,8 @@ class TaskKind:
     @property
     def deciding(self) -> list[str]:
         """Values of SAVE_BEST_BY, the loss last."""
-        return [metric.name for metric in (*self.metrics[1:], self.metrics[0]) if metric.decides]
+        loss, *others = self.metrics
+        return [metric.name for metric in [*others, loss] if metric.decides]
 
 
 LOSS = Metric("loss", "loss", "Loss", percent=False, higher=False)
@@ -93,7 +94,9 @@ EXPLAINED = Metric(
 KNN = Metric("knn_acc1", "k-NN top-1", "k-NN accuracy, top-1 (%)", beside=True)
 NO_LABELS = TaskKind("without labels", (LOSS, EXPLAINED, KNN), EXPLAINED, "explained variance (%)")
 TASKS = (ONE_LABEL, SEVERAL_LABELS, NO_LABELS)
-METRICS = {metric.name: metric for kind in TASKS for metric in kind.metrics}
+METRICS: dict[str, Metric] = {}
+for _kind in TASKS:
+    METRICS |= {metric.name: metric for metric in _kind.metrics}
 
 
 def metric_named(name: str) -> Metric:
@@ -103,8 +106,14 @@ def metric_named(name: str) -> Metric:
 
 def task_of(lines: Iterable[Mapping[str, Any]]) -> TaskKind:
     """The task whose metrics have values in these lines of metrics.jsonl, or metrics of meta.json."""
-    measured = {name for line in lines for name, value in line.items() if value is not None} - {LOSS.name}
-    return next((kind for kind in TASKS if any(metric.name in measured for metric in kind.metrics)), ONE_LABEL)
+    measured = set()
+    for line in lines:
+        measured |= {name for name, value in line.items() if value is not None}
+    measured.discard(LOSS.name)
+    for kind in TASKS:
+        if any(metric.name in measured for metric in kind.metrics):
+            return kind
+    return ONE_LABEL
 
 
 SAME = 1e-6
@@ -163,9 +172,8 @@ BETTER = "auto"
 """In -weights: the set that validated better"""
 CHOICES = (BETTER, *(which.name for which in SETS))
 """Values of -weights"""
-CHOICES_IN_WORDS = ", ".join(
-    (f"{BETTER} (whichever validated better)", *(f"{which.name} ({which.label} weights)" for which in SETS))
-)
+_SETS_IN_WORDS = ", ".join(f"{which.name} ({which.label} weights)" for which in SETS)
+CHOICES_IN_WORDS = f"{BETTER} (whichever validated better), {_SETS_IN_WORDS}"
 
 
 def set_named(name: str) -> WeightSet:

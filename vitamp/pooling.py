@@ -11,7 +11,8 @@ from vitamp.errors import UserError
 if TYPE_CHECKING:  # command lines have these names before torch is needed
     from torch import Tensor, nn
 
-POOLED, PATCHES = "pooled", "patches"
+POOLED = "pooled"
+PATCHES = "patches"
 POOLS = (POOLED, "class", "mean", "both", "blocks")
 """What the model's own classifier sees; the class token; the mean of the patches; both; and the class tokens of the
 last blocks with the mean of the patches, as DINOv2's evaluation has them. MODEL.POOL (utils/config/model.py) names
@@ -38,7 +39,8 @@ def check_pool(model: nn.Module, pool: str, where: str = "-pool") -> None:
     if not (hasattr(model, "forward_features") and hasattr(model, "forward_head")):
         raise UserError(f"{type(model).__name__} has no features: it needs timm's forward_features and forward_head.")
     known = pools_of(model)
-    if pool not in (*known, *([] if known == (POOLED,) else [PATCHES])):
+    has_patches = known != (POOLED,)
+    if pool not in known and not (has_patches and pool == PATCHES):
         raise UserError(f"{where} {pool}: this {type(model).__name__} has no such tokens; use {' or '.join(known)}.")
 
 
@@ -55,7 +57,8 @@ def pooled_features(module: nn.Module, pixels: Tensor, *pools: str) -> Tensor:
     import torch
 
     model: Any = module
-    pixels, blocks = pixels.to(next(model.parameters()).dtype), []  # O3 casts in the model's forward
+    pixels = pixels.to(next(model.parameters()).dtype)  # O3 casts in the model's forward
+    blocks = []
     if "blocks" in pools:
         how = {"return_prefix_tokens": True, "norm": True, "output_fmt": "NLC"}
         tokens, found = model.forward_intermediates(pixels, indices=min(BLOCKS, len(model.blocks)), **how)
@@ -68,8 +71,15 @@ def pooled_features(module: nn.Module, pixels: Tensor, *pools: str) -> Tensor:
             columns.append(model.forward_head(tokens, pre_logits=True))
             continue
         patches = tokens[:, model.num_prefix_tokens :]
-        classes = {"mean": [], "blocks": blocks, PATCHES: [patches]}.get(pool, [tokens[:, 0]])
-        columns += classes if pool in ("class", PATCHES) else [*classes, patches.mean(1)]
+        if pool == PATCHES:
+            columns.append(patches)
+            continue
+        if pool == "blocks":
+            columns += blocks
+        elif pool != "mean":
+            columns.append(tokens[:, 0])
+        if pool != "class":
+            columns.append(patches.mean(1))
     return torch.cat(columns, 1).float()
 
 

@@ -57,7 +57,8 @@ class Own:
         if inspect.isclass(self.call):
             made: Any = self.call(**self.values)
             return made
-        call, values = self.call, self.values
+        call = self.call
+        values = self.values
         return lambda *given, **named: call(*given, **named, **values)
 
     def takes(self, argument: str) -> bool:
@@ -93,7 +94,8 @@ def _decorator(kind: str) -> Callable[[Call], Call]:
         if not callable(call):
             raise UserError(f"@{kind} stands above a function or a class, without parentheses")
         name: str = getattr(call, "__name__", "")
-        if (other := registered.get(name)) is not None:
+        other = registered.get(name)
+        if other is not None:
             raise UserError(f"the name {name!r} is taken: {other.file} has registered a {other.kind} of this name")
         file = str(getattr(inspect.getmodule(call), "__file__", ""))
         registered[name] = Own(kind, name, call, _settings_of(kind, name, call), file)
@@ -129,9 +131,11 @@ def _settings_of(kind: str, name: str, call: Callable[..., Any]) -> type[BaseMod
         raise UserError(f"the arguments of {kind} {name!r} cannot be read: {error}") from None
     first = () if inspect.isclass(call) else about.first
     if len(parameters) < len(first):
-        raise UserError(f"{kind} {name!r} must take the arguments ({', '.join((*first, '...'))})")
+        raise UserError(f"{kind} {name!r} must take the arguments ({', '.join(first)}, ...)")
     needed = () if kind == "model" and _passes_on(call) else about.needed
-    if missing := [one for one in needed if one not in (each.name for each in parameters)]:
+    names = [one.name for one in parameters]
+    missing = [one for one in needed if one not in names]
+    if missing:
         raise UserError(f"{kind} {name!r} must have the argument {' and '.join(missing)}")
     fields: dict[str, Any] = {}
     for one in parameters[len(first) :]:

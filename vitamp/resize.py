@@ -38,7 +38,8 @@ class Resized:
         wide, high = resized_size(self.mode, self.size, self.crop_pct, pixels.shape[-1], pixels.shape[-2])
         pixels = functional.resize(pixels, [high, wide], InterpolationMode(self.interpolation), antialias=True)
         rows, columns = sides(self.size)
-        left, top = max(0, columns - wide), max(0, rows - high)
+        left = max(0, columns - wide)
+        top = max(0, rows - high)
         if self.mode == "border" and (left or top):
             edges = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
             pixels = functional.pad(pixels, edges, fill=list(self.border))

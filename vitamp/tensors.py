@@ -34,8 +34,11 @@ class JoinedShards(Mapping[str, Tensor]):
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        first, *others = [file.get_slice(name).get_shape() for file in self._where[name]]
-        return (first[0] + sum(rows for rows, *_ in others), *first[1:]) if others else tuple(first)
+        shapes = [file.get_slice(name).get_shape() for file in self._where[name]]
+        shape = list(shapes[0])
+        for other in shapes[1:]:
+            shape[0] += other[0]
+        return tuple(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
@@ -61,21 +64,27 @@ def is_adapter(name: str) -> bool:
 
 def factors(tensors: Mapping[str, Any], layer: str, parts: tuple[str, ...], weight: Tensor) -> tuple[Tensor, Tensor]:
     """B and A of a whole layer, whose product has the shape of its `weight`. `layer`: how its tensors' names begin."""
-    rows, ups, downs = len(weight) // len(parts), [], []
+    rows = len(weight) // len(parts)
+    ups = []
+    downs = []
     for part in parts:
-        if (down := tensors.get(adapter_name(layer, part, "A"))) is None:
+        down = tensors.get(adapter_name(layer, part, "A"))
+        if down is None:
             ups.append(weight.new_zeros(rows, 0))  # no columns: rows of zeros in the product
         else:
             ups.append(tensors[adapter_name(layer, part, "B")])
             downs.append(down)
-    return (torch.block_diag(*ups), torch.cat(downs)) if len(parts) > 1 else (ups[0], downs[0])
+    if len(parts) == 1:
+        return ups[0], downs[0]
+    return torch.block_diag(*ups), torch.cat(downs)
 
 
 class Merged(Mapping[str, Tensor]):
     """Plain weights, each computed when it is accessed. `tensors`: frozen weights, classifier and adapters."""
 
     def __init__(self, tensors: Any, factor: float) -> None:
-        self._tensors, self._factor = tensors, factor
+        self._tensors = tensors
+        self._factor = factor
         self._adapted = {name.rpartition(".")[0] for name in tensors if is_adapter(name)}
         self._names = [name for name in tensors if not is_adapter(name)]
 
@@ -103,10 +112,14 @@ def open_tensors(checkpoint: Checkpoint, name: str = MODEL, merged: bool = True)
 
     Of a run with adapters (MODEL.LORA), they are the plain model's, or with `merged` false frozen weights and adapters.
     """
-    folder, files = checkpoint.folder, files_of(name, checkpoint.meta.get("files", ()))
+    folder = checkpoint.folder
+    names = files_of(name, checkpoint.meta.get("files", ())) or [name]
+    files = [folder / one for one in names]
     base = base_file(folder, checkpoint.meta)
+    if base is not None:
+        files.insert(0, base)
     try:
-        opened = JoinedShards([*([base] if base else []), *(folder / file for file in files or [name])])
+        opened = JoinedShards(files)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / name}: cannot be read ({error}).") from None
     return opened if base is None or not merged else Merged(opened, checkpoint.meta[LORA]["factor"])

@@ -28,6 +28,7 @@ from vitamp.metrics import (
     ONE_LABEL,
     PLAIN,
     SETS,
+    Metric,
     WeightSet,
     best_set,
     is_number,
@@ -37,8 +38,10 @@ from vitamp.metrics import (
 )
 
 CALIBRATION = "calibration.json"
-MADE_BY, EXPORTED = "vitamp", "vitamp"
-"""Value of `made_by` in the header; and the one key under which an export has all its fields."""
+MADE_BY = "vitamp"
+"""Value of `made_by` in the header"""
+EXPORTED = "vitamp"
+"""The one key of the header under which an export has all its fields"""
 NEEDED = ("settings", "classes", "choices", "fp32_modules")
 WRITERS = f"`{started('checkpoint')} strip` or `{started('export')} -to safetensors`"
 PROGRAMS = (".onnx", ".xml", ".pt2")
@@ -53,7 +56,8 @@ class Calibration(Fields):
 
     @property
     def words(self) -> str:
-        return f"temperature {self.temperature:.4g}, fitted on {self.images:,} image{'' if self.images == 1 else 's'}"
+        images = "image" if self.images == 1 else "images"
+        return f"temperature {self.temperature:.4g}, fitted on {self.images:,} {images}"
 
 
 class Fitted(Calibration):
@@ -149,11 +153,13 @@ class Chosen:
 
     def with_calibration(self, applied: bool) -> str:
         """`words`, and those about the temperature."""
-        return "; ".join(filter(None, (self.words, self.describe_calibration(applied))))
+        words = self.describe_calibration(applied)
+        return f"{self.words}; {words}" if words else self.words
 
     def describe_calibration(self, applied: bool) -> str:
         """For the log; '' if the run has no temperature at all."""
-        if (own := self.calibration) is not None:
+        own = self.calibration
+        if own is not None:
             return f"calibrated ({own.words})" if applied else "not calibrated (-no_calibration)"
         others = self.checkpoint is not None and read_calibrations(self.place)
         return f"not calibrated (the temperatures in {CALIBRATION} are of other weights)" if others else ""
@@ -166,23 +172,33 @@ def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
         raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: this is {kind_of_path(path)}. Name a run, a checkpoint, or a file of weights.")
+    reasons = []
+    asked = BETTER
     if path.is_file() and path.name != META and seal_of(path) is None:
         meta, only = read_weights_meta(path)
-        found, why = Chosen(path, only, "", (only,), meta), ""
+        found = Chosen(path, only, "", (only,), meta)
     else:
         folder, why = checkpoint_of(path)
+        if why:
+            reasons.append(why)
         checkpoint = inspect(folder)
+        meta = checkpoint.meta
         sets = tuple(which for which in SETS if checkpoint.has(which.file))
-        found = Chosen(folder, sets[0], "", sets, checkpoint.meta, checkpoint)
-    named = next((which.name for which in SETS if found.checkpoint and path.name == which.file), BETTER)
-    asked = weights if weights != BETTER else named
+        found = Chosen(folder, sets[0], "", sets, meta, checkpoint)
+        asked = next((which.name for which in SETS if path.name == which.file), BETTER)
+        if meta["update"] == 0 and meta["settings"].get("MODEL.NEW_CLASSIFIER") == "probe":
+            reasons.append("the linear probe before the first update")
+    reason = ""
+    if weights != BETTER:
+        asked = weights
+        reason = f"-weights {weights}"
     if asked != BETTER:
         found = found.other(set_named(asked))
-    reason = f"-weights {weights}" if weights != BETTER else ""
-    if found.checkpoint and found.meta["update"] == 0 and found.meta["settings"].get("MODEL.NEW_CLASSIFIER") == "probe":
-        why = ": ".join(filter(None, (why, "the linear probe before the first update")))
-    which, words = choose_weights(found.meta, found.sets, asked, reason)
-    return replace(found, which=which, words=f"{found.place.name}{f' ({why})' if why else ''}, {words}")
+    which, words = choose_weights(meta, found.sets, asked, reason)
+    place = found.place.name
+    if reasons:
+        place += f" ({': '.join(reasons)})"
+    return replace(found, which=which, words=f"{place}, {words}")
 
 
 def choose_weights(
@@ -192,22 +208,28 @@ def choose_weights(
 
     `meta`: of a checkpoint, perhaps a foreign one. `wanted`: a value of -weights. `reason`: why, if not auto.
     """
-    # The run's SAVE_BEST_BY; its default if it is missing or unknown. The meta.json may be a foreign one.
-    of_sets, key, best = _metrics(meta), meta.get("settings", {}).get("SAVE_BEST_BY"), meta.get("best")
-    known = isinstance(key, str) and (key in METRICS or any(key in one for one in of_sets.values()))
-    by = metric_named(key) if known else ONE_LABEL.best
+    of_sets = _metrics(meta)
+    by = _decisive(meta, of_sets)
     values = {which: metrics[by.name] for which, metrics in of_sets.items() if by.name in metrics}
-    which, why = PLAIN, "by default: this checkpoint has no validation metrics"
+    better = best_set(values, by)
+    best = meta.get("best")
+    why = ""
     if wanted != BETTER:
-        which, why = set_named(wanted), reason
+        which = set_named(wanted)
+        why = reason
     elif len(available) == 1:
-        which, why = next(iter(available)), ""
-    elif (better := best_set(values, by)) is not None:
-        which, why = better, ""
+        which = next(iter(available))
+    elif better is not None:
+        which = better
     elif isinstance(best, Mapping) and isinstance(best.get("kind"), str):
         which, _ = set_of(best["kind"])
         why = f"chosen without metrics of this update: the run's best validation was that of its {which.label} weights"
-    words = f"{which.label} weights" + (f" ({why})" if why else "")
+    else:
+        which = PLAIN
+        why = "by default: this checkpoint has no validation metrics"
+    words = f"{which.label} weights"
+    if why:
+        words += f" ({why})"
     if which in values:
         words += f", {by.words} {by.number(values[which])}"
     for other, value in values.items():
@@ -216,13 +238,23 @@ def choose_weights(
     return which, words
 
 
+def _decisive(meta: Mapping[str, Any], of_sets: Mapping[WeightSet, Mapping[str, float]]) -> Metric:
+    """The run's SAVE_BEST_BY; its default if it is missing or unknown, as in a foreign meta.json."""
+    key = meta.get("settings", {}).get("SAVE_BEST_BY")
+    if isinstance(key, str) and (key in METRICS or any(key in metrics for metrics in of_sets.values())):
+        return metric_named(key)
+    return ONE_LABEL.best
+
+
 def _metrics(meta: Mapping[str, Any]) -> dict[WeightSet, dict[str, float]]:
     """The metrics of each set of weights by their names without its prefix."""
-    metrics, found = meta.get("metrics"), {which: {} for which in SETS}
-    for key, value in metrics.items() if isinstance(metrics, Mapping) else ():
-        which, name = set_of(key)
-        if is_number(value):
-            found[which][name] = value
+    found = {which: {} for which in SETS}
+    metrics = meta.get("metrics")
+    if isinstance(metrics, Mapping):
+        for key, value in metrics.items():
+            which, name = set_of(key)
+            if is_number(value):
+                found[which][name] = value
     return found
 
 
@@ -270,14 +302,14 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
     UserError if the header does not have them.
     """
     if file.suffix != ".safetensors":
-        other = (
-            "weights without a description of their model" if file.name.endswith(WEIGHTS) else "not weights of vitamp"
-        )
+        other = "not weights of vitamp"
         if file.suffix in PROGRAMS:
             other = "an exported program, not weights for vitamp (docs/export.md has code that runs it)"
+        elif file.name.endswith(WEIGHTS):
+            other = "weights without a description of their model"
         raise UserError(f"{file}: {other}. Name a run, a checkpoint, or a file written by {WRITERS}.")
     header = read_header(file)
-    if header.get("made_by") != MADE_BY or not header.keys() >= {*NEEDED}:
+    if header.get("made_by") != MADE_BY or not header.keys() >= set(NEEDED):
         raise UserError(
             f"{file}: its header was not written by {WRITERS}, so the model and its preprocessing are unknown. "
             f"Evaluate it with the settings of its model, or with -model NAME for one of timm: "
@@ -287,9 +319,11 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
     if header.get("calibration"):
         check_fields(Calibration, header["calibration"], file)
     # An export names its weights "ema", a file of checkpoint.py strip "the EMA".
-    others = [which for which in SETS if which != PLAIN]
     words = str(header.get("weights"))
-    return header, next((one for one in others if re.search(rf"\b{one.name}\b", words, re.IGNORECASE)), PLAIN)
+    for which in SETS:
+        if which != PLAIN and re.search(rf"\b{which.name}\b", words, re.IGNORECASE):
+            return header, which
+    return header, PLAIN
 
 
 def encoded(fields: dict[str, Any]) -> dict[str, str]:

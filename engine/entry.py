@@ -72,22 +72,29 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         _report(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
         return EXIT_FAILED
     except (SystemExit, KeyboardInterrupt) as leave:
-        if own := _in_own_code(leave):
+        own = _in_own_code(leave)
+        if own:
             _report(_of_this_rank(own), aloud=True)
             return EXIT_FAILED
         if isinstance(leave, KeyboardInterrupt):
             raise
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
-        if (group := _group()) and group.caused_by_lost_rank(error):
-            signals.exit_if_asked(CTRL_C)
-            # The launcher will end this rank by SIGTERM; until then, the watchdog has time to log which rank is lost.
-            signals.deferred = True
-            group.watchdog.expect_lost_rank()
-            time.sleep(SECONDS_TO_FIND_LOST_RANK)
-            signals.exit_if_asked(ENDED)
+        _give_way_to_lost_rank(error)
         _report(_of_this_rank(_in_own_code(error) or traceback.format_exc()), aloud=True)
         return EXIT_FAILED
+
+
+def _give_way_to_lost_rank(error: Exception) -> None:
+    """If another rank is lost, this rank's error only follows from it: leave time to find out which one it is."""
+    group = _group()
+    if group and group.caused_by_lost_rank(error):
+        signals.exit_if_asked(CTRL_C)
+        # The launcher will end this rank by SIGTERM; until then, the watchdog has time to log which rank is lost.
+        signals.deferred = True
+        group.watchdog.expect_lost_rank()
+        time.sleep(SECONDS_TO_FIND_LOST_RANK)
+        signals.exit_if_asked(ENDED)
 
 
 def _group() -> Any:
@@ -96,7 +103,8 @@ def _group() -> Any:
 
 
 def _rank_name() -> str | None:
-    return group.rank_name if (group := _group()) else None
+    group = _group()
+    return group.rank_name if group else None
 
 
 def _of_this_rank(failure: str) -> str:
@@ -139,7 +147,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     if command.action == "print_config":
         if given:
             _use_own_code(loaded, given, command.trust)
-        if (optimizer := loaded.config.TRAIN.OPTIMIZER.NAME) != default_of("TRAIN.OPTIMIZER.NAME"):
+        optimizer = loaded.config.TRAIN.OPTIMIZER.NAME
+        if optimizer != default_of("TRAIN.OPTIMIZER.NAME"):
             from engine.optim.build import optimizer_name
 
             optimizer_name(optimizer)
@@ -220,11 +229,10 @@ def _world_of(command: CommandLine, loaded: Loaded, many: bool) -> World:
     world = (None if many else world_from_launcher()) or read_world(command.ranks) or ALONE
     if not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
-    trains = command.action == "train" and not config.EVAL
-    on_terminal = sys.stdout.isatty() and world.launcher not in MAKE_TERMINALS
-    if trains and (config.LOG_STYLE == "table" or (config.LOG_STYLE == "auto" and on_terminal)):
-        shorten_on_terminal()
-    if trains:
+    if command.action == "train" and not config.EVAL:
+        on_terminal = sys.stdout.isatty() and world.launcher not in MAKE_TERMINALS
+        if config.LOG_STYLE == "table" or (config.LOG_STYLE == "auto" and on_terminal):
+            shorten_on_terminal()
         hold_warnings()
     if not many and world.size > 1:
         raise UserError(

@@ -57,7 +57,8 @@ def check(config: Config) -> None:
         try_own_code(config)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
-    if weights := _first_weights(config):  # last: it may ask the network
+    weights = _first_weights(config)
+    if weights:  # last: it may ask the network
         from models.weights.find import locate
 
         locate(weights, download=False)
@@ -66,9 +67,10 @@ def check(config: Config) -> None:
 def _check_training(config: Config) -> None:
     """What an evaluation need not keep."""
     train = config.TRAIN
-    steps = config.TRAIN.SIZE_SCHEDULE
+    steps = train.SIZE_SCHEDULE
     full = config.DATA.IMAGE_SIZE
-    if metric_named(by := config.SAVE_BEST_BY).trivial >= config.MODEL.NUM_CLASSES:
+    by = config.SAVE_BEST_BY
+    if metric_named(by).trivial >= config.MODEL.NUM_CLASSES:
         raise UserError(f"SAVE_BEST_BY {by}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
     if train.NUM_EPOCHS == AUTO:
         from engine.memory.dry_run import check_open_epochs
@@ -85,7 +87,8 @@ def _check_training(config: Config) -> None:
     if train.BCE_TARGET_THRESH is not None:
         task_of(config).loss(train, None)  # which refuses a threshold beside its targets
     for key in ("WANDB", "MLFLOW"):
-        if (project := value_of(config, key)) is not None:
+        project = value_of(config, key)
+        if project is not None:
             from engine.report.trackers import check_project
 
             check_project(key, project)
@@ -105,12 +108,16 @@ def _first_weights(config: Config) -> str | None:
 
 def with_data_set(loaded: Loaded) -> Loaded:
     """The settings with the data set that is recognised in DATA_PATH, unless the user has named one."""
-    if (place := loaded.config.DATA.DATA_PATH) is not None and loaded.is_default(DATASET):
-        from datasets.recognise import recognise
+    place = loaded.config.DATA.DATA_PATH
+    if place is None or not loaded.is_default(DATASET):
+        return loaded
+    from datasets.recognise import recognise
 
-        if (found := recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)) is not None:
-            return loaded.with_values({DATASET: found[0]}, f"recognised in {place}", [f"{DATASET} {': '.join(found)}"])
-    return loaded
+    found = recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)
+    if found is None:
+        return loaded
+    name, why = found
+    return loaded.with_values({DATASET: name}, f"recognised in {place}", [f"{DATASET} {name}: {why}"])
 
 
 def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
@@ -137,8 +144,10 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
     if loaded.config.TRAIN.DISTILLATION_TYPE is not None:
         from engine.distill.teacher import default_teacher
 
-        if (found := default_teacher(loaded.config)) is not None:
-            loaded = loaded.with_values({"TRAIN.TEACHER_MODEL": found[0]}, "PaddleViT's default", [found[1]])
+        found = default_teacher(loaded.config)
+        if found is not None:
+            name, note = found
+            loaded = loaded.with_values({"TRAIN.TEACHER_MODEL": name}, "PaddleViT's default", [note])
     if any(value_of(loaded.config, key) == AUTO for key in AUTO_BY_DATA):
         from engine.inputs.auto import with_image_size, with_measurements, with_patch_size
 
@@ -151,7 +160,8 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
         return loaded
     from engine.evaluation.data import evaluated_weights, settings_for_evaluation
 
-    given |= {DATASET} if loaded.sources[DATASET].kind is not Kind.RUN else set()
+    if loaded.sources[DATASET].kind is not Kind.RUN:
+        given.add(DATASET)
     values, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)
     return loaded.with_values(values, "the evaluated data", notes)
 
@@ -159,10 +169,11 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
 def _with_typed_data(loaded: Loaded, given: set[str]) -> Loaded:
     """Refuse a DATA_PATH of the command line that is not read, and warn of splits that are not made."""
     config = loaded.config
-    if "DATA.DATA_PATH" in given and not config.EVAL and (unread := unread_path(config.DATA)):
-        raise UserError(unread)
     if config.EVAL:
         return loaded
+    unread = unread_path(config.DATA) if "DATA.DATA_PATH" in given else None
+    if unread:
+        raise UserError(unread)
     if not config.TRAIN.KNN and "DATA.VAL_FRACTION" in given and not comes_unsplit(config.DATA):
         kept = "; DATA.KEEP_TEST=true makes one of train" if validates_on_test(config.DATA) else ""
         loaded = loaded.with_warning(

@@ -40,7 +40,8 @@ def lock_existing_folder(config: Config, lock: FolderLock) -> None:
     if target is not None and Path(target).is_dir():
         lock.take(Path(target))
         check_output(target, config.SAVE, resumed_run(config))
-        if checkpoints_in(Path(target) / CHECKPOINTS) and (gone := missing_from(Path(target))):
+        gone = missing_from(Path(target)) if checkpoints_in(Path(target) / CHECKPOINTS) else []
+        if gone:
             log.warning("Missing in %s, although the run had written it: %s.", target, some_of(gone))
 
 
@@ -95,17 +96,19 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
         from datasets.decoding import decoder_of_jpeg
 
         choices["decoder"] = decoder_of_jpeg()
+    about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG)
     train_set = getattr(ready, "train_set", None)
     splits = {"train": train_set, "val": ready.val_set}
-    images = train_set and train_set.single_images()
-    about = {
-        **describe_run(describe_devices(run.device, world, threads), choices, config.TAG),
-        "samples": {name: len(split) for name, split in splits.items() if split is not None},
-        **({"relabel": images.relabel} if images and images.relabel else {}),
-        **({"val_groups": groups} if (groups := len({*ready.val_set.groups()})) else {}),
-        "largest_class_percent": largest_class(ready),
-        "parameters": dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True)),
-    }
+    about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
+    images = None if train_set is None else train_set.single_images()
+    if images is not None and images.relabel:
+        about["relabel"] = images.relabel
+    groups = set(ready.val_set.groups())
+    if groups:
+        about["val_groups"] = len(groups)
+    about["largest_class_percent"] = largest_class(ready)
+    every, trained = count_parameters(ready.model)
+    about["parameters"] = {"all": every, "trainable": trained}
     with os_errors_as_user_errors(folder):
         with suppress(UserError):  # of a resumed run; without it, or damaged, it is only not said
             begun = read_about(folder)

@@ -36,7 +36,7 @@ from engine.report.outcome import ALIKE, FOLDS
 from engine.speed.tuning import speed_up
 from engine.task import task_of
 from engine.task.base import Task
-from engine.task.losses import WeightedCrossEntropy, class_weights, loss_named
+from engine.task.losses import Criterion, WeightedCrossEntropy, class_weights, loss_named
 from engine.update import TrainState
 from models.build import build_model
 from models.parts import classifiers, is_convolutional
@@ -135,7 +135,8 @@ def tuned_model(
         from engine.amp.low_precision import prepare_model
 
         on_every_rank(world, lambda: prepare_model(model, config.AMP, precision))
-    return TunedModel(model, inputs, precision, *speed_up(config, model, inputs, precision, world, choices))
+    chosen, computing = speed_up(config, model, inputs, precision, world, previous=choices)
+    return TunedModel(model, inputs, precision, chosen, computing)
 
 
 def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
@@ -146,15 +147,9 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
         from models.weights.fit import load_pretrained
 
         new = config.MODEL.NEW_CLASSIFIER
-        whole = config.EVAL
-        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, new, whole))
+        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, new, complete=config.EVAL))
         if new == "zero":
-            for head in map(model.get_submodule, classifiers(model)):
-                layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-                # With zeros before the last one, nothing would learn. CrossViT averages several that are as wide.
-                last = [layer for layer in layers if len(layer.weight) == len(layers[-1].weight)]
-                for weight in (weight for layer in last for weight in layer.parameters()):
-                    torch.nn.init.zeros_(weight)
+            _zero_classifiers(model)
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
     if config.MODEL.LORA.RANK is not None and not config.EVAL:  # else the adapters are merged into the weights
@@ -162,6 +157,16 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
 
         add_adapters(model, config.MODEL.LORA, config.SEED)
     return model.to(device)
+
+
+def _zero_classifiers(model: nn.Module) -> None:
+    for head in map(model.get_submodule, classifiers(model)):
+        layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+        for layer in layers:
+            # With zeros before the last one, nothing would learn. CrossViT averages several that are as wide.
+            if len(layer.weight) == len(layers[-1].weight):
+                for weight in layer.parameters():
+                    nn.init.zeros_(weight)
 
 
 def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyToTrain:
@@ -180,17 +185,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
 
         sharding = build_sharding(config, world, device)
     ready = build_for_evaluation(run, checkpoint)
-    if dry and (config.MODEL.starts_at_probe or config.trains_on_features):
-        log.info(
-            "-dry_run keeps no features: training begins with a pass over the images%s.",
-            " and a linear probe, so loss and accuracy here are not its own" if config.MODEL.starts_at_probe else "",
-        )
-    elif checkpoint is None and config.MODEL.starts_at_probe:
-        from engine.evaluation.linear import start_at_probe
-
-        ready.choices[FOLDS], ready.choices[ALIKE] = start_at_probe(run, ready)
-    else:
-        ready.choices |= {key: choices[key] for key in (FOLDS, ALIKE) if key in choices}
+    _settle_probe(run, ready, checkpoint, dry)
     if world.size > 1:
         from engine.parallel.ddp import settle_batch_norms
 
@@ -198,49 +193,81 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     train_set, loader = training_data(config, world, device)
     updates = loader.order.updates
     if world.first:
-        knn = (ready.neighbours.bank, ready.neighbours.images) if ready.neighbours else ()
-        warn_of_splits(config.DATA, *(each.single_images() for each in (train_set, ready.val_set, *knn)))
+        splits = [train_set, ready.val_set]
+        if ready.neighbours:
+            splits += [ready.neighbours.bank, ready.neighbours.images]
+        warn_of_splits(config.DATA, *(split.single_images() for split in splits))
     if checkpoint and sharding:  # which decides in what dtype to gather weights when it shards them
         from engine.checkpoint.restore import restore_fp32
 
         restore_fp32(ready.model, checkpoint, ready.precision)
     parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
-    position = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates)
-    best = Best(kind=config.SAVE_BEST_BY)
-    warnings = list[str]()
-    if checkpoint:
-        from engine.checkpoint.restore import check_and_restore, check_classes
-
-        samples = identity_of(train_set, loader.order)
-        position, best, warnings = check_and_restore(parts, checkpoint, samples, config, world)
-        check_classes(checkpoint.folder, checkpoint.meta.get("classes"), train_set.classes, config)
-    elif train.LAST_EPOCH:
-        parts.schedule.restore(position.update)
+    position, best, warnings = _beginning(run, parts, checkpoint, train_set, loader.order)
     if config.trains_on_features and not dry:
         from engine.evaluation.features import see_features
 
-        if (found := see_features(run, ready, parts, train_set)) is not None:
+        found = see_features(run, ready, parts, train_set)
+        if found is not None:
             train_set = found
-            loader = TrainLoader(found, loader.order, config.SEED, 0, device)
+            loader = TrainLoader(found, loader.order, config.SEED, workers=0, device=device)
     elif config.freezes_backbone and not config.trains_on_features and train.NUM_EPOCHS > 1:
         log.info(
             "MODEL.FREEZE backbone: it is computed in each of %d epochs, because the images change at random. "
             "%s -probe computes it once, and fits the classifier in seconds.",
-            *(train.NUM_EPOCHS, started_as("scripts/evaluate.py")),
+            train.NUM_EPOCHS,
+            started_as("scripts/evaluate.py"),
         )
     loader.on_arrival = partial(parts.stages.mark, DATA)
-    how = "none"
-    why = why_not_compiled(config, device, choices)
-    if why is None:
-        from engine.compile.choice import choose_compiling
-
-        left = updates_left(config, position, updates)
-        how, why = choose_compiling(config, parts, world, left, choices, run.compiling)
-    ready.choices |= {"compile": how, "compile_why": why}
+    ready.choices |= _compiled(run, parts, updates_left(config, position, updates), choices)
     for callback in parts.callbacks:
         ready.choices |= callback.noted()
     built: Any = {**vars(ready), "train_set": train_set, "train_loader": loader}
     return ReadyToTrain(**built, parts=parts, position=position, best=best, warnings=warnings)
+
+
+def _settle_probe(run: Run, ready: Ready, resumed: Checkpoint | None, dry: bool) -> None:
+    """Let a new run begin at a linear probe, if it is to, and keep what fitting it has found; or take that up."""
+    config = run.config
+    starts_at_probe = config.MODEL.starts_at_probe
+    if dry and (starts_at_probe or config.trains_on_features):
+        other = " and a linear probe, so loss and accuracy here are not its own" if starts_at_probe else ""
+        log.info("-dry_run keeps no features: training begins with a pass over the images%s.", other)
+    elif resumed is None and starts_at_probe:
+        from engine.evaluation.linear import start_at_probe
+
+        ready.choices[FOLDS], ready.choices[ALIKE] = start_at_probe(run, ready)
+    else:
+        choices = choices_of(resumed)
+        ready.choices |= {key: choices[key] for key in (FOLDS, ALIKE) if key in choices}
+
+
+def _beginning(
+    run: Run, parts: TrainState, checkpoint: Checkpoint | None, train_set: ImageDataset, order: EpochOrder
+) -> tuple[Position, Best, list[str]]:
+    """Where training begins, the best so far, and warnings of what differs from `checkpoint`, which is restored."""
+    config = run.config
+    if checkpoint is not None:
+        from engine.checkpoint.restore import check_and_restore, check_classes
+
+        restored = check_and_restore(parts, checkpoint, identity_of(train_set, order), config, run.world)
+        check_classes(checkpoint.folder, checkpoint.meta.get("classes"), train_set.classes, config)
+        return restored
+    last = config.TRAIN.LAST_EPOCH
+    position = Position(epoch=last + 1, update=last * order.updates)
+    if last:
+        parts.schedule.restore(position.update)
+    return position, Best(kind=config.SAVE_BEST_BY), []
+
+
+def _compiled(run: Run, parts: TrainState, updates: int, resumed: Choices) -> dict[str, str]:
+    """Whether the training is compiled, and why, as entries of its choices. `updates`: those to come."""
+    how = "none"
+    why = why_not_compiled(run.config, run.device, resumed)
+    if why is None:
+        from engine.compile.choice import choose_compiling
+
+        how, why = choose_compiling(run.config, parts, run.world, updates, resumed, run.compiling)
+    return {"compile": how, "compile_why": why}
 
 
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:
@@ -313,11 +340,7 @@ def build_train_state(
     precision = tuned.precision
     task = task_of(config)
     device = precision.device
-    weights = None if train_set is None else weights_of_classes(config, train_set)
-    criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32))
-    criterion = criterion.to(device) if isinstance(criterion, nn.Module) else criterion
-    if train.own_loss:  # outside autocast, which would compute its matrix products in half precision
-        criterion = torch.autocast(device.type, enabled=False)(criterion)
+    criterion = _criterion(config, task, train_set, device)
     batch_transform = no_transform
     stages = Stages()
     if config.REPORT_STAGES:
@@ -332,8 +355,9 @@ def build_train_state(
     built = tuple(callbacks(config, tuned, world, sharding is not None, resumed, classes))
     if sharding is not None:
         sharding.shard(model, precision)
-        for other in (module for callback in built for module in callback.weights().values()):
-            sharding.shard(other, precision, computing=False)
+        for callback in built:
+            for other in callback.weights().values():
+                sharding.shard(other, precision, computing=False)
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
     scheduler = build_scheduler(optimizer, train, rates, per_epoch)
@@ -359,6 +383,16 @@ def build_train_state(
         stages=stages,
         callbacks=built,
     )
+
+
+def _criterion(config: Config, task: Task, train_set: ImageDataset | None, device: torch.device) -> Criterion:
+    weights = None if train_set is None else weights_of_classes(config, train_set)
+    criterion = task.loss(config.TRAIN, None if weights is None else torch.tensor(weights, dtype=torch.float32))
+    if isinstance(criterion, nn.Module):
+        criterion = criterion.to(device)
+    if config.TRAIN.own_loss:  # outside autocast, which would compute its matrix products in half precision
+        criterion = torch.autocast(device.type, enabled=False)(criterion)
+    return criterion
 
 
 def callbacks(
@@ -421,20 +455,26 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     """Facts about the run that the advice on its bottleneck depends on."""
     device = ready.precision.device
     model = ready.model
-    amp = ready.precision.level != "O0" or not amp_may_gain(device, model)
-    workers = None if ready.train_set.in_memory else ready.train_loader.workers
-    samples = ready.train_set.single_images()
-    # A data set without single images is an array of pixels.
-    stored, remote = ("pixels", False) if samples is None else (samples.stored, samples.remote)
-    # Only who has switched compiling off may gain by it: auto has weighed it.
-    compiled = (ready.choices.get("compile"), ready.choices.get("compile_why")) != ("none", "as asked for")
-    here = ready.parts.world.own_cores
-    several = ready.train_set.sample_labels().ndim > 1
+    uses_amp = ready.precision.level != "O0"
+    gains_by_amp = amp_may_gain(device, model)
+    samples = ready.train_set.single_images()  # none: an array of pixels
+    how_compiled = ready.choices.get("compile"), ready.choices.get("compile_why")
     faster = []
     if device.type == "cpu":
         if is_convolutional(model) and not (ready.choices["channels_last"] or ready.parts.sharding):
             faster.append("SPEED=+channels_last")
-        if ready.precision.level != "O0" and not amp_may_gain(device, model):
+        if uses_amp and not gains_by_amp:
             faster.append("-amp off (fp32 is faster here)")
-    threads = torch.get_num_threads()
-    return Setting(device.type, amp, compiled, workers, here, stored, remote, threads, several, tuple(faster))
+    return Setting(
+        device=device.type,
+        amp=uses_amp or not gains_by_amp,
+        # Only who has switched compiling off may gain by it: auto has weighed it.
+        compiled=how_compiled != ("none", "as asked for"),
+        workers=None if ready.train_set.in_memory else ready.train_loader.workers,
+        cores=ready.parts.world.own_cores,
+        stored="pixels" if samples is None else samples.stored,
+        remote=samples is not None and samples.remote,
+        threads=torch.get_num_threads(),
+        several=ready.train_set.sample_labels().ndim > 1,
+        faster=tuple(faster),
+    )

@@ -217,8 +217,9 @@ class Trainer:
         config = self.config
 
         def is_due(epochs: int | None, updates: int | None = None) -> bool:
-            done = ((finished, epochs), (position.update, updates))
-            return last or any(number is not None and every and number % every == 0 for number, every in done)
+            if last or (updates and position.update % updates == 0):
+                return True
+            return finished is not None and bool(epochs) and finished % epochs == 0
 
         improved = is_due(config.VALIDATE_FREQ, config.VALIDATE_EVERY_UPDATES) and self._validate()
         if finished is not None:
@@ -234,7 +235,8 @@ class Trainer:
         position = self.position
         config = self.config
         away = [updates_left(config, position, self.per_epoch)]
-        if every := config.VALIDATE_EVERY_UPDATES:
+        every = config.VALIDATE_EVERY_UPDATES
+        if every:
             away.append(every - position.update % every)
         if position.epoch % config.VALIDATE_FREQ == 0:
             away.append(self.per_epoch - position.step)
@@ -269,7 +271,8 @@ class Trainer:
         if reading.skipped_in_a_row >= MOST_SKIPS:  # unless AMP.AUTO_FP32 now moves the module that overflows
             self._health.report(self.position, together=True)
             reading = self._read()
-        if error := self._health.too_many_skips(reading, self.position.update):
+        error = self._health.too_many_skips(reading, self.position.update)
+        if error:
             self._save()
             self._finish_saving()
             raise error
@@ -285,44 +288,51 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Validate all weights that the run keeps, unless it is done. True if one of them is now the best so far."""
-        known = self.position.update or self.best.figure is not None  # a start may be validated too
-        if known and self.position.validated == self.position.update:
+        position = self.position
+        known = position.update or self.best.figure is not None  # a start may be validated too
+        if known and position.validated == position.update:
             return False
         self._stop_on_nan(self._read())
         began = perf_counter()
-        self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
+        self._health.report(position, together=True)  # report skips before a validation that may be interrupted
         if self.reporter.live:
-            self.reporter.live.validating(self.position)
+            self.reporter.live.validating(position)
         metrics = self._measure()
         seconds = perf_counter() - began
         self._wait_for_writer()
         self._last_metrics = metrics
-        self.position.validated = self.position.update
-        here = self.position if self.position.step else replace(self.position, epoch=self.position.epoch - 1)
-        by = self.config.SAVE_BEST_BY
-        if self.config.MODEL.starts_at_probe and here.update == 0:
-            self.probe = metrics[PLAIN].predictions.get("guess")
-        if self.probe is not None:  # for the report, and for a resumed run
-            metrics[PLAIN] = replace(metrics[PLAIN], predictions={**metrics[PLAIN].predictions, PROBE: self.probe})
-        values = {which: means.value(by) for which, means in metrics.items()}
-        better = best_set(values, metric_named(by)) or PLAIN
-        best_now = Best(figure=values[better], kind=f"{better.prefix}{by}", update=here.update, epoch=here.epoch)
-        improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
-        mark = mark_of_best(self._guess, best_now.figure if by == TOP1.name else None) if improved else ""
+        position.validated = position.update
+        here = position if position.step else replace(position, epoch=position.epoch - 1)
+        self._add_probe(metrics)
+        by = metric_named(self.config.SAVE_BEST_BY)
+        values = {which: means.value(by.name) for which, means in metrics.items()}
+        better = best_set(values, by) or PLAIN
+        figure = values[better]
+        improved = figure is not None and self.best.is_beaten_by(figure)
+        mark = ""
+        if improved:
+            mark = mark_of_best(self._guess, figure if by.name == TOP1.name else None)
         if self.world.first:
             keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, here.update)
         self.reporter.validation(here, metrics, seconds, mark)
         self._restart_clocks()
         if improved:
             self._best_before = self.best
-            self.best = best_now
+            self.best = Best(figure=figure, kind=f"{better.prefix}{by.name}", update=here.update, epoch=here.epoch)
             self.best_metrics = metrics[better]
         else:
             if self.config.MODEL.starts_at_probe and self.best.update == 0 and not self.best.stale:
                 words = "Not better than the linear probe that training began with (%s): often so in the first epochs."
-                log.info(words, metric_named(by).words)
+                log.info(words, by.words)
             self.best.stale += 1
         return improved
+
+    def _add_probe(self, metrics: dict[WeightSet, Metrics]) -> None:
+        """Add what the linear probe predicted, which is validated before the first update, to later predictions."""
+        if self.config.MODEL.starts_at_probe and self.position.update == 0:
+            self.probe = metrics[PLAIN].predictions.get("guess")
+        if self.probe is not None:  # for the report, and for a resumed run
+            metrics[PLAIN] = replace(metrics[PLAIN], predictions={**metrics[PLAIN].predictions, PROBE: self.probe})
 
     def _measure(self) -> dict[WeightSet, Metrics]:
         """Metrics of all weights that the run keeps. If that fails, the training so far is saved."""

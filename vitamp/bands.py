@@ -22,7 +22,9 @@ from vitamp.sizes import BYTES_PER_PIXEL, MOST_BYTES, refuse_large
 
 ENDINGS = (".npy", ".npz", ".dcm")
 """Of the files that only this module reads"""
-NUMPY, ZIP, DEEP_PNG = b"\x93NUMPY", b"PK\x03\x04", (b"\x89PNG", 16)
+NUMPY = b"\x93NUMPY"
+ZIP = b"PK\x03\x04"
+DEEP_PNG = (b"\x89PNG", 16)
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 BY_PILLOW = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "JPEG2000")
 MODES = ("L", "LA", "RGB", "RGBA", "F", "I", "I;16", "I;16B", "I;16L")
@@ -49,13 +51,21 @@ def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str, most: 
             raise
         most -= array.nbytes
     kinds = [f"{one.shape[1]} x {one.shape[0]} of {one.dtype.name}" for one in arrays]
-    if other := next((number for number, kind in enumerate(kinds) if kind != kinds[0]), 0):
-        place = f" ({paths[other]})" if paths else ""
-        raise ValueError(f"its files differ: {kinds[0]} and {kinds[other]}{place}")
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            place = f" ({paths[number]})" if paths else ""
+            raise ValueError(f"its files differ: {kinds[0]} and {kind}{place}")
     pixels = np.concatenate(arrays, axis=2)
+    _check(pixels, channels, bits)
+    return pixels
+
+
+def _check(pixels: np.ndarray, channels: int, bits: int | str) -> None:
+    """ValueError unless a model of these channels and bits takes these pixels."""
     if pixels.size == 0:
         raise ValueError(f"its shape is {' x '.join(map(str, pixels.shape))}, which has no pixels")
-    kind, wanted = pixels.dtype, DTYPES[str(bits)]
+    kind = pixels.dtype
+    wanted = DTYPES[str(bits)]
     if kind.kind == "i":
         raise ValueError(f"its values are {kind.name}, which have a sign; store uint16, or floats with DATA.BITS=float")
     if kind.name != wanted and not (wanted == "float32" and kind.kind == "f"):
@@ -63,9 +73,10 @@ def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str, most: 
     if pixels.shape[2] != channels:
         files = "" if pixels.shape[2] > channels else ", or name its other files in a table: docs/bands.md"
         raise ValueError(f"it has {pixels.shape[2]} channels; DATA.IMAGE_CHANNELS is {channels}{files}")
-    if kind.kind == "f" and (wrong := pixels.size - int(np.isfinite(pixels).sum())):
-        raise ValueError(f"{wrong:,} of its {pixels.size:,} values are NaN or infinity")
-    return pixels
+    if kind.kind == "f":
+        wrong = pixels.size - int(np.isfinite(pixels).sum())
+        if wrong:
+            raise ValueError(f"{wrong:,} of its {pixels.size:,} values are NaN or infinity")
 
 
 def _parts(image: bytes | np.ndarray, most: int) -> Iterator[bytes | np.ndarray]:
@@ -105,7 +116,8 @@ def planes_of(
 ) -> torch.Tensor:
     """The values of a file, of the files of one image, or of an array, as channels x height x width."""
     if not isinstance(image, np.ndarray):
-        contents = [read_regular(path, most) for path in ([image] if isinstance(image, str | Path) else image)]
+        paths = [image] if isinstance(image, str | Path) else image
+        contents = [read_regular(path, most) for path in paths]
         image = read_bands(contents[0] if len(contents) == 1 else together(contents), channels, bits, most)
     pixels = read_bands(image, channels, bits, most)
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32))
@@ -118,8 +130,10 @@ def _arranged(pixels: np.ndarray, channels: int) -> np.ndarray:
         return pixels[:, :, None]
     if pixels.ndim != 3:
         raise ValueError(f"its shape is {' x '.join(map(str, pixels.shape))}; an image has height, width and channels")
-    first, last = pixels.shape[0], pixels.shape[2]
-    return pixels.transpose(1, 2, 0) if first == channels or (last != channels and first < last) else pixels
+    first = pixels.shape[0]
+    last = pixels.shape[2]
+    channels_first = first == channels or (last != channels and first < last)
+    return pixels.transpose(1, 2, 0) if channels_first else pixels
 
 
 def _read(content: bytes, most: int) -> np.ndarray:
@@ -150,7 +164,8 @@ def _read(content: bytes, most: int) -> np.ndarray:
         if image.mode not in MODES:
             raise ValueError(f"its colour mode is {image.mode}; store grey, RGB or RGBA")
         # Mode "I" is Pillow's of 16-bit PGM.
-        return np.asarray(image).astype(np.uint16) if image.mode == "I" else np.asarray(image)
+        array = np.asarray(image)
+        return array.astype(np.uint16) if image.mode == "I" else array
 
 
 def has_window(content: bytes | np.ndarray, most: int) -> bool:
@@ -186,11 +201,13 @@ def _of_dicom(content: bytes, most: int) -> np.ndarray:
         return values
     least = -(2 ** (about.BitsStored - 1)) if about.PixelRepresentation else 0
     ends = np.array([least, least + 2**about.BitsStored - 1])
-    values, (low, high) = (pixels.apply_modality_lut(one, about) for one in (values, ends))
+    values = pixels.apply_modality_lut(values, about)
+    low, high = pixels.apply_modality_lut(ends, about)
     if about.get("WindowCenter") is not None:
         low, high = pixels.apply_windowing(np.array([-1e12, 1e12]), about)  # beyond the window
         values = (pixels.apply_windowing(values, about) - low) / (high - low)
-        low, high = 0, 1
+        low = 0
+        high = 1
     if about.get("PhotometricInterpretation") == "MONOCHROME1":  # low values are white
         values = float(low) + float(high) - values
     return values.astype(np.float32)

@@ -88,13 +88,16 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
         if not many:
             return []
         origin: Any = self.model.vitamp
-        words = [str(origin.path), "-weights", origin.weights, *words_of(flags)]
+        words = [str(origin.path), "-weights", origin.weights]
+        words += words_of(flags)
         with _starting:  # threads that ask at once share one process
             predictor = self._predictor
             if predictor is None or not predictor.answers(words):
-                predictor = self._predictor = _Predictor(words)
+                predictor = _Predictor(words)
+                self._predictor = predictor
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
-            paths, broken = list[str](), dict[str, str]()
+            paths: list[str] = []
+            broken: dict[str, str] = {}
             for number, image in enumerate(many):
                 free = Path(folder, f"{number}")
                 try:
@@ -106,16 +109,15 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
                     empty = free.with_suffix(".png")
                     empty.touch()
                     paths.append(str(empty))
-                    broken[paths[-1]] = str(error)
+                    broken[str(empty)] = str(error)
             rows = predictor.ask(paths)
-        return [
-            Prediction(
-                Path(row["image"]).stem if row["image"].startswith(folder) else row["image"],
-                [Guess(one["class"], one["label"], one["probability"]) for one in row.get("guesses", ())],
-                broken.get(row["image"], row.get("error") or ""),
-            )
-            for row in rows
-        ]
+        predictions = []
+        for row in rows:
+            image = row["image"]
+            name = Path(image).stem if image.startswith(folder) else image
+            guesses = [Guess(one["class"], one["label"], one["probability"]) for one in row.get("guesses", ())]
+            predictions.append(Prediction(name, guesses, broken.get(image, row.get("error") or "")))
+        return predictions
 
 
 def _path_of(image: Any, free: Path) -> str:
@@ -125,14 +127,16 @@ def _path_of(image: Any, free: Path) -> str:
     if isinstance(image, Image.Image):
         if image.mode not in IN_PNG:
             image = image.convert("RGBA" if image.has_transparency_data else "RGB")
-        image.save(path := f"{free}.png", exif=image.getexif())
+        path = f"{free}.png"
+        image.save(path, exif=image.getexif())
         return path
     array = np.asarray(image)
     if array.dtype.kind not in "biuf" or array.ndim < 2:
         raise TypeError(f"{type(image).__name__}: an image is a path, one of Pillow's images, or an array of numbers")
     if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2:] in ((3,), (4,))):
         return _path_of(Image.fromarray(array), free)
-    np.save(path := f"{free}.npy", array, allow_pickle=False)
+    path = f"{free}.npy"
+    np.save(path, array, allow_pickle=False)
     return path
 
 
@@ -180,7 +184,9 @@ class _Predictor:
     """A process of `predict.py -serve`, which ends with this object."""
 
     def __init__(self, words: list[str]) -> None:
-        self._words, self._folder, self._lock = words, os.getcwd(), threading.Lock()
+        self._words = words
+        self._folder = os.getcwd()
+        self._lock = threading.Lock()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, str(PROGRAM / "scripts" / "predict.py"), *words, "-serve"]
         how = {
@@ -262,7 +268,8 @@ def words_of(flags: dict[str, Any]) -> Iterator[str]:
     """As they are typed: `-name value`, `-name` alone for True, KEY=VALUE for a setting; nothing for None and False."""
     for name, value in flags.items():
         if not name.islower():
-            yield f"{name}={json.dumps(value) if isinstance(value, (list, tuple, bool)) else value}"
+            text = json.dumps(value) if isinstance(value, (list, tuple, bool)) else value
+            yield f"{name}={text}"
         elif value is True:
             yield f"-{name}"
         elif value is not None and value is not False:
@@ -290,7 +297,8 @@ def _run(script: str, words: list[str], **env: str) -> None:
         start_new_session=True,  # an interrupt reaches it from here alone, once
     )
     os.close(its)
-    shown, interrupted = "", False
+    shown = ""
+    interrupted = False
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     try:
         while True:

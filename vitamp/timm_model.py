@@ -3,7 +3,7 @@
 Only JSON and tensors are read, and nothing is executed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,12 @@ def load_model(path: Path, weights: str) -> Loaded:
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise ValueError(f"{path}: the weights do not fit timm's plain model ({reason}). {_export(path)}") from None
     vars(model)["vitamp"] = Origin(
-        chosen.place.absolute(), chosen.which.name, chosen.words, chosen.classes, temperature, chosen.thresholds
+        path=chosen.place.absolute(),
+        weights=chosen.which.name,
+        why=chosen.words,
+        classes=chosen.classes,
+        temperature=temperature,
+        thresholds=chosen.thresholds,
     )
     return Loaded((model.eval(), transform))
 
@@ -96,7 +101,8 @@ def _build(about: Mapping[str, Any], path: Path) -> nn.Module:
         raise ValueError(f"{path}: an earlier version wrote it, without the arguments of timm's model. {_export(path)}")
     with torch.random.fork_rng(devices=[]):
         model = timm.create_model(call["name"], **call["arguments"])
-        if pool := about["settings"].get("MODEL.POOL"):
+        pool = about["settings"].get("MODEL.POOL")
+        if pool:
             pool_by(model, pool)
         return model
 
@@ -110,17 +116,23 @@ def transform_of(about: Mapping[str, Any], most: int = MOST_BYTES) -> v2.Compose
 
     `most`: bytes of an image (DATA.MAX_IMAGE_BYTES).
     """
-    channels, background = about["channels"], about.get("background")
-    upright = Upright(channels, bool(about.get("exif_rotate")), tuple(background) if background else None, most)
+    channels = about["channels"]
+    bits = about.get("bits")
+    background = about.get("background")
     mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")
     low, high = about.get("range", (0, 255))
     border = [low + (high - low) * value for value in about["mean"]]
-    if bits := about.get("bits"):
-        opened = [partial(planes_of, channels=channels, bits=bits, most=most)]
+    steps: list[Callable[[Any], Any]] = []
+    if bits:
+        steps.append(partial(planes_of, channels=channels, bits=bits, most=most))
     else:
-        opened, border = [upright, v2.PILToTensor()], [min(255, max(0, round(shade))) for shade in border]
-    resized = Resized(about["image_size"], mode, about["crop_pct"], about["interpolation"], tuple(border))
-    return v2.Compose([*opened, resized, Normalised(tuple(about["mean"]), tuple(about["std"]), low, high)])
+        behind = tuple(background) if background else None
+        steps.append(Upright(channels, bool(about.get("exif_rotate")), behind, most))
+        steps.append(v2.PILToTensor())
+        border = [min(255, max(0, round(shade))) for shade in border]
+    steps.append(Resized(about["image_size"], mode, about["crop_pct"], about["interpolation"], tuple(border)))
+    steps.append(Normalised(tuple(about["mean"]), tuple(about["std"]), low, high))
+    return v2.Compose(steps)
 
 
 @dataclass(frozen=True)
@@ -152,6 +164,9 @@ class Normalised:
     """Values that become 0 and 1"""
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        mean, std = (torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1) for values in (self.mean, self.std))
+        mean = torch.tensor(self.mean, dtype=torch.float64).reshape(-1, 1, 1)
+        std = torch.tensor(self.std, dtype=torch.float64).reshape(-1, 1, 1)
         span = self.high - self.low
-        return torch.addcmul(((-self.low / span - mean) / std).float(), pixels.float(), (1 / (span * std)).float())
+        offset = (-self.low / span - mean) / std
+        factor = 1 / (span * std)
+        return torch.addcmul(offset.float(), pixels.float(), factor.float())

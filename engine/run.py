@@ -74,7 +74,8 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
         log_lines(note.translate(IN_LINE) for note in loaded.notes)
         for warning in loaded.warnings:
             log.warning(warning.translate(IN_LINE))
-        if world.first and (advice := no_gpu_notice(config, device, dry)):
+        advice = no_gpu_notice(config, device, dry) if world.first else None
+        if advice:
             log.info(advice)
         if world.size > 1:
             from engine.machine.environment import join_run
@@ -86,31 +87,39 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             config = config.changed(DIST={"STRATEGY": "ddp", "HSDP": False})
         this = Run(config, world, device, threads, asked={"DIST.STRATEGY": dist.STRATEGY, "DIST.HSDP": dist.HSDP})
         try:
-            with ExitStack() as until_the_end:
-                lock, lists = until_the_end.enter_context(FolderLock()), None
-                if config.AMP.CUSTOM_WHITE_LIST or config.AMP.CUSTOM_BLACK_LIST:
-                    from engine.amp.op_lists import OpLists
-
-                    lists = OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST)
-                    until_the_end.enter_context(lists)
-                if config.EVAL:
-                    from engine.evaluation.evaluate_only import evaluate_only
-
-                    evaluate_only(this, dry)
-                    return EXIT_DONE
-                return dry_run(this) if dry else train(this, lock, lists)
+            return _carry_out(this, dry)
         except Exception as error:
             signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
             if is_out_of_memory(error):
                 from engine.memory.out_of_memory import describe
 
-                raise (UserError if world.size == 1 else TrainingError)(describe(error, this)) from None
+                kind = UserError if world.size == 1 else TrainingError
+                raise kind(describe(error, this)) from None
             raise
     finally:
         if world.size > 1:
             from utils.distributed.group import leave
 
             leave()
+
+
+def _carry_out(run: Run, dry: bool) -> int:
+    """Evaluate, try out, or train; until then, the run's folder is locked, and the lists of operators apply."""
+    amp = run.config.AMP
+    with ExitStack() as until_the_end:
+        lock = until_the_end.enter_context(FolderLock())
+        lists = None
+        if amp.CUSTOM_WHITE_LIST or amp.CUSTOM_BLACK_LIST:
+            from engine.amp.op_lists import OpLists
+
+            lists = OpLists(run.device.type, amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST)
+            until_the_end.enter_context(lists)
+        if run.config.EVAL:
+            from engine.evaluation.evaluate_only import evaluate_only
+
+            evaluate_only(run, dry)
+            return EXIT_DONE
+        return dry_run(run) if dry else train(run, lock, lists)
 
 
 def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
@@ -135,7 +144,8 @@ def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
         if ready.position.update == begun:
             raise
         # Exit code 2 is only for what is found before the first update.
-        raise (AllRanksError if isinstance(error, AllRanksUserError) else TrainingError)(str(error)) from None
+        kind = AllRanksError if isinstance(error, AllRanksUserError) else TrainingError
+        raise kind(str(error)) from None
 
 
 def dry_run(given: Run) -> int:
@@ -174,12 +184,13 @@ def _build(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyT
         from engine.machine.environment import check_images
 
         check_images(ready, run.world)
-    if warning := ready.precision.choice.warning:
-        log.warning(warning)
+    if ready.precision.choice.warning:
+        log.warning(ready.precision.choice.warning)
     if ready.precision.level != "O0" and run.device.type == "cuda":
         from engine.amp.low_precision import tile_size_hint
 
-        if advice := tile_size_hint(ready.model, run.config.DATA.BATCH_SIZE):
+        advice = tile_size_hint(ready.model, run.config.DATA.BATCH_SIZE)
+        if advice:
             log.info(advice)
     return ready
 
@@ -201,7 +212,8 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
         stop_holding_warnings()
     text = banner(run, ready, folder)
     log.info(text, extra=DETAIL)
-    if (brief := brief_terminal()) and folder is not None:
+    brief = brief_terminal()
+    if brief and folder is not None:
         print_on_terminal(brief.banner(text.translate(CONTROL)))
     for number, note in enumerate(notes):
         log.info("%s.", note, extra=IN_FULL if number else None)  # the first says what the banner does
@@ -209,7 +221,9 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
 
 def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:
     """Whether a resumed run has nothing left to do, which is logged. Otherwise, set the metric that it has to beat."""
-    config, world, position = run.config, run.world, ready.position
+    config = run.config
+    world = run.world
+    position = ready.position
     # A run that was killed between its last checkpoint and its last line goes through its end again.
     last = last_line(folder)
     ended = broadcast(not last or is_end(last), world)
@@ -230,7 +244,8 @@ def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder:
 
 def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> int:
     """Train, close what was opened, and log how it ended."""
-    config, world = run.config, run.world
+    config = run.config
+    world = run.world
     splits = splits_of(config.DATA)
     tracked = []
     for key in ("WANDB", "MLFLOW"):
@@ -259,43 +274,58 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
 
 def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -> None:
     """Log how the training ended, and what comes next. It reads no data, which may be gone by now."""
-    config, folder = run.config, trainer.folder
-    if trainer.broken is not None and (lost := trainer.broken.summary()):
+    folder = trainer.folder
+    lost = trainer.broken.summary() if trainer.broken is not None else ""
+    if lost:
         log.warning(lost)
-    place, clocked = "", "total time"
+    place = ""
+    clocked = "total time"
     if run.world.first:
         history = History.of_run(folder)
         if any(line.get("what") == "resume" for line in history.of("run")):
             clocked = "time since the resume"
-        by, figure = metric_named(trainer.best.by), trainer.best.figure
-        known, labels = trainer.best_metrics, ready.val_set.sample_labels()
-        guesses = known.predictions.get("guess") if known and known.value(by.name) == figure else None
-        groups = ready.val_set.groups()
-        context = in_context(by, figure, largest_class(ready), labels, guesses, groups)
-        said = [context]
-        copies = [copies_in_words(folder, advice=False)]
-        gain = gain_over_probe(by, history, folder)
-        if gain and trainer.best.update:
-            said.append(gain)
-        elif config.MODEL.starts_at_probe and figure is not None and trainer.best.update == 0 < trainer.position.update:
-            said.append(probe_is_best(by, history, gain))
-        if context and figure is not None:
-            copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
-            said.append(flatters(len(history.of("val")), folder, splits))
-            said.append(in_folds_instead(len(labels), folder, config.DATA, splits))
-        table = read_predictions(folder, trainer.position.update) or {}  # of the last validation
-        seen = table.get("guess", table.get(f"{AVERAGE.prefix}guess")) if guesses is None else guesses
-        if seen is not None:
-            names, folds = ready.val_set.classes or [], ready.choices.get(FOLDS)
-            said += strange(labels.astype(int), seen.astype(int), names, folds, trainer.probe, groups)
-        commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
-        log_lines((*said, " ".join(copies).strip(), commands))
+        log_lines(_outcome(run, ready, trainer, splits, history))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
-    best, total = trainer.best.words_after(": best "), clock(time.monotonic() - stopping.BEGAN)
+    best = trainer.best.words_after(": best ")
+    total = clock(time.monotonic() - stopping.BEGAN)
     log.info("%s%s; %s %s%s", words, best, clocked, total, place)
-    if run.world.first and (file := os.environ.get(FOLDER_FILE)):
+    file = os.environ.get(FOLDER_FILE)
+    if run.world.first and file:
         Path(file).write_bytes(os.fsencode(f"{folder}\n"))
+
+
+def _outcome(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits, history: History) -> list[str]:
+    """What the best validation is worth, what is strange about its predictions, and what can be done next."""
+    config = run.config
+    folder = trainer.folder
+    best = trainer.best
+    by = metric_named(best.by)
+    labels = ready.val_set.sample_labels()
+    groups = ready.val_set.groups()
+    known = trainer.best_metrics
+    guesses = known.predictions.get("guess") if known and known.value(by.name) == best.figure else None
+    context = in_context(by, best.figure, largest_class(ready), labels, guesses, groups)
+    said = [context]
+    copies = [copies_in_words(folder, advice=False)]
+    gain = gain_over_probe(by, history, folder)
+    if gain and best.update:
+        said.append(gain)
+    elif config.MODEL.starts_at_probe and best.figure is not None and best.update == 0 < trainer.position.update:
+        said.append(probe_is_best(by, history, gain))
+    if context and best.figure is not None:
+        copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
+        said.append(flatters(len(history.of("val")), folder, splits))
+        said.append(in_folds_instead(len(labels), folder, config.DATA, splits))
+    table = read_predictions(folder, trainer.position.update) or {}  # of the last validation
+    seen = table.get("guess", table.get(f"{AVERAGE.prefix}guess")) if guesses is None else guesses
+    if seen is not None:
+        names = ready.val_set.classes or []
+        folds = ready.choices.get(FOLDS)
+        said += strange(labels.astype(int), seen.astype(int), names, folds, trainer.probe, groups)
+    said.append(" ".join(copies).strip())
+    said.append(next_commands(run, trainer.position, best, folder, trainer.paused))
+    return said
 
 
 def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:

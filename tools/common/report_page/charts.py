@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tools.common.comparison import PAIRED_BY, PLACES
 from tools.common.report_page.runs import Run, differing_settings, metrics_of
 from utils.record.history import Points
-from vitamp.metrics import SETS
+from vitamp.metrics import SETS, Metric
 
 if TYPE_CHECKING:
     from tools.common.evaluation import Bin
 
 HUES = 8
+"""Colours in style.html"""
 SHADES = 4
-"""Colours in style.html, and variants of each: a shade and a marker shape."""
+"""Variants of each: a shade and a marker shape"""
 MOST_POINTS = 300
 """Points of a line: more would not be visible."""
 MOST_MARKERS = 60
@@ -31,10 +32,10 @@ RIGHT = 10
 TOP = 10
 BOTTOM = 36
 SIZES = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
+# Heights: a reliability diagram, and below it the bars of how many images each bin has.
 PLOT = 200
 GAP = 10
 COUNTS = 34
-"""Heights: a reliability diagram, and below it the bars of how many images each bin has"""
 
 
 class Style(NamedTuple):
@@ -57,6 +58,13 @@ class Curve:
     """Thin and pale: training beside validation"""
     dashed: bool = False
     """Validation of other weights than the plain ones"""
+
+    @property
+    def kind(self) -> str:
+        """Look of the line, for the legend."""
+        if self.faint:
+            return "faint"
+        return "dashed" if self.dashed else "strong"
 
 
 class Mark(NamedTuple):
@@ -85,33 +93,41 @@ class Chart:
 
     def lines(self) -> list[tuple[Curve, str]]:
         """Each curve with the `d` of its SVG path."""
-        paths = (" ".join(f"{x},{y}" for x, y in map(self._place, thinned(c.points, MOST_POINTS))) for c in self.drawn)
-        return [(curve, f"M{path}") for curve, path in zip(self.drawn, paths, strict=True)]
+        found = []
+        for curve in self.drawn:
+            places = [self._place(point) for point in thinned(curve.points, MOST_POINTS)]
+            path = " ".join(f"{x},{y}" for x, y in places)
+            found.append((curve, f"M{path}"))
+        return found
 
     def markers(self) -> list[tuple[float, float, Style, str]]:
         """(x, y, style, words for the pointer): every point of a short curve, some points of a long one."""
         found = []
         for curve in self.drawn:
+            if curve.faint:
+                continue
             few = len(curve.points) <= MOST_MARKERS
             for point in curve.points if few else thinned(curve.points, SPARSE_MARKERS):
-                if not curve.faint:
-                    words = f"{curve.label}, {self.x_name} {point[0]:,.6g}: {short(point[1])}"
-                    found.append((*self._place(point), curve.style, words))
+                x, y = self._place(point)
+                words = f"{curve.label}, {self.x_name} {point[0]:,.6g}: {short(point[1])}"
+                found.append((x, y, curve.style, words))
         return found
 
     def symbols(self) -> list[tuple[str, float, float, Style, str]]:
         """(symbol, x, y, style, words for the pointer) of the marks."""
-        return [
-            (mark.symbol, *self._place(point), mark.style, f"{mark.label}, {self.x_name} {point[0]:,.6g}")
-            for mark in self.marks
-            for point in thinned(mark.points, MOST_POINTS)
-        ]
+        found = []
+        for mark in self.marks:
+            for point in thinned(mark.points, MOST_POINTS):
+                x, y = self._place(point)
+                found.append((mark.symbol, x, y, mark.style, f"{mark.label}, {self.x_name} {point[0]:,.6g}"))
+        return found
 
     def resume_lines(self) -> list[float]:
         return [self._place((x, 0))[0] for x in self.resumed]
 
     def x_ticks(self) -> list[tuple[float, str]]:
-        return [(self._place((tick, 0))[0], text) for tick, text in labelled(round_numbers(*self._x_range, 5))]
+        low, high = self._x_range
+        return [(self._place((tick, 0))[0], text) for tick, text in labelled(round_numbers(low, high, 5))]
 
     def y_ticks(self) -> list[tuple[float, str]]:
         low, high = self._y_range
@@ -124,16 +140,19 @@ class Chart:
 
     def legend(self) -> list[tuple[str, str]]:
         """(symbol, meaning) of every kind of line and symbol in the chart; the runs' colours are the page's legend."""
-        kinds = {"faint" if curve.faint else "dashed" if curve.dashed else "strong" for curve in self.drawn}
+        kinds = {curve.kind for curve in self.drawn}
+        marked = "/".join(which.mark for which in SETS if which.mark)
         lines = (
             ("faint", "training, epoch means" if self.x_name == "epoch" else "training"),
             ("strong", "validation"),
-            ("dashed", f"{'/'.join(filter(None, (which.mark for which in SETS)))} validation"),
+            ("dashed", f"{marked} validation"),
         )
-        symbols = (("diamond", "best validation"), ("cross", "skipped update"), ("dotted", "resumed"))
-        present = {mark.symbol for mark in self.marks if mark.points} | ({"dotted"} if self.resumed else set())
         found = [line for line in lines if line[0] in kinds and len(kinds) > 1]
-        return [*found, *(symbol for symbol in symbols if symbol[0] in present)]
+        present = {mark.symbol for mark in self.marks if mark.points}
+        if self.resumed:
+            present.add("dotted")
+        symbols = (("diamond", "best validation"), ("cross", "skipped update"), ("dotted", "resumed"))
+        return found + [symbol for symbol in symbols if symbol[0] in present]
 
     def description(self) -> str:
         """Text for readers who cannot see the chart."""
@@ -142,30 +161,35 @@ class Chart:
 
     @cached_property
     def _x_range(self) -> tuple[float, float]:
-        found = [x for curve in self.curves for x, _ in curve.points]
-        return (min(0.0, *found), max(1.0, *found)) if found else (0.0, 1.0)
+        ends = [0.0, 1.0]
+        for curve in self.curves:
+            ends += [x for x, _ in curve.points]
+        return min(ends), max(ends)
 
     @cached_property
     def _y_range(self) -> tuple[float, float]:
-        found = [self._scaled(y) for curve in self.curves for _, y in curve.points]
+        found: list[float] = []
+        for curve in self.curves:
+            found += [self._scaled(y) for _, y in curve.points]
         if not found:
             return 0.0, 1.0
         low = min(found)
         high = max(found)
         margin = (high - low) * 0.06 or abs(high) * 0.05 or 0.5
-        return (0.0 if 0 <= low < 0.3 * high and not self.logarithmic else low - margin), high + margin
+        starts_at_0 = 0 <= low < 0.3 * high and not self.logarithmic
+        return 0.0 if starts_at_0 else low - margin, high + margin
 
     def _scaled(self, y: float) -> float:
         return math.log2(max(y, 1e-12)) if self.logarithmic else y
 
     def _place(self, point: tuple[float, float]) -> tuple[float, float]:
-        (x0, x1), (y0, y1) = self._x_range, self._y_range
+        x0, x1 = self._x_range
+        y0, y1 = self._y_range
         across = (point[0] - x0) / ((x1 - x0) or 1)
         up = (self._scaled(point[1]) - y0) / ((y1 - y0) or 1)
-        return (
-            round(LEFT + across * (WIDTH - LEFT - RIGHT), 1),
-            round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
-        )
+        x = LEFT + across * (WIDTH - LEFT - RIGHT)
+        y = HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+        return round(x, 1), round(y, 1)
 
 
 @dataclass(frozen=True)
@@ -216,12 +240,13 @@ def styles_of(runs: Sequence[Run], contenders: Mapping[Path, str] | None = None)
 
     `contenders`: by the folder of each run, if known; else they are taken from the settings.
     """
-    by_precision: list[tuple[str, ...]] = [(run.precision,) for run in runs]
-    different = [texts for key, texts in differing_settings(runs) if key not in (*PAIRED_BY, *PLACES)]
-    known: list[tuple[str, ...]] = list(zip([run.precision for run in runs], *different, strict=True))
+    precisions = [run.precision for run in runs]
     if contenders:
-        known = [(contenders[run.folder],) for run in runs]
-    for groups in (known, by_precision):
+        known: list[Any] = [contenders[run.folder] for run in runs]
+    else:
+        different = [texts for key, texts in differing_settings(runs) if key not in PAIRED_BY and key not in PLACES]
+        known = list(zip(precisions, *different, strict=True))
+    for groups in (known, precisions):
         order = list(dict.fromkeys(groups))
         if 1 < len(order) < len(runs):
             places = [(order.index(group), groups[:number].count(group)) for number, group in enumerate(groups)]
@@ -236,34 +261,23 @@ def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
     """
     styled = list(zip(runs, styles, strict=True))
     by_epoch = all(run.history.by_epoch for run in runs)
-
-    def label(run: Run, what: str) -> str:
-        """Name of the run, where there are several, and of the curve."""
-        return f"{run.name}, {what}" if len(runs) > 1 else what
+    resumed: list[float] = []
+    for run in runs:
+        resumed += run.history.resumes(by_epoch)
 
     def chart(title: str, curves: list[Curve], marks: Sequence[Mark] = (), logarithmic: bool = False) -> Chart:
-        resumed = [x for run in runs for x in run.history.resumes(by_epoch)]
-        return Chart(title, curves, [*marks], resumed, "epoch" if by_epoch else "update", logarithmic)
+        x_name = "epoch" if by_epoch else "update"
+        return Chart(title, curves, marks=list(marks), resumed=resumed, x_name=x_name, logarithmic=logarithmic)
 
     def training(title: str, key: str) -> Chart:
-        return chart(
-            title, [Curve(run.history.points("train", key, by_epoch), run.name, style) for run, style in styled]
-        )
+        curves = [Curve(run.history.points("train", key, by_epoch), run.name, style) for run, style in styled]
+        return chart(title, curves)
 
     found = []
     for metric in metrics_of(runs):
-        curves = []
-        best = []
-        for run, style in styled if metric.title else ():
-            history = run.history
-            key = metric.name
-            curves.append(Curve(history.trained(key, by_epoch), label(run, "training"), style, faint=True))
-            for which in SETS:
-                points = history.points("val", f"{which.prefix}{key}", by_epoch)
-                curves.append(Curve(points, label(run, which.marked("validation")), style, dashed=bool(which.mark)))
-            at = history.best_point(key, run.deciding, by_epoch)
-            best.append(Mark("diamond", at, label(run, "best validation"), style))
-        found.append(chart(metric.title, curves, best))
+        if metric.title:
+            curves, best = _of_metric(metric, styled, by_epoch)
+            found.append(chart(metric.title, curves, best))
     found += [
         training("Speed (images/s)", "images_per_second"),
         training("Learning rate", "lr"),
@@ -276,9 +290,32 @@ def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
         points = run.history.points("train", "scale", by_epoch)
         if any(scale != 1 for _, scale in points):
             curves.append(Curve(points, run.name, style))
-            skips.append(Mark("cross", run.history.skips(by_epoch), label(run, "update skipped"), style))
+            label = _label(run, "update skipped", styled)
+            skips.append(Mark("cross", run.history.skips(by_epoch), label, style))
     found.append(chart("Loss scale", curves, skips, logarithmic=True))
     return [chart for chart in found if chart.drawn]
+
+
+def _of_metric(metric: Metric, styled: Sequence[tuple[Run, Style]], by_epoch: bool) -> tuple[list[Curve], list[Mark]]:
+    """Training and validation of each run, and its best validation."""
+    key = metric.name
+    curves = []
+    best = []
+    for run, style in styled:
+        history = run.history
+        curves.append(Curve(history.trained(key, by_epoch), _label(run, "training", styled), style, faint=True))
+        for which in SETS:
+            points = history.points("val", f"{which.prefix}{key}", by_epoch)
+            label = _label(run, which.marked("validation"), styled)
+            curves.append(Curve(points, label, style, dashed=bool(which.mark)))
+        at = history.best_point(key, run.deciding, by_epoch)
+        best.append(Mark("diamond", at, _label(run, "best validation", styled), style))
+    return curves, best
+
+
+def _label(run: Run, what: str, styled: Sequence[tuple[Run, Style]]) -> str:
+    """Name of the run, where there are several, and of the curve."""
+    return f"{run.name}, {what}" if len(styled) > 1 else what
 
 
 def thinned(points: Points, most: int) -> Points:

@@ -34,18 +34,21 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
 
     `styles`: of the folder of each run. None where the runs cannot be compared, or only two can.
     """
-    if isinstance(found, str) or sum(map(len, found.runs.values())) < LEAST_RUNS:
+    if isinstance(found, str):
         return None
-    by_name, names, judged, contender_of = found
-    hues = {name: styles[folder].hue for folder, name in contender_of.items()}
-    every = [metrics for runs in by_name.values() for metrics in runs.values()]
-    by = unit(every)
+    every: list[dict[str, Any]] = []
+    for runs in found.runs.values():
+        every += runs.values()
     values = found.values()
-    if len(values) < 2:
+    if len(every) < LEAST_RUNS or len(values) < 2:
         return None
-    means = {name: statistics.fmean(of_runs.values()) for name, of_runs in values.items()}
+    judged = found.judged
+    by = unit(every)
     kind, intervals = _intervals_of(values, every, judged)
-    ends = [end for name, of_runs in values.items() for end in (*of_runs.values(), *intervals.get(name, ()))]
+    ends: list[float] = []
+    for name, of_runs in values.items():
+        ends += of_runs.values()
+        ends += intervals.get(name, ())
     margin = (max(ends) - min(ends)) * 0.04 or 0.5
     low = min(ends) - margin
     high = max(ends) + margin
@@ -53,22 +56,28 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     def place(value: float) -> float:
         return round(100 * (value - low) / (high - low), 2)
 
-    best = best_two(by_name, names, judged)[0]
+    best = best_two(found.runs, found.names, judged)[0]
+    hues = {name: styles[folder].hue for folder, name in found.of.items()}
     rows = []
-    for name, ours in values.items():
-        at = intervals.get(name)
-        spread = list(ours.values())
-        text = judged.metric.number_in_table(means[name])
-        if len(spread) > 1:
-            text += f" ± {judged.metric.number_in_table(statistics.stdev(spread))}"
-        dots = [{"x": place(one), "title": f"{by} {which}: {judged.metric.number(one)}"} for which, one in ours.items()]
+    for name, of_runs in values.items():
+        mean = statistics.fmean(of_runs.values())
+        text = judged.metric.number_in_table(mean)
+        if len(of_runs) > 1:
+            text += f" ± {judged.metric.number_in_table(statistics.stdev(of_runs.values()))}"
+        band = None
+        if name in intervals:
+            left = place(intervals[name].low)
+            band = (left, round(place(intervals[name].high) - left, 2))
         rows.append(
             {
                 "name": name,
                 "text": text,
-                "mean": place(means[name]),
-                "band": (place(at.low), round(place(at.high) - place(at.low), 2)) if at else None,
-                "dots": dots,
+                "mean": place(mean),
+                "band": band,
+                "dots": [
+                    {"x": place(value), "title": f"{by} {which}: {judged.metric.number(value)}"}
+                    for which, value in of_runs.items()
+                ],
                 "best": name == best,
                 "hue": Style(hues[name]).css,
             }
@@ -86,22 +95,25 @@ def _intervals_of(
     values: dict[str, dict[int, float]], every: list[dict[str, Any]], judged: Judged
 ) -> tuple[str, dict[str, Interval]]:
     """What the lines of the figure show, in words; and the interval of each contender, if runs or images give one."""
-    images = next((row["validation_images"] for row in every if row.get("validation_images")), None)
+    intervals = dict[str, Interval]()
     if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
         overlap = overlap_of(every)
-        intervals = dict[str, Interval]()
         for name, of_runs in values.items():
-            at = student_interval([*of_runs.values()], 1, overlap=overlap)
+            at = student_interval(list(of_runs.values()), 1, overlap=overlap)
             low = at.low or 0.0
             high = at.high or 0.0
-            bounded = judged.metric.percent
-            intervals[name] = Interval(max(low, 0.0), min(high, 100.0)) if bounded else Interval(low, high)
+            if judged.metric.percent:
+                low = max(low, 0.0)
+                high = min(high, 100.0)
+            intervals[name] = Interval(low, high)
         where = "" if overlap else ", on these images"
         return f"Lines: mean and its 95 % interval over the {unit(every)}s{where}.", intervals
+    images = next((row["validation_images"] for row in every if row.get("validation_images")), None)
     if judged.metric.counts_images and images and not any(row.get("grouped") for row in every):
-        of_one = {name: wilson(statistics.fmean(of_runs.values()), images) for name, of_runs in values.items()}
-        return f"Lines: mean, and 95 % interval of one run on {images:,} images.", of_one
-    return "Lines: mean.", {}
+        for name, of_runs in values.items():
+            intervals[name] = wilson(statistics.fmean(of_runs.values()), images)
+        return f"Lines: mean, and 95 % interval of one run on {images:,} images.", intervals
+    return "Lines: mean.", intervals
 
 
 ADVICE = "-data_path names moved images; -no_predictions writes a page without predictions."
@@ -128,54 +140,57 @@ def write_report(
     `recall`: a table of the classes, by contender.
     """
     read = read_runs(runs)
-    folders = [run.folder for run in read]
-    names = [run.name for run in read]
-    metric = None
-    of = None
-    if contenders:
-        names = contenders.names
-        metric = contenders.judged.metric
-        of = contenders.of
-    out = check_output_file(out or _folder_of_all(folders) / "report.html", "-out")
-    evaluations, failures = _evaluated(read, part, metric, data_path, predicted) if predictions else ([], [])
+    out = check_output_file(out or _folder_of_all(read) / "report.html", "-out")
+    metric = contenders.judged.metric if contenders else None
+    evaluations: list[dict[str, Any] | str] = []
+    failures: list[str] = []
+    if predictions:
+        evaluations, failures = _evaluated(read, part, metric, data_path, predicted)
     if failures and out.exists():
         raise UserError("\n  ".join([*failures, f"{out} stays as it is. {ADVICE}"]))
-    rows, short_rows = summary(read, metric)
-    styles = styles_of(read, of)
-    title = f"{len(read)} runs: {some_of(names)}"
     opening = None
     if len(read) == 1:
-        first = next((one for one in evaluations if not isinstance(one, str)), {"headline": None})
-        title = read[0].name
-        opening = opening_of(read[0], first["headline"])
-    compared = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
-    write_template(
-        *("page.html", out, "-out"),
-        title=title,
-        verdict=verdict,
-        opening=opening,
-        figure=figure_of(compared, dict(zip(folders, styles, strict=True))),
-        recall=recall,
-        runs=read,
-        styles=styles,
-        nothing=NOTHING,
-        short_rows=short_rows,
-        rows=rows,
-        settings=differing_settings(read),
-        data=data_notes(read),
-        updated=any(run.history.of("train") for run in read),
-        charts=charts(read, styles),
-        amp=[_amp(run) for run in read],
-        evaluations=evaluations,
-        **SIZES,
-    )
+        known = [one["headline"] for one in evaluations if not isinstance(one, str)]
+        opening = opening_of(read[0], known[0] if known else None)
+    shown = {"verdict": verdict, "opening": opening, "recall": recall, "evaluations": evaluations}
+    write_template("page.html", out, "-out", **shown, **_about_runs(read, contenders), **SIZES)
     if failures:
         raise UserError("\n  ".join([*failures, f"{out} lacks its predictions. {ADVICE}"]))
     return out
 
 
-def _folder_of_all(folders: Sequence[Path]) -> Path:
-    common = Path(os.path.commonpath([folder.resolve() for folder in folders]))
+def _about_runs(runs: Sequence[Run], contenders: Contenders | None) -> dict[str, Any]:
+    """What the page shows of the runs, beside its opening and the predictions."""
+    folders = [run.folder for run in runs]
+    title = runs[0].name
+    if len(runs) > 1:
+        names = contenders.names if contenders else [run.name for run in runs]
+        title = f"{len(runs)} runs: {some_of(names)}"
+    compared: Contenders | str = "too few"
+    if contenders:
+        compared = contenders
+    elif len(folders) >= LEAST_RUNS:
+        compared = contenders_of(folders)
+    rows, short_rows = summary(runs, contenders.judged.metric if contenders else None)
+    styles = styles_of(runs, contenders.of if contenders else None)
+    return {
+        "title": title,
+        "figure": figure_of(compared, dict(zip(folders, styles, strict=True))),
+        "runs": runs,
+        "styles": styles,
+        "nothing": NOTHING,
+        "short_rows": short_rows,
+        "rows": rows,
+        "settings": differing_settings(runs),
+        "data": data_notes(runs),
+        "updated": any(run.history.of("train") for run in runs),
+        "charts": charts(runs, styles),
+        "amp": [_amp(run) for run in runs],
+    }
+
+
+def _folder_of_all(runs: Sequence[Run]) -> Path:
+    common = Path(os.path.commonpath([run.folder.resolve() for run in runs]))
     return Path.cwd() if common.parent == common else common
 
 
@@ -185,16 +200,18 @@ def _evaluated(
     """What `evaluate` finds of each run, and failures; it imports torch and timm, which the rest does not need."""
     from tools.common.report_page.evaluations import IMAGE_OF, evaluate
 
-    found = list[dict[str, Any] | str]()
+    evaluations = list[dict[str, Any] | str]()
     failures = list[str]()
     for run in runs:
         log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-        found.append(one := evaluate(run.folder, part, metric or run.deciding, data_path))
-        if isinstance(one, str) and checkpoints_in(run.folder / CHECKPOINTS):  # else it has not saved yet
-            failures.append(f"{run.name} could not be evaluated: {one}")
-        elif predicted is not None and not isinstance(one, str) and "predicted" in one:  # not without labels
-            predicted[run.folder] = one["predicted"]
-    return found, failures
+        found = evaluate(run.folder, part, metric or run.deciding, data_path)
+        evaluations.append(found)
+        if isinstance(found, str):
+            if checkpoints_in(run.folder / CHECKPOINTS):  # else it has not saved yet
+                failures.append(f"{run.name} could not be evaluated: {found}")
+        elif predicted is not None and "predicted" in found:  # not without labels
+            predicted[run.folder] = found["predicted"]
+    return evaluations, failures
 
 
 def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
@@ -212,7 +229,7 @@ def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
 def _amp(run: Run) -> dict[str, Any]:
     """Precision of a run, its loss scale and its skipped updates."""
     why = run.about.get("choices", {}).get("why")
-    text = f"{run.precision}{f' ({why})' if why else ''}."
+    text = f"{run.precision} ({why})." if why else f"{run.precision}."
     scales = [line["scale"] for line in run.history.of("train") if line.get("scale")]
     if any(scale != 1 for scale in scales):
         text += f" The loss scale went from {short(scales[0])} to {short(scales[-1])}."
@@ -220,13 +237,14 @@ def _amp(run: Run) -> dict[str, Any]:
     elif scales:
         text += " The loss needed no scaling, and no update was skipped."
     skips = run.history.of("skip")
-    rows = [
-        {
-            "at": skip.get("update", NOTHING),
-            "overflowed": ", ".join(str(skip[key]) for key in ("operation", "module", "direction") if skip.get(key))
-            or "not found",
-            "scale": short(skip["scale"]) if skip.get("scale") else NOTHING,
-        }
-        for skip in skips[:MOST_SKIPS]
-    ]
+    rows = []
+    for skip in skips[:MOST_SKIPS]:
+        where = [str(skip[key]) for key in ("operation", "module", "direction") if skip.get(key)]
+        rows.append(
+            {
+                "at": skip.get("update", NOTHING),
+                "overflowed": ", ".join(where) or "not found",
+                "scale": short(skip["scale"]) if skip.get("scale") else NOTHING,
+            }
+        )
     return {"summary": text, "skips": rows, "more": max(0, len(skips) - MOST_SKIPS)}

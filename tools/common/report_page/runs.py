@@ -26,7 +26,8 @@ from vitamp.weights import chosen_at
 T = TypeVar("T")
 Row = tuple[str, list[str]]
 """Title, and one text per run"""
-NOTHING, AT_BEST = "-", "{} of the best checkpoint"
+NOTHING = "-"
+AT_BEST = "{} of the best checkpoint"
 LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")
 """Values of DATA.DATASET that say how images are stored: the folder's name says more"""
 MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
@@ -63,8 +64,10 @@ class Run:
         """How the run ended, or that it has not."""
         events = self.history.of("run")
         last = events[-1].get("what", "") if events else ""
-        if last in ("end", "paused"):
-            return {"end": "finished", "paused": "paused, to be resumed"}[last]
+        if last == "end":
+            return "finished"
+        if last == "paused":
+            return "paused, to be resumed"
         return "running, or cut off" if self.history.lines else "no metrics yet"
 
     @cached_property
@@ -76,9 +79,10 @@ class Run:
     @property
     def epochs(self) -> str:
         """'2 of 40'; empty without metrics."""
+        if not self.history.lines:
+            return ""
         done = max((line.get("epoch") or 0 for line in self.history.of("epoch")), default=0)
-        of_all = f" of {self.config.TRAIN.NUM_EPOCHS}" if self.config else ""
-        return f"{done}{of_all}" if self.history.lines else ""
+        return f"{done} of {self.config.TRAIN.NUM_EPOCHS}" if self.config else f"{done}"
 
 
 def folders_of(paths: Sequence[Path]) -> list[Path]:
@@ -100,14 +104,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     names = [folder.name for folder in whole]
     if len(set(names)) < len(names):
         names = [os.path.relpath(folder, os.path.commonpath(whole)) for folder in whole]
-    # A config.yaml that cannot be read is perhaps of a later version, or not written yet: the rest can be shown.
-    return [
-        Run(
-            *(folder, name, _unless_damaged(config_of_run, folder, None)),
-            *(_unless_damaged(read_about, folder, {}), History.of_run(folder)),
-        )
-        for folder, name in zip(folders, names, strict=True)
-    ]
+    runs = []
+    for folder, name in zip(folders, names, strict=True):
+        # A config.yaml that cannot be read is perhaps of a later version, or not written yet: the rest can be shown.
+        config = _unless_damaged(config_of_run, folder, None)
+        about = _unless_damaged(read_about, folder, {})
+        runs.append(Run(folder, name, config=config, about=about, history=History.of_run(folder)))
+    return runs
 
 
 def _unless_damaged(read: Callable[[Path], T], folder: Path, instead: T) -> T:
@@ -119,7 +122,10 @@ def _unless_damaged(read: Callable[[Path], T], folder: Path, instead: T) -> T:
 
 def metrics_of(runs: Sequence[Run]) -> list[Metric]:
     """The program's metrics, and those of the users' own that the runs have measured."""
-    return list(dict.fromkeys([*METRICS.values(), *(metric for run in runs for metric in run.history.metrics)]))
+    found = dict.fromkeys(METRICS.values())
+    for run in runs:
+        found |= dict.fromkeys(run.history.metrics)
+    return list(found)
 
 
 def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list[Row]]:
@@ -129,38 +135,57 @@ def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list
     """
     deciding = [judged] if judged else [run.deciding for run in runs]
     shown = [one for one in metrics_of(runs) if one in deciding or (one.title and one.decides and one is not LOSS)]
-    columns = [_column(run, shown) for run in runs]
-    rows = {
-        title: [NOTHING if column[title] in (None, "") else str(column[title]) for column in columns]
-        for title in columns[0]
-    }
-    rows = {title: texts for title, texts in rows.items() if any(text != NOTHING for text in texts)}
+    columns = [_metrics_column(run, shown) | _column(run) for run in runs]
+    rows = {}
+    for title in columns[0]:
+        values = [column[title] for column in columns]
+        texts = [NOTHING if value in (None, "") else str(value) for value in values]
+        if texts.count(NOTHING) < len(texts):
+            rows[title] = texts
     first = [AT_BEST.format(metric.words) for metric in deciding]
     if judged:
-        first = [f"last {judged.words}", *first, f"last {runs[0].history.task.best.words}"]
-    return [*rows.items()], [(title, rows[title]) for title in dict.fromkeys((*first, *MAIN_FIGURES)) if title in rows]
+        first.insert(0, f"last {judged.words}")
+        first.append(f"last {runs[0].history.task.best.words}")
+    first += MAIN_FIGURES
+    return list(rows.items()), [(title, rows[title]) for title in dict.fromkeys(first) if title in rows]
 
 
-def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
-    """What is known of a run, by title; None or '' where it is not."""
-    history, config, about = run.history, run.config, run.about
-    found: dict[str, Any] = {}
-    best, prefix, at = history.best(run.deciding), "", ""
+def _metrics_column(run: Run, metrics: Sequence[Metric]) -> dict[str, str]:
+    """Each metric of the best checkpoint and of the last validation, by title; '' where it is unknown."""
+    history = run.history
+    found = {}
+    best = history.best(run.deciding)
+    at = ""
     if best:
-        prefix, mark = best.which.prefix, f", {best.which.mark}" if best.which.mark else ""
-        at = (f"epoch {best.line['epoch']}" if best.line["epoch"] else "before training") + mark
+        at = f"epoch {best.line['epoch']}" if best.line["epoch"] else "before training"
+        if best.which.mark:
+            at += f", {best.which.mark}"
     for metric in metrics:
-        value = best and best.line.get(f"{prefix}{metric.name}")
+        value = best.line.get(f"{best.which.prefix}{metric.name}") if best else None
         found[AT_BEST.format(metric.words)] = "" if value is None else f"{metric.number(value)} ({at})"
         last = history.last(metric).items()
         found[f"last {metric.words}"] = ", ".join(which.marked(metric.number(value)) for which, value in last)
+    return found
+
+
+def _column(run: Run) -> dict[str, Any]:
+    """What else is known of a run, by title; None or '' where it is not."""
+    history = run.history
+    config = run.config
+    about = run.about
+    choices = about.get("choices", {})
     begun = about.get("begun", about)
-    rate, memory = history.images_per_second, history.peak_memory_gb
+    rate = history.images_per_second
+    memory = history.peak_memory_gb
     weights = about.get("parameters")
-    some = f", trainable {weights['trainable']:,}" if weights and weights["trainable"] != weights["all"] else ""
+    parameters = ""
+    if weights:
+        parameters = f"{weights['all']:,}"
+        if weights["trainable"] != weights["all"]:
+            parameters += f", trainable {weights['trainable']:,}"
     counts = ", ".join(f"{count:,} {part}" for part, count in about.get("samples", {}).items())
     data = config.DATA.DATASET if config else ""
-    return found | {
+    return {
         "checkpoint": _unless_damaged(lambda folder: chosen_at(folder).words, run.folder, ""),
         "precision": run.precision,
         "images/s": shown_rate(rate) if rate else "",
@@ -170,10 +195,10 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
         "updates skipped": history.skipped if history.of("train") else "",
         "state": run.state,
         "model": config.MODEL.NAME if config else "",
-        "parameters": f"{weights['all']:,}{some}" if weights else "",
+        "parameters": parameters,
         "data": f"{data} ({counts})" if data and counts else data or counts,
         "device": about.get("device"),
-        "processes": about.get("choices", {}).get("world_size"),
+        "processes": choices.get("world_size"),
         "tag": about.get("tag"),
         "started": re.sub(r"T(\d\d:\d\d).*", r" \1", begun.get("started") or ""),
         "versions": ", ".join(f"{name} {number}" for name, number in about.get("versions", {}).items()),
@@ -194,12 +219,14 @@ def data_notes(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Settings in which the runs differ, with the value of each run."""
+    """Settings in which the runs differ, with the value of each run; none if the settings of one are unknown."""
     configs = [run.config for run in runs if run.config is not None]
+    if len(configs) < len(runs):
+        return []
     rows = []
-    for key in settings() if len(configs) == len(runs) else ():
+    for key in settings():
         texts = [one_line(value_of(config, key)) for config in configs]
-        if key not in (*OF_ONE_START, "SAVE") and len(set(texts)) > 1:
+        if key not in OF_ONE_START and key != "SAVE" and len(set(texts)) > 1:
             rows.append((key, texts))
     return rows
 
@@ -226,30 +253,36 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
     `headline`: of the evaluation; None: as the run's own validation measured it. `before`, `figure` and `after` are one
     sentence about the figure, which is missing if nothing was measured; the page lists the `remarks`.
     """
-    found, learnt = headline or _validated(run), _learnt(run)
+    found = headline or _validated(run)
+    learnt = _learnt(run)
     remarks = _remarks(run, found)
     if found is None:
         return {"learnt": learnt, "figure": "", "remarks": remarks}
-    if found.images and found.interval and found.interval.high - found.interval.low >= WIDE:
-        remarks.append(f"{counted(found.images, found.image)} are few: the interval is wide.")
-    place = f" on {counted(found.images, found.image)}" if found.images else ""
-    after = place + (f" (95 % interval {found.interval.words()})" if found.interval else "")
+    after = ""
+    if found.images:
+        images = counted(found.images, found.image)
+        after += f" on {images}"
+        if found.interval and found.interval.high - found.interval.low >= WIDE:
+            remarks.append(f"{images} are few: the interval is wide.")
+    if found.interval:
+        after += f" (95 % interval {found.interval.words()})"
     if found.guess is not None:
         guess = found.metric.number(found.guess)
+        gives = f"{found.guessing[0].upper()}{found.guessing[1:]} gives {guess}"
         if found.value <= found.guess:
             after += f", which is no better than {found.guessing} ({guess})"
+        elif found.interval and found.interval.low <= found.guess:
+            remarks.insert(0, f"{gives}, so the model may be no better than that.")
         else:
-            doubt = found.interval is not None and found.interval.low <= found.guess
-            gives = f"{found.guessing[0].upper()}{found.guessing[1:]} gives {guess}"
-            remarks.insert(0, f"{gives}{', so the model may be no better than that' if doubt else ''}.")
-    before = f"Its {found.metric.plain_words or found.metric.words} is "
+            remarks.insert(0, f"{gives}.")
+    name = found.metric.plain_words or found.metric.words
     figure = found.metric.number(found.value)
-    return {"learnt": learnt, "before": before, "figure": figure, "after": f"{after}.", "remarks": remarks}
+    return {"learnt": learnt, "before": f"Its {name} is ", "figure": figure, "after": f"{after}.", "remarks": remarks}
 
 
 def _remarks(run: Run, found: Headline | None) -> list[str]:
     """How far to trust the figure: whether the run has finished, and copies of training images."""
-    remarks = [*found.remarks] if found else []
+    remarks = list(found.remarks) if found else []
     if run.state != "finished" and not run.history.lines:
         remarks.insert(0, "The run has no metrics yet.")
     elif run.state != "finished":
@@ -260,39 +293,52 @@ def _remarks(run: Run, found: Headline | None) -> list[str]:
         remarks.append("The run ended without a validation.")
     if found and found.image == "test image":  # copies are counted in validation alone
         return remarks
-    data = read_data(run.folder)
-    copies, alike = data.get("copies") or {}, data.get("alike") or []
-    compared = {"training": copies.get("training"), "validation": copies.get("compared")}
-    if copies.get("compared") and copies.get("found"):
-        have = "image has a copy" if copies["found"] == 1 else "images have a copy"
-        remarks.append(f"{copies['found']:,} validation {have} in training: expect less on new images.")
-    elif words := alike_in_words(alike):
-        remarks.append(f"{words}.{'' if copies_unknown(alike) else ' Expect less on new images.'}")
-    elif copies.get("found") == 0 and data.get("images") == compared:
-        looks = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
-        show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"
-        remarks.append(f"No validation image has the bytes of a training image, {looks}; {show}.")
+    remarks.append(_about_copies(read_data(run.folder)))
     if found and run.config:
         remarks.append(favoured(run.folder, run.history, run.config.MODEL.starts_at_probe))
-    return [*filter(None, remarks)]
+    return [words for words in remarks if words]
+
+
+def _about_copies(data: Line) -> str:
+    """What the run has found about copies of training images in validation; '' without a search."""
+    copies = data.get("copies") or {}
+    alike = data.get("alike") or []
+    if copies.get("compared") and copies.get("found"):
+        have = "image has a copy" if copies["found"] == 1 else "images have a copy"
+        return f"{copies['found']:,} validation {have} in training: expect less on new images."
+    words = alike_in_words(alike)
+    if words:
+        return f"{words}." if copies_unknown(alike) else f"{words}. Expect less on new images."
+    compared = {"training": copies.get("training"), "validation": copies.get("compared")}
+    if copies.get("found") == 0 and data.get("images") == compared:
+        looks = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
+        show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"
+        return f"No validation image has the bytes of a training image, {looks}; {show}."
+    return ""
 
 
 def _learnt(run: Run) -> str:
     samples = run.about.get("samples", {}).get("train")
     if run.config is None:
-        return f"{run.name} was trained" + (f" on {counted(samples, 'image')}." if samples else ".")
-    task, name, path, word = run.config.task, run.config.DATA.DATASET, run.config.DATA.DATA_PATH, "of"
+        return f"{run.name} was trained on {counted(samples, 'image')}." if samples else f"{run.name} was trained."
+    model = run.config.MODEL
+    name = run.config.DATA.DATASET
+    path = run.config.DATA.DATA_PATH
+    word = "of"
     if name.partition(":")[0] in LAYOUTS and path:
-        place, word = Path(str(path)).resolve(), "from"
+        place = Path(str(path)).resolve()
+        word = "from"
         name = place.name if place.is_file() else f"{place.name}/"
     images = f"{counted(samples, 'image')} {word} {name}" if samples else name
-    labels = {ONE_LABEL: "", SEVERAL_LABELS: ", several per image"}.get(task)
-    classes = run.config.MODEL.NUM_CLASSES
-    told = f" to tell {classes:,} classes apart{labels}" if labels is not None and isinstance(classes, int) else ""
-    told = told or ("" if labels is not None else ", without labels")
-    if run.config.MODEL.starts_at_probe and not run.config.TRAIN.NUM_EPOCHS:
-        return f"A linear classifier of {run.config.MODEL.NAME}'s features was fitted to {images}{told}."
-    return f"{run.config.MODEL.NAME} was trained on {images}{told}."
+    told = ""
+    if run.config.task not in (ONE_LABEL, SEVERAL_LABELS):
+        told = ", without labels"
+    elif isinstance(model.NUM_CLASSES, int):
+        several = ", several per image" if run.config.task == SEVERAL_LABELS else ""
+        told = f" to tell {model.NUM_CLASSES:,} classes apart{several}"
+    if model.starts_at_probe and not run.config.TRAIN.NUM_EPOCHS:
+        return f"A linear classifier of {model.NAME}'s features was fitted to {images}{told}."
+    return f"{model.NAME} was trained on {images}{told}."
 
 
 def _validated(run: Run) -> Headline | None:
@@ -302,10 +348,23 @@ def _validated(run: Run) -> Headline | None:
     if best is None:
         return None
     images = run.about.get("samples", {}).get("val")
-    groups = run.about.get("val_groups", 0)  # only predictions give an interval by them
-    interval = wilson(best.value, images) if images and deciding.counts_images and not groups else None
+    interval = None
+    if images and deciding.counts_images and not run.about.get("val_groups"):  # groups: only predictions give one
+        interval = wilson(best.value, images)
     guess, guessing = deciding.without_learning or (None, "")
     if deciding is TOP1:
-        guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
-    said = [flatters(len(run.history.of("val")), run.folder, splits_of(run.config.DATA))] if run.config else []
-    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing, [*filter(None, said)])
+        guess = run.about.get("largest_class_percent")
+        guessing = "always guessing the largest class"
+    flattered = ""
+    if run.config:
+        flattered = flatters(len(run.history.of("val")), run.folder, splits_of(run.config.DATA))
+    return Headline(
+        deciding,
+        best.value,
+        interval=interval,
+        images=images,
+        image="validation image",
+        guess=guess,
+        guessing=guessing,
+        remarks=[flattered] if flattered else [],
+    )

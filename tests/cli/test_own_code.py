@@ -26,7 +26,8 @@ from tests.engine.distill.test_distillation import teacher_in
 from tests.engine.small import build
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp, metrics
-from tools.common.comparison import judged_by, metrics_of
+from tools.common.comparison import judged_by
+from tools.common.run_metrics import metrics_of
 from utils.config import TrainConfig, config_of_run, load_config
 from utils.errors import UserError
 from utils.own_code import execute, executed

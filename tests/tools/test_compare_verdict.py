@@ -14,14 +14,13 @@ from tools.common.comparison import (
     best_two,
     by_name,
     difference_in_metric,
-    is_finished,
     judge,
     judged_by,
-    metrics_of,
     times_as_fast,
     times_the_memory,
     troubles,
 )
+from tools.common.run_metrics import is_finished, metrics_of
 from tools.compare.command import notes, sentences, table
 from utils.config import Config, to_yaml
 from utils.statistics.differences import Difference, of_different_images, student_interval

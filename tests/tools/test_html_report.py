@@ -19,12 +19,14 @@ from PIL import Image
 
 from tests.program import Result, Vitamp, save_image, train_tiny
 from tests.tools.browser import View, views_of
-from tools.common.comparison import Contenders, Judged, by_name, metrics_of
+from tools.common.comparison import Judged, by_name
+from tools.common.contenders import Contenders
 from tools.common.evaluation import Bin, OneLabel
 from tools.common.report_page import evaluations
 from tools.common.report_page.charts import Chart, Curve, Reliability, Style, charts, styles_of
 from tools.common.report_page.page import write_report
 from tools.common.report_page.runs import Headline, opening_of, read_runs
+from tools.common.run_metrics import metrics_of
 from tools.report.command import main
 from utils.errors import UserError
 from utils.record.predictions import PREDICTIONS

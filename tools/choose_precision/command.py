@@ -348,7 +348,7 @@ def _write(folder: Path, about: dict[str, Any], runs: list[Path]) -> None:
 
 def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]:
     """Train what is not trained yet; each run gets an equal part of the time left, and is paused when that is over."""
-    from tools.common.comparison import is_finished
+    from tools.common.run_metrics import is_finished
     from tools.common.turns import progress_bar
     from tools.compare.runs import check_runs, terminating, train_run
 

@@ -38,16 +38,12 @@ import numpy as np
 from tools.common.command_line import Tool, above_zero, tool
 from tools.common.comparison import (
     ByName,
-    Contenders,
     Judged,
-    Metrics,
     by_name,
     images_of,
     in_words,
-    is_finished,
     judge,
     judged_of,
-    metrics_of,
     number_of,
     paired_images,
     spread,
@@ -57,8 +53,10 @@ from tools.common.comparison import (
     values_of,
     variation,
 )
+from tools.common.contenders import Contenders
 from tools.common.output_file import if_interrupted, results_folder
 from tools.common.per_image import PerImage
+from tools.common.run_metrics import Metrics, is_finished, metrics_of
 from tools.common.tables import in_columns, non_defaults
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag, whole

@@ -19,7 +19,9 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from tools.common.command_line import ToolLine, check_one_training
-from tools.common.comparison import Judged, is_finished, judged_by, metrics_of, validation_keys
+from tools.common.comparison import Judged, judged_by
+from tools.common.contenders import validation_keys
+from tools.common.run_metrics import is_finished, metrics_of
 from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.cli import command_line
 from utils.config import Config, Loaded, differences, load_config, to_yaml

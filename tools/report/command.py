@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     out = line.file("out", ".html", ".htm")
     check_one_process("report.py")
 
-    from tools.common.comparison import verdict_of
+    from tools.common.contenders import verdict_of
     from tools.common.report_page.page import write_report
     from tools.common.report_page.runs import folders_of
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tools.common.comparison import PAIRED_BY, PLACES
+from tools.common.contenders import PAIRED_BY, PLACES
 from tools.common.report_page.runs import Run, differing_settings, metrics_of
 from utils.record.history import Points
 from vitamp.metrics import SETS, Metric

@@ -11,7 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison import Contenders, Judged, best_two, contenders_of, overlap_of, unit
+from tools.common.comparison import Judged, best_two, overlap_of, unit
+from tools.common.contenders import Contenders, contenders_of
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
 from tools.common.report_page.runs import NOTHING, Run, data_notes, differing_settings, opening_of, read_runs, summary

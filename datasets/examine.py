@@ -1,6 +1,8 @@
-"""What is said of a data set before training (DATA.CHECK): classes, copies of images in both splits, odd images.
+"""What is found in a data set, and what is said of it before training (DATA.CHECK): classes, copies of images in both
+splits, odd images.
 
-Nothing here changes a training. In a large data set, only as much is looked at as a few seconds allow.
+Nothing here changes a training. In a large data set, only as much is looked at as a few seconds allow. check_data.py
+reads all images, and adds to these findings.
 """
 
 import contextlib
@@ -12,17 +14,17 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from datasets.base import ImageDataset, Samples, Unreadable
+from datasets.base import Encoded, ImageDataset, Samples, Unreadable
 from datasets.decoding import DEEP, TRANSPARENT, Header, header_of
-from datasets.labels import distinct_names, images_of_classes
+from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
 from datasets.registry import comes_unsplit, open_test
 from datasets.sources.grouped import IN_NAMES
 from utils.cli import parse
@@ -40,8 +42,9 @@ Item = TypeVar("Item")
 
 QUICK_SECONDS = 3.5
 """Most seconds of the search for copies with DATA.CHECK quick"""
-SIZES_OF_VALIDATION, SIZES_OF_BOTH = 0.2, 0.65
-"""Fractions of them after which no more sizes are looked up, so that time is left to compare contents"""
+# Fractions of them after which no more sizes are looked up, so that time is left to compare contents
+SIZES_OF_VALIDATION = 0.2
+SIZES_OF_BOTH = 0.65
 BLOCK = 256
 """Neighbours whose sizes are looked up together: neighbours are in one folder, so this is faster than at random."""
 MOST_NAMED = 5
@@ -53,10 +56,13 @@ MEASURED = 100
 """Images whose sides give `median_side`."""
 RARE = 100
 """Images among which one in a format of its own is called unlike the others"""
-OF_IMAGES, OF_CLASS = 0.05, 0.25
-"""Most of all images, and of those of a class, with one such name, for it to say what they show: not IMG_, no class"""
-TORN, MOST_NAMES = 0.1, 200_000
-"""Least fraction of a split whose names other splits have too, for a note; most images whose names are read"""
+# Most of all images, and of those of a class, with one such name, for it to say what they show: not IMG_, no class
+OF_IMAGES = 0.05
+OF_CLASS = 0.25
+TORN = 0.1
+"""Least fraction of a split whose names other splits have too, for a note"""
+MOST_NAMES = 200_000
+"""Most images whose names are read"""
 REDUCED = 2.5
 """How many times smaller images are seen than they are, from which on it is said"""
 UNEQUAL = 5
@@ -85,6 +91,8 @@ class Copies:
 
 @dataclass
 class Findings:
+    """Of all splits."""
+
     images: dict[str, int]
     """By split"""
     classes: dict[str, dict[str, int]]
@@ -110,69 +118,109 @@ class Findings:
     """Pixels of the shorter side of a training image (the median)"""
     turned: int = 0
 
+    @classmethod
+    def of(cls, splits: Mapping[str, Samples], data: DataConfig, unnamed: str, num_classes: int = ANY_LABEL) -> Self:
+        """What labels and names say. `unnamed`: words before the label of a class that has no name."""
+        return cls(
+            images={title: len(samples) for title, samples in splits.items()},
+            classes=_images_by_class(splits, unnamed, num_classes),
+            series=series_of(splits, data),
+            companions=companions_of(splits),
+        )
+
     def pairs(self) -> list[tuple[str, str, Copies]]:
         """For each two splits that were compared: the one, the other, and the images of the one that are copies."""
+        if self.copies is None:
+            return []
         of_test = [("test", title, copies) for title, copies in self.copies_in_test.items()]
-        return [("validation", "training", self.copies), *of_test] if self.copies is not None else []
+        return [("validation", "training", self.copies), *of_test]
 
 
 def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples | None = None) -> Findings:
     """Look at all splits, as far as DATA.CHECK allows."""
     splits = {"training": train, "validation": validation}
-    splits |= {"test": test} if test is not None else {}
-    if train.classes is not None:
-        names = distinct_names(train.classes)
-    else:
-        several = train.labels.ndim == 2
-        most = train.labels.shape[1] if several else 1 + max(one.labels.max(initial=-1) for one in splits.values())
-        names = [f"label {label}" for label in range(int(most))]
-    by_class = {
-        title: dict(zip(names, images_of_classes(samples.labels, len(names)).tolist(), strict=True))
-        for title, samples in splits.items()
-    }
-    one_label = validation.labels.ndim == 1 and len(validation)
-    share = 100 * max(by_class["validation"].values(), default=0) / len(validation) if one_label else None
-    findings = Findings({title: len(samples) for title, samples in splits.items()}, by_class, share)
+    if test is not None:
+        splits["test"] = test
+    findings = Findings.of(splits, data, "label ")
+    if validation.labels.ndim == 1 and len(validation):
+        largest = max(findings.classes["validation"].values(), default=0)
+        findings.largest_class_percent = 100 * largest / len(validation)
+    seconds = float("inf")
+    if data.CHECK == "quick":
+        seconds = QUICK_SECONDS / (1 if test is None else 3)
     if not any(samples.stored == "pixels" or samples.remote for samples in splits.values()):
-        seconds = QUICK_SECONDS / (1 if test is None else 3) if data.CHECK == "quick" else float("inf")
         findings.copies = find_copies(train, validation, seconds)
         if test is not None:
-            for title, of in (("training", train), ("validation", validation)):
-                findings.copies_in_test[title] = find_copies(of, test, seconds)
+            findings.copies_in_test["training"] = find_copies(train, test, seconds)
+            findings.copies_in_test["validation"] = find_copies(validation, test, seconds)
     if train.stored != "pixels":
         _look_at_headers(findings, train, data)
-    findings.series, findings.companions = series_of(splits, data), companions_of(splits)
     return findings
+
+
+def _images_by_class(splits: Mapping[str, Samples], unnamed: str, num_classes: int) -> dict[str, dict[str, int]]:
+    """Images per class, by split: by name, with the label where classes share one, and by label where it has no class.
+
+    Without names, the labels from 0 to the largest valid one are the names.
+    """
+    first = next(iter(splits.values()))
+    several = first.labels.ndim == 2
+    names = distinct_names(first.classes or ())
+    if not names:
+        largest = max(samples.labels[samples.labels < num_classes].max(initial=-1) for samples in splits.values())
+        number = first.labels.shape[1] if several else int(largest) + 1
+        names = [f"{unnamed}{label}" for label in range(number)]
+    by_split = {title: dict.fromkeys(names, 0) for title in splits}
+    for title, samples in splits.items():
+        if several:
+            found = enumerate(images_of_classes(samples.labels, len(names)))
+        else:
+            found = zip(*np.unique(samples.labels, return_counts=True), strict=True)
+        for label, count in found:
+            name = names[label] if 0 <= label < len(names) else f"label {label}"
+            by_split[title][name] = int(count)
+    return by_split
 
 
 def companions_of(splits: Mapping[str, Samples]) -> str:
     """A sentence, if many images have the name of another one but for its ending, as masks have."""
-    if sum(map(len, splits.values())) > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
+    if not _have_names(splits):
         return ""
-    names = {of.name(index) for of in splits.values() for index in range(len(of))}  # images of tables may share a file
+    names = set[str]()  # images of tables may share a file
+    for samples in splits.values():
+        names.update(samples.name(index) for index in range(len(samples)))
     by_stem = defaultdict[str, list[str]](list)
     for name in sorted(names):
         by_stem[os.path.splitext(name)[0]].append(name)
     pairs = [same for same in by_stem.values() if len(same) > 1]
-    if sum(map(len, pairs)) < TORN * len(names):
+    number = sum(map(len, pairs))
+    if number < TORN * len(names):
         return ""
     first, second, *_ = pairs[0]
     return (
-        f"{sum(map(len, pairs)):,} of {len(names):,} images have the name of another one but for the ending, such as "
+        f"{number:,} of {len(names):,} images have the name of another one but for the ending, such as "
         f"{first} and {second}. If one is the other's mask, list the masks in a file for DATA.EXCLUDE"
     )
+
+
+def _have_names(splits: Mapping[str, Samples]) -> bool:
+    """Whether the images are files, and not too many to read the names of."""
+    return sum(map(len, splits.values())) <= MOST_NAMES and all(one.stored == "files" for one in splits.values())
 
 
 def _named_alike(splits: Mapping[str, Samples], group: str) -> dict[str, list[str]]:
     """Of each image, by split, what this pattern finds in its name; '' where it says nothing: a whole name, or one
     that many have."""
-    pattern, names, labels = re.compile(f"(?:.*/)?{group}"), dict[str, list[str]](), list[int]()
+    pattern = re.compile(f"(?:.*/)?{group}")
+    names = dict[str, list[str]]()
+    labels = list[int]()
     for title, of in splits.items():
         matches = (pattern.match(of.name(index)) for index in range(len(of)))
         names[title] = [match[1] if match and match.end(1) < match.end() else "" for match in matches]
         labels += of.labels.tolist() if of.labels.ndim == 1 else [0] * len(of)
-    everywhere = [name for of_split in names.values() for name in of_split]
-    of_class, of_both = Counter(labels), Counter(zip(everywhere, labels, strict=True))
+    everywhere = list(chain.from_iterable(names.values()))
+    of_class = Counter(labels)
+    of_both = Counter(zip(everywhere, labels, strict=True))
     nothing = {name for name, images in Counter(everywhere).items() if images > OF_IMAGES * len(everywhere)}
     nothing |= {name for (name, label), images in of_both.items() if images > OF_CLASS * of_class[label]}
     return {title: ["" if name in nothing else name for name in of_split] for title, of_split in names.items()}
@@ -180,49 +228,64 @@ def _named_alike(splits: Mapping[str, Samples], group: str) -> dict[str, list[st
 
 def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
     """A sentence, if images of one group are in several splits; without DATA.GROUP, of those that names hint at."""
-    number = sum(map(len, splits.values()))
     if data.GROUP is not None:
         groups = {title: samples.groups or [] for title, samples in splits.items()}
-        if len({group for of_split in groups.values() for group in of_split}) == number:
+        number = sum(map(len, splits.values()))
+        if len(set(chain.from_iterable(groups.values()))) == number:
             each = f"each of {counted(number, 'image')} is a group of its own, which changes nothing"
             return f"DATA.GROUP {data.GROUP}: {each}"
-        torn, counts, _ = _in_several(groups)
-        if not torn:
+        torn = _in_several(groups)
+        if not torn.groups:
             return ""
         return (
-            f"DATA.GROUP {data.GROUP}: {counted(len(torn), 'group')} in more than one split, such as {min(torn)}: "
-            f"{counts}. Metrics may be better there than on new groups (docs/splits.md)"
+            f"DATA.GROUP {data.GROUP}: {counted(len(torn.groups), 'group')} in more than one split, such as "
+            f"{min(torn.groups)}: {torn.images}. Metrics may be better there than on new groups (docs/splits.md)"
         )
-    if number > MOST_NAMES or any(one.stored != "files" for one in splits.values()):
+    if not _have_names(splits):
         return ""
     for word, (pattern, what) in IN_NAMES.items():
-        torn, counts, most = _in_several(_named_alike(splits, pattern))
-        if most >= TORN:
+        torn = _in_several(_named_alike(splits, pattern))
+        if torn.most >= TORN:
             keeps = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
             return (
-                f"{what}, the names of {counts} are also those of images in another split, such as {min(torn)}. If "
-                f"such images show one thing, 'DATA.GROUP={word}' {keeps} (docs/splits.md)"
+                f"{what}, the names of {torn.images} are also those of images in another split, such as "
+                f"{min(torn.groups)}. If such images show one thing, 'DATA.GROUP={word}' {keeps} (docs/splits.md)"
             )
     return ""
 
 
-def _in_several(groups: Mapping[str, Sequence[str]]) -> tuple[set[str], str, float]:
-    """The groups that several splits have; how many images these have of each, in words; and the largest fraction."""
-    first, torn, counts, most = dict[str, str](), set[str](), list[str](), 0.0
+class Torn(NamedTuple):
+    """Groups that several splits have."""
+
+    groups: set[str]
+    images: str
+    """How many of each later split are of groups that an earlier one has, in words"""
+    most: float
+    """The largest fraction of them"""
+
+
+def _in_several(groups: Mapping[str, Sequence[str]]) -> Torn:
+    first = dict[str, str]()
+    torn = set[str]()
+    counts = list[str]()
+    most = 0.0
     for title, of_images in groups.items():
         shared = [group for group in of_images if group and first.setdefault(group, title) != title]
         if shared:
             torn.update(shared)
             counts.append(f"{len(shared):,} of {len(of_images):,} {title} images")
             most = max(most, len(shared) / len(of_images))
-    return torn, ", ".join(counts), most
+    return Torn(torn, ", ".join(counts), most)
 
 
 def _look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> None:
     """How the training images are stored."""
-    quick = data.CHECK == "quick"
-    count = min(LOOKED_AT, len(train)) if quick else len(train)
-    end = time.monotonic() + (HEADER_SECONDS if quick else float("inf"))
+    count = len(train)
+    seconds = float("inf")
+    if data.CHECK == "quick":
+        count = min(LOOKED_AT, count)
+        seconds = HEADER_SECONDS
+    end = time.monotonic() + seconds
     looked_at = list(_until(end, _headers(train, count, data)))
     headers = [header for _, header in looked_at]
     rare = rare_formats(headers)
@@ -230,8 +293,14 @@ def _look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> No
     findings.looked_at = len(headers)
     findings.modes = dict(Counter(header.mode for header in headers if header.mode))
     findings.turned = sum(header.turned for header in headers)
-    shorter = [min(header.size) for header in headers if min(header.size) > 0]
+    shorter = shorter_sides(headers)
     findings.shorter = round(float(np.median(shorter))) if shorter else 0
+
+
+def shorter_sides(headers: Iterable[Header]) -> list[int]:
+    """In pixels, where they are known."""
+    shorter = (min(header.size) for header in headers)
+    return [side for side in shorter if side > 0]
 
 
 def rare_formats(headers: Iterable[Header]) -> set[str]:
@@ -248,28 +317,44 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
     of_training = _sizes(train, begin + SIZES_OF_BOTH * seconds)
     known = of_validation[of_validation >= 0]
     shared = np.intersect1d(known, of_training)
-    copies = Copies(0, int(len(known) - np.isin(known, shared).sum()), training=int((of_training >= 0).sum()))
-    orders = [np.argsort(sizes, kind="stable") for sizes in (of_training, of_validation)]
-    ordered = [sizes[order] for sizes, order in zip((of_training, of_validation), orders, strict=True)]
+    without_twin = len(known) - np.isin(known, shared).sum()
+    copies = Copies(found=0, compared=int(without_twin), training=int((of_training >= 0).sum()))
+    training_of = _by_size(of_training)
+    validation_of = _by_size(of_validation)
     for size in np.random.default_rng(0).permutation(shared).tolist():
-        training, validating = (
-            order[slice(*np.searchsorted(sizes, (size, size + 1)))].tolist()
-            for sizes, order in zip(ordered, orders, strict=True)
-        )
-        twins = dict(_digests(train, training, end))
+        twins = dict(_digests(train, training_of(size), end))
+        validating = validation_of(size)
         digests = list(_digests(validation, validating, end))
         if time.monotonic() > end:
             break
         copies.compared += len(validating)
         for digest, index in digests:
             if digest in twins:
-                other = not np.array_equal(validation.labels[index], train.labels[twins[digest]])
+                twin = twins[digest]
+                relabelled = not np.array_equal(validation.labels[index], train.labels[twin])
                 copies.found += 1
-                copies.relabelled += int(other)
-                names = validation.name(index), train.name(twins[digest])
-                copies.examples.insert(0 if other else MOST_NAMED, names)
+                copies.relabelled += int(relabelled)
+                names = validation.name(index), train.name(twin)
+                copies.examples.insert(0 if relabelled else MOST_NAMED, names)
                 del copies.examples[MOST_NAMED:]
     return copies
+
+
+def _by_size(sizes: np.ndarray) -> Callable[[int], list[int]]:
+    """Gives the indices of the images of a size."""
+    order = np.argsort(sizes, kind="stable")
+    ordered = sizes[order]
+
+    def images_of(size: int) -> list[int]:
+        first, end = np.searchsorted(ordered, (size, size + 1))
+        return order[first:end].tolist()
+
+    return images_of
+
+
+def digest_of(encoded: Encoded) -> bytes:
+    """Equal for images of equal bytes."""
+    return hashlib.blake2b(bytes(encoded), digest_size=16).digest()
 
 
 def _sizes(samples: Samples, end: float) -> np.ndarray:
@@ -287,7 +372,7 @@ def _sizes(samples: Samples, end: float) -> np.ndarray:
 def _digests(samples: Samples, indices: list[int], end: float) -> Iterator[tuple[bytes, int]]:
     for index in _until(end, indices):
         with contextlib.suppress(OSError, ValueError, Unreadable):
-            yield hashlib.blake2b(bytes(samples.read(index)), digest_size=16).digest(), index
+            yield digest_of(samples.read(index)), index
 
 
 def _headers(samples: Samples, count: int, data: DataConfig) -> Iterator[tuple[int, Header]]:
@@ -302,8 +387,8 @@ def median_side(samples: Samples, data: DataConfig) -> int | None:
 
     Other than `examine`, it reads the same images however long that takes, because every rank has to find the same.
     """
-    sides = [min(header.size) for _, header in _headers(samples, MEASURED, data) if header.size != (0, 0)]
-    return statistics.median_low(sides) if sides else None
+    shorter = shorter_sides(header for _, header in _headers(samples, MEASURED, data))
+    return statistics.median_low(shorter) if shorter else None
 
 
 def check_data(
@@ -313,19 +398,21 @@ def check_data(
 
     `folder` None: a dry run, which writes nothing. `alike`: as in `Findings`.
     """
-    train, validation = train_set.single_images(), val_set.single_images()
+    train = train_set.single_images()
+    validation = val_set.single_images()
     if train is None or validation is None:
         return []
     found = examine(train, validation, config.DATA, None if train.remote else open_test(config.DATA))
     found.alike = alike
     if config.task == NO_LABELS:
-        found = replace(found, classes={title: {} for title in found.classes}, largest_class_percent=None)
+        found.classes = {title: {} for title in found.classes}
+        found.largest_class_percent = None
     settings = ["-cfg", str(folder / CONFIG)] if folder else _settings_of_data(sys.argv)  # a dry run has no config.yaml
     # A tool executes no code that the run's settings name.
     use = ["-use", ",".join(config.own_files)] if config.own_files else []
     check = f"{tool('check_data')} {shlex.join([*settings, *use])}"
     notes = notes_of(found, config, check)
-    warnings = [*warnings_of(found, config.DATA, check)]
+    warnings = list(warnings_of(found, config.DATA, check))
     for warning in warnings:
         log.warning("%s", warning)
     if folder is None:
@@ -347,52 +434,72 @@ def _settings_of_data(argv: list[str]) -> list[str]:
     words = ["-cfg", given.cfg] if given.cfg else []
     for key, (value, flag) in given.flags.items():
         if is_of_data(key):
-            words += [flag] if value is True else [flag, str(value)]
+            words.append(flag)
+            if value is not True:
+                words.append(str(value))
     return words + [f"{key}={value}" for key, value in given.words.items() if is_of_data(key)]
 
 
 def notes_of(found: Findings, config: Config, check: str) -> list[str]:
     """Lines for the log. `check`: the command that checks this data set."""
-    return [*_of_classes(found, config), *_of_storage(found, config.DATA, check), *_of_search(found, check)]
+    notes = [_counts_in_words(found)]
+    notes += _of_unequal_classes(found, config)
+    notes += _of_storage(found, config.DATA, check)
+    notes += _of_search(found, check)
+    return notes
 
 
-def _of_classes(found: Findings, config: Config) -> Iterator[str]:
-    training, train = found.classes["training"], config.TRAIN
-    text = f"Data: {', '.join(f'{count:,} {title}' for title, count in found.images.items())} images"
-    if training:
-        smallest, largest = (pick(training, key=lambda name: training[name]) for pick in (min, max))
-        of_each = f"from {training[smallest]:,} ({smallest}) to {training[largest]:,} ({largest}) training images"
-        if training[smallest] == training[largest]:
-            of_each = f"each of {counted(training[largest], 'training image')}"
-        text += f" in {len(training):,} classes, {of_each}"
-        if found.largest_class_percent is not None:
-            text += f". Always guessing the largest class would give {found.largest_class_percent:.1f} % in validation"
-    yield text
+def _counts_in_words(found: Findings) -> str:
+    splits = ", ".join(f"{count:,} {title}" for title, count in found.images.items())
+    text = f"Data: {splits} images"
+    training = found.classes["training"]
+    if not training:
+        return text
+    smallest = min(training, key=lambda name: training[name])
+    largest = max(training, key=lambda name: training[name])
+    of_each = f"from {training[smallest]:,} ({smallest}) to {training[largest]:,} ({largest}) training images"
+    if training[smallest] == training[largest]:
+        of_each = f"each of {counted(training[largest], 'training image')}"
+    text += f" in {len(training):,} classes, {of_each}"
+    if found.largest_class_percent is not None:
+        text += f". Always guessing the largest class would give {found.largest_class_percent:.1f} % in validation"
+    return text
 
-    counts = [count for count in training.values() if count]
-    unequal = found.largest_class_percent is not None and counts and max(counts) >= UNEQUAL * min(counts)
-    if unequal and train.NUM_EPOCHS:  # without epochs, such as for a probe, nothing is weighed
-        # Neither the loss of a distillation nor one of the user's own has class weights.
-        weights = " or TRAIN.CLASS_WEIGHTS=balanced" if train.DISTILLATION_TYPE is None and train.LOSS in LOSSES else ""
+
+def _of_unequal_classes(found: Findings, config: Config) -> Iterator[str]:
+    train = config.TRAIN
+    counts = [count for count in found.classes["training"].values() if count]
+    # Without epochs, such as for a probe, nothing is weighed.
+    if found.largest_class_percent is None or not counts or not train.NUM_EPOCHS:
+        return
+    times = max(counts) / min(counts)
+    if max(counts) < UNEQUAL * min(counts):
+        return
+    # Neither the loss of a distillation nor one of the user's own has class weights.
+    has_weights = train.DISTILLATION_TYPE is None and train.LOSS in LOSSES
+    ways = "DATA.SAMPLER=balanced or TRAIN.CLASS_WEIGHTS=balanced" if has_weights else "DATA.SAMPLER=balanced"
+    chooses = config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
+    if train.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
+        alike = "Balanced accuracy counts classes alike"
+        if not chooses:
+            alike += "; SAVE_BEST_BY=balanced_acc chooses by it, which may lower top-1"
+    elif chooses:
+        alike = f"{ways} would weigh classes alike, which may lower top-1"
+    else:
         alike = (
-            f"DATA.SAMPLER=balanced{weights} would weigh classes alike, and SAVE_BEST_BY=balanced_acc would choose the "
-            "best checkpoint so; both may lower top-1"
+            f"{ways} would weigh classes alike, and SAVE_BEST_BY=balanced_acc would choose the best checkpoint so; "
+            "both may lower top-1"
         )
-        chooses = config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
-        if train.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
-            alike = "Balanced accuracy counts classes alike"
-            alike += "" if chooses else "; SAVE_BEST_BY=balanced_acc chooses by it, which may lower top-1"
-        elif chooses:
-            alike = f"DATA.SAMPLER=balanced{weights} would weigh classes alike, which may lower top-1"
-        yield (
-            f"The largest class has {max(counts) / min(counts):.0f} times as many images as the smallest: top-1 mostly "
-            f"counts the large ones. {alike}"
-        )
+    yield (
+        f"The largest class has {times:.0f} times as many images as the smallest: top-1 mostly counts the large ones. "
+        f"{alike}"
+    )
 
 
 def _of_storage(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     of = f"of {found.looked_at:,} training images"
-    of += "" if found.looked_at == found.images["training"] else " looked at"
+    if found.looked_at != found.images["training"]:
+        of += " looked at"
     if found.series and data.GROUP is None:
         yield found.series
     if found.unlike:
@@ -403,15 +510,17 @@ def _of_storage(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
             f"Images of {found.shorter:,} pixels on the shorter side (the median) are seen at {data.IMAGE_SIZE}: "
             f"details of fewer than {times:.0f} pixels are lost. If they count, -image_size keeps more"
         )
-    if number := found.modes.get(TRANSPARENT):
-        yield f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {number:,} {of}"
-    if number := found.modes.get(DEEP):
-        yield f"With 16 bits, of which 8 are read: {number:,} {of}. DATA.BITS=16 reads all (docs/bands.md)"
+    transparent = found.modes.get(TRANSPARENT)
+    if transparent:
+        yield f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {transparent:,} {of}"
+    deep = found.modes.get(DEEP)
+    if deep:
+        yield f"With 16 bits, of which 8 are read: {deep:,} {of}. DATA.BITS=16 reads all (docs/bands.md)"
     if found.turned and not data.EXIF_ROTATE:
+        where = ", in pack_images.py too" if data.DATASET == "shards" else ""
         yield (
             f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "
-            f"DATA.EXIF_ROTATE=true turns them{', in pack_images.py too' if data.DATASET == 'shards' else ''}; "
-            f"`{check}` lists them"
+            f"DATA.EXIF_ROTATE=true turns them{where}; `{check}` lists them"
         )
 
 
@@ -432,7 +541,8 @@ def _of_search(found: Findings, check: str) -> Iterator[str]:
 
 def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     """What makes the metrics of a validation wrong, and what mends it."""
-    training, validation = found.classes["training"], found.classes["validation"]
+    training = found.classes["training"]
+    validation = found.classes["validation"]
     if found.series and data.GROUP is not None:
         yield f"{found.series}."
     if found.companions:
@@ -444,13 +554,16 @@ def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
         of = f"{len(missing):,} of {len(training):,} (the first: {missing[0]})"
         yield f"Classes without validation images, of which no metric tells: {of}. Validation needs images of them."
     for one, other, copies in found.pairs():
-        for copy, original in copies.examples[:1]:
-            labels = f", {copies.relabelled:,} of them with another label there" if copies.relabelled else ""
-            of = f"{copies.found:,} of {copies.compared:,} {one} images{labels}. {copy} has the bytes of {original}"
-            lists = f"`{check}` lists them"
-            if other == "training":
-                lists = f"`{check} -fix exclude.txt` lists the copies, and with -near edited ones, too; train with "
-                lists += "DATA.EXCLUDE=exclude.txt"
-            yield f"Copies of {other} images, on which a model does better than on new ones: {of}. {lists}."
-    if words := alike_in_words(found.alike):
+        if not copies.examples:
+            continue
+        copy, original = copies.examples[0]
+        labels = f", {copies.relabelled:,} of them with another label there" if copies.relabelled else ""
+        of = f"{copies.found:,} of {copies.compared:,} {one} images{labels}. {copy} has the bytes of {original}"
+        lists = f"`{check}` lists them"
+        if other == "training":
+            lists = f"`{check} -fix exclude.txt` lists the copies, and with -near edited ones, too; train with "
+            lists += "DATA.EXCLUDE=exclude.txt"
+        yield f"Copies of {other} images, on which a model does better than on new ones: {of}. {lists}."
+    words = alike_in_words(found.alike)
+    if words:
         yield f"{words}. `{check} -alike DIR` shows them."

@@ -6,6 +6,7 @@ the edited copies to them is the limit.
 
 import contextlib
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -56,14 +57,19 @@ def similarity_of_edited(seeing: Seeing, dataset: ImageDataset, mean: np.ndarray
     chosen = np.sort(generator_of("edited").permutation(len(dataset))[:EDITED])
     plan = [chosen[first : first + batch] for first in range(0, len(chosen), batch)]
     loader = ValLoader(dataset, batch, 0, 1, 0, seeing.precision.device, shard=lambda *_: plan)
+    loading = contextlib.closing(loader)
+    bar = Progress(loader, len(plan), "batches", "edited copies")
+
+    def seen(images: Tensor) -> np.ndarray:
+        columns = columns_of(seeing, images)[:, : len(mean)]
+        return directions(columns.cpu().numpy(), mean)
+
     found = list[np.ndarray]()
-    loading, bar = contextlib.closing(loader), Progress(loader, len(plan), "batches", "edited copies")
     with torch.no_grad(), in_eval_mode(seeing.model), loading, bar:
         for images, _, indices in bar:
             read = images[indices >= 0]
-            seen = (columns_of(seeing, one)[:, : len(mean)].cpu().numpy() for one in (read, *edited(read)))
-            whole, *copies = (directions(columns, mean) for columns in seen)
-            found += [(whole * copy).sum(1) for copy in copies]
+            whole = seen(read)
+            found += [(whole * seen(copy)).sum(1) for copy in edited(read)]
     return float(np.median(np.concatenate(found)))
 
 
@@ -84,22 +90,33 @@ class Nearest(NamedTuple):
         the label of the most similar one, and how many that of the most similar one below the limit."""
         some = self.alike > 0
         own = labels[: len(some)]
-        same, below = ((own == of_others[other]).reshape(len(some), -1).all(1) for other in (self.place, self.farther))
+
+        def with_label_of(others: np.ndarray) -> int:
+            same = (own == of_others[others]).reshape(len(some), -1).all(1)
+            return int((some & same).sum())
+
         each = int(np.median(self.alike[some])) if some.any() else 0
-        return int(some.sum()), len(some), each, int((some & same).sum()), int((some & below).sum())
+        return int(some.sum()), len(some), each, with_label_of(self.place), with_label_of(self.farther)
+
+
+def joined(blocks: Iterable[Nearest]) -> Nearest:
+    return Nearest(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
 def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = float("inf")) -> Nearest:
     """Of the first ones alone, if time is short."""
-    blocks, end = list[Nearest](), time.monotonic() + seconds
+    end = time.monotonic() + seconds
+    blocks = list[Nearest]()
     for first in range(0, len(of), AT_ONCE):
         similar = of[first : first + AT_ONCE] @ among.T
-        place, most, alike = similar.argmax(1), similar.max(1), similar >= limit
+        place = similar.argmax(1)
+        most = similar.max(1)
+        alike = similar >= limit
         similar[alike] = -2  # less than any
         blocks.append(Nearest(place, most, alike.sum(1), similar.argmax(1)))
         if time.monotonic() > end:
             break
-    return Nearest(*map(np.concatenate, zip(*blocks, strict=True)))
+    return joined(blocks)
 
 
 def count_alike(
@@ -107,14 +124,15 @@ def count_alike(
 ) -> list[int]:
     """`Nearest.counted` of the images of `dataset`, with the features `seen`, among training images; empty if these
     are too many."""
-    of, among = (np.asarray(one.of(pool)) for one in (seen, known))
+    of = np.asarray(seen.of(pool))
+    among = np.asarray(known.of(pool))
     if among.size > MOST_VALUES:
         return []
     mean = among.mean(0)
     limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
     seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
     found = nearest(directions(of, mean), directions(among, mean), limit, seconds)
-    return [*found.counted(seen.labels, known.labels)]
+    return list(found.counted(seen.labels, known.labels))
 
 
 def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:

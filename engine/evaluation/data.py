@@ -33,7 +33,8 @@ from vitamp.checkpoints import CHECKPOINTS, read_index, run_folder_of
 from vitamp.metrics import NO_LABELS
 from vitamp.weights import Chosen, chosen_at
 
-PART, CROP = "DATA.PART", "DATA.CROP"
+PART = "DATA.PART"
+CROP = "DATA.CROP"
 OF_RUN = ("same place", "moved")
 """What `whose_data` says of the run's own images"""
 Origin = Literal["same place", "moved", "other", "unknown"]
@@ -50,12 +51,16 @@ def settings_for_evaluation(
     changes: dict[str, Any] = {}
     notes: list[str] = []
     if "DATA.DATA_PATH" in given:
-        if DATASET not in given and (found := _other_layout(config.DATA, needs_labels)):
-            changes, notes = {DATASET: found[0]}, [f"{DATASET} {': '.join(found)}"]
+        found = None if DATASET in given else _other_layout(config.DATA, needs_labels)
+        if found:
+            changes[DATASET] = found[0]
+            notes.append(f"{DATASET} {': '.join(found)}")
             config = config.changed(**nested(changes))
-        if unread := unread_path(config.DATA):
+        unread = unread_path(config.DATA)
+        if unread:
             raise UserError(unread)
-    origin, part = whose_data(config, saved), config.DATA.PART
+    origin = whose_data(config, saved)
+    part = config.DATA.PART
     trained_on = origin in OF_RUN
     if trained_on and part in ("train", "all"):
         which = "are" if part == "train" else "include"
@@ -66,20 +71,28 @@ def settings_for_evaluation(
     if saved is not None and origin == "same place":
         check_split(config, saved, part)
     elif saved is not None and not trained_on:
-        changes |= {key: default_of(key) for key in OF_OWN_DATA if key not in given}
-        if CROP not in given and squeezes(DataConfig(DATASET=settings_of(saved).get(DATASET, config.DATA.DATASET))):
-            changes[CROP] = "none"  # its own data set squeezes images whatever CROP is, as digits
-        if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
-            notes.append(
-                f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {source_of(config.DATA)} is other data"
-            )
+        _leave_own_settings(config, saved, given, changes, notes)
     if part == AUTO:
         changes[PART], why = _part_of(config, origin, comes_unsplit(config.changed(**nested(changes)).DATA))
-        notes += [f"{PART} {changes[PART]}: {why}"] if why else []
+        if why:
+            notes.append(f"{PART} {changes[PART]}: {why}")
         unlisted = saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None
         if origin == "other" and unlisted:
             notes.append("If only some images or labels differ, give DATA.EXCLUDE or DATA.RELABEL")
     return changes, notes
+
+
+def _leave_own_settings(
+    config: Config, saved: Chosen, given: Collection[str], changes: dict[str, Any], notes: list[str]
+) -> None:
+    """Add changes for data that is not the run's: it does not inherit what fits the run's own data alone."""
+    changes |= {key: default_of(key) for key in OF_OWN_DATA if key not in given}
+    if CROP not in given and squeezes(DataConfig(DATASET=settings_of(saved).get(DATASET, config.DATA.DATASET))):
+        changes[CROP] = "none"  # its own data set squeezes images whatever CROP is, as digits
+    if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
+        notes.append(
+            f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {source_of(config.DATA)} is other data"
+        )
 
 
 def _part_of(config: Config, origin: Origin, unsplit: bool) -> tuple[str, str]:
@@ -116,13 +129,13 @@ def _other_layout(data: DataConfig, needs_labels: bool) -> tuple[str, str] | Non
 
 def whose_data(config: Config, saved: Chosen | None) -> Origin:
     """Whether DATA names the data of the run that trained the weights `saved`."""
-    own, samples = (settings_of(saved), saved.samples) if saved else ({}, None)
-    if "DATA.DATASET" not in own:
+    own = settings_of(saved) if saved else {}
+    if saved is None or "DATA.DATASET" not in own:
         return "unknown"
     place = {"DATASET": own["DATA.DATASET"], "DATA_PATH": own.get("DATA.DATA_PATH")}
     if place_of(config.DATA) == place_of(config.DATA.changed(**place)):
         return "same place"
-    if not samples:
+    if not saved.samples:
         return "unknown"
     for key, read in (("EXCLUDE", excluded), ("RELABEL", read_rows)):
         try:  # without the run's list, its own images would be taken for others
@@ -134,7 +147,7 @@ def whose_data(config: Config, saved: Chosen | None) -> Origin:
     # An evaluation may leave out others.
     for one in (config,) if as_trained.DATA == config.DATA else (config, as_trained):
         with suppress(UserError):
-            if _has_samples(one, samples):
+            if _has_samples(one, saved.samples):
                 return "moved"
     return "other"
 
@@ -147,12 +160,14 @@ def check_split(config: Config, saved: Chosen, part: str) -> None:
     own = config_of_weights(saved)
     if part not in (AUTO, "val") or not comes_unsplit(config.DATA) or own.task == NO_LABELS:
         return
-    known = saved.samples if not (own.DATA.EXCLUDE or own.DATA.RELABEL) else None
-    # Versions that split groups otherwise by VAL_FRACTION did not note how many there were.
-    noted = own.DATA.GROUP is None or own.DATA.FOLD is not None or "groups" in (saved.samples or {})
-    now = {key: getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD")}
     same = all(getattr(own.DATA, key) == getattr(config.DATA, key) for key in OF_SPLIT)
-    if not same or not (_has_samples(own.changed(DATA=now), known) if known else noted):
+    if same and saved.samples and not own.DATA.EXCLUDE and not own.DATA.RELABEL:
+        now = {key: getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD")}
+        same = _has_samples(own.changed(DATA=now), saved.samples)
+    elif same:
+        # Versions that split groups otherwise by VAL_FRACTION did not note how many there were.
+        same = own.DATA.GROUP is None or own.DATA.FOLD is not None or "groups" in (saved.samples or {})
+    if not same:
         raise UserError(
             f"{saved.place}: {source_of(config.DATA)} would now be split otherwise than in its training, so images "
             f"that it was trained on would be evaluated. The files have changed, or DATA.{', DATA.'.join(OF_SPLIT)}, "
@@ -183,7 +198,9 @@ def title_of(data: DataConfig) -> str:
     """'imagefolder in /data/flowers, validation split'."""
     part = "val" if data.PART == AUTO else data.PART
     kept = " but those of test" if part == "all" and comes_unsplit(data) and has_test(data) else ""
-    return f"{source_of(data)}, {TITLES['test' if part == 'val' and validates_on_test(data) else part]}{kept}"
+    if part == "val" and validates_on_test(data):
+        part = "test"
+    return f"{source_of(data)}, {TITLES[part]}{kept}"
 
 
 def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
@@ -197,10 +214,12 @@ def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
 def warn_of_images(config: Config, saved: Chosen | None, dataset: ImageDataset) -> None:
     """Warn of images of other data whose bytes the model was trained on, and of those that are left out."""
     samples = dataset.single_images()
-    if isinstance(samples, Remaining) and (left_out := len(samples.lines)):
+    left_out = len(samples.lines) if isinstance(samples, Remaining) else 0
+    if samples is not None and left_out:
         of = f"{left_out:,} of {left_out + len(samples):,} images here"
         log.info("DATA.EXCLUDE leaves out %s. If a model's mistakes chose them, the metrics flatter it.", of)
-    if found := copies_of_training(config, saved, dataset):
+    found = copies_of_training(config, saved, dataset)
+    if found:
         warn_once(found[0])
 
 
@@ -209,7 +228,8 @@ def copies_of_training(config: Config, saved: Chosen | None, dataset: ImageDatas
     own_images = config.DATA.PART != "test" and saved is not None and whose_data(config, saved) in OF_RUN
     if saved is None or own_images or "DATA.DATASET" not in settings_of(saved):
         return None
-    train, evaluated = None, dataset.single_images()
+    train = None
+    evaluated = dataset.single_images()
     with unheard(), suppress(UserError):  # it may be gone, or on another machine
         own = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
         if "://" not in str(own.DATA_PATH):
@@ -237,9 +257,11 @@ def validations_of(config: Config, saved: Chosen) -> int:
 
 def evaluated_weights(config: Config) -> Chosen | None:
     """The weights that -eval evaluates; None if nothing is known of their training."""
-    wanted, source = config.MODEL.RESUME, config.MODEL.PRETRAINED
+    wanted = config.MODEL.RESUME
+    source = config.MODEL.PRETRAINED
     try:
-        if run := resumed_run(config):
+        run = resumed_run(config)
+        if run:
             return chosen_at(run)
         if wanted not in (None, AUTO):
             return chosen_at(Path(str(wanted)))

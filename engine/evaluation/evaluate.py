@@ -30,12 +30,13 @@ def validate(ready: Ready, model: nn.Module, world: World, between: Callable[[],
 
     `between` is called before each batch, and may raise to end the validation.
     """
-    loader, task, precision = ready.val_loader, ready.task, ready.precision
-    tally = task.tally(len(ready.val_set), precision.device)
-    if task.own_metrics:
+    loader = ready.val_loader
+    precision = ready.precision
+    tally = ready.task.tally(len(ready.val_set), precision.device)
+    if ready.task.own_metrics:
         from engine.task.own_code import WithOwnMetrics
 
-        tally = WithOwnMetrics(tally, task, len(ready.val_set), precision.device)
+        tally = WithOwnMetrics(tally, ready.task, len(ready.val_set), precision.device)
     try:
         with in_eval_mode(model):
             for batch in loader:
@@ -72,19 +73,24 @@ def keep_predictions(
 
     A full disk does not end the training.
     """
-    of_sets = {f"{which.prefix}{name}": row for which, one in metrics.items() for name, row in one.predictions.items()}
+    of_sets = dict[str, np.ndarray]()
+    for which, one in metrics.items():
+        of_sets |= {f"{which.prefix}{name}": row for name, row in one.predictions.items()}
     if not of_sets:
         return
     # Without the folder of the data, which may be another in another run
-    samples, prefix, names = val_set.single_images(), name_prefix(data), map(str, range(len(val_set)))
+    samples = val_set.single_images()
+    prefix = name_prefix(data)
+    names = map(str, range(len(val_set)))
     if samples is not None:
         names = (samples.name(index).removeprefix(prefix) for index in range(len(samples)))
     labels = val_set.sample_labels()
-    labels = labels.astype(np.min_scalar_type(int(labels.max(initial=0))))
-    groups = {GROUPS: _hashes(groups)} if (groups := val_set.groups()) else {}
+    groups = val_set.groups()
     try:
-        table = {"names": _hashes(names), "labels": labels, **groups, **of_sets}
-        write_predictions(folder, update, table)
+        table = {"names": _hashes(names), "labels": labels.astype(np.min_scalar_type(int(labels.max(initial=0))))}
+        if groups:
+            table[GROUPS] = _hashes(groups)
+        write_predictions(folder, update, table | of_sets)
     except OSError as error:
         log.warning("%s: cannot be written (%s).", folder / PREDICTIONS, error.strerror)
 

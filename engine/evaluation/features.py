@@ -46,8 +46,13 @@ BLOCK = 512
 """Images"""
 AT_ONCE = 1 << 13
 """Rows that are read at once"""
-TABLE, COMPLETE, DIGESTS, ABOUT = "features.npy", "complete.npy", "images.npy", "about.json"
-"""Files of a folder of features: the second says which images are complete, the third has hashes of their bytes"""
+# Files of a folder of features
+TABLE = "features.npy"
+COMPLETE = "complete.npy"
+"""Which images are complete"""
+DIGESTS = "images.npy"
+"""Hashes of their bytes"""
+ABOUT = "about.json"
 
 
 class Seeing(Protocol):
@@ -78,11 +83,12 @@ class Features(NamedTuple):
 
     def rows(self, pool: str, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Features, labels and indices of some images after others."""
+        indices = np.arange(len(self.table))
         for first in range(0, len(self.table), AT_ONCE):
             here = slice(first, first + AT_ONCE)
-            columns = np.array(self.of(pool)[here]), self.labels[here], np.arange(len(self.table))[here]
-            features, labels, indices = (torch.from_numpy(column).to(device) for column in columns)
-            yield features, labels, indices
+            columns = np.array(self.of(pool)[here]), self.labels[here], indices[here]
+            features, labels, numbers = (torch.from_numpy(column).to(device) for column in columns)
+            yield features, labels, numbers
 
 
 @torch.no_grad()
@@ -95,12 +101,20 @@ def columns_of(seeing: Seeing, images: Tensor) -> Tensor:
 
 def _pools(model: Any, end: int) -> dict[str, slice]:
     """Where each pooling is in `columns_of`, which are `end` in number."""
-    known, width = pools_of(model), getattr(model, "embed_dim", 0)
-    parts = {POOLED: 0, "mean": 1, "both": 2, "blocks": 1 + min(BLOCKS, len(getattr(model, "blocks", ())))}[known[-1]]
-    first, both = end - parts * width, end - 2 * width
-    columns = {POOLED: (0, first), "class": (both, end - width), "mean": (end - width, end), "both": (both, end)}
-    columns["blocks"] = (first, end)
-    return {pool: slice(*columns[pool]) for pool in known}
+    known = pools_of(model)
+    width = getattr(model, "embed_dim", 0)
+    blocks = min(BLOCKS, len(getattr(model, "blocks", ())))
+    widths = {POOLED: 0, "mean": 1, "both": 2, "blocks": 1 + blocks}
+    first = end - widths[known[-1]] * width
+    both = end - 2 * width
+    columns = {
+        POOLED: slice(0, first),
+        "class": slice(both, end - width),
+        "mean": slice(end - width, end),
+        "both": slice(both, end),
+        "blocks": slice(first, end),
+    }
+    return {pool: columns[pool] for pool in known}
 
 
 def features_of(
@@ -110,81 +124,112 @@ def features_of(
 
     Several processes share the work; only the first one waits until it is done.
     """
-    model, images, labels = seeing.model, len(dataset), dataset.sample_labels()
+    images = len(dataset)
+    labels = dataset.sample_labels()
     workers = auto_workers(world, config.DATA.NUM_WORKERS)
-    batch = min(config.DATA.val_batch, BLOCK)
-    with in_eval_mode(model):
-        empty = torch.zeros(1, *data.shape, dtype=torch.uint8)
-        shape = images, columns_of(seeing, empty).shape[1]
+    with in_eval_mode(seeing.model):
+        width = columns_of(seeing, torch.zeros(1, *data.shape, dtype=torch.uint8)).shape[1]
         about = _about(seeing, config, data)
         kind = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         folder = cache_folder(data, f"features/{kind}-{contents_of(dataset)[:16]}")
-        needed, free = 4 * shape[0] * shape[1], shutil.disk_usage(folder).free
-        with process_lock(folder / ".lock", "makes room for features"):
-            if not (folder / COMPLETE).exists():
-                if needed > free:
-                    raise UserError(
-                        f"{folder}: the features take {size_words(needed)}, and {size_words(free)} are free. Name a "
-                        "folder on a larger disk (DATA.CACHE=DIR). MODEL.NEW_CLASSIFIER=zero needs no features."
-                    )
-                (folder / ABOUT).write_text(json.dumps(about))
-                empty = open_memmap(folder / TABLE, "w+", np.float32, shape)
-                np.save(folder / "new.npy", _copy_kept(dataset.single_images(), folder, empty))
-                os.replace(folder / "new.npy", folder / COMPLETE)
-        table, complete = (open_memmap(folder / name, "r+") for name in (TABLE, COMPLETE))
-        broken = BrokenInValidation("image")
-
-        def compute(rows: np.ndarray, bar: Progress) -> None:
-            """Of these images, in blocks."""
-            of_blocks = np.split(rows, np.flatnonzero(np.diff(rows // BLOCK)) + 1)
-            plan = [block[first : first + batch] for block in of_blocks for first in range(0, len(block), batch)]
-            ends, computed = {int(block[-1]) for block in of_blocks if len(block)}, list[np.ndarray]()
-            loader = ValLoader(dataset, batch, 0, 1, workers, seeing.precision.device, broken, lambda *_: plan)
-            try:
-                for wanted, one in zip(plan, loader, strict=True):
-                    read = one.indices.cpu().numpy() >= 0  # -1 of a broken image
-                    computed.append(wanted[read])
-                    table[computed[-1]] = found = columns_of(seeing, one.images).cpu().numpy()[read]
-                    if not np.isfinite(found).all():
-                        raise UserError("The model has NaN or infinite features; nothing can be compared.")
-                    if int(wanted[-1]) in ends:
-                        table.flush()
-                        complete[np.concatenate(computed)] = True
-                        computed.clear()
-                    bar.update(len(wanted))
-            finally:
-                loader.close()
-
-        missing = np.flatnonzero(~complete)
+        size = size_words(4 * images * width)
+        _make_files(folder, about, dataset, width)
+        computing = _Computing(seeing, dataset, folder, min(config.DATA.val_batch, BLOCK), workers)
+        missing = computing.missing()
         if world.size > 1 and torch.distributed.is_initialized():
             torch.distributed.barrier()  # all have counted before one computes
-        what = f"features of {images - len(missing):,} are kept"
-        if len(missing) == images:
-            what = f"no features of these very weights and images are kept yet{_of_others(folder, about)}"
-        what = f"{what}, {len(missing):,} are computed now in" if len(missing) else "features are kept in"
-        log.info(
-            "%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", what, folder, size_words(needed)
-        )
+        what = "features are kept in"
+        if len(missing):
+            kept = f"features of {images - len(missing):,} are kept"
+            if len(missing) == images:
+                kept = f"no features of these very weights and images are kept yet{_of_others(folder, about)}"
+            what = f"{kept}, {len(missing):,} are computed now in"
+        log.info("%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", what, folder, size)
         with Progress(None, len(missing), "images", "features", shown=world.first) as bar:
-            compute(missing[missing // BLOCK % world.size == world.rank], bar)  # others may have begun already
+            # Others may have begun already.
+            computing.compute(missing[missing // BLOCK % world.size == world.rank], bar)
             # Those of a process that is slower, or that could not read them
-            while world.first and len(missing := np.setdiff1d(np.flatnonzero(~complete), [*broken.images])):
-                compute(missing[missing // BLOCK == missing[-1] // BLOCK], bar)
+            while world.first and len(missing := computing.missing()):
+                computing.compute(missing[missing // BLOCK == missing[-1] // BLOCK], bar)
         if world.first:
             try:
-                broken.raise_together(ALONE)
+                computing.broken.raise_together(ALONE)
             except AllRanksError as error:  # nothing is trained yet; a TrainingError ends others at once
                 raise (UserError if world.size == 1 else TrainingError)(str(error)) from None
-        labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
-        return Features(table, labels, _pools(model, shape[1]), dataset.groups())
+    labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
+    return Features(computing.table, labels, _pools(seeing.model, width), dataset.groups())
+
+
+def _make_files(folder: Path, about: dict[str, Any], dataset: ImageDataset, width: int) -> None:
+    """Make the files for these features, if none are there yet. UserError if the disk has no room."""
+    needed = 4 * len(dataset) * width
+    free = shutil.disk_usage(folder).free
+    with process_lock(folder / ".lock", "makes room for features"):
+        if (folder / COMPLETE).exists():
+            return
+        if needed > free:
+            raise UserError(
+                f"{folder}: the features take {size_words(needed)}, and {size_words(free)} are free. Name a "
+                "folder on a larger disk (DATA.CACHE=DIR). MODEL.NEW_CLASSIFIER=zero needs no features."
+            )
+        (folder / ABOUT).write_text(json.dumps(about))
+        empty = open_memmap(folder / TABLE, "w+", np.float32, (len(dataset), width))
+        np.save(folder / "new.npy", _copy_kept(dataset.single_images(), folder, empty))
+        os.replace(folder / "new.npy", folder / COMPLETE)
+
+
+class _Computing:
+    """Features in the files of a folder."""
+
+    def __init__(self, seeing: Seeing, dataset: ImageDataset, folder: Path, batch: int, workers: int) -> None:
+        self.seeing = seeing
+        self.dataset = dataset
+        self.table = open_memmap(folder / TABLE, "r+")
+        self.complete = open_memmap(folder / COMPLETE, "r+")
+        self.batch = batch
+        self.workers = workers
+        self.broken = BrokenInValidation("image")
+
+    def missing(self) -> np.ndarray:
+        """Images without features, but for those that could not be read."""
+        return np.setdiff1d(np.flatnonzero(~self.complete), [*self.broken.images])
+
+    def compute(self, rows: np.ndarray, bar: Progress) -> None:
+        """Of these images, in blocks."""
+        plan = list[np.ndarray]()
+        ends = set[int]()
+        for block in np.split(rows, np.flatnonzero(np.diff(rows // BLOCK)) + 1):
+            if len(block):
+                ends.add(int(block[-1]))
+                plan += [block[first : first + self.batch] for first in range(0, len(block), self.batch)]
+        device = self.seeing.precision.device
+        loader = ValLoader(self.dataset, self.batch, 0, 1, self.workers, device, self.broken, lambda *_: plan)
+        computed = list[np.ndarray]()
+        try:
+            for wanted, one in zip(plan, loader, strict=True):
+                read = one.indices.cpu().numpy() >= 0  # -1 of a broken image
+                found = columns_of(self.seeing, one.images).cpu().numpy()[read]
+                computed.append(wanted[read])
+                self.table[wanted[read]] = found
+                if not np.isfinite(found).all():
+                    raise UserError("The model has NaN or infinite features; nothing can be compared.")
+                if int(wanted[-1]) in ends:
+                    self.table.flush()
+                    self.complete[np.concatenate(computed)] = True
+                    computed.clear()
+                bar.update(len(wanted))
+        finally:
+            loader.close()
 
 
 def _about(seeing: Seeing, config: Config, data: DataConfig) -> dict[str, Any]:
     """What the features of an image depend on."""
     amp = config.AMP.model_dump(mode="json", include={"CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES"})
-    precision = [seeing.precision.name, amp if seeing.precision.level != "O0" else {}]
-    about = {"weights": [config.MODEL.NAME, str(sizes_of(seeing.model)), _weights(seeing.model)]}
-    about |= {"precision": precision, "preprocessing": input_of(data)}
+    about = {
+        "weights": [config.MODEL.NAME, str(sizes_of(seeing.model)), _weights(seeing.model)],
+        "precision": [seeing.precision.name, amp if seeing.precision.level != "O0" else {}],
+        "preprocessing": input_of(data),
+    }
     if config.USE:  # the same weights, and perhaps another forward
         about["own code"] = [sorted(own.sha256 for own, _ in executed.values()), list(config.USE)]
     return json.loads(json.dumps(about))  # as it is read again
@@ -213,19 +258,21 @@ def _copy_kept(samples: Samples | None, folder: Path, table: np.ndarray) -> np.n
             digests[index] = hashlib.sha256(shape.encode() + bytes(read)).digest()
     np.save(folder / DIGESTS, digests)
     for other in folder.parent.glob(f"{folder.name.partition('-')[0]}-*/{COMPLETE}"):
-        if not (other.with_name(DIGESTS)).exists():
+        if not other.with_name(DIGESTS).exists():
             continue
         complete, theirs, rows = (np.load(other.with_name(name), "r") for name in (COMPLETE, DIGESTS, TABLE))
         order = np.argsort(theirs)
         place = order[np.searchsorted(theirs, digests, sorter=order).clip(max=len(order) - 1)]
         same = (theirs[place] == digests) & (digests != b"") & complete[place]
-        table[same], found[same] = rows[place[same]], True
+        table[same] = rows[place[same]]
+        found[same] = True
     return found
 
 
 def _weights(model: nn.Module) -> str:
     """A hash of all but the classifier, which features do not depend on."""
-    digest, heads = hashlib.sha256(), classifiers(model)
+    digest = hashlib.sha256()
+    heads = classifiers(model)
     for name, value in model.state_dict().items():
         if not is_inside(name, heads):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -235,7 +282,8 @@ def _weights(model: nn.Module) -> str:
 
 def contents_of(dataset: ImageDataset) -> str:
     """A hash of names, labels and order, of pixels in memory, and of sizes and times of files."""
-    digest, samples = hashlib.sha256(data_identity(dataset).encode()), dataset.single_images()
+    digest = hashlib.sha256(data_identity(dataset).encode())
+    samples = dataset.single_images()
     if samples is not None and samples.stored == "files":
         for index in range(len(samples)):
             try:
@@ -244,7 +292,8 @@ def contents_of(dataset: ImageDataset) -> str:
             except OSError:  # no file, such as an image that own code makes; loading reports one that is missing
                 with contextlib.suppress(OSError, Unreadable):
                     digest.update(bytes(np.asarray(samples.read(index)).data))
-    if (pixels := getattr(getattr(dataset, "samples", None), "pixels", None)) is not None:
+    pixels = getattr(getattr(dataset, "samples", None), "pixels", None)
+    if pixels is not None:
         digest.update(pixels.data)
     return digest.hexdigest()
 
@@ -254,7 +303,10 @@ class FeatureSet(Variant):
 
     def __init__(self, inner: ImageDataset, features: Features, pool: str, device: torch.device) -> None:
         super().__init__(inner)
-        self._columns, self._labels, self._device, self.in_memory = features.of(pool), features.labels, device, True
+        self._columns = features.of(pool)
+        self._labels = features.labels
+        self._device = device
+        self.in_memory = True
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         indices = np.array([index for _, index in keys])
@@ -267,16 +319,21 @@ def sees_features_alone(seeing: Seeing, data: DataConfig) -> bool:
     """Whether the model's output is that of its classifier for the features, as of `_of_features`."""
     model = seeing.model
     pixels = seeing.inputs(torch.zeros(1, *data.shape, device=seeing.precision.device))
-    agrees, autocast = False, seeing.precision.autocast(training=False)
+    calls = list[Any]()
+    autocast = seeing.precision.autocast(training=False)
     with torch.no_grad(), autocast, in_eval_mode(model), contextlib.suppress(Exception):
-        calls, classifier = list[Any](), model.get_submodule(classifiers(model)[0])
+        classifier = model.get_submodule(classifiers(model)[0])
         with classifier.register_forward_hook(lambda _, *call: calls.append(call)):
             outputs = model(pixels)
-        ((seen,), found), pooled = calls[0], pooled_features(model, pixels, pool_of(model))
+        (seen,), found = calls[0]
         # What the classifier sees, not only its output: a new one may be all zeros.
-        pairs = ([one.float().flatten(1) for one in pair] for pair in ((outputs, found), (seen, pooled)))
-        agrees = all(torch.allclose(one, other, rtol=1e-2, atol=1e-2) for one, other in pairs)
-    return agrees
+        pooled = pooled_features(model, pixels, pool_of(model))
+        return _are_close(outputs, found) and _are_close(seen, pooled)
+    return False
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one.float().flatten(1), other.float().flatten(1), rtol=1e-2, atol=1e-2)
 
 
 def see_features(run: Run, ready: Validating, parts: TrainState, train_set: ImageDataset) -> ImageDataset | None:
@@ -284,8 +341,11 @@ def see_features(run: Run, ready: Validating, parts: TrainState, train_set: Imag
 
     None: the model does more with its features than `_of_features`.
     """
-    config, model, world = run.config, ready.model, run.world
-    pool, kind = pool_of(model), type(model).__name__
+    config = run.config
+    world = run.world
+    model = ready.model
+    pool = pool_of(model)
+    kind = type(model).__name__
     if not sees_features_alone(ready, config.DATA) or len(classifiers(model)) > 1:
         log.info("The features of this %s are not kept: its classifier is not applied to them alone.", kind)
         return None
@@ -302,11 +362,13 @@ def see_features(run: Run, ready: Validating, parts: TrainState, train_set: Imag
         found = found if world.first else features_of(ready, config, images, data)
         return FeatureSet(dataset, found, pool, run.device)
 
-    train_set, ready.val_set = features(train_set, "train"), features(ready.val_set, "val")
+    train_set = features(train_set, "train")
+    ready.val_set = features(ready.val_set, "val")
     ready.val_loader = ValLoader(ready.val_set, config.DATA.val_batch, world.rank, world.size, 0, run.device)
     for module in parts.weights.values():
         module.forward = MethodType(_of_features, module)
-    ready.inputs = parts.inputs = nn.Identity()
+    ready.inputs = nn.Identity()
+    parts.inputs = ready.inputs
     return train_set
 
 

@@ -67,7 +67,8 @@ def labelled_data(config: Config) -> DataConfig:
             raise UserError(f"The images of TRAIN.KNN: {error}") from None
         if layout is None:
             raise UserError(f"TRAIN.KNN {text}: no such folder, file or data set.")
-        name, path = layout[0], text
+        name = layout[0]
+        path = text
     data = config.DATA.changed(DATASET=name, DATA_PATH=path, PART="val")
     if place_of(data) == place_of(config.DATA):
         return data
@@ -114,20 +115,24 @@ def classify(images: Iterable[Rows], bank: Iterable[Rows], count: int, world: Wo
     """
     features, labels, indices = (torch.cat(column) for column in zip(*images, strict=True))
     total = int(sum_over_ranks(torch.tensor(len(indices), device=indices.device), world))
-    features, truth = (_of_all_ranks(own, total, indices, world) for own in (features, labels))
-    rows = _directions(features)
+    rows = _directions(_of_all_ranks(features, total, indices, world))
+    truth = _of_all_ranks(labels, total, indices, world)
     similar = rows.new_full((total, count), -torch.inf)
     classes = torch.zeros(total, count, dtype=torch.int64, device=rows.device)
+    parts = [slice(first, first + AT_ONCE) for first in range(0, total, AT_ONCE)]
     for others, labels, _ in bank:
         more = _directions(others)
-        for some, near, of in zip(*(one.split(AT_ONCE) for one in (rows, similar, classes)), strict=True):
-            _keep_nearest(near, of, some @ more.T, labels.expand(len(some), -1))
-    for near, of in zip(similar.split(AT_ONCE), classes.split(AT_ONCE), strict=True):
-        found = [_of_all_ranks(own[None], world.size, [world.rank], world) for own in (near, of)]
+        for part in parts:
+            of_more = labels.expand(len(rows[part]), -1)
+            _keep_nearest(similar[part], classes[part], rows[part] @ more.T, of_more)
+    for part in parts:
+        found = _of_all_ranks(similar[part][None], world.size, [world.rank], world)
+        of_found = _of_all_ranks(classes[part][None], world.size, [world.rank], world)
         for rank in range(world.size):
             if rank != world.rank:
-                _keep_nearest(near, of, *(one[rank] for one in found))
-    votes, weights = rows.new_zeros(total, int(classes.max()) + 1), (similar / TEMPERATURE).exp()
+                _keep_nearest(similar[part], classes[part], found[rank], of_found[rank])
+    votes = rows.new_zeros(total, int(classes.max()) + 1)
+    weights = (similar / TEMPERATURE).exp()
     return votes.scatter_add_(1, classes, weights).argmax(1), truth
 
 
@@ -162,7 +167,8 @@ class Neighbours:
             self.bank, self.images = open_labelled(data, COUNT, config.SEED, device, "TRAIN.KNN", "TRAIN.KNN=DIR")
         except UserError as error:
             raise UserError(f"The images of TRAIN.KNN: {error}") from None
-        self._world, self._workers = world, workers
+        self._world = world
+        self._workers = workers
         self._batch_size = config.DATA.val_batch
         labels = self.images.sample_labels()
         largest = 100 * float(np.bincount(labels).max()) / len(labels)
@@ -186,13 +192,20 @@ class Neighbours:
         self, model: nn.Module, inputs: nn.Module, precision: Precision, between: Callable[[], None] = lambda: None
     ) -> float:
         """In percent; NaN if features are not finite. A collective call. `between`: as in `validate`."""
+        world = self._world
         finite = torch.ones((), dtype=torch.bool, device=precision.device)
 
         def rows(dataset: ImageDataset) -> Iterator[Rows]:
-            world, device = self._world, precision.device
-            # Whole batches: the last bits of features, and so their neighbours, may depend on the size of a batch.
-            how = (self._batch_size, world.rank, world.size, self._workers, device)
-            loader = ValLoader(dataset, *how, shard=whole_batches)
+            loader = ValLoader(
+                dataset,
+                self._batch_size,
+                world.rank,
+                world.size,
+                self._workers,
+                precision.device,
+                # Whole batches: the last bits of features, and so their neighbours, may depend on the size of a batch.
+                shard=whole_batches,
+            )
             try:
                 for batch in loader:
                     between()
@@ -211,11 +224,11 @@ class Neighbours:
             if sharded is not None:  # blocks gather their own weights; the others only where forward is called
                 sharded.unshard()
             with in_eval_mode(model):
-                guesses, labels = classify(rows(self.images), rows(self.bank), COUNT, self._world)
+                guesses, labels = classify(rows(self.images), rows(self.bank), COUNT, world)
         finally:
             if sharded is not None:
                 sharded.reshard()
-        if sum_over_ranks((~finite).float(), self._world).item():
+        if sum_over_ranks((~finite).float(), world).item():
             return math.nan
         # Of equally near images, which rank looks first decides.
-        return broadcast(100 * int((guesses == labels).sum()) / len(labels), self._world)
+        return broadcast(100 * int((guesses == labels).sum()) / len(labels), world)

@@ -4,12 +4,13 @@ import contextlib
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS
 
 from datasets import ImageDataset, ValLoader, open_dataset, source_of
@@ -47,20 +48,111 @@ def folds_of(
 
     `rows`: of these images alone, with these labels.
     """
-    groups, fold_of = dataset.groups(), np.zeros(len(labels), dtype=np.int64)
-    groups = groups if rows is None or not groups else [groups[row] for row in rows]
-    if (folds := min(FOLDS, len({*groups} or labels))) < 2:
+    groups = dataset.groups()
+    if rows is not None and groups:
+        groups = [groups[row] for row in rows]
+    folds = min(FOLDS, len(set(groups) or labels))
+    if folds < 2:
         raise UserError(f"{source_of(data)}: a probe needs two images or groups; MODEL.NEW_CLASSIFIER=zero needs none.")
+    fold_of = np.zeros(len(labels), dtype=np.int64)
     for number in range(folds):
         of_fold = data.changed(FOLD=f"{number + 1}/{folds}")
         fold_of[split_rows(labels, of_fold, "val", source_of(data), groups)] = number
     counts = labels.sum(0).astype(np.int64) if labels.ndim == 2 else np.bincount(labels)
     words = f"{folds} folds of the training images choose the strength"
-    if len(few := np.flatnonzero((counts > 0) & (counts < folds))):
-        names = [str((dataset.classes or range(len(counts)))[label]) for label in few]
-        names = names[:MOST_NAMED] + (["..."] if len(few) > MOST_NAMED else [])
+    few = np.flatnonzero((counts > 0) & (counts < folds))
+    if len(few):
+        classes = dataset.classes or range(len(counts))
+        names = [str(classes[label]) for label in few[:MOST_NAMED]]
+        if len(few) > MOST_NAMED:
+            names.append("...")
         words += f"; fewer images than folds have {counted(len(few), 'class')}: {', '.join(names)}"
     return fold_of, f"{words}."
+
+
+class _Rows:
+    """Features, labels and folds of some images after others, on the device.
+
+    Features are fitted in directions in which the loss is curved nearly alike, once they are scaled for a strength:
+    then L-BFGS needs few steps.
+    """
+
+    def __init__(self, features: np.ndarray, labels: np.ndarray, fold_of: np.ndarray, device: torch.device) -> None:
+        self.device = device
+        self.exact = torch.float32 if device.type == "mps" else torch.float64
+        self._parts = [torch.from_numpy(array).split(AT_ONCE) for array in (features, labels, fold_of)]
+        count, width = features.shape
+        self._mean = torch.stack([rows.sum(0, dtype=self.exact) for rows, _, _ in self]).sum(0) / count
+        products = torch.zeros(width, width, dtype=self.exact, device=device)
+        for rows, _, _ in self:
+            centred = rows.to(self.exact) - self._mean
+            products += centred.T @ centred / count
+        deviation = products.diagonal().sqrt()
+        deviation = deviation.clamp(
+            min=1e-3 * float(deviation.max()) or 1.0
+        )  # else nearly dead columns get huge weights
+        curves, directions = torch.linalg.eigh((products / deviation.outer(deviation)).cpu())
+        # With fewer images than columns, the other curves are 0.
+        self.curves = curves[-count:].clamp(min=0).to(device) / 4
+        self._directions = directions[:, -count:].to(device) / deviation[:, None]
+        self._turned = count * len(self.curves) <= TURNED  # once, in place of the weights for each step
+        if self._turned:
+            self._parts[0] = [((rows - self._mean) @ self._directions).float() for rows, _, _ in self]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        for chunk in zip(*self._parts, strict=True):
+            yield tuple(part.to(self.device) for part in chunk)
+
+    def of_rows(self, found: Tensor) -> Tensor:
+        """Weights of the directions, and the bias, as those of the features that it iterates over."""
+        return found if self._turned else self.of_features(found)
+
+    def of_features(self, found: Tensor) -> Tensor:
+        weight = self._directions @ found[:-1]
+        return torch.cat((weight, found[-1:] - self._mean @ weight))
+
+
+class _Models:
+    """Classifiers of which each leaves out a fold, the last one none."""
+
+    def __init__(self, rows: _Rows, fold_of: np.ndarray, classes: int) -> None:
+        self.rows = rows
+        self.number = int(fold_of.max()) + 2
+        self.width = self.number * classes
+        shares = 1 / (len(fold_of) - np.bincount(fold_of, minlength=self.number))
+        self._share = torch.tensor(shares, dtype=torch.float32, device=rows.device)
+
+    def _logits(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Images x models x classes."""
+        outputs = torch.addmm(weights[-1].float(), rows, weights[:-1].float())
+        return outputs.view(-1, self.number, self.width // self.number)
+
+    def loss(self, weights: Tensor, scale: Tensor, strength: float) -> Tensor:
+        weights.grad = None
+        found = weights / scale
+        seen = self.rows.of_rows(found)
+        leaf = seen.detach().requires_grad_(True)
+        total = strength / 2 * found[:-1].square().sum()
+        for rows, truth, folds in self.rows:
+            outputs = self._logits(rows, leaf)
+            if truth.ndim == 2:
+                wanted = truth[:, None].expand_as(outputs)
+                of = F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none").sum(2)
+            else:
+                wanted = truth[:, None].expand(-1, self.number)
+                of = F.cross_entropy(outputs.movedim(2, 1), wanted, reduction="none")
+            seen_by = folds[:, None] != torch.arange(self.number, device=self.rows.device)
+            part = (of * self._share * seen_by).sum()
+            part.backward()
+            total = total + part.detach()
+        torch.autograd.backward([total, seen], [None, leaf.grad])
+        return total.detach()
+
+    def logits_of_other(self, found: Tensor) -> Tensor:
+        """Of each image, by the model that left out its fold."""
+        seen = self.rows.of_rows(found)
+        of_other = [self._logits(rows, seen)[torch.arange(len(rows)), folds].cpu() for rows, _, folds in self.rows]
+        return torch.cat(of_other).double()
 
 
 class Classifier(NamedTuple):
@@ -86,81 +178,34 @@ def fit(
     Features are standardised. Those of all folds and of all images are fitted at once, since they read the same
     features; each strength begins at the solution of the stronger one before it.
     """
-    exact, several = torch.float32 if device.type == "mps" else torch.float64, labels.ndim == 2
-    parts = [torch.from_numpy(array).split(AT_ONCE) for array in (features, labels, fold_of)]
-
-    def chunks() -> Iterator[tuple[Tensor, ...]]:
-        yield from (tuple(part.to(device) for part in chunk) for chunk in zip(*parts, strict=True))
-
-    count, width = features.shape
-    mean = torch.stack([rows.sum(0, dtype=exact) for rows, _, _ in chunks()]).sum(0) / count
-    products = torch.zeros(width, width, dtype=exact, device=device)
-    for rows, _, _ in chunks():
-        products += (centred := rows.to(exact) - mean).T @ centred / count
-    deviation = products.diagonal().sqrt()
-    deviation = deviation.clamp(min=1e-3 * float(deviation.max()) or 1.0)  # else nearly dead columns get huge weights
-    # In these directions, scaled for each strength, the loss is curved nearly alike: L-BFGS needs few steps.
-    curves, directions = torch.linalg.eigh((products / deviation.outer(deviation)).cpu())
-    curves, directions = curves[-count:].clamp(min=0).to(device) / 4, directions[:, -count:].to(device)  # others are 0
-    directions = directions / deviation[:, None]
-    if turned := count * len(curves) <= TURNED:  # once, in place of the weights for each step
-        parts[0] = [((rows - mean) @ directions).float() for rows, _, _ in chunks()]
-    models = int(fold_of.max()) + 2  # each leaves out a fold, the last one none
-    shares = 1 / (count - np.bincount(fold_of, minlength=models))
-    share = torch.tensor(shares, dtype=torch.float32, device=device)
-    found = torch.zeros(len(curves) + 1, models * classes, dtype=exact, device=device)
-
-    def of_rows(found: Tensor) -> Tensor:
-        """Weights of the directions, and the bias, as those of the features in `parts`."""
-        return found if turned else of_features(found)
-
-    def of_features(found: Tensor) -> Tensor:
-        return torch.cat((weight := directions @ found[:-1], found[-1:] - mean @ weight))
-
-    def logits(rows: Tensor, weights: Tensor) -> Tensor:
-        """Images x models x classes."""
-        return torch.addmm(weights[-1].float(), rows, weights[:-1].float()).view(-1, models, classes)
-
-    def loss(weights: Tensor, scale: Tensor, strength: float) -> Tensor:
-        steps.zero_grad()
-        seen = of_rows(found := weights / scale)
-        leaf, total = seen.detach().requires_grad_(True), strength / 2 * found[:-1].square().sum()
-        for rows, truth, folds in chunks():
-            outputs = logits(rows, leaf)
-            if several:
-                wanted = truth[:, None].expand_as(outputs)
-                of = F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none").sum(2)
-            else:
-                of = F.cross_entropy(outputs.movedim(2, 1), truth[:, None].expand(-1, models), reduction="none")
-            part = (of * share * (folds[:, None] != torch.arange(models, device=device))).sum()
-            part.backward()
-            total = total + part.detach()
-        torch.autograd.backward([total, seen], [None, leaf.grad])
-        return total.detach()
-
-    best, stale = None, 0
-    log.info("Fitting linear classifiers to the features of %s ...", counted(count, "image"), extra=DETAIL)
+    rows = _Rows(features, labels, fold_of, device)
+    models = _Models(rows, fold_of, classes)
+    found = torch.zeros(len(rows.curves) + 1, models.width, dtype=rows.exact, device=device)
+    best: tuple[float, float, Tensor, Tensor] | None = None
+    stale = 0
+    log.info("Fitting linear classifiers to the features of %s ...", counted(len(features), "image"), extra=DETAIL)
     for strength in Progress(STRENGTHS, len(STRENGTHS), "strengths", "linear classifier"):
-        scale = torch.cat(((curves + strength).sqrt(), curves.new_ones(1)))[:, None]
+        scale = torch.cat(((rows.curves + strength).sqrt(), rows.curves.new_ones(1)))[:, None]
         weights = (found * scale).requires_grad_(True)
         # The history, as long as scikit-learn's, takes 20 times the memory of all classifiers.
         steps = LBFGS([weights], 1, ITERATIONS, tolerance_grad=1e-4, history_size=10, line_search_fn="strong_wolfe")
-        steps.step(partial(loss, weights, scale, strength))
+        steps.step(partial(models.loss, weights, scale, strength))
         with torch.no_grad():
-            seen = of_rows(found := weights / scale)
-            of_other = [logits(rows, seen)[torch.arange(len(rows)), folds].cpu() for rows, _, folds in chunks()]
-        guesses = torch.cat(of_other).double()
-        if several:
+            found = weights / scale
+            guesses = models.logits_of_other(found)
+        if labels.ndim == 2:
             figure = scores_of(guesses.sigmoid().numpy(), labels > 0).map
         else:
             figure = float((guesses.argmax(1).numpy() == labels).mean())
+        stale += 1
         if best is None or figure > best[0]:
-            best, stale = (figure, strength, found[:, -classes:], guesses), 0
-        elif (stale := stale + 1) == STALE:
+            best = figure, strength, found[:, -classes:], guesses
+            stale = 0
+        if stale == STALE:
             break
     assert best is not None
     figure, strength, found, guesses = best
-    found = of_features(found).cpu().double()
+    found = rows.of_features(found).cpu().double()
     return Classifier(found[:-1].T.contiguous(), found[-1].contiguous(), strength, 100 * figure), guesses.numpy()
 
 
@@ -174,25 +219,33 @@ def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data:
     rows = np.unique(np.linspace(0, len(images) - 1, BLOCK).astype(int))
     plan = np.array_split(rows, len(rows) // batch + 1)
     loading = contextlib.closing(ValLoader(images, batch, 0, 1, 0, run.device, shard=lambda *_: plan))
+    columns = []
+    indices = []
     with in_eval_mode(ready.model), loading as loader:
-        seen = [(columns_of(ready, one.images).cpu(), one.indices.cpu()) for one in loader]
-    columns, indices = (torch.cat(part) for part in zip(*seen, strict=True))
-    read = indices >= 0  # -1 of a broken image
-    logits = found.logits(columns[read, known.pools[pool_of(ready.model)]].numpy())
-    labels = torch.from_numpy(known.labels[indices[read].numpy()])
+        for one in loader:
+            columns.append(columns_of(ready, one.images).cpu())
+            indices.append(one.indices.cpu())
+    read = torch.cat(indices) >= 0  # -1 of a broken image
+    logits = found.logits(torch.cat(columns)[read, known.pools[pool_of(ready.model)]].numpy())
+    labels = torch.from_numpy(known.labels[torch.cat(indices)[read].numpy()])
     of = F.binary_cross_entropy_with_logits if labels.ndim == 2 else F.cross_entropy
 
     def loss(divisor: float) -> float:
         return float(of(logits / divisor, labels))
 
-    if loss(1) <= loss(math.inf):
+    whole = loss(1)
+    of_zeros = loss(math.inf)
+    if whole <= of_zeros:
         return found
     divisor = min((2**step for step in range(1, 11)), key=loss)
     log.info(
         "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %d, for loss %.2f, "
         "and too unsure of whole images: should it stay the best checkpoint, calibrate it (evaluate.py). If flips "
         "or small crops show something else, set DATA.FLIP=0 DATA.CROP_SCALE=[0.6,1].",
-        *(loss(1), loss(math.inf), divisor, loss(divisor)),
+        whole,
+        of_zeros,
+        divisor,
+        loss(divisor),
     )
     return found._replace(weight=found.weight / divisor, bias=found.bias / divisor)
 
@@ -202,16 +255,11 @@ def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
 
     Returns its figure in folds, and how many validation images look like training images (`alike_in_validation`).
     """
-    config, model, classes = run.config, ready.model, int(run.config.MODEL.NUM_CLASSES)
-    heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
-    fits = len(heads) > 1 or sees_features_alone(ready, config.DATA)  # two do by their mean, see below
-    if not fits or any(getattr(head, "bias", None) is None for head in heads):
-        raise UserError(
-            f"MODEL.NEW_CLASSIFIER probe: {type(model).__name__}'s classifier is not one linear layer with a bias that "
-            "sees the features themselves; use zero or true."
-        )
-    norms = (weight for part in model.modules() if isinstance(part, BATCH_NORM) for weight in part.parameters())
-    if config.TRAIN.NUM_EPOCHS and any(weight.requires_grad for weight in norms):
+    config = run.config
+    model = ready.model
+    classes = int(config.MODEL.NUM_CLASSES)
+    heads = _linear_heads(ready, config.DATA)
+    if config.TRAIN.NUM_EPOCHS and _trains_norms(model):
         log.warning(
             "MODEL.NEW_CLASSIFIER probe: the batch norms are trained, so training sees other features than the probe "
             "was fitted to, and may lose what the weights have learned. Use MODEL.FREEZE=batch_norm or "
@@ -240,3 +288,22 @@ def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
     # As `examine` does, which looks for copies: not of the program's own images, in memory.
     alike = config.DATA.CHECK != "off" and bank.single_images() is not None
     return found.figure, alike_in_validation(run, ready, known) if alike else []
+
+
+def _linear_heads(ready: Seeing, data: DataConfig) -> list[Any]:
+    """The model's classifiers. UserError if a probe cannot be put in their place."""
+    model = ready.model
+    heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
+    fits = len(heads) > 1 or sees_features_alone(ready, data)  # two do by their mean, see `start_at_probe`
+    if not fits or any(getattr(head, "bias", None) is None for head in heads):
+        raise UserError(
+            f"MODEL.NEW_CLASSIFIER probe: {type(model).__name__}'s classifier is not one linear layer with a bias that "
+            "sees the features themselves; use zero or true."
+        )
+    return heads
+
+
+def _trains_norms(model: nn.Module) -> bool:
+    norms = (part for part in model.modules() if isinstance(part, BATCH_NORM))
+    weights = chain.from_iterable(part.parameters() for part in norms)
+    return any(weight.requires_grad for weight in weights)

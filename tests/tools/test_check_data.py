@@ -23,7 +23,8 @@ from datasets.base import Samples
 from tests.datasets.pictures import picture
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import Result, Vitamp, save_image
-from tools.check_data.findings import MOST_BITS, SIDE, Thumbnails, near_pairs, scan_split
+from tools.check_data.near import MOST_BITS, SIDE, Thumbnails, near_pairs
+from tools.check_data.scan import scan_split
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 

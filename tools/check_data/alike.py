@@ -2,11 +2,11 @@
 
 import csv
 import io
-import itertools
 import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from datasets.base import Part
 from datasets.exclude import line_of
 from datasets.labels import ANY_LABEL, distinct_names
 from datasets.sources.split import TEST, TRAIN
-from engine.evaluation.alike import AT_ONCE, EDITS, Nearest, directions, nearest, similarity_of_edited
+from engine.evaluation.alike import AT_ONCE, EDITS, Nearest, directions, joined, nearest, similarity_of_edited
 from engine.evaluation.features import features_of
 from engine.trained.model import pretrained
-from tools.check_data.findings import Split, near_pairs, text_of_list, thumbnails_of
+from tools.check_data.near import near_pairs
+from tools.check_data.report import text_of_list
+from tools.check_data.scan import Split, thumbnails_of
 from tools.common.output_file import writing
 from tools.common.report_page.evaluations import pictured
 from tools.common.report_page.page import write_template
@@ -46,9 +48,13 @@ class Images:
     """The images of all splits, numbered through, and the directions of their features from the mean of training's."""
 
     def __init__(self, config: Config, splits: Sequence[Split]) -> None:
+        self.data = config.DATA
+        self.splits = splits
         trained = pretrained(config, ALONE)
-        self.data, self.splits, pool = config.DATA, splits, pool_of(trained.model)
-        self.sets, tables = list[ImageDataset](), list[np.ndarray]()
+        pool = pool_of(trained.model)
+        batch = config.DATA.val_batch
+        self.sets = list[ImageDataset]()
+        tables = list[np.ndarray]()
         for split in splits:
             data = config.DATA.changed(PART=PARTS[split.title])
             dataset = open_dataset(data, False, ANY_LABEL, config.SEED, torch.device("cpu"))
@@ -58,8 +64,8 @@ class Images:
         self.begins = np.cumsum([0, *map(len, tables)])
         mean = tables[0].mean(0)
         self.features = directions(np.concatenate(tables), mean)
-        with trained.computing(config.DATA.val_batch):
-            self.limit = similarity_of_edited(trained, self.sets[1], mean, config.DATA.val_batch)
+        with trained.computing(batch):
+            self.limit = similarity_of_edited(trained, self.sets[1], mean, batch)
         self.labels = np.concatenate([split.samples.labels for split in splits])
         self.classes = distinct_names(splits[0].samples.classes or range(int(self.labels.max()) + 1))
 
@@ -69,7 +75,8 @@ class Images:
 
     def label(self, number: int) -> str:
         label = self.labels[number]
-        return "|".join(self.classes[one] for one in (np.flatnonzero(label) if label.ndim else [int(label)]))
+        chosen = np.flatnonzero(label) if label.ndim else [int(label)]
+        return "|".join(self.classes[one] for one in chosen)
 
     def shown(self, number: int) -> dict[str, Any]:
         split, index = self._place(number)
@@ -83,14 +90,17 @@ class Images:
 
     def nearly_same(self) -> np.ndarray:
         """As `near_pairs`."""
-        return near_pairs(thumbnails_of([scan for split in self.splits for scan in split.scans]))
+        scans = chain.from_iterable(split.scans for split in self.splits)
+        return near_pairs(thumbnails_of(list(scans)))
 
     def groups(self) -> np.ndarray:
         """The number of each image's group: of DATA.GROUP, joined where images are nearly the same, or as similar as
         edited copies."""
         count = len(self.features)
-        given = [group for split in self.splits for group in split.samples.groups or ()]
-        groups = np.unique(given, return_inverse=True)[1] if given else np.arange(count)
+        groups = np.arange(count)
+        given = list(chain.from_iterable(split.samples.groups or () for split in self.splits))
+        if given:
+            groups = np.unique(given, return_inverse=True)[1]
         pairs = [self.nearly_same().T]
         for first in range(0, count, AT_ONCE):
             one, other = np.nonzero(self.features[first : first + AT_ONCE] @ self.features.T >= self.limit)
@@ -109,14 +119,13 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     if len(splits) < 2:
         raise UserError(f"-alike compares two splits whose images are files; {source_of(config.DATA)} has not two.")
     images = Images(config, splits)
-    training, features = int(images.begins[1]), images.features
-    by_split = [  # of each split, among those before it
-        nearest(features[begin:end], features[:begin], images.limit)
-        for begin, end in itertools.pairwise(images.begins[1:].tolist())
-    ]
-    likest = Nearest(*map(np.concatenate, zip(*by_split, strict=True)))
-    order = np.argsort(-likest.similar, kind="stable")
-    count = alike, _, each, *_ = likest.counted(images.labels[training:], images.labels)
+    training = int(images.begins[1])
+    blocks = []
+    for begin, end in pairwise(images.begins[1:].tolist()):  # each split, among those before it
+        blocks.append(nearest(images.features[begin:end], images.features[:begin], images.limit))
+    likest = joined(blocks)
+    count = likest.counted(images.labels[training:], images.labels)
+    alike, _, each, *_ = count
     found = alike_in_words(count, "images look like one of another split")
     found = f"{found or 'No image looks like one of another split as edited copies do'}."
     about = (
@@ -124,18 +133,7 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
         "copies are less similar, so look further down the page."
     )
     log.info("%s %s", found, about)
-
-    page = folder / "alike.html"
-    with writing(page, "-alike"):
-        folder.mkdir(parents=True, exist_ok=True)
-    shown = progress_bar(order[:MOST_SHOWN].tolist(), "pictures")
-    pairs = [
-        (likest.similar[one], [images.shown(training + one), images.shown(int(likest.place[one]))]) for one in shown
-    ]
-    title = f"Images of {source_of(images.data)} that look like one of another split"
-    values = {"title": title, "found": found, "about": about, "pairs": pairs, "limit": images.limit}
-    write_template("alike.html", page, "-alike", **values)
-    log.info("Look at them: %s", page)
+    _write_page(images, likest, folder / "alike.html", found, about)
 
     if copies_unknown(count):
         log.info("No list is written: it would leave out images, or join them, that may be no copies.")
@@ -151,9 +149,25 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     return alike
 
 
+def _write_page(images: Images, likest: Nearest, page: Path, found: str, about: str) -> None:
+    """Pictures of the most similar pairs of an image and one of a split before its own."""
+    with writing(page, "-alike"):
+        page.parent.mkdir(parents=True, exist_ok=True)
+    training = int(images.begins[1])
+    order = np.argsort(-likest.similar, kind="stable")
+    pairs = []
+    for one in progress_bar(order[:MOST_SHOWN].tolist(), "pictures"):
+        both = [images.shown(training + one), images.shown(int(likest.place[one]))]
+        pairs.append((likest.similar[one], both))
+    title = f"Images of {source_of(images.data)} that look like one of another split"
+    values = {"title": title, "found": found, "about": about, "pairs": pairs, "limit": images.limit}
+    write_template("alike.html", page, "-alike", **values)
+    log.info("Look at them: %s", page)
+
+
 def _write_groups(images: Images, table: Path) -> None:
     """Write a table of all images, with their groups, which a split keeps whole; none if one group would have most."""
-    groups, text = images.groups(), io.StringIO()
+    groups = images.groups()
     largest = int(np.bincount(groups).max())
     if largest > max(MANY, len(groups) / MANY):
         log.info(
@@ -161,29 +175,38 @@ def _write_groups(images: Images, table: Path) -> None:
             "Here one group would have %s of %s images: each looks like the next, though the first need not look like "
             "the last. If names or a table say what images show, such as a patient, split by that (DATA.GROUP, "
             "docs/splits.md). Else look at the page, and list those that are copies in a file for DATA.EXCLUDE.",
-            *(f"{number:,}" for number in (largest, len(groups))),
+            f"{largest:,}",
+            f"{len(groups):,}",
         )
         return
     root = Path(images.data.DATA_PATH or "").expanduser()
     root = root if root.is_dir() else root.parent
-    rows = csv.writer(text, lineterminator="\n")
-    kept = len(images.splits) > 2
-    rows.writerow(["path", "target", "group", *(["split"] if kept else [])])
+    columns = ["path", "target", "group"]
+    tests = len(groups)
+    has_test = len(images.splits) > 2
+    if has_test:
+        columns.append("split")
+        tests = images.begins[2]
     # Where the data keeps its test split, training images that look like its images are in no split.
-    tests = images.begins[2] if kept else len(groups)
     of_test = np.isin(groups[:tests], groups[tests:])
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(columns)
     written = Counter[int]()
     for number, group in enumerate(groups.tolist()):
-        if number >= tests or not of_test[number]:
-            split = [TEST if number >= tests else TRAIN] if kept else []
-            written[group] += 1
-            rows.writerow([os.path.relpath(images.name(number), root), images.label(number), group, *split])
+        if number < tests and of_test[number]:
+            continue
+        written[group] += 1
+        row = [os.path.relpath(images.name(number), root), images.label(number), group]
+        if has_test:
+            row.append(TEST if number >= tests else TRAIN)
+        rows.writerow(row)
     with writing(table, "-alike"):
         write_atomically(table, text.getvalue())
-    of, images_at = counted(max(written.values()), "image"), shlex.quote(str(root))
-    words = f"-dataset {shlex.quote(f'csv:{table}')} -data_path {images_at} DATA.GROUP=group"
+    of = counted(max(written.values()), "image")
+    words = f"-dataset {shlex.quote(f'csv:{table}')} -data_path {shlex.quote(str(root))} DATA.GROUP=group"
     log.info("%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, of)
-    if kept:
+    if has_test:
         log.info("it leaves out %s like test images, and keeps test for the end;", counted(int(of_test.sum()), "image"))
         words += " DATA.KEEP_TEST=true"
     log.info("train with %s, and check that split again.", words)
@@ -192,13 +215,15 @@ def _write_groups(images: Images, table: Path) -> None:
 def _write_list(images: Images, listed: Path) -> None:
     """Write a list of the training images that are as similar to one of another split, or nearly the same."""
     training = int(images.begins[1])
-    place, similar, *_ = nearest(images.features[:training], images.features[training:], images.limit)
+    found = nearest(images.features[:training], images.features[training:], images.limit)
     same = images.nearly_same()
     same = same[(same[:, 0] < training) & (same[:, 1] >= training)]
-    place[same[:, 0]] = same[:, 1] - training
-    alike = np.union1d(np.flatnonzero(similar >= images.limit), same[:, 0]).tolist()
-    lines = [line_of(images.name(one), f"like {images.name(training + int(place[one]))}", images.data) for one in alike]
+    found.place[same[:, 0]] = same[:, 1] - training
+    lines = []
+    for one in np.union1d(np.flatnonzero(found.similar >= images.limit), same[:, 0]).tolist():
+        like = images.name(training + int(found.place[one]))
+        lines.append(line_of(images.name(one), f"like {like}", images.data))
     with writing(listed, "-alike"):
         write_atomically(listed, text_of_list(lines, images.data))
-    number, quoted = counted(len(lines), "training image"), shlex.quote(str(listed))
-    log.info("%s: %s; to leave them out, train with DATA.EXCLUDE=%s", listed, number, quoted)
+    number = counted(len(lines), "training image")
+    log.info("%s: %s; to leave them out, train with DATA.EXCLUDE=%s", listed, number, shlex.quote(str(listed)))

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tools.common.command_line import OVERWRITE, Tool, tool
 from tools.common.output_file import results_folder, writing
@@ -33,11 +34,13 @@ from utils.text import counted, redacted_values
 from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from datasets.base import Samples
-    from tools.check_data.findings import Findings
+    from tools.check_data.findings import AllFindings
+    from tools.check_data.scan import Split
     from utils.config import Config
+    from utils.config.data import DataConfig
 
 OWN = (
     Flag(
@@ -60,10 +63,21 @@ OWN = (
 TOOL = Tool("check_data.py", __doc__, OWN)
 
 
+class Asked(NamedTuple):
+    """Results that the command asks for, and whether the list of -fix has nearly equal images."""
+
+    fix: Path | None
+    json: Path | None
+    alike: Path | None
+    near: bool
+
+
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    fix, json_file, alike = line.file("fix"), line.file("json"), line.asked.alike
+    fix = line.file("fix")
+    json_file = line.file("json")
+    alike = line.asked.alike
     if fix is not None and fix == json_file:
         raise UserError(f"-fix and -json both name {fix}; give each its own file.")
     if alike is not None:
@@ -74,66 +88,86 @@ def main(argv: list[str]) -> int:
             raise UserError("-alike compares images by a model's features: give -model NAME -pretrained FILE.")
         if alike is not None and config.DATA.RELABEL:
             raise UserError("DATA.RELABEL: -alike compares all images; leave the table out.")
-        return _check(config, fix, json_file, alike, line.asked.near, world)
+        return _check(config, Asked(fix, json_file, alike, line.asked.near), world)
 
 
-def _check(
-    config: Config, fix: Path | None, json_file: Path | None, alike: Path | None, near: bool, world: World
-) -> int:
+def _check(config: Config, asked: Asked, world: World) -> int:
     """Scan the images, and report, which rank 0 does; returns the exit code."""
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import auto_workers
-    from datasets.examine import companions_of, series_of
-    from datasets.sources.files import no_file
-    from tools.check_data import findings as report
+    from tools.check_data.findings import UNLIKE, find_problems
+    from tools.check_data.report import as_json
+    from tools.check_data.scan import scan_split
 
-    data, workers = config.DATA, auto_workers(world, config.DATA.NUM_WORKERS)
+    data = config.DATA
+    workers = auto_workers(world, data.NUM_WORKERS)
     opened, unread = _open_splits(config)
-    splits = [report.scan_split(title, samples, data, workers, world) for title, samples in opened.items()]
+    splits = [scan_split(title, samples, data, workers, world) for title, samples in opened.items()]
     if not splits or not world.first:
         return EXIT_DONE
+    _check_existing(splits)
+    findings = find_problems(splits, config.MODEL.NUM_CLASSES, data)
+    _report(findings, splits, data, asked)
+    if asked.json is not None:
+        with writing(asked.json, "-json"):
+            write_atomically(asked.json, json.dumps(redacted_values(as_json(findings)), indent=1) + "\n")
+    result = "No defects." if findings.clean else "There are defects."
+    if asked.alike is not None:
+        from tools.check_data.alike import write_alike
+
+        count = write_alike(config, splits, asked.alike)
+        if count:
+            others = "no other defects" if findings.clean else "there are others"
+            result = f"Defects: {counted(count, 'image')} may be copies; {others}."
+    doubtful = findings.notes[UNLIKE]
+    if doubtful:
+        result += f" Look at {counted(len(doubtful), 'image')} in another format: perhaps placeholders."
+    if unread:
+        result += " The test split was not checked."
+    log.info("\n%s", result)
+    return EXIT_DONE if findings.clean and not unread else EXIT_FAILED
+
+
+def _check_existing(splits: Iterable[Split]) -> None:
+    """Raise UserError for a split none of whose images exists."""
+    from datasets.sources.files import no_file
+
     for split in splits:
         if split.scans and all(scan.problem == "missing" for scan in split.scans):
             where = no_file(Path(split.samples.name(0)))
             raise UserError(f"None of {counted(len(split.scans), f'{split.title} image')} exists: {where}.")
-    findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data)
+
+
+def _report(findings: AllFindings, splits: list[Split], data: DataConfig, asked: Asked) -> None:
+    """Log what was found, and write the list of -fix."""
+    from tools.check_data.findings import kept_by_crop
+    from tools.check_data.report import exclude_list, text
+
+    headers = [scan.header for scan in chain.from_iterable(split.scans for split in splits)]
     if not data.is_plain:
-        found = Counter(scan.header.size for split in splits for scan in split.scans if not scan.problem).most_common(5)
+        found = Counter(header.size for header in headers if min(header.size) > 0).most_common(5)
         sizes = ", ".join(f"{wide} x {high} ({count:,})" for (wide, high), count in found)
         log.info("Images of %d channels, DATA.BITS %s, by size: %s", data.IMAGE_CHANNELS, data.BITS, sizes)
-    if kept := report.kept_by_crop(splits, data):
+    kept = kept_by_crop(headers, data)
+    if kept:
         log.info("%s", kept)
-    content, words, count = report.exclude_list(findings, splits, data, near)
-    advice = [f"Excluded by {fix or 'the list that -fix FILE writes'}:", words] if count else []
-    if fix is not None:
-        with writing(fix, "-fix"):
-            write_atomically(fix, content)
-        how = f"; to exclude them, add DATA.EXCLUDE={fix}" if count else ""
-        advice.append(f"{counted(count, 'image')} to exclude{how}")
-    advice += _what_stays(findings, fix, near)
-    by_title = {split.title: split.samples for split in splits}
-    series, companions = series_of(by_title, data), companions_of(by_title)
-    if companions:
-        log.warning("%s.", companions)
-    if series and data.GROUP is not None:
-        log.warning("%s.", series)
-    elif series:
-        advice.append(f"{series}.")
-    log.info(report.text(findings, data, advice))
-    if json_file is not None:
-        with writing(json_file, "-json"):
-            write_atomically(json_file, json.dumps(redacted_values(report.as_json(findings)), indent=1) + "\n")
-    result = "No defects." if findings.clean else "There are defects."
-    if alike is not None:
-        from tools.check_data.alike import write_alike
-
-        if count := write_alike(config, splits, alike):
-            others = "no other defects" if findings.clean else "there are others"
-            result = f"Defects: {counted(count, 'image')} may be copies; {others}."
-    if doubtful := findings.notes[report.UNLIKE]:
-        result += f" Look at {counted(len(doubtful), 'image')} in another format: perhaps placeholders."
-    log.info("\n%s%s", result, " The test split was not checked." if unread else "")
-    return EXIT_DONE if findings.clean and not unread else EXIT_FAILED
+    excluded = exclude_list(findings, splits, data, asked.near)
+    advice = list[str]()
+    if excluded.images:
+        advice += [f"Excluded by {asked.fix or 'the list that -fix FILE writes'}:", excluded.words]
+    if asked.fix is not None:
+        with writing(asked.fix, "-fix"):
+            write_atomically(asked.fix, excluded.content)
+        how = f"; to exclude them, add DATA.EXCLUDE={asked.fix}" if excluded.images else ""
+        advice.append(f"{counted(excluded.images, 'image')} to exclude{how}")
+    advice += _what_stays(findings, asked)
+    if findings.companions:
+        log.warning("%s.", findings.companions)
+    if findings.series and data.GROUP is not None:
+        log.warning("%s.", findings.series)
+    elif findings.series:
+        advice.append(f"{findings.series}.")
+    log.info(text(findings, data, advice))
 
 
 def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
@@ -153,30 +187,36 @@ def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
             samples[title] = split.single_images()
         except TooFewToSplit as error:
             log.warning("%s Here all images are checked as training images.", error)
-    if (test := open_test(data)) is not None:
+    test = open_test(data)
+    if test is not None:
         samples["test"] = test
-    warn_of_splits(data, samples["training"], samples.get("validation"))
-    if (training := samples["training"]) is not None:
+    training = samples["training"]
+    warn_of_splits(data, training, samples.get("validation"))
+    if training is not None:
         warn_alike_names(training.classes or (), source_of(data))
-    for title in (title for title, found in samples.items() if found is None):
-        log.info("The %s split of %s is held in memory: there are no files to check.", title, data.DATASET)
+    opened: dict[str, Samples] = {}
+    for title, found in samples.items():
+        if found is None:
+            log.info("The %s split of %s is held in memory: there are no files to check.", title, data.DATASET)
+        else:
+            opened[title] = found
     unread = test is None and has_test(data) and data.PART in (AUTO, "val")  # a warning says why
-    return {title: found for title, found in samples.items() if found is not None}, unread
+    return opened, unread
 
 
-def _what_stays(findings: Findings, fix: Path | None, near: bool) -> Iterator[str]:
+def _what_stays(findings: AllFindings, asked: Asked) -> Iterator[str]:
     """Defects that the list of -fix leaves, and what to do."""
-    from tools.check_data import findings as report
+    from tools.check_data.findings import DUPLICATES, NEAR_CONFLICTS, NEAR_OVERLAP
 
-    if not near and any(one.split == "training" for one in findings.defects[report.NEAR_OVERLAP]):
-        way = "-near -overwrite" if fix else "-fix FILE -near"
+    if not asked.near and any(one.split == "training" for one in findings.defects[NEAR_OVERLAP]):
+        way = "-near -overwrite" if asked.fix else "-fix FILE -near"
         yield f"Images that are nearly the same as one of another split stay: look at them, then add {way}."
-    if findings.notes[report.DUPLICATES]:
+    if findings.notes[DUPLICATES]:
         yield (
             "Duplicates within validation or test stay, and count twice there. To leave them out, list all but one in "
             "DATA.EXCLUDE; runs are then compared on fewer images."
         )
-    if findings.defects[report.NEAR_CONFLICTS]:
+    if findings.defects[NEAR_CONFLICTS]:
         yield (
             "Nearly the same images with different labels stay: see which label is right, then list the other image in "
             "DATA.EXCLUDE, or another label for it in DATA.RELABEL."

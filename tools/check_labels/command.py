@@ -27,6 +27,7 @@ from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, POOL, TRUST, Tool, ToolLine, above_zero, check_one_training, tool
 from tools.common.output_file import if_interrupted, results_folder
+from utils.config import Config
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log, log_lines
@@ -53,13 +54,10 @@ TOOL = Tool("check_labels.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPO
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
-    out = results_folder(line.asked.output)
+    out = results_folder(asked.output)
     _check(line, out)
 
-    from datasets import comes_unsplit
-    from tools.check_labels.page import write  # imports torch; a wrong command fails at once
-    from tools.check_labels.prove import prove
-    from tools.check_labels.search import ByFeatures, ByTraining, OutOfTimeError, find, judge, open_images, searched_by
+    from tools.check_labels.search import OutOfTimeError  # imports torch; a wrong command fails at once
 
     loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {})
     check_one_training(loaded, "check_labels.py")
@@ -68,30 +66,41 @@ def main(argv: list[str]) -> int:
         raise UserError("DATA.RELABEL: the labels are searched as they are in the data; leave the table out.")
     if asked.prove and loaded.config.DATA.FOLD:
         raise UserError("DATA.FOLD: a search reads all folds, and -prove needs images that it did not; leave it out.")
-    by_features = not asked.folds and (asked.path or loaded.config.MODEL.PRETRAINED)
+    by_features = bool(not asked.folds and (asked.path or loaded.config.MODEL.PRETRAINED))
     if asked.budget_min and by_features and not asked.prove:
         raise UserError(f"-budget_min {asked.budget_min:g}: nothing is trained; it is for -folds and -prove.")
     if_interrupted.append("the same command resumes")
     try:
-        if by_features:
-            method = ByFeatures.of(line, loaded.config)
-            config = searched_by(method.trained, line, loaded.config) if asked.path else method.trained.config
-        else:
-            method = ByTraining(line, asked.folds or FOLDS, out / "folds")
-            config = loaded.config
-            if not asked.folds:
-                log.info("No weights are given (-pretrained): the recipe is trained on %d folds.", FOLDS)
-        if asked.prove:
-            return prove(line, config, method, out)
-        # Data that comes without a validation split is searched whole.
-        images = open_images(config, "all" if comes_unsplit(config.DATA) else "train")
-        found = find(images, method, config.SEED)
+        return _search(line, loaded.config, by_features, out)
     except OutOfTimeError as error:
         log.warning("%s", error)
         return EXIT_DONE
+
+
+def _search(line: ToolLine, config: Config, by_features: bool, out: Path) -> int:
+    """Search, and write what is found; or with -prove, train. Returns the exit code."""
+    from datasets import comes_unsplit
+    from tools.check_labels.page import write
+    from tools.check_labels.prove import prove
+    from tools.check_labels.search import ByFeatures, ByTraining, find, judge, open_images, searched_by
+
+    asked = line.asked
+    if by_features:
+        method = ByFeatures.of(line, config)
+        config = searched_by(method.trained, line, config) if asked.path else method.trained.config
+    else:
+        method = ByTraining(line, asked.folds or FOLDS, out / "folds")
+        if not asked.folds:
+            log.info("No weights are given (-pretrained): the recipe is trained on %d folds.", FOLDS)
+    if asked.prove:
+        return prove(line, config, method, out)
+    # Data that comes without a validation split is searched whole.
+    unsplit = comes_unsplit(config.DATA)
+    images = open_images(config, "all" if unsplit else "train")
+    found = find(images, method, config.SEED)
     if_interrupted.clear()
     write(images, found, out / SUSPECTS)
-    if not comes_unsplit(config.DATA):
+    if not unsplit:
         others = replace(open_images(config, "val"), classes=images.classes)  # it may have no image of the last classes
         write(others, judge(others, method, found, config.SEED), out / "validation" / SUSPECTS)
     return EXIT_DONE
@@ -100,9 +109,10 @@ def main(argv: list[str]) -> int:
 def _check(line: ToolLine, out: Path) -> None:
     """Raise UserError for flags that do not go together."""
     asked = line.asked
-    if asked.path and (line.run.cfg is not None) != bool(asked.prove):
-        instead = "leave -cfg out: it has the settings of its own training"
-        raise UserError(f"{asked.path}: {'-prove trains a recipe: name it by -cfg' if asked.prove else instead}.")
+    if asked.path and asked.prove and line.run.cfg is None:
+        raise UserError(f"{asked.path}: -prove trains a recipe: name it by -cfg.")
+    if asked.path and not asked.prove and line.run.cfg is not None:
+        raise UserError(f"{asked.path}: leave -cfg out: it has the settings of its own training.")
     if asked.path and asked.folds:
         raise UserError(f"-folds {asked.folds}: trains a recipe, so leave {asked.path} out and name it by -cfg.")
     if asked.folds and asked.pool:

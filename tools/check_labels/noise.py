@@ -14,6 +14,7 @@ or where the views disagree.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +26,9 @@ from utils.progress import Progress
 from utils.seeding import generator_of
 
 WRONG = 0.5
+"""Probability from which on a label looks wrong"""
 SURER = (0.8, 0.95)
-"""Probability from which on a label looks wrong, and others at which hard images are fewer: any of them may decide"""
+"""Others, at which hard images are fewer: any of them may decide"""
 REDRAWN = 19
 """Times; so the largest number is a bound of 95 %"""
 CLEARLY = 2
@@ -39,12 +41,15 @@ LEARNT = 0.25
 """Fraction of a class's images that the logits must recognise for its labels to count: most of a class that models did
 not learn, because it is rare, looks like others"""
 CHANGED = 0.02
+"""Fraction of the labels that are changed, to see how many of them would look wrong"""
 DRAWS = 5
-"""Fraction of the labels that are changed, so many times, to see how many of them would look wrong"""
+"""Times that this is done"""
 ROUNDS = 40
+"""Of calibration and Q in turn"""
 UPDATES = 8
+"""Of Q in each"""
 STEPS = 6
-"""Of calibration and Q in turn; updates of Q and steps of L-BFGS in each"""
+"""Of L-BFGS in each"""
 EQUAL_SCALES = 2.0
 """How strongly scales of classes are drawn to their mean"""
 EQUAL_ERRORS = 40.0
@@ -86,9 +91,9 @@ class Wrong(NamedTuple):
 
     @property
     def clear(self) -> bool:
+        levels = [(self.number, self.agreed, self.if_right), *self.surer]
         return any(
-            agreed > CLEARLY * (if_right + 1) and agreed >= AGREED * number
-            for number, agreed, if_right in ((self.number, self.agreed, self.if_right), *self.surer)
+            agreed > CLEARLY * (if_right + 1) and agreed >= AGREED * number for number, agreed, if_right in levels
         )
 
     @property
@@ -209,20 +214,20 @@ def _fit(logits: Tensor, given: Tensor, known: Calibration | None = None) -> Fit
     def calibrated() -> Tensor:
         return (logits * scales.exp() + offsets).softmax(1)
 
+    def loss(matrix: Tensor) -> Tensor:
+        scales.grad = None
+        offsets.grad = None
+        fit = (calibrated() * matrix[:, given].T).sum(1).clamp(min=1e-300).log().sum()
+        total = (EQUAL_SCALES * (scales - scales.mean()).square().sum() - fit) / images
+        total.backward()
+        return total
+
     right = calibrated()
     joint = calibrated()
     for _ in range(ROUNDS):
-        steps = torch.optim.LBFGS([scales, offsets], 1, STEPS, line_search_fn="strong_wolfe")
-
-        def loss(matrix: Tensor = matrix, steps: torch.optim.LBFGS = steps) -> Tensor:
-            steps.zero_grad()
-            fit = (calibrated() * matrix[:, given].T).sum(1).clamp(min=1e-300).log().sum()
-            total = (EQUAL_SCALES * (scales - scales.mean()).square().sum() - fit) / images
-            total.backward()
-            return total
-
         if known is None:
-            steps.step(loss)
+            steps = torch.optim.LBFGS([scales, offsets], 1, STEPS, line_search_fn="strong_wolfe")
+            steps.step(partial(loss, matrix))
         with torch.no_grad():
             right = calibrated()
             for _ in range(UPDATES):

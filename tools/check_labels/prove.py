@@ -29,7 +29,11 @@ from utils.statistics.crossed import crossed_interval
 from vitamp.files import write_atomically
 from vitamp.metrics import TOP1
 
-ALL, WITHOUT, RELABELLED, RANDOM = ARMS = ("all labels", "without suspects", "relabelled", "without random images")
+ALL = "all labels"
+WITHOUT = "without suspects"
+RELABELLED = "relabelled"
+RANDOM = "without random images"
+ARMS = (ALL, WITHOUT, RELABELLED, RANDOM)
 DECISIONS = {WITHOUT: "drop", RELABELLED: "relabel", RANDOM: "drop"}
 
 
@@ -106,7 +110,8 @@ def log_without(plan: Plan, wrong: Sequence[Suspect], images: int) -> None:
     log.info(
         "%d labels of the validation split look wrong, too. On its other %d images, which flatters, since suspects "
         "are those on which models fail:",
-        *(len(wrong), len(remaining)),
+        len(wrong),
+        len(remaining),
     )
     for arm in ARMS:
         lasts = [per_image(run.folder, TOP1, plan.judged.weights) for run in plan.runs if run.contender == arm]
@@ -124,19 +129,27 @@ def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
     groups = next(iter(predicted.values()))[1][GROUPS]
     for arm in ARMS:
         folders = [run.folder for run in plan.runs if run.contender == arm]
-        of_arm = [values_of_images(plan.judged.metric, *predicted[folder]) for folder in folders]
-        found[arm] = np.stack([each for each in of_arm if each is not None])
+        values = (values_of_images(plan.judged.metric, *predicted[folder]) for folder in folders)
+        found[arm] = np.stack([each for each in values if each is not None])
     every = np.stack([each.mean(1) for each in found.values()])
     verdicts = list[dict[str, Any]]()
     for arm in (WITHOUT, RELABELLED, RANDOM):
         value = float(found[arm].mean() - found[ALL].mean())
         one = crossed_interval(value, found[arm], found[ALL], every, groups, len(ARMS) - 1)
         verdicts.append({"mode": arm, "against": ALL, **asdict(one)})
-        said = "within noise" if not one.seen else "higher" if value > 0 else "lower"
-        means = [spread(found[each].mean(1).tolist()) for each in (arm, ALL)]
+        said = "within noise"
+        if one.seen:
+            said = "higher" if value > 0 else "lower"
         log.info(
             "  %s: %s %s against %s: %s (%+.1f to %+.1f points for %s)",
-            *(arm, plan.judged.metric.words, *means, said, one.low, one.high, one.holds_for),
+            arm,
+            plan.judged.metric.words,
+            spread(found[arm].mean(1).tolist()),
+            spread(found[ALL].mean(1).tolist()),
+            said,
+            one.low,
+            one.high,
+            one.holds_for,
         )
     return verdicts
 

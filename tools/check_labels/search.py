@@ -24,7 +24,8 @@ from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
-from tools.check_data.findings import near_pairs, scan_split, thumbnails_of
+from tools.check_data.near import near_pairs
+from tools.check_data.scan import scan_split, thumbnails_of
 from tools.check_labels.noise import CHANGED, LEARNT, WRONG, Calibration, Wrong, find_wrong, nearest
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
@@ -113,14 +114,16 @@ class Images:
         These are its copies, with images as similar as `limit`, unless they are many; else those of its group.
         `likeness`: of all images to that one.
         """
-        copies = self.copy_of == self.copy_of[index]
+        alike = self.copy_of == self.copy_of[index]
         similar = likeness >= limit
-        alike = copies | similar if similar.sum() < MANY else copies
+        if similar.sum() < MANY:
+            alike = alike | similar
         for same, said in (
             (alike, "these {} images look alike and have {} labels"),
             (self.groups == self.groups[index], "the {} images of its group have {} labels"),
         ):
-            if (labels := len(np.unique(self.kinds[same]))) > 1:
+            labels = len(np.unique(self.kinds[same]))
+            if labels > 1:
                 return same, said.format(same.sum(), labels)
         return alike, ""
 
@@ -160,33 +163,40 @@ def open_images(config: Config, part: Part) -> Images:
             "folder per class."
         )
     labels = np.asarray(samples.labels)
-    if len(wrong := np.flatnonzero(labels < 0)):
+    wrong = np.flatnonzero(labels < 0)
+    if len(wrong):
         label = f"{samples.name(int(wrong[0]))}: the label {labels[wrong[0]]}"
         raise UserError(f"{label} is below 0. Correct it, or leave the image out by DATA.EXCLUDE.")
     scans = scan_split(TITLES[part], samples, data, auto_workers(given=data.NUM_WORKERS)).scans
-    for index in (index for index, scan in enumerate(scans) if scan.problem):
-        name = samples.name(index)
-        why = scans[index].reason
-        raise UserError(f"{name}: cannot be read ({why}); leave it out by DATA.EXCLUDE.")
+    for index, scan in enumerate(scans):
+        if scan.problem:
+            raise UserError(f"{samples.name(index)}: cannot be read ({scan.reason}); leave it out by DATA.EXCLUDE.")
     first: dict[bytes, int] = {}
     copy_of = np.array([first.setdefault(scan.digest, index) for index, scan in enumerate(scans)])
     bytes_of = copy_of.copy()
     contradicting = int((labels != labels[copy_of]).reshape(len(labels), -1).any(1).sum())
-    near = np.empty((0, 2), np.int64)
+    copies = f"{len(samples) - len(first):,} copies of others, {contradicting:,} of them with another label"
     if labels.ndim == 1:
         near = near_pairs(thumbnails_of(scans))
         near = near[(labels[near[:, 0]] != labels[near[:, 1]]) & (copy_of[near[:, 0]] != copy_of[near[:, 1]])]
         for one, other in near.tolist():  # as copies: no model that is asked saw one of them
             copy_of[copy_of == copy_of[other]] = copy_of[one]
+        if len(near):
+            copies += f"; {counted(len(near), 'pair')} nearly the same, with different labels"
     distinct, places = np.unique(copy_of, return_inverse=True)
     classes = distinct_names(dataset.classes or range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1))
-    log.info(
-        "%s: %s images (%s), %d classes; %s%s",
-        *(source_of(data), f"{len(samples):,}", TITLES[part], len(classes)),
-        f"{len(samples) - len(first):,} copies of others, {contradicting:,} of them with another label",
-        f"; {counted(len(near), 'pair')} nearly the same, with different labels" if len(near) else "",
+    number = f"{len(samples):,}"
+    log.info("%s: %s images (%s), %d classes; %s", source_of(data), number, TITLES[part], len(classes), copies)
+    return Images(
+        data=data,
+        dataset=dataset,
+        samples=samples,
+        classes=classes,
+        labels=labels,
+        distinct=distinct,
+        copy_of=places,
+        bytes_of=bytes_of,
     )
-    return Images(data, dataset, samples, classes, labels, distinct, places, bytes_of)
 
 
 def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
@@ -288,9 +298,27 @@ class ByTraining:
         version = hashlib.sha256(about.encode(errors="surrogateescape") + images.labels.tobytes()).hexdigest()[:8]
         out = self.out / f"seed-{seed}-{version}"
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "left_out.txt", "\n".join([*lines, ""]))
+        left_out = out / "left_out.txt"
+        write_atomically(left_out, "\n".join([*lines, ""]))
+        self._train(seed, out, left_out)
+
+        place = {images.name(index): row for row, index in enumerate(images.distinct.tolist())}
+        found = np.full((len(images.distinct), len(images.classes)), np.nan)
+        for trained in map(trained_last, self.runs):
+            dataset = split_of_run(trained)
+            fold = dataset.single_images()
+            assert fold is not None
+            for logits, _, indices in batches_of(trained, dataset):
+                # Named below the folder that the run's own settings have, which may be a link's target.
+                rows = [place[path_in_list(fold.name(index), trained.config.DATA)] for index in indices.tolist()]
+                found[rows] = logits.double().cpu().numpy()[:, : len(images.classes)]
+        assert np.isfinite(found).all()
+        return found
+
+    def _train(self, seed: int, out: Path, left_out: Path) -> None:
+        """Train the recipe on each fold, without the images in that list."""
         given = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None, "MODEL.NUM_CLASSES": "auto"}
-        given["DATA.EXCLUDE"] = str(out / "left_out.txt")
+        given["DATA.EXCLUDE"] = str(left_out)
         self.runs = []
         for number in range(1, self.folds + 1):
             fold = Fold(number, self.folds)
@@ -306,27 +334,14 @@ class ByTraining:
             raise TrainingError(f"A training failed: {next(iter(done.failed.values()))}")
         if done.left_out:
             raise OutOfTimeError("-budget_min: no time was left for all folds; repeat the command to continue.")
-        place = {images.name(index): row for row, index in enumerate(images.distinct.tolist())}
-        found = np.full((len(images.distinct), len(images.classes)), np.nan)
-        for trained in map(trained_last, self.runs):
-            dataset = split_of_run(trained)
-            fold = dataset.single_images()
-            assert fold is not None
-            for logits, _, indices in batches_of(trained, dataset):
-                # Named below the folder that the run's own settings have, which may be a link's target.
-                rows = [place[path_in_list(fold.name(index), trained.config.DATA)] for index in indices.tolist()]
-                found[rows] = logits.double().cpu().numpy()[:, : len(images.classes)]
-        assert np.isfinite(found).all()
-        return found
 
     def similarity_of_edited(self, _images: Images) -> float:
         return np.inf
 
     def logits_of_others(self, images: Images) -> np.ndarray:
-        of_models = [
-            torch.cat([logits for logits, _, _ in batches_of(trained, images.dataset)])
-            for trained in map(trained_last, self.runs)
-        ]
+        of_models = []
+        for trained in map(trained_last, self.runs):
+            of_models.append(torch.cat([logits for logits, _, _ in batches_of(trained, images.dataset)]))
         return torch.stack(of_models).mean(0).double().cpu().numpy()[:, : len(images.classes)]
 
 
@@ -373,35 +388,40 @@ class Found:
                 f"The models hardly recognise {', '.join(self.not_learnt)}: suspects of these classes mean nothing, as "
                 "right labels look wrong there, too."
             )
-        count = f"{counted(self.verdict.number, 'label')} look{'s' if self.verdict.number == 1 else ''} wrong"
-        chance = f"up to {self.verdict.if_right} would"
-        if self.verdict.surer:  # of the nearest images
-            chance = f"{self.verdict.agreed} of them by their nearest images, too, where {chance}"
-        found = f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
-        few = "Too few to tell from chance"
-        hard = ""
-        if self.verdict.beyond_chance:
-            few = "Too few by both"
-            hard = ", as hard images look so, too"
-        nothing = (
-            f"{few}: {count}; {chance} if all were right, about {self.verdict.expected:.1f} on average. Some of them "
-            f"may be wrong, and all may be right{hard}."
-        )
-        if not self.verdict.number:
-            nothing = (
-                "Nothing found: no label looks wrong, which does not prove that all are right. Images of none of the "
-                "classes are not found this way."
-            )
-        if certain := sum(one.certain for one in self.suspects):
+        certain = sum(one.certain for one in self.suspects)
+        if certain:
             have = "has" if certain == 1 else "have"
             likelier = "a copy, or nearly one, with another, likelier label; none is known to be right"
             lines.append(f"{counted(certain, 'image')} {have} {likelier}.")
-        if self.verdict.changed and not self.verdict.clear:
-            changed = (
-                f"Of {self.verdict.changed:,} labels that were changed on purpose, {100 * CHANGED:.0f} % at a time"
+        verdict = self.verdict
+        if verdict.changed and not verdict.clear:
+            changed = f"Of {verdict.changed:,} labels that were changed on purpose, {100 * CHANGED:.0f} % at a time"
+            lines.append(f"{changed}, {verdict.changed_found:,} look wrong to this search.")
+        return [*lines, self._verdict_in_words()]
+
+    def _verdict_in_words(self) -> str:
+        verdict = self.verdict
+        look = "looks" if verdict.number == 1 else "look"
+        count = f"{counted(verdict.number, 'label')} {look} wrong"
+        chance = f"up to {verdict.if_right} would"
+        if verdict.surer:  # of the nearest images
+            chance = f"{verdict.agreed} of them by their nearest images, too, where {chance}"
+        if verdict.clear:
+            return f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
+        if not verdict.number:
+            return (
+                "Nothing found: no label looks wrong, which does not prove that all are right. Images of none of the "
+                "classes are not found this way."
             )
-            lines.append(f"{changed}, {self.verdict.changed_found:,} look wrong to this search.")
-        return [*lines, found if self.verdict.clear else nothing]
+        few = "Too few to tell from chance"
+        hard = ""
+        if verdict.beyond_chance:
+            few = "Too few by both"
+            hard = ", as hard images look so, too"
+        return (
+            f"{few}: {count}; {chance} if all were right, about {verdict.expected:.1f} on average. Some of them "
+            f"may be wrong, and all may be right{hard}."
+        )
 
 
 def find(images: Images, method: Method, seed: int) -> Found:
@@ -417,15 +437,21 @@ def find(images: Images, method: Method, seed: int) -> Found:
             has = labels[:, label] > 0 if labels.ndim == 2 else labels == label
             few[label] |= len(np.unique(group_of[has])) == 1
     few = np.flatnonzero(few)
-    near = logits if method.features is None else np.asarray(method.features)
     suspects, verdict = suspects_of(images, logits, seed, few, features=method.features)
     not_learnt = []
     if labels.ndim == 1:
         hits = np.bincount(labels[distinct.argmax(1) == labels], minlength=len(counts))
         for label in np.flatnonzero((hits < LEARNT * counts) & ~np.isin(np.arange(len(counts)), few)):
             not_learnt.append(f"{images.classes[label]} ({hits[label]} of {counted(int(counts[label]), 'image')})")
-    few_classes = [images.classes[label] for label in few]
-    return Found(suspects, verdict, accuracy, few_classes, not_learnt, near, method.similarity_of_edited(images))
+    return Found(
+        suspects,
+        verdict,
+        accuracy,
+        not_judged=[images.classes[label] for label in few],
+        not_learnt=not_learnt,
+        near=logits if method.features is None else np.asarray(method.features),
+        limit=method.similarity_of_edited(images),
+    )
 
 
 def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:
@@ -433,7 +459,7 @@ def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:
     logits = method.logits_of_others(images)
     suspects, verdict = suspects_of(images, logits, seed, np.empty(0, np.int64), searched.verdict.calibrations)
     about = "Labels of the validation split, by models of the training split."
-    return Found(suspects, verdict, about, [], searched.not_learnt, logits)
+    return Found(suspects, verdict, about, not_judged=[], not_learnt=searched.not_learnt, near=logits)
 
 
 def suspects_of(
@@ -447,48 +473,67 @@ def suspects_of(
     """The suspects, and the verdict that they are of. `few`: labels that are not judged. `known`: of `find_wrong`.
     `features`: of all images, for a second view of images with one label."""
     known = known or [None] * len(images.classes)
-    suspects: list[Suspect] = []
-    if images.labels.ndim == 1:
-        judged = np.flatnonzero(~np.isin(images.labels, few))
-        near = None
-        if features is not None:
-            own = [images.copy_of[judged]]
-            if images.samples.groups:
-                own.append(np.unique(np.array(images.samples.groups)[judged], return_inverse=True)[1])
-            near = nearest(np.asarray(features)[judged], own)
-        found = find_wrong(logits[judged], images.labels[judged], seed, known[0], near)
-        of_labels = found.right[np.arange(len(judged)), images.labels[judged]]  # which orders equal probabilities
-        likely = [*np.lexsort((of_labels, -found.probability))[: found.listed]]
-        certain = dict[int, int]()
-        for copies in (np.flatnonzero(images.copy_of[judged] == one) for one in images.contradicted):
-            given = images.labels[judged[copies]]
-            best = max(given, key=lambda label, row=copies[:1]: found.right[row, label], default=0)
-            certain |= {int(row): int(best) for row in copies if images.labels[judged[row]] != best}
-        for row in [*certain, *(int(row) for row in likely if row not in certain)]:
-            index = int(judged[row])
-            right = found.right[row]
-            proposed = certain.get(row, int(found.proposed[row]))
-            given = int(images.labels[index])
-            wrong = 1.0 if row in certain else float(found.probability[row])
-            names = images.classes[given], images.classes[proposed]
-            differ = images.labels[images.bytes_of == images.bytes_of[index]] != given
-            kinds = row in certain, row in certain and bool(differ.any())
-            suspects.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed]), *kinds))
-        return suspects, found
-    # Each class by itself: whether an image has it.
-    columns = zip(logits.T, images.labels.T.astype(np.int64), known, strict=True)
-    each = [find_wrong(np.stack([0 * column, column], 1), has, seed, before) for column, has, before in columns]
+    if images.labels.ndim == 2:
+        return _suspects_of_each_class(images, logits, seed, few, known)
+    judged = np.flatnonzero(~np.isin(images.labels, few))
+    labels = images.labels[judged]
+    copy_of = images.copy_of[judged]
+    near = None
+    if features is not None:
+        own = [copy_of]
+        if images.samples.groups:
+            own.append(np.unique(np.array(images.samples.groups)[judged], return_inverse=True)[1])
+        near = nearest(np.asarray(features)[judged], own)
+    found = find_wrong(logits[judged], labels, seed, known[0], near)
+    certain = dict[int, int]()  # row -> the likeliest label of its copies, if it is another
+    for one in images.contradicted:
+        copies = np.flatnonzero(copy_of == one)
+        if len(copies):
+            given = labels[copies]
+            best = given[found.right[copies[0], given].argmax()]
+            certain |= {int(row): int(best) for row in copies if labels[row] != best}
+    of_labels = found.right[np.arange(len(judged)), labels]  # which orders equal probabilities
+    likely = np.lexsort((of_labels, -found.probability))[: found.listed].tolist()
+    suspects = []
+    for row in dict.fromkeys([*certain, *likely]):
+        index = int(judged[row])
+        given = int(labels[row])
+        proposed = certain.get(row, int(found.proposed[row]))
+        with_bytes = images.labels[images.bytes_of == images.bytes_of[index]]
+        suspects.append(
+            Suspect(
+                index,
+                given=images.classes[given],
+                proposed=images.classes[proposed],
+                wrong=1.0 if row in certain else float(found.probability[row]),
+                of_given=float(found.right[row, given]),
+                of_proposed=float(found.right[row, proposed]),
+                certain=row in certain,
+                equal=row in certain and bool((with_bytes != given).any()),
+            )
+        )
+    return suspects, found
+
+
+def _suspects_of_each_class(
+    images: Images, logits: np.ndarray, seed: int, few: np.ndarray, known: Sequence[Calibration | None]
+) -> tuple[list[Suspect], Wrong]:
+    """Judge each class by itself: whether an image has it."""
+    each = []
+    for column, has, before in zip(logits.T, images.labels.T.astype(np.int64), known, strict=True):
+        each.append(find_wrong(np.stack([0 * column, column], 1), has, seed, before))
+    judged = [one for label, one in enumerate(each) if label not in few]
     found = Wrong(
-        np.stack([one.probability for one in each], 1),
-        np.stack([one.right[:, 1] for one in each], 1),
-        1 - images.labels,
-        sum(one.number for label, one in enumerate(each) if label not in few),
-        sum(one.agreed for label, one in enumerate(each) if label not in few),
-        sum(one.if_right for label, one in enumerate(each) if label not in few),
-        sum(one.expected for label, one in enumerate(each) if label not in few),
-        [one.calibrations[0] for one in each],
-        sum(one.changed for label, one in enumerate(each) if label not in few),
-        sum(one.changed_found for label, one in enumerate(each) if label not in few),
+        probability=np.stack([one.probability for one in each], 1),
+        right=np.stack([one.right[:, 1] for one in each], 1),
+        proposed=1 - images.labels,
+        number=sum(one.number for one in judged),
+        agreed=sum(one.agreed for one in judged),
+        if_right=sum(one.if_right for one in judged),
+        expected=sum(one.expected for one in judged),
+        calibrations=[one.calibrations[0] for one in each],
+        changed=sum(one.changed for one in judged),
+        changed_found=sum(one.changed_found for one in judged),
     )
     found.probability[:, few] = -1
     of_labels = np.where(images.labels, found.right, 1 - found.right)
@@ -498,13 +543,22 @@ def suspects_of(
         doubted = of_image.setdefault(int(index), [])
         if not doubted or found.probability[index, label] >= WRONG:
             doubted.append(int(label))
+    suspects = []
     for index, labels in of_image.items():
-        proposed = images.labels[index].copy()
-        proposed[labels] = 1 - proposed[labels]
-        first = labels[0]
-        of_given = float(of_labels[index, first])
-        words = images.label_words(images.labels[index]), images.label_words(proposed)
-        suspects.append(Suspect(index, *words, float(found.probability[index, first]), of_given, 1 - of_given))
+        given = images.labels[index]
+        proposed = given.copy()
+        proposed[labels] = 1 - given[labels]
+        of_given = float(of_labels[index, labels[0]])
+        suspects.append(
+            Suspect(
+                index,
+                given=images.label_words(given),
+                proposed=images.label_words(proposed),
+                wrong=float(found.probability[index, labels[0]]),
+                of_given=of_given,
+                of_proposed=1 - of_given,
+            )
+        )
     return suspects, found
 
 
@@ -514,7 +568,8 @@ def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int) -> str:
     if labels.ndim == 2:
         reached = scores_of(1 / (1 + np.exp(-logits)), labels > 0).map * 100
         guessing = 100 * float(labels.mean())
-        least, words = reached / 1.1, f"mAP {reached:.1f} %; ordering at random: {guessing:.1f} %"
+        least = reached / 1.1
+        words = f"mAP {reached:.1f} %; ordering at random: {guessing:.1f} %"
     else:
         reached = 100 * float((logits.argmax(1) == labels).mean())
         guessing = 100 * float(np.bincount(labels).max()) / len(labels)

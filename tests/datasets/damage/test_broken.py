@@ -19,7 +19,7 @@ from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import CPU, part, settings
 from tests.datasets.processes import in_order
 from tests.refused import refusal
-from tools.check_data.findings import scan_split
+from tools.check_data.scan import scan_split
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
 

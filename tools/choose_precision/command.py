@@ -156,8 +156,12 @@ class Baseline:
         return max(largest_difference(one, other) for one, other in itertools.combinations(curves, 2))
 
     def as_json(self) -> dict[str, Any]:
-        noise = {"speed_noise": self.speed_noise, "seed_noise": self.seed_noise(len(self.runs[0].losses))}
-        return {"images_per_second": self.images_per_second, **noise, "runs": [asdict(run) for run in self.runs]}
+        return {
+            "images_per_second": self.images_per_second,
+            "speed_noise": self.speed_noise,
+            "seed_noise": self.seed_noise(len(self.runs[0].losses)),
+            "runs": [asdict(run) for run in self.runs],
+        }
 
 
 def _smooth(curves: list[list[float]]) -> np.ndarray:

@@ -30,11 +30,11 @@ TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folde
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    for name in ("part", "data_path"):
-        if line.asked.no_predictions and name in line.given:
-            value = vars(line.asked)[name]
-            raise UserError(f"-{name} {value}: -no_predictions evaluates no split; leave one of them out.")
     asked = line.asked
+    for name in ("part", "data_path"):
+        if asked.no_predictions and name in line.given:
+            value = vars(asked)[name]
+            raise UserError(f"-{name} {value}: -no_predictions evaluates no split; leave one of them out.")
     out = line.file("out", ".html", ".htm")
     check_one_process("report.py")
 
@@ -43,8 +43,14 @@ def main(argv: list[str]) -> int:
     from tools.common.report_page.runs import folders_of
 
     verdict = verdict_of(folders_of(asked.runs))
-    how = {"part": asked.part, "data_path": asked.data_path}
-    page = write_report(asked.runs, out, "\n".join(verdict) or None, not asked.no_predictions, **how)
+    page = write_report(
+        asked.runs,
+        out,
+        verdict="\n".join(verdict) or None,
+        predictions=not asked.no_predictions,
+        part=asked.part,
+        data_path=asked.data_path,
+    )
     log_lines(verdict)
     log.info("Report: %s", page)
     return EXIT_DONE

@@ -39,6 +39,7 @@ class BatchAffine:
         angle = np.deg2rad(data.ROTATE * angle)
         a = np.cos(angle) / zoom
         b = np.sin(angle) / zoom
+        # Both axes go from -1 to 1, and angles are of pixels.
         of_y = b / self.aspect
         of_x = -b * self.aspect
         rows = np.stack([a, of_y, -a * shift_x - of_y * shift_y, of_x, a, -of_x * shift_x - a * shift_y], axis=1)

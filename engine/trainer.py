@@ -194,7 +194,7 @@ class Trainer:
         position = self.position
         self._stop_on_nan(reading)
         self._health.report(position, together=True)
-        verdict = None if self._judged else self._bottleneck()
+        verdict = None if self._judged else self._bottleneck()  # after the first epoch alone
         self._judged = True
         self.reporter.epoch(position, reading.epoch, seconds, verdict)
         self._validate_and_save(position.epoch, last=position.epoch == self.config.TRAIN.NUM_EPOCHS)

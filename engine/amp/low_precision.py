@@ -178,7 +178,7 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
             )
     newly_forced: list[str] = []
     outermost = ""
-    containers = set[str]()
+    containers = set[str]()  # what matches a container is done to its members
     for name, module in modules.items():
         if outermost and name.startswith(outermost + "."):
             continue

@@ -491,7 +491,7 @@ class OverflowWatch(Callback):
         It has no side effects on gradients, buffers and hooks. Callers protect random generators.
         """
         model = self._model
-        teacher = getattr(self._to.batch_transform, "teacher", None)
+        teacher = getattr(self._to.batch_transform, "teacher", None)  # set in distillation
         tracker = _CallTracker(model, teacher and teacher.model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         recorder = _ExtremesRecorder(tracker, names, len(batch.images))

@@ -64,7 +64,7 @@ class HostCopy:
 
     def _allocate(self, layout: list[tuple[torch.Size, torch.dtype]]) -> bool:
         """Whether there is memory for tensors of this layout, which is pageable if it cannot be page-locked."""
-        self._places = []
+        self._places = []  # the old memory first: there may be no room for both
         try:
             self._places = [torch.empty(shape, dtype=dtype, pin_memory=self._pinned) for shape, dtype in layout]
         except (RuntimeError, MemoryError) as error:

@@ -27,7 +27,7 @@ def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float
     """timm's schedule of the name in TRAIN.LR_SCHEDULER, in updates."""
     _, start_lr, end_lr = rates
     shape = train.LR_SCHEDULER
-    total = train.epochs_of_schedule * per_epoch
+    total = train.epochs_of_schedule * per_epoch  # after it, timm's stay at END_LR
     warmup = min(max(round(train.WARMUP_EPOCHS * per_epoch), train.WARMUP_EPOCHS > 0), total)
     common = {"warmup_t": warmup, "warmup_lr_init": start_lr, "t_in_epochs": False}
     if shape.NAME == "step":

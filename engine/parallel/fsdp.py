@@ -130,7 +130,7 @@ class Sharding:
             self._gathered += " where autocast casts them"
         else:
             kept: set[int] = set()
-            classes = NORMS if level == "O2" else BATCH_NORM
+            classes = NORMS if level == "O2" else BATCH_NORM  # as in `HalfCopy`
             forced = forced_modules(model)
             for name, module in model.named_modules():
                 if name in forced or isinstance(module, classes):

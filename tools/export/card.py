@@ -207,7 +207,7 @@ def _results(export: Export, metrics: dict[Metric, float], has_curves: bool) -> 
         return "These weights were not validated by their run: their accuracy is unknown."
     chosen = export.trained.chosen
     epoch = chosen.meta.get("epoch")
-    update = int(chosen.meta.get("update") or 0)
+    update = int(chosen.meta.get("update") or 0)  # a file's header has text
     when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update else ""
     found = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}."
     if export.dtype != "fp32":

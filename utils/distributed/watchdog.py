@@ -111,7 +111,7 @@ class Watchdog:
     def look(self) -> None:
         """Look at once whether a rank has failed: if so, this process ends with its reason, and this never returns."""
         end = time.monotonic() + SECONDS_TO_LOOK
-        enough = self._checks + 2
+        enough = self._checks + 2  # one may be past the place where it looks
         while self._checks < enough and time.monotonic() < end:
             self._woken.set()
             time.sleep(0.01)

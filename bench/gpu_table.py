@@ -2,7 +2,7 @@
 """Show what bench/on_gpu.sh found, as one table in words.
 
 python bench/gpu_table.py on_gpu            # show it
-python bench/gpu_table.py on_gpu -write     # put speeds into docs/results, README.md and docs/benchmarks.md
+python bench/gpu_table.py on_gpu -write     # put speeds into docs/results and README.md
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGE = ROOT / "README.md"
 BEGIN = "<!-- speed on a GPU, from docs/results by bench/gpu_table.py -->"
 END = "<!-- end of it -->"
 SIZES = ("small", "base", "large")
@@ -49,7 +49,7 @@ def rows(results: dict[str, Any]) -> list[str]:
 
 
 def table(files: list[Path]) -> list[str]:
-    """The table of the pages, and under it what each row was measured with."""
+    """The table of README.md, and under it what each row was measured with."""
     every = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     found = [row for results in every for row in rows(results)]
     if not found:
@@ -79,7 +79,7 @@ def measured_with(every: list[dict[str, Any]]) -> str:
 
 
 def write(out: Path) -> None:
-    """Keep the results of the speed table, and put it on the pages."""
+    """Keep the results of the speed table, and put it into README.md."""
     here = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -91,9 +91,8 @@ def write(out: Path) -> None:
             kept = RESULTS / f"gpu_{name.removeprefix('peers_')}.json"
             kept.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     text = "\n".join([BEGIN, *kept_table(), END])
-    for page in PAGES:
-        before, _, rest = (ROOT / page).read_text(encoding="utf-8").partition(BEGIN)
-        (ROOT / page).write_text(before + text + rest.partition(END)[2], encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + text + rest.partition(END)[2], encoding="utf-8")
 
 
 def kept_table() -> list[str]:

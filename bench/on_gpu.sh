@@ -4,7 +4,7 @@
 #   bash bench/on_gpu.sh                             # all parts; results in ./on_gpu
 #   OUT=/tmp/out MINUTES=5 bash bench/on_gpu.sh first tests
 #   DEVICE=cpu bash bench/on_gpu.sh                  # tiny sizes, without a GPU: shows mistakes of this script
-#   python bench/gpu_table.py on_gpu -write          # afterwards: to docs/results, README.md and docs/benchmarks.md
+#   python bench/gpu_table.py on_gpu -write          # afterwards: to docs/results and README.md
 #
 #   first    commands that users type first, side by side
 #   tests    tests/gpu

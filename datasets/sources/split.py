@@ -10,6 +10,7 @@ import numpy as np
 from datasets.base import TITLES, Part, part_of
 from datasets.labels import members_of_classes
 from utils.config.data import DataConfig
+from utils.config.keys import deciding
 from utils.config.kinds import Fold
 from utils.errors import UserError
 from utils.log import warn_once
@@ -100,6 +101,16 @@ def shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.nda
     """Indices of the samples of each class, in a random order."""
     generator = generator_of(seed, purpose)
     return [generator.permutation(of_class) for of_class in members_of_classes(labels)]
+
+
+def keys_of_split(data: DataConfig) -> list[str]:
+    """The settings that split images without a validation split, but for those that have no effect here."""
+    idle: tuple[str, ...] = ()
+    if data.FOLD is not None:
+        idle = ("DATA.VAL_FRACTION",)
+    elif data.DATASET == "digits":  # whose own split is always the same
+        idle = deciding("random split")
+    return [key for key in deciding("split", "random split") if key not in idle]
 
 
 def split_rows(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from datasets import comes_unsplit, source_of
+from datasets.sources.split import keys_of_split
 from engine.amp.precision import PRECISION, Precision
 from engine.checkpoint.find import ended_epochs
 from engine.checkpoint.sharded_saver import OPTIMIZER
@@ -32,7 +33,7 @@ from engine.update import TrainState
 from models.build import sizes_in
 from models.parts import base_weights, frozen_weights
 from utils.config import Config, differences, load_config
-from utils.config.keys import OF_ONE_START, default_of, value_of, values_by_key
+from utils.config.keys import OF_ONE_START, deciding, default_of, value_of, values_by_key
 from utils.config.kinds import OWN_SETTING, one_line
 from utils.config.model import LoraConfig
 from utils.config.resumed import FROM_WEIGHTS, known_settings, resume_of
@@ -407,23 +408,18 @@ def check_samples(
         warnings.append(f"The training samples have changed since the checkpoint: {change}.{more}")
         return warnings
     machines = " (by_machine: the number of machines)" if data.SAMPLER == "by_machine" else ""
+    keys = ", ".join(deciding("images", "training images", "split", "random split"))
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
-        f"{change}. They depend on SEED, DATA.SAMPLER{machines}, DATA.REPEATED_AUGMENT, DATA.EXCLUDE, DATA.RELABEL, "
-        "DATA.VAL_FRACTION, DATA.GROUP and the files. Restore the former samples and order, or go back:\n"
+        f"{change}. They depend on SEED, DATA.SAMPLER{machines}, DATA.REPEATED_AUGMENT, {keys} and the files. Restore "
+        "the former samples and order, or go back:\n"
         f"{_go_back(checkpoint, position, config, world)}"
     )
 
 
 def _check_split(checkpoint: Checkpoint, config: Config) -> None:
     """Raise UserError if data that come unsplit are divided by other settings."""
-    data = config.DATA
-    keys = ["DATA.FOLD", "DATA.GROUP", "DATA.KEEP_TEST"]
-    if data.FOLD is not None:
-        keys.append("DATA.SPLIT_SEED")
-    elif data.DATASET != "digits":  # whose own split is always the same
-        keys += ["DATA.SPLIT_SEED", "DATA.VAL_FRACTION"]
-    for key in keys:
+    for key in keys_of_split(config.DATA):
         before = checkpoint.meta["settings"].get(key, default_of(key))
         own = value_of(config, key)
         if before != own:

@@ -14,13 +14,13 @@ from datasets.exclude import Remaining, excluded, read_rows
 from datasets.labels import ANY_LABEL
 from datasets.recognise import recognise
 from datasets.registry import open_dataset, squeezes, unread_path
-from datasets.sources.split import TooFewToSplit
+from datasets.sources.split import TooFewToSplit, keys_of_split
 from engine.evaluation.knn import OF_OWN_DATA, place_of
 from engine.setup import training_data
 from models.weights.find import local_weights
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.config.keys import DATASET, default_of, nested
+from utils.config.keys import DATASET, deciding, default_of, nested, value_of
 from utils.config.kinds import AUTO
 from utils.config.load import config_of_weights
 from utils.config.resumed import resumed_run, settings_of
@@ -38,7 +38,6 @@ CROP = "DATA.CROP"
 OF_RUN = ("same place", "moved")
 """What `whose_data` says of the run's own images"""
 Origin = Literal["same place", "moved", "other", "unknown"]
-OF_SPLIT = ("FOLD", "SPLIT_SEED", "VAL_FRACTION", "GROUP", "KEEP_TEST")
 
 
 def settings_for_evaluation(
@@ -160,18 +159,21 @@ def check_split(config: Config, saved: Chosen, part: str) -> None:
     own = config_of_weights(saved)
     if part not in (AUTO, "val") or not comes_unsplit(config.DATA) or own.task == NO_LABELS:
         return
-    same = all(getattr(own.DATA, key) == getattr(config.DATA, key) for key in OF_SPLIT)
+    same = all(value_of(own, key) == value_of(config, key) for key in keys_of_split(config.DATA))
     if same and saved.samples and not own.DATA.EXCLUDE and not own.DATA.RELABEL:
-        now = {key: getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD")}
+        # Each class is split by itself, so other labels make another split.
+        now = {key: getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD", "COLUMNS")}
         same = _has_samples(own.changed(DATA=now), saved.samples)
     elif same:
         # Versions that split groups otherwise by VAL_FRACTION did not note how many there were.
         same = own.DATA.GROUP is None or own.DATA.FOLD is not None or "groups" in (saved.samples or {})
+        same = same and own.DATA.COLUMNS == config.DATA.COLUMNS
     if not same:
+        keys = ", ".join(("DATA.COLUMNS", *deciding("split", "random split")))
         raise UserError(
             f"{saved.place}: {source_of(config.DATA)} would now be split otherwise than in its training, so images "
-            f"that it was trained on would be evaluated. The files have changed, or DATA.{', DATA.'.join(OF_SPLIT)}, "
-            "or the version of vitamp. Restore them, or name images that it was not trained on with -data_path."
+            f"that it was trained on would be evaluated. The files have changed, or {keys}, or the version of vitamp. "
+            "Restore them, or name images that it was not trained on with -data_path."
         )
 
 

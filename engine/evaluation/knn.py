@@ -24,7 +24,7 @@ from engine.task.base import sum_type_of
 from models.parts import in_eval_mode
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.config.keys import default_of, nested
+from utils.config.keys import deciding, default_of, nested
 from utils.distributed.world import ALONE, World, broadcast, sum_over_ranks
 from utils.errors import UserError
 from utils.log import DETAIL, log
@@ -32,7 +32,7 @@ from vitamp.metrics import always_guessing
 from vitamp.pooling import POOLED, pooled_features
 from vitamp.registry import own_named
 
-OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.RELABEL", "DATA.FOLD", "DATA.GROUP", "DATA.KEEP_TEST", "DATA.COLUMNS")
+OF_OWN_DATA = deciding("images", "training images", "split")
 """Settings that fit the run's own data alone."""
 
 

@@ -163,7 +163,10 @@ def test_max_updates_is_independent_of_the_batch_size(vitamp: Vitamp, run: Path)
 def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=5", code=0)
-    order = "1437 as before, in another order. They depend on SEED, DATA.SAMPLER, DATA.REPEATED_AUGMENT, DATA.EXCLUDE"
+    order = (
+        "1437 as before, in another order. They depend on SEED, DATA.SAMPLER, DATA.REPEATED_AUGMENT, DATA.COLUMNS, "
+        "DATA.EXCLUDE, DATA.RELABEL, DATA.FOLD, DATA.GROUP, DATA.KEEP_TEST, DATA.VAL_FRACTION, DATA.SPLIT_SEED and the"
+    )
     others = ("SEED=1", "DATA.SAMPLER=balanced", "DATA.REPEATED_AUGMENT=3")
     for word, why in (("DATA.BATCH_SIZE=64", ""), *((word, order) for word in others)):
         done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=9", word, code=2)

@@ -312,3 +312,32 @@ def test_a_split_with_images_of_the_training_is_refused(vitamp: Vitamp, run: Pat
     assert said in vitamp(plain, **evaluate, code=2).err
     assert said in vitamp(plain, "-part", "val", script="scripts/predict.py", code=2).err
     assert said in vitamp(run, "DATA.SPLIT_SEED=1", **evaluate, code=2).err
+
+
+def test_other_labels_make_another_split(vitamp: Vitamp, tmp_path: Path) -> None:
+    """Each class is split by itself, so a column of corrected labels would move training images to validation."""
+    own = folders(tmp_path / "own", "own", 10)
+    lines = [f"{path.relative_to(tmp_path)},{path.parent.name}" for path in sorted(own.glob("*/*.jpg"))]
+    rows = ["file,label,same,checked"]
+    for number, line in enumerate(lines):
+        label = line[-1]
+        rows.append(f"{line},{label},{'abc'[number % 3]}")
+    table = tmp_path / "labels.csv"
+    table.write_text("\n".join(rows) + "\n")
+    recipe = tmp_path / "table.yaml"
+    recipe.write_text(RECIPE.format(path=table, exclude="null").replace("imagefolder", "csv"))
+    vitamp("-cfg", recipe, "-output", tmp_path / "run", "-columns", "file=file,label=label", code=0)
+    evaluate = (tmp_path / "run", "-columns")
+    vitamp(*evaluate, "file=file,label=same", script="scripts/evaluate.py", code=0)
+    done = vitamp(*evaluate, "file=file,label=checked", script="scripts/evaluate.py", code=2)
+    assert "would now be split otherwise than in its training" in done.err
+    assert "The files have changed, or DATA.COLUMNS, DATA.FOLD, DATA.GROUP, DATA.KEEP_TEST, " in done.err
+
+
+def test_settings_without_effect_on_the_split_may_change(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    """With a fold, DATA.VAL_FRACTION splits nothing; the own split of digits has neither a fraction nor a seed."""
+    fold = ("DATA.FOLD=1/5", "DATA.VAL_FRACTION=0.3")
+    for words, changed in (((), ("DATA.SPLIT_SEED=1", "DATA.VAL_FRACTION=0.3")), (fold[:1], fold)):
+        run = tmp_path / f"run{len(words)}"
+        vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=1", *words, code=0)
+        vitamp(run, *changed, script="scripts/evaluate.py", code=0)

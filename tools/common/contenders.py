@@ -23,7 +23,7 @@ from tools.common.comparison import (
 )
 from tools.common.run_metrics import Metrics, is_finished, last_meta, metrics_of
 from utils.config import Config, config_of_run
-from utils.config.keys import OF_ONE_START, settings, value_of
+from utils.config.keys import OF_ONE_START, deciding, settings, value_of
 from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.statistics.crossed import crossed_interval
@@ -31,27 +31,20 @@ from utils.statistics.differences import of_different_images
 from vitamp.metrics import NO_LABELS, metric_named
 
 PAIRED_BY = ("SEED", "DATA.FOLD")
-PLACES = ("SAVE", "TAG", "DATA.CACHE")
+PLACES = deciding("nothing")
 """Settings that do not make another contender of a run, beside those of one start."""
-FOUND_IN = ("DATA.DATASET", "DATA.DATA_PATH")
-VALIDATION = (
-    *FOUND_IN,
-    "DATA.VAL_FRACTION",
-    "DATA.SPLIT_SEED",
-    "DATA.GROUP",
-    "DATA.COLUMNS",
-    "DATA.EXCLUDE",
-    "DATA.KEEP_TEST",
-)
-HIDDEN = ("MODEL.MASK_RATIO", "MODEL.PATCH_SIZE", "DATA.IMAGE_SIZE")
-"""They choose the patches that a run without labels hides, and is validated on."""
+FOUND_IN = deciding("source")
+HIDDEN = deciding("patches")
 MOST_NAMED = 3
 """Contenders that differ in more settings are called by a run's folder."""
 
 
-def validation_keys(config: Config) -> tuple[str, ...]:
-    """Settings that may choose what a run is validated on."""
-    return VALIDATION + HIDDEN if config.task == NO_LABELS else VALIDATION
+def validation_keys(config: Config) -> list[str]:
+    """Settings that may choose what a run is validated on, but for its fold."""
+    keys = deciding("source", "images", "split", "random split")
+    if config.task == NO_LABELS:
+        keys += HIDDEN
+    return [key for key in keys if key not in PAIRED_BY]
 
 
 class Finished(NamedTuple):

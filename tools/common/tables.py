@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from utils.config import Config
-from utils.config.keys import default_of, settings, value_of
+from utils.config.keys import deciding, default_of, settings, value_of
 
-PATHS = ("SAVE", "OUTPUT", "TAG", "DATA.CACHE", "DATA.DATA_PATH")
+PATHS = (*deciding("nothing"), "OUTPUT", "DATA.DATA_PATH")
 """Settings that name places and do not change what is measured."""
 
 

@@ -21,7 +21,7 @@ from engine.task.losses import BALANCED
 from engine.task.losses import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
-from utils.config.keys import DATASET, default_of
+from utils.config.keys import DATASET, WITH_PATH, deciding, default_of
 from utils.config.kinds import OWN_SETTING
 from utils.config.resumed import settings_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -65,19 +65,8 @@ SECTIONS = (
     "DIST.STRATEGY",
     "SAVE_BEST_BY",
 )
-PRIVATE = (
-    "MODEL.PRETRAINED",
-    "DATA.DATA_PATH",
-    "DATA.CACHE",
-    "DATA.EXCLUDE",
-    "DATA.RELABEL",
-    "TRAIN.TEACHER_MODEL",
-    "TRAIN.KNN",
-    "teacher_model",
-    "teacher",
-)
-"""Settings and choices with private paths, which the header does not get."""
-OF_SPLIT = ("DATA.FOLD", "DATA.SPLIT_SEED", "DATA.VAL_FRACTION", "DATA.GROUP", "DATA.KEEP_TEST")
+PRIVATE = WITH_PATH.keys() - {"USE", DATASET} | {"teacher_model", "teacher"}
+"""Settings and choices with private paths, which the header does not get; of USE and the data set it gets a part."""
 
 
 def list_checkpoints(path: Path) -> int:
@@ -239,7 +228,7 @@ def _check_alike(checkpoints: list[Checkpoint], files: Sequence[JoinedShards | M
             words = f"the shape of {key} is {own.get(key, 'missing')} and {theirs.get(key, 'missing')}"
             raise UserError(f"{both} have different architectures and cannot be averaged: {words}.")
         trained_on = {(each.meta.get("samples") or {}).get("data") for each in (one, first)}
-        split = () if len(trained_on) == 1 and None not in trained_on else OF_SPLIT
+        split = () if len(trained_on) == 1 and None not in trained_on else deciding("split", "random split")
         known = _besides_weights(first.meta, split)
         for key, value in _besides_weights(one.meta, split).items():
             if value != known.get(key, value):

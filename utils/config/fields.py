@@ -1,4 +1,4 @@
-"""Sections of the schema, and rules between settings beside a setting:
+"""Sections of the schema; what a setting decides, and rules between settings, beside the setting:
 
 `setting(False, "...", needs("DIST.STRATEGY=fsdp", why="..."))`. Every text about a rule comes from here and words.py:
 the error, the note in the log, and the sentence in docs/config.md. Sections take strict keys and values that YAML
@@ -19,6 +19,19 @@ Read = Callable[[str], Any]
 """Dotted key -> value"""
 TRAINING = "EVAL=false"
 """For a rule that an evaluation need not keep."""
+DECIDES = {
+    "source": "the data set and its place",
+    "images": "which of its images there are, and their labels",
+    "training images": "which of these are trained with, and as what",
+    "split": "which images validate, by what may fit this data alone",
+    "random split": "the same, by what fits any data",
+    "input": "how pixels become the input of a model, which its weights know",
+    "weights": "what weights there are and compute, which they know",
+    "patches": "which patches are hidden without labels, and validated on",
+    "one start": "where a run was, how it was launched, and for how long",
+    "nothing": "of the result: a name or a place",
+}
+"""What a setting may decide. Every list of such settings is made from it, by `deciding` in keys.py."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +116,24 @@ def _matches(value: Any, patterns: str) -> bool:
     return False
 
 
-def setting(default: Any, description: str, *rules: Rule, **limits: float) -> Any:
-    """A setting with its default; `limits`: gt, ge, lt, le."""
-    return Field(default, description=description, json_schema_extra={"rules": rules} if rules else None, **limits)  # pyright: ignore[reportCallIssue, reportArgumentType]
+def setting(default: Any, description: str, *rules: Rule, decides: str = "", **limits: float) -> Any:
+    """A setting with its default. `decides`: of DECIDES, several separated by |. `limits`: gt, ge, lt, le."""
+    facts: Any = {"rules": rules, "decides": decides}
+    return Field(default, description=description, json_schema_extra=facts, **limits)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def rules_of(field: FieldInfo) -> tuple[Rule, ...]:
     """The rules between a setting and others."""
-    extra = field.json_schema_extra
-    return extra.get("rules", ()) if isinstance(extra, dict) else ()  # pyright: ignore[reportReturnType]
+    return _facts_of(field).get("rules", ())
+
+
+def decided_by(field: FieldInfo) -> list[str]:
+    """What a setting decides, in words of DECIDES."""
+    return _facts_of(field).get("decides", "").split("|")
+
+
+def _facts_of(field: FieldInfo) -> dict[str, Any]:
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
 class Section(BaseModel):

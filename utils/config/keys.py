@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from utils.config.fields import decided_by
 from utils.config.schema import Config
 from vitamp.checkpoints import NAMED, located
 
@@ -24,8 +25,6 @@ RENAMED = {
     "MODEL.MIXER.NUM_LAYERS": "MODEL.MIXER.DEPTH",
 }
 """Name in a file of PaddleViT, of any year -> the key here, or in utils/config/paddlevit/families.yaml."""
-OF_ONE_START = ("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS")
-"""Settings of one start, not of the run: where it was, how it was launched, and for how long."""
 DATASET = "DATA.DATASET"
 CLASSES = "MODEL.NUM_CLASSES"
 NAME = "MODEL.NAME"
@@ -35,8 +34,6 @@ IMAGE_SIZE = "DATA.IMAGE_SIZE"
 PATCH_SIZE = "MODEL.PATCH_SIZE"
 MEASURED = ("DATA.RANGE", "DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 """Settings for which `auto` is measured on the pixels of the training split."""
-PREPROCESSING = ("DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION", *MEASURED)
-"""Settings that pretrained weights give, rather than a recipe for another model."""
 CHANGE_DEFAULTS = ("DATA.MULTI_LABEL", "MODEL.MAE_PRETRAIN", "DATA.IMAGE_CHANNELS", "DATA.BITS")
 """Settings that change the defaults of others; see families.py."""
 AUTO_BY_DATA = (CLASSES, IMAGE_SIZE, PATCH_SIZE, *MEASURED)
@@ -60,10 +57,21 @@ def settings() -> dict[str, FieldInfo]:
     return {key: field for key, field in _walk(Config, "") if not is_section(field) and key != "BASE"}
 
 
+def deciding(*what: str) -> tuple[str, ...]:
+    """The settings that decide this, in words of DECIDES: by word, then in the order of the schema."""
+    return tuple(key for word in what for key, field in settings().items() if word in decided_by(field))
+
+
 @cache
 def sections() -> dict[str, FieldInfo]:
     """Dotted name -> field of every section."""
     return {key: field for key, field in _walk(Config, "") if is_section(field)}
+
+
+OF_ONE_START = deciding("one start")
+"""Settings of one start, not of the run."""
+PREPROCESSING = deciding("input")
+"""Settings that pretrained weights give, rather than a recipe for another model."""
 
 
 def canonical(key: str) -> str:

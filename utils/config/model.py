@@ -81,6 +81,7 @@ class ModelConfig(Section):
         None,
         "Run or checkpoint (or a file in one) to resume; 'auto': the run in -output.",
         needs("OUTPUT", at="auto", why="auto looks in the run's own folder", do="name it with -output"),
+        decides="one start",
     )
     PRETRAINED: str | None = setting(
         None,
@@ -107,6 +108,7 @@ class ModelConfig(Section):
         "last 4 blocks, and that mean); null: as timm's model. Unset, with -pretrained: the run's.",
         excludes("MODEL.MAE_PRETRAIN", why=f"{_LABELS} and has no classifier"),
         excludes("TRAIN.DISTILLATION_TYPE", why="a distilled model has two classifiers", when=TRAINING),
+        decides="weights",
     )
     FREEZE: Names = setting(
         (), "Weights not to train: backbone (all but the classifier), batch_norm, or globs of names."
@@ -120,7 +122,9 @@ class ModelConfig(Section):
         excludes("TRAIN.CLASS_WEIGHTS", when=TRAINING, why=_LABELS),
         excludes("TRAIN.TOKEN_DROP", "TRAIN.SIZE_SCHEDULE", when=TRAINING, why="it leaves out patches itself"),
     )
-    MASK_RATIO: float = setting(0.75, "Fraction of the patches that are hidden.", _MASKED, gt=0, lt=1)
+    MASK_RATIO: float = setting(
+        0.75, "Fraction of the patches that are hidden.", _MASKED, decides="patches", gt=0, lt=1
+    )
     DECODER: DecoderConfig = Field(default_factory=DecoderConfig, description="The decoder of a masked autoencoder.")
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
     DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding and projections, and in MLPs.")
@@ -129,20 +133,27 @@ class ModelConfig(Section):
     INIT_VALUES: AboveZero | None = setting(
         None,
         "Initial layer scale (CaiT, ...; adds it to ViTs); null: timm's. Unset, with -pretrained: the run's.",
+        decides="weights",
         le=1e6,
     )
     PATCH_SIZE: PositiveOrAuto | None = setting(
-        None, "Side of a patch in pixels; 16 for ViT-B/16; auto: 4 to 8, for about 8 patches a row."
+        None,
+        "Side of a patch in pixels; 16 for ViT-B/16; auto: 4 to 8, for about 8 patches a row.",
+        decides="weights|patches",
     )
-    EMBED_DIM: Positive | None = setting(None, "Embedding dimension (width); 768 for ViT-B.")
-    NUM_HEADS: Positive | Integers | None = setting(None, "Attention heads (Swin: one number per stage).")
-    DEPTH: Positive | None = setting(None, "Number of blocks; 12 for ViT-B.")
+    EMBED_DIM: Positive | None = setting(None, "Embedding dimension (width); 768 for ViT-B.", decides="weights")
+    NUM_HEADS: Positive | Integers | None = setting(
+        None, "Attention heads (Swin: one number per stage).", decides="weights"
+    )
+    DEPTH: Positive | None = setting(None, "Number of blocks; 12 for ViT-B.", decides="weights")
     MLP_RATIO: AboveZero | None = setting(
-        None, "Hidden width of the MLP relative to EMBED_DIM; 4.0 for ViT-B.", le=1000
+        None, "Hidden width of the MLP relative to EMBED_DIM; 4.0 for ViT-B.", decides="weights", le=1000
     )
-    QKV_BIAS: bool | None = setting(None, "Bias in the query, key and value projection.")
-    WINDOW_SIZE: Positive | None = setting(None, "Swin: height and width of an attention window, in patches.")
-    STAGE_DEPTHS: Integers | None = setting(None, "Swin: blocks in each stage.")
+    QKV_BIAS: bool | None = setting(None, "Bias in the query, key and value projection.", decides="weights")
+    WINDOW_SIZE: Positive | None = setting(
+        None, "Swin: height and width of an attention window, in patches.", decides="weights"
+    )
+    STAGE_DEPTHS: Integers | None = setting(None, "Swin: blocks in each stage.", decides="weights")
 
     @property
     def starts_at_probe(self) -> bool:

@@ -16,10 +16,9 @@ from utils.config.keys import (
     AUTO_BY_DATA,
     DATASET,
     EPOCHS,
-    IMAGE_SIZE,
-    PREPROCESSING,
     WARMUP,
     absolute,
+    deciding,
     nested,
     settings,
     value_of,
@@ -37,20 +36,7 @@ from vitamp.meta import unchecked_meta
 if TYPE_CHECKING:
     from vitamp.weights import Chosen
 
-FROM_WEIGHTS = (
-    IMAGE_SIZE,
-    *PREPROCESSING,
-    "MODEL.EMBED_DIM",
-    "MODEL.DEPTH",
-    "MODEL.NUM_HEADS",
-    "MODEL.MLP_RATIO",
-    "MODEL.QKV_BIAS",
-    "MODEL.PATCH_SIZE",
-    "MODEL.STAGE_DEPTHS",
-    "MODEL.WINDOW_SIZE",
-    "MODEL.POOL",
-    "MODEL.INIT_VALUES",
-)
+FROM_WEIGHTS = deciding("input", "weights")
 """Settings that a new run takes from its pretrained weights, and a resumed one from itself, if they are not set."""
 
 

@@ -113,10 +113,12 @@ class Config(Section):
     TRAIN: TrainConfig = Field(default_factory=TrainConfig, description="Training.")
     AMP: AmpConfig = Field(default_factory=AmpConfig, description="Mixed precision; `AMP: true` is AMP.ENABLED: true.")
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
-    SAVE: Place = setting("./output", "Folder in which each run creates its own folder.")
-    OUTPUT: Place | None = setting(None, "The run's folder (-output); null: the resumed run's, or a new one in SAVE.")
+    SAVE: Place = setting("./output", "Folder in which each run creates its own folder.", decides="nothing")
+    OUTPUT: Place | None = setting(
+        None, "The run's folder (-output); null: the resumed run's, or a new one in SAVE.", decides="one start"
+    )
     TAG: Annotated[str, Field(max_length=1000)] | None = setting(
-        None, "Any text, shown in the banner, run.json and the curves."
+        None, "Any text, shown in the banner, run.json and the curves.", decides="nothing"
     )
     SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints, besides those of best validations and the end.")
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
@@ -139,7 +141,7 @@ class Config(Section):
     VALIDATE_EVERY_UPDATES: Positive | None = setting(None, "Also validate every N updates.")
     SEED: int = setting(0, "Seed of all random numbers.")
     DETERMINISTIC: bool = setting(False, "Use deterministic kernels only; an operation without one is an error.")
-    EVAL: bool = setting(False, "Validate once and exit.")
+    EVAL: bool = setting(False, "Validate once and exit.", decides="one start")
     WANDB: str | None = setting(None, "Project of Weights & Biases to log the metrics to; see docs/trackers.md.")
     MLFLOW: str | None = setting(None, "Experiment of MLflow to log the metrics to; see docs/trackers.md.")
     LOG_STYLE: Literal["auto", "table", "paddlevit", "fleet"] = setting(
@@ -148,7 +150,9 @@ class Config(Section):
         "progress bar, elsewhere paddlevit.",
     )
     DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "Device to train on; null: the best available.")
-    NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1, le=1024)
+    NGPUS: int = setting(
+        -1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", decides="one start", ge=-1, le=1024
+    )
     THREADS: int | None = setting(
         None,
         "CPU threads per process; null: OMP_NUM_THREADS, else what SLURM reserves per task, else usable cores / ranks "
@@ -163,8 +167,10 @@ class Config(Section):
         "efficient, cudnn, packed), linear_patches (patches by a matrix product), fused_mlp (bias and GELU in one "
         "kernel), channels_last; see docs/performance.md.",
     )
-    MAX_TIME: Time | None = setting(None, "HH:MM:SS, before which the run saves and exits; -resume continues it.")
-    PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.")
+    MAX_TIME: Time | None = setting(
+        None, "HH:MM:SS, before which the run saves and exits; -resume continues it.", decides="one start"
+    )
+    PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.", decides="one start")
 
     @property
     def own_files(self) -> tuple[str, ...]:

@@ -92,7 +92,9 @@ class SchedulerConfig(Section):
 class TrainConfig(Section):
     """Length of the training, optimiser, schedule, regularisation and augmentation."""
 
-    LAST_EPOCH: Count = setting(0, "Start after this epoch of the schedule; with -resume, from its checkpoint.")
+    LAST_EPOCH: Count = setting(
+        0, "Start after this epoch of the schedule; with -resume, from its checkpoint.", decides="one start"
+    )
     NUM_EPOCHS: CountOrAuto = setting(
         300,
         "Number of epochs; 0: the start is validated and saved; auto: as many as fit into MAX_TIME, of which "

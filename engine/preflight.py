@@ -128,6 +128,12 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
     loaded = with_data_set(loaded)
     given = {key for key, source in loaded.sources.items() if source.is_typed}
     loaded = _with_typed_data(loaded, given)
+    of_model = [key for key in loaded.sources if key.startswith("MODEL.") and key != "MODEL.NUM_CLASSES"]
+    if of_run and all(map(loaded.is_default, of_model)) and loaded.sources[DATASET].kind is Kind.FOUND:
+        loaded = loaded.with_warning(
+            "Nothing chooses a model, so a ViT-B/16 learns from scratch, which takes very many images. "
+            "-cfg finetune begins with trained weights, -cfg small_images suits images of up to 96 pixels."
+        )
     if loaded.config.MODEL.NUM_CLASSES == AUTO:
         from engine.inputs.auto import with_classes
 

@@ -55,3 +55,17 @@ def test_warnings_of_the_data_come_once_and_before_the_banner(vitamp: Vitamp, tm
         logged = (run / "log.txt").read_text()
         warned = [line for line in logged.partition(" arguments ")[2].splitlines() if " warning: " in line]
         assert not warned, "after the banner"
+
+
+def test_a_folder_alone_names_the_recipes_for_it(vitamp: Vitamp, tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        for number in range(4):
+            save_image(tmp_path / "images" / name / f"{number}.png", seed=number)
+    warned = "warning: Nothing chooses a model, so a ViT-B/16 learns from scratch"
+    too_large = ("-batch_size", 100)  # ends before the first update
+    alone = vitamp(tmp_path / "images", *too_large, code=2)
+    assert warned in alone.err
+    assert "-cfg finetune" in alone.err
+    assert warned in vitamp(tmp_path / "images", "-num_classes", "auto", *too_large, code=2).err
+    named = ("-model", "vit_tiny_patch16_224")
+    assert warned not in vitamp(tmp_path / "images", *named, *too_large, code=2).err

@@ -17,22 +17,9 @@ from engine.machine.stopping import signals
 from engine.measure.meters import is_complete, updates_left
 from engine.memory.global_batch import settle_batch
 from engine.report.banner import banner
-from engine.report.outcome import (
-    ALIKE,
-    FOLDS,
-    Splits,
-    favoured,
-    flatters,
-    gain_over_probe,
-    in_context,
-    in_folds_instead,
-    next_commands,
-    probe_is_best,
-    splits_of,
-    strange,
-)
+from engine.report.outcome import Splits, at_end, next_commands, splits_of
 from engine.report.reporter import Reporter
-from engine.run_folder import largest_class, lock_existing_folder, make_run_folder, write_run_files
+from engine.run_folder import lock_existing_folder, make_run_folder, write_run_files
 from engine.setup import ReadyToTrain, build_for_training
 from engine.trainer import Trainer
 from utils.config import Loaded
@@ -55,11 +42,9 @@ from utils.log import (
 from utils.program import FOLDER_FILE
 from utils.record.folder_lock import FolderLock
 from utils.record.history import History, is_end, last_line
-from utils.record.predictions import read_predictions
-from utils.record.run_folder import copies_in_words, missing_from
+from utils.record.run_folder import ALIKE, missing_from
 from utils.text import clock, counted, some_of
 from vitamp.checkpoints import CHECKPOINTS, Checkpoint, folder_name
-from vitamp.metrics import AVERAGE, metric_named
 
 if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
@@ -132,8 +117,7 @@ def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
     _introduce(run, ready, checkpoint, folder)
     if checkpoint and _has_finished(run, ready, checkpoint, folder):
         return EXIT_DONE
-    if run.config.MODEL.LORA.RANK is not None:
-        ready.adapters = on_rank_0(world, lambda: keep_base(folder, ready.model, run.config.MODEL, checkpoint))
+    ready.adapters = keep_base(run, folder, ready.model, checkpoint)
     on_rank_0(world, lambda: check_room(folder / CHECKPOINTS, ready.parts))
     write_run_files(run, ready, folder)
     ready.parts.assemble()
@@ -284,7 +268,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
         history = History.of_run(folder)
         if any(line.get("what") == "resume" for line in history.of("run")):
             clocked = "time since the resume"
-        log_lines(_outcome(run, ready, trainer, splits, history))
+        log_lines(at_end(trainer, splits, history))
         place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best = trainer.best.words_after(": best ")
@@ -293,39 +277,6 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
     file = os.environ.get(FOLDER_FILE)
     if run.world.first and file:
         Path(file).write_bytes(os.fsencode(f"{folder}\n"))
-
-
-def _outcome(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits, history: History) -> list[str]:
-    """What the best validation is worth, what is strange about its predictions, and what can be done next."""
-    config = run.config
-    folder = trainer.folder
-    best = trainer.best
-    by = metric_named(best.by)
-    labels = ready.val_set.sample_labels()
-    groups = ready.val_set.groups()
-    known = trainer.best_metrics
-    guesses = known.predictions.get("guess") if known and known.value(by.name) == best.figure else None
-    context = in_context(by, best.figure, largest_class(ready), labels, guesses, groups)
-    said = [context]
-    copies = [copies_in_words(folder, advice=False)]
-    gain = gain_over_probe(by, history, folder)
-    if gain and best.update:
-        said.append(gain)
-    elif config.MODEL.starts_at_probe and best.figure is not None and best.update == 0 < trainer.position.update:
-        said.append(probe_is_best(by, history, gain))
-    if context and best.figure is not None:
-        copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
-        said.append(flatters(len(history.of("val")), folder, splits))
-        said.append(in_folds_instead(len(labels), folder, config.DATA, splits))
-    table = read_predictions(folder, trainer.position.update) or {}  # of the last validation
-    seen = table.get("guess", table.get(f"{AVERAGE.prefix}guess")) if guesses is None else guesses
-    if seen is not None:
-        names = ready.val_set.classes or []
-        folds = ready.choices.get(FOLDS)
-        said += strange(labels.astype(int), seen.astype(int), names, folds, trainer.probe, groups)
-    said.append(" ".join(copies).strip())
-    said.append(next_commands(run, trainer.position, best, folder, trainer.paused))
-    return said
 
 
 def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:

@@ -32,14 +32,13 @@ from engine.measure.meters import Best, Position, TrainMeters, updates_left
 from engine.measure.throughput import DATA, Setting, Stages
 from engine.optim.build import build_optimizer, scaled_learning_rates
 from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
-from engine.report.outcome import ALIKE, FOLDS
 from engine.speed.tuning import speed_up
 from engine.task import task_of
 from engine.task.base import Task
 from engine.task.losses import Criterion, WeightedCrossEntropy, class_weights, loss_named
 from engine.update import TrainState
 from models.build import build_model
-from models.parts import classifiers, is_convolutional
+from models.parts import is_convolutional
 from utils.config import Config
 from utils.distributed.world import ALONE, World, broadcast, check_machines, on_every_rank
 from utils.log import DETAIL, log
@@ -148,8 +147,6 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
 
         new = config.MODEL.NEW_CLASSIFIER
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, new, complete=config.EVAL))
-        if new == "zero":
-            _zero_classifiers(model)
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
     if config.MODEL.LORA.RANK is not None and not config.EVAL:  # else the adapters are merged into the weights
@@ -157,16 +154,6 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
 
         add_adapters(model, config.MODEL.LORA, config.SEED)
     return model.to(device)
-
-
-def _zero_classifiers(model: nn.Module) -> None:
-    for head in map(model.get_submodule, classifiers(model)):
-        layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-        for layer in layers:
-            # With zeros before the last one, nothing would learn. CrossViT averages several that are as wide.
-            if len(layer.weight) == len(layers[-1].weight):
-                for weight in layer.parameters():
-                    nn.init.zeros_(weight)
 
 
 def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyToTrain:
@@ -185,7 +172,10 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
 
         sharding = build_sharding(config, world, device)
     ready = build_for_evaluation(run, checkpoint)
-    _settle_probe(run, ready, checkpoint, dry)
+    if checkpoint or config.MODEL.PRETRAINED is not None or config.freezes_backbone:
+        from engine.evaluation.start import settle_start
+
+        ready.choices |= settle_start(run, ready, checkpoint, dry)
     if world.size > 1:
         from engine.parallel.ddp import settle_batch_norms
 
@@ -223,22 +213,6 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         ready.choices |= callback.noted()
     built: Any = {**vars(ready), "train_set": train_set, "train_loader": loader}
     return ReadyToTrain(**built, parts=parts, position=position, best=best, warnings=warnings)
-
-
-def _settle_probe(run: Run, ready: Ready, resumed: Checkpoint | None, dry: bool) -> None:
-    """Let a new run begin at a linear probe, if it is to, and keep what fitting it has found; or take that up."""
-    config = run.config
-    starts_at_probe = config.MODEL.starts_at_probe
-    if dry and (starts_at_probe or config.trains_on_features):
-        other = " and a linear probe, so loss and accuracy here are not its own" if starts_at_probe else ""
-        log.info("-dry_run keeps no features: training begins with a pass over the images%s.", other)
-    elif resumed is None and starts_at_probe:
-        from engine.evaluation.linear import start_at_probe
-
-        ready.choices[FOLDS], ready.choices[ALIKE] = start_at_probe(run, ready)
-    else:
-        choices = choices_of(resumed)
-        ready.choices |= {key: choices[key] for key in (FOLDS, ALIKE) if key in choices}
 
 
 def _beginning(

@@ -19,10 +19,9 @@ from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import keep_predictions, on_device, validate
 from engine.machine.device import Run, global_batch
 from engine.machine.stopping import Deadline, Stopped, Stopping, signals
-from engine.measure.meters import MOST_SKIPS, NEVER, Best, Reading, seconds_of, updates_left
+from engine.measure.meters import MOST_SKIPS, NEVER, Best, Reading, mark_of_best, seconds_of, updates_left
 from engine.measure.throughput import Bottleneck, Throughput, find_bottleneck
 from engine.report.curves import Curves, title_of
-from engine.report.outcome import mark_of_best
 from engine.report.reporter import Reporter
 from engine.run_folder import largest_class
 from engine.setup import ReadyToTrain, setting_of
@@ -76,7 +75,7 @@ class Trainer:
         self._judged = False
         self._meta = weights_meta(run, ready)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
-        self._guess = largest_class(ready) if world.first else None
+        self.guess = largest_class(ready) if world.first else None
         self._curves = Curves(folder, config.SAVE_BEST_BY)
         self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)
@@ -311,7 +310,7 @@ class Trainer:
         improved = figure is not None and self.best.is_beaten_by(figure)
         mark = ""
         if improved:
-            mark = mark_of_best(self._guess, figure if by.name == TOP1.name else None)
+            mark = mark_of_best(self.guess, figure if by.name == TOP1.name else None)
         if self.world.first:
             keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, here.update)
         self.reporter.validation(here, metrics, seconds, mark)

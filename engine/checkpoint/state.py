@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_map_only
 
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.saver import RankSaver, Saver, Snapshot, size_words
+from engine.machine.device import Run
 from engine.measure.meters import Best, Position
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
 from models.parts import base_weights
 from utils.config import Config
 from utils.config.model import ModelConfig
-from utils.distributed.world import World, sum_over_ranks
+from utils.distributed.world import World, on_rank_0, sum_over_ranks
 from utils.errors import UserError
 from utils.log import log
 from utils.record.run_folder import os_errors_as_user_errors
@@ -153,8 +154,15 @@ def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> R
     return ShardWriter(root, world.rank, connect_to_store(), pinned)
 
 
-def keep_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: Checkpoint | None) -> dict[str, Any]:
-    """Write the frozen weights into the run's folder, unless they are there. Returns the entry for meta.json."""
+def keep_base(run: Run, folder: Path, model: nn.Module, resumed: Checkpoint | None) -> dict[str, Any] | None:
+    """Write what adapters do not train into the run's folder, unless it is there; on rank 0, the entry of meta.json."""
+    settings = run.config.MODEL
+    if settings.LORA.RANK is None:
+        return None
+    return on_rank_0(run.world, lambda: _kept_base(folder, model, settings, resumed))
+
+
+def _kept_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: Checkpoint | None) -> dict[str, Any]:
     file = folder / CHECKPOINTS / BASE
     before = resumed.meta.get(LORA) if resumed else None
     if before is not None and file.is_file() and sha256_of(file) == before["base"]["sha256"]:

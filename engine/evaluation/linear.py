@@ -1,33 +1,24 @@
 """Linear classifiers of kept features: logistic regression, whose strength folds of the training images choose."""
 
-import contextlib
-import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS
 
-from datasets import ImageDataset, ValLoader, open_dataset, source_of
+from datasets import ImageDataset, source_of
 from datasets.sources.split import split_rows
-from engine.evaluation.alike import alike_in_validation
-from engine.evaluation.features import AT_ONCE, BLOCK, Features, Seeing, columns_of, features_of, sees_features_alone
-from engine.machine.device import Run
-from engine.task import task_of
+from engine.evaluation.features import AT_ONCE
 from engine.task.several import MOST_NAMED, scores_of
-from models.parts import BATCH_NORM, classifiers, in_eval_mode
 from utils.config.data import DataConfig
-from utils.distributed.world import broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import DETAIL, log
 from utils.progress import Progress
 from utils.text import counted
-from vitamp.pooling import pool_of
 
 FOLDS = 5
 STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
@@ -207,103 +198,3 @@ def fit(
     figure, strength, found, guesses = best
     found = rows.of_features(found).cpu().double()
     return Classifier(found[:-1].T.contiguous(), found[-1].contiguous(), strength, 100 * figure), guesses.numpy()
-
-
-def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data: DataConfig) -> Classifier:
-    """Divide a classifier that augmentation misleads, whose gradients would damage what the model has learned.
-
-    Augmented images then have the least loss, and the same classes: a power of two changes no rounding.
-    """
-    batch = min(run.config.DATA.val_batch, BLOCK)
-    images = open_dataset(data, True, len(found.bias), run.config.SEED, run.device)
-    rows = np.unique(np.linspace(0, len(images) - 1, BLOCK).astype(int))
-    plan = np.array_split(rows, len(rows) // batch + 1)
-    loading = contextlib.closing(ValLoader(images, batch, 0, 1, 0, run.device, shard=lambda *_: plan))
-    columns = []
-    indices = []
-    with in_eval_mode(ready.model), loading as loader:
-        for one in loader:
-            columns.append(columns_of(ready, one.images).cpu())
-            indices.append(one.indices.cpu())
-    read = torch.cat(indices) >= 0  # -1 of a broken image
-    logits = found.logits(torch.cat(columns)[read, known.pools[pool_of(ready.model)]].numpy())
-    labels = torch.from_numpy(known.labels[torch.cat(indices)[read].numpy()])
-    of = F.binary_cross_entropy_with_logits if labels.ndim == 2 else F.cross_entropy
-
-    def loss(divisor: float) -> float:
-        return float(of(logits / divisor, labels))
-
-    whole = loss(1)
-    of_zeros = loss(math.inf)
-    if whole <= of_zeros:
-        return found
-    divisor = min((2**step for step in range(1, 11)), key=loss)
-    log.info(
-        "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %d, for loss %.2f, "
-        "and too unsure of whole images: should it stay the best checkpoint, calibrate it (evaluate.py). If flips "
-        "or small crops show something else, set DATA.FLIP=0 DATA.CROP_SCALE=[0.6,1].",
-        whole,
-        of_zeros,
-        divisor,
-        loss(divisor),
-    )
-    return found._replace(weight=found.weight / divisor, bias=found.bias / divisor)
-
-
-def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
-    """Fit the new classifier to features of the training images. A collective call.
-
-    Returns its figure in folds, and how many validation images look like training images (`alike_in_validation`).
-    """
-    config = run.config
-    model = ready.model
-    classes = int(config.MODEL.NUM_CLASSES)
-    heads = _linear_heads(ready, config.DATA)
-    if config.TRAIN.NUM_EPOCHS and _trains_norms(model):
-        log.warning(
-            "MODEL.NEW_CLASSIFIER probe: the batch norms are trained, so training sees other features than the probe "
-            "was fitted to, and may lose what the weights have learned. Use MODEL.FREEZE=batch_norm or "
-            "MODEL.NEW_CLASSIFIER=zero."
-        )
-    data = config.DATA.changed(PART="train")
-    bank = open_dataset(data, False, classes, config.SEED, run.device)
-    # Before the features, which take time: there may be too few images.
-    fold_of, words = on_every_rank(run.world, lambda: folds_of(bank, bank.sample_labels(), data))
-    known = on_every_rank(run.world, lambda: features_of(ready, config, bank, data, run.world))
-
-    def fitted() -> Classifier:
-        found, _ = fit(known.of(pool_of(model)), known.labels, fold_of, classes, run.device)
-        by = f"{task_of(config).kind.best.words} {found.figure:.2f} %"
-        log.info("The new classifier is a linear probe of strength %.2g, %s in folds. %s", found.strength, by, words)
-        if config.TRAIN.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
-            log.info("%s.", UNWEIGHTED)
-        alone = not config.TRAIN.NUM_EPOCHS or config.trains_on_features  # no augmented image is seen
-        return found if alone else _tempered(found, run, ready, known, data)
-
-    found = broadcast(on_rank_0(run.world, fitted), run.world)
-    with torch.no_grad():
-        for head in heads:  # the two of a distilled model have the mean of their logits
-            head.weight.copy_(found.weight.view_as(head.weight))
-            head.bias.copy_(found.bias)
-    # As `examine` does, which looks for copies: not of the program's own images, in memory.
-    alike = config.DATA.CHECK != "off" and bank.single_images() is not None
-    return found.figure, alike_in_validation(run, ready, known) if alike else []
-
-
-def _linear_heads(ready: Seeing, data: DataConfig) -> list[Any]:
-    """The model's classifiers. UserError if a probe cannot be put in their place."""
-    model = ready.model
-    heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
-    fits = len(heads) > 1 or sees_features_alone(ready, data)  # two do by their mean, see `start_at_probe`
-    if not fits or any(getattr(head, "bias", None) is None for head in heads):
-        raise UserError(
-            f"MODEL.NEW_CLASSIFIER probe: {type(model).__name__}'s classifier is not one linear layer with a bias that "
-            "sees the features themselves; use zero or true."
-        )
-    return heads
-
-
-def _trains_norms(model: nn.Module) -> bool:
-    norms = (part for part in model.modules() if isinstance(part, BATCH_NORM))
-    weights = chain.from_iterable(part.parameters() for part in norms)
-    return any(weight.requires_grad for weight in weights)

@@ -18,7 +18,7 @@ from engine.task.base import Metrics, Task, sum_type_of
 from utils.config import Config
 from utils.distributed.world import World, sum_over_ranks
 from vitamp.meta import BestState, Count, Fields
-from vitamp.metrics import metric_named, set_of
+from vitamp.metrics import against_guessing, metric_named, set_of
 from vitamp.sizes import sides
 
 SAMPLES = 3
@@ -265,3 +265,9 @@ def seconds_of(text: str) -> float:
     """Parse hours, minutes and seconds: '01:30:00' -> 5400.0. The config has checked the format."""
     hours, minutes, seconds = (int(part) for part in text.split(":"))
     return 3600.0 * hours + 60 * minutes + seconds
+
+
+def mark_of_best(guess: float | None, top1: float | None) -> str:
+    """Words for the best epoch so far. `top1`: of its better weights."""
+    against = against_guessing(guess, top1)
+    return f"best ({against} guessing)" if against else "best"

@@ -1,10 +1,12 @@
 """The end of a run: how far to trust its best metric, and what comes next."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,20 +17,19 @@ from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.program import start_again, tool
 from utils.record.history import History
-from utils.record.predictions import GROUPS, PROBE, read_predictions
-from utils.record.run_folder import CONFIG, known_to_training, read_data
-from utils.statistics.classes import (
-    balanced_accuracy_by_image,
-    balanced_accuracy_interval,
-    macro_f1_by_image,
-    macro_f1_interval,
-)
+from utils.record.predictions import read_predictions
+from utils.record.run_folder import CONFIG, FOLDS, copies_in_words, known_to_training, read_data
+from utils.statistics.classes import BY_CLASS
 from utils.statistics.groups import Groups, effective_images
-from utils.statistics.paired import half_width_of_mean, interval_and_test
 from utils.statistics.proportions import wilson
 from utils.text import counted, some_of
-from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS, TOP1, Metric, against_guessing, always_guessing
+from vitamp.metrics import AVERAGE, BALANCED, NO_LABELS, TOP1, Metric, always_guessing, metric_named
 
+if TYPE_CHECKING:
+    from engine.trainer import Trainer
+
+MOST = 6
+"""Sentences at the end of a run. `strange` may have any number, the least important ones last."""
 # Strange:
 FEWEST_IMAGES = 10
 """So many images of a class,"""
@@ -42,30 +43,46 @@ FAR = 15.0
 """points below the folds"""
 
 
-BY_CLASS = {
-    BALANCED: (balanced_accuracy_interval, balanced_accuracy_by_image),
-    MACRO_F1: (macro_f1_interval, macro_f1_by_image),
-}
-"""Means over classes -> interval, and what each image adds to them"""
 FEW = 100
 """Validation images, below which folds are advised"""
-FOLDS = "probe_in_folds"
-"""Key under which a run's choices keep the top-1 that its probe had in folds"""
-ALIKE = "alike_in_validation"
-"""Key under which they keep how many validation images look like training images, of how many compared"""
 COMPUTED = f"`{tool('evaluate')}` computes its interval"
-TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
-AT_LAST = "At the last validation,"
-PROBE_IS_BEST = (
-    "On these images, training did not improve on the linear probe that it began with: the best checkpoint is that "
-    "probe."
-)
 
 
-def mark_of_best(guess: float | None, top1: float | None) -> str:
-    """Words for the best epoch so far. `top1`: of its better weights."""
-    against = against_guessing(guess, top1)
-    return f"best ({against} guessing)" if against else "best"
+def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
+    """What the best validation is worth, what is strange about its predictions, and what can be done next."""
+    ready = trainer.ready
+    config = trainer.config
+    folder = trainer.folder
+    best = trainer.best
+    by = metric_named(best.by)
+    labels = ready.val_set.sample_labels()
+    groups = ready.val_set.groups()
+    known = trainer.best_metrics
+    guesses = known.predictions.get("guess") if known and known.value(by.name) == best.figure else None
+    context = in_context(by, best.figure, trainer.guess, labels, guesses, groups)
+    said = [context]
+    copies = [copies_in_words(folder, advice=False)]
+    if config.MODEL.starts_at_probe:
+        from engine.evaluation.start import gained
+
+        said.append(gained(by, history, folder, best, trainer.position.update))
+    if context and best.figure is not None:
+        copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
+        said.append(flatters(len(history.of("val")), folder, splits))
+        said.append(in_folds_instead(len(labels), folder, config.DATA, splits))
+    of_copies = " ".join(copies).strip()
+    if guesses is None:  # those of the last validation
+        table = read_predictions(folder, trainer.position.update) or {}
+        guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
+    if guesses is not None:
+        names = ready.val_set.classes or []
+        in_folds = ready.choices.get(FOLDS)
+        found = strange(labels.astype(int), guesses.astype(int), names, in_folds, trainer.probe, groups)
+        room = MOST - len(list(filter(None, [*said, of_copies])))
+        said += found[:room]
+    said.append(of_copies)
+    said.append(next_commands(trainer.run, trainer.position, best, folder, trainer.paused))
+    return said
 
 
 def in_context(
@@ -112,75 +129,6 @@ def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None, 
         how = f"95 % interval {found.words()}" if found else "too few images per class for an interval"
     guessing = f"; always guessing one class: {100 / len(present):.1f} %" if metric is BALANCED else ""
     return f", of which the smallest of {len(present)} classes has {present.min()}: {how}{guessing}"
-
-
-def probe_is_best(by: Metric, history: History, gain: str = "") -> str:
-    """That training has not improved on the linear probe. `by`: of SAVE_BEST_BY. `gain`: of `gain_over_probe`."""
-    validated = history.of("val")
-    if validated and not any(line["update"] for line in validated):
-        return (
-            "The best checkpoint is the linear probe that training began with: nothing was validated after an update."
-        )
-    words = PROBE_IS_BEST
-    best = history.best(TOP1)
-    if by is not TOP1 and best is not None and best.line["update"]:
-        before = TOP1.number(validated[0][TOP1.name])
-        after = TOP1.number(best.value)
-        words += f" It is the best by {by.words}; top-1 rose from {before} to {after} (epoch {best.line['epoch']})."
-    advice = gain or TO_GAIN
-    return f"{words} {advice}"
-
-
-def gain_over_probe(by: Metric, history: History, folder: Path) -> str:
-    """`beside_probe` of a run's last validation; '' if it is unknown what that predicted."""
-    validated = history.of("val")
-    last = validated[-1]["update"] if validated else 0
-    table = read_predictions(folder, last) if last else None
-    if table is None or PROBE not in table:
-        return ""
-    return beside_probe(
-        by,
-        history,
-        labels=table["labels"].astype(int),
-        probe=table[PROBE],
-        guesses=table["guess"],
-        groups=table.get(GROUPS, ()),
-    )
-
-
-def beside_probe(
-    by: Metric, history: History, labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray, groups: Groups = ()
-) -> str:
-    """Whether training improved on the linear probe by more than chance, by SAVE_BEST_BY; '' without metrics.jsonl.
-
-    `guesses`: of the last validation. The best one is the luckiest of several on these images.
-    """
-    validated = history.of("val") or [{}]
-    before = validated[0]
-    after = validated[-1]
-    than = "the linear probe that training began with"
-    if by is TOP1:
-        gain, low, high = interval_and_test(guesses == labels, probe == labels, groups)
-        more = "more" if gain >= 0 else "fewer"
-        words = f"right on {abs(gain):.0f} {more} of {counted(len(labels), 'image')} than {than} "
-        words += f"(95 % interval {low:+.0f} to {high:+.0f})"
-        top1 = ""
-    else:
-        if None in (after.get(by.name), before.get(by.name)):
-            return ""
-        words = f"by {by.words}, {by.number(after[by.name])} against {by.number(before[by.name])} of {than}"
-        top1 = f"; top-1 {TOP1.number(after[TOP1.name])} against {TOP1.number(before[TOP1.name])}"
-        if by not in BY_CLASS:
-            return f"{AT_LAST} {words}{top1}."
-        _, by_image = BY_CLASS[by]
-        half = half_width_of_mean(by_image(labels, guesses) - by_image(labels, probe), groups)
-        gain = after[by.name] - before[by.name]
-        low = gain - half
-        high = gain + half
-        words += f" ({gain:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f})"
-    verdict = "may be chance" if low <= 0 <= high else "is beyond chance"
-    words = f"{AT_LAST} {words}, which {verdict}{top1}."
-    return words if low > 0 else f"{words} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
 
 
 def of_groups(groups: Sequence[str]) -> str:

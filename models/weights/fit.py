@@ -97,7 +97,19 @@ def load_pretrained(
             "set MODEL.NUM_CLASSES to the number of classes in the file, evaluate on data with these classes, and "
             "leave out MODEL.NEW_CLASSIFIER; or train first, without -eval."
         )
+    if new_classifier == "zero":
+        _zero_classifiers(module)
     return f"{sentence} ({found.description})" if found.description else sentence
+
+
+def _zero_classifiers(model: nn.Module) -> None:
+    for head in map(model.get_submodule, classifiers(model)):
+        layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+        for layer in layers:
+            # With zeros before the last one, nothing would learn. CrossViT averages several that are as wide.
+            if len(layer.weight) == len(layers[-1].weight):
+                for weight in layer.parameters():
+                    nn.init.zeros_(weight)
 
 
 def _load_tensors(module: nn.Module, found: WeightFiles, name: str, new: dict[str, str]) -> Loaded:

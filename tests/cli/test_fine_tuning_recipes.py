@@ -14,7 +14,7 @@ import yaml
 from timm.models import save_for_hf
 
 from datasets.given import open_given
-from engine.report.outcome import PROBE_IS_BEST
+from engine.evaluation.start import PROBE_IS_BEST
 from engine.trained.model import load_trained
 from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions

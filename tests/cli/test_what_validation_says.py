@@ -3,13 +3,19 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from engine.report.outcome import strange
+from engine.measure.meters import Best, Position
+from engine.report.outcome import MOST, Splits, at_end, strange
 from tests.program import Vitamp, run_program
+from utils.config import Config
+from utils.distributed.world import ALONE
+from utils.record.history import History
 
 COLOURS = {"leaf": (20, 160, 30), "rose": (200, 20, 40), "sky": (40, 90, 220)}
 RECIPE = """\
@@ -120,3 +126,31 @@ def test_only_what_stands_out_is_strange() -> None:
     assert said.startswith("Only 50.0 % of these images are recognised, and 95.0 % in folds of the training images:")
     assert not strange(two, np.where(np.arange(40) % 8, two, 1 - two), names, 95.0), "87.5 % of 40"
     assert not strange(two, np.where(np.arange(40) % 2, two, 1 - two), names, 95.0, two), "the probe recognises them"
+
+
+def test_the_end_of_a_run_has_no_more_sentences_than_one_reads(tmp_path: Path) -> None:
+    """Here, ten pairs of folders are swapped."""
+    labels = np.repeat(np.arange(22), 20)
+    guesses = np.where(labels < 20, labels ^ 1, 20)
+    seen: Any = SimpleNamespace(sample_labels=lambda: labels, groups=list, classes=None)
+    best = Best(figure=4.5, kind="acc1", update=2, epoch=2)
+    config = Config.model_validate({"MODEL": {"NUM_CLASSES": 22}, "TRAIN": {"NUM_EPOCHS": 2}})
+    trainer: Any = SimpleNamespace(
+        run=SimpleNamespace(config=config, world=ALONE),
+        ready=SimpleNamespace(val_set=seen, choices={}),
+        config=config,
+        folder=tmp_path,
+        best=best,
+        best_metrics=SimpleNamespace(predictions={"guess": guesses}, value={"acc1": 4.5}.get),
+        guess=4.5,
+        probe=None,
+        position=Position(epoch=3, update=2),
+        paused=False,
+    )
+    validated = History([{"event": "val", "update": update} for update in (1, 2)])
+    context, flatters, *strange_ones, commands = filter(None, at_end(trainer, Splits(), validated))
+    assert context.startswith("Top-1 4.50 % on 440 images")
+    assert flatters.startswith("This is the best of 2 validations")
+    assert len(strange_ones) == MOST - 2
+    assert all("are their folders swapped?" in line for line in strange_ones)
+    assert commands.startswith("Next")

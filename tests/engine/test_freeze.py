@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.amp.precision import Precision, choose
 from engine.checkpoint.restore import log_resumption, restore
 from engine.evaluation.features import _pools, see_features
-from engine.evaluation.linear import start_at_probe
+from engine.evaluation.start import start_at_probe
 from engine.machine.device import Run
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain, _model

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from engine.report.outcome import (
+from engine.evaluation.start import (
     AT_LAST,
     PROBE_IS_BEST,
     TO_GAIN,
     beside_probe,
     gain_over_probe,
-    in_context,
     probe_is_best,
 )
+from engine.report.outcome import in_context
 from utils.record.history import History
 from utils.record.predictions import write_predictions
 from utils.statistics.paired import mcnemar

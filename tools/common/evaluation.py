@@ -20,7 +20,7 @@ from torch import Tensor
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluation.data import OF_RUN, data_for_evaluation, title_of, whose_data
-from engine.report.outcome import FOLDS, strange
+from engine.report.outcome import strange
 from engine.task.one import ClassCounts, correct
 from engine.task.several import HALF, f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses
@@ -32,6 +32,7 @@ from utils.config.kinds import AUTO
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.record.history import plain
+from utils.record.run_folder import FOLDS
 from utils.statistics.classes import balanced_accuracy_interval, macro_f1_interval
 from utils.statistics.groups import effective_images, variance_inflation
 from utils.statistics.proportions import Interval, newcombe, wilson

@@ -29,6 +29,10 @@ STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
 """When this process began"""
 DATA = "data.json"
 """What was said of the data before training"""
+FOLDS = "probe_in_folds"
+"""Key under which a run's choices keep the top-1 that its probe had in folds"""
+ALIKE = "alike_in_validation"
+"""Key under which they keep how many validation images look like training images, of how many compared"""
 FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS_FILE, CHECKPOINTS)
 
 

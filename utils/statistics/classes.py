@@ -16,6 +16,7 @@ import numpy as np
 
 from utils.statistics.groups import Groups, variance_inflation
 from utils.statistics.proportions import Interval, wilson_of_variance
+from vitamp.metrics import BALANCED, MACRO_F1
 
 ADDED = 2
 """Images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
@@ -148,3 +149,10 @@ def unbiased_interval(
     uncertain = (images == 1).mean() > MOST_SINGLE
     outside = 200 * abs(unbiased - value) > found.high - found.low
     return None if uncertain or outside else found
+
+
+BY_CLASS = {
+    BALANCED: (balanced_accuracy_interval, balanced_accuracy_by_image),
+    MACRO_F1: (macro_f1_interval, macro_f1_by_image),
+}
+"""Means over classes -> interval, and what each image adds to them"""

@@ -10,10 +10,9 @@ import sys
 import pytest
 
 from engine.machine.stopping import Signals
-from engine.measure.meters import Position, Reading
+from engine.measure.meters import Position, Reading, mark_of_best
 from engine.measure.throughput import Perf
 from engine.report.live import EpochTable, Live
-from engine.report.outcome import mark_of_best
 from engine.task.one import ValidationMeans
 from tests.terminal import screen
 from utils.config import Config

@@ -19,7 +19,8 @@ from datasets.decoding import Reader
 from datasets.labels import images_of_classes
 from datasets.transforms.pixels import middle_view
 from engine.evaluation.data import OF_RUN, check_split, validations_of, whose_data
-from engine.report.outcome import flatters, gain_over_probe, of_groups, probe_is_best, splits_of
+from engine.evaluation.start import gain_over_probe, probe_is_best
+from engine.report.outcome import flatters, of_groups, splits_of
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability

@@ -1,0 +1,234 @@
+"""A training that begins at a linear probe: how the new classifier is fitted, and what the end says of it."""
+
+import contextlib
+import math
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from datasets import ValLoader, open_dataset
+from engine.evaluation.alike import alike_in_validation
+from engine.evaluation.features import BLOCK, Features, Seeing, columns_of, features_of, sees_features_alone
+from engine.evaluation.linear import UNWEIGHTED, Classifier, fit, folds_of
+from engine.machine.device import Run
+from engine.measure.meters import Best
+from engine.task import task_of
+from models.parts import BATCH_NORM, classifiers, in_eval_mode
+from utils.config.data import DataConfig
+from utils.distributed.world import broadcast, on_every_rank, on_rank_0
+from utils.errors import UserError
+from utils.log import log
+from utils.record.history import History
+from utils.record.predictions import GROUPS, PROBE, read_predictions
+from utils.record.run_folder import ALIKE, FOLDS
+from utils.statistics.classes import BY_CLASS
+from utils.statistics.groups import Groups
+from utils.statistics.paired import half_width_of_mean, interval_and_test
+from utils.text import counted
+from vitamp.checkpoints import Checkpoint
+from vitamp.metrics import TOP1, Metric
+from vitamp.pooling import pool_of
+
+TO_GAIN = "More images, more epochs, or a third of the learning rate (-lr) may let training gain more."
+AT_LAST = "At the last validation,"
+PROBE_IS_BEST = (
+    "On these images, training did not improve on the linear probe that it began with: the best checkpoint is that "
+    "probe."
+)
+
+
+def settle_start(run: Run, ready: Seeing, resumed: Checkpoint | None, dry: bool) -> dict[str, Any]:
+    """Let a new run begin at a linear probe, if it is to. Returns what fitting it has found, as the run's choices."""
+    config = run.config
+    starts_at_probe = config.MODEL.starts_at_probe
+    if dry and (starts_at_probe or config.trains_on_features):
+        other = " and a linear probe, so loss and accuracy here are not its own" if starts_at_probe else ""
+        log.info("-dry_run keeps no features: training begins with a pass over the images%s.", other)
+        return {}
+    if resumed is None and starts_at_probe:
+        figure, alike = start_at_probe(run, ready)
+        return {FOLDS: figure, ALIKE: alike}
+    choices = resumed.meta.get("choices", {}) if resumed else {}
+    return {key: choices[key] for key in (FOLDS, ALIKE) if key in choices}
+
+
+def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
+    """Fit the new classifier to features of the training images. A collective call.
+
+    Returns its figure in folds, and how many validation images look like training images (`alike_in_validation`).
+    """
+    config = run.config
+    model = ready.model
+    classes = int(config.MODEL.NUM_CLASSES)
+    heads = _linear_heads(ready, config.DATA)
+    if config.TRAIN.NUM_EPOCHS and _trains_norms(model):
+        log.warning(
+            "MODEL.NEW_CLASSIFIER probe: the batch norms are trained, so training sees other features than the probe "
+            "was fitted to, and may lose what the weights have learned. Use MODEL.FREEZE=batch_norm or "
+            "MODEL.NEW_CLASSIFIER=zero."
+        )
+    data = config.DATA.changed(PART="train")
+    bank = open_dataset(data, False, classes, config.SEED, run.device)
+    # Before the features, which take time: there may be too few images.
+    fold_of, words = on_every_rank(run.world, lambda: folds_of(bank, bank.sample_labels(), data))
+    known = on_every_rank(run.world, lambda: features_of(ready, config, bank, data, run.world))
+
+    def fitted() -> Classifier:
+        found, _ = fit(known.of(pool_of(model)), known.labels, fold_of, classes, run.device)
+        by = f"{task_of(config).kind.best.words} {found.figure:.2f} %"
+        log.info("The new classifier is a linear probe of strength %.2g, %s in folds. %s", found.strength, by, words)
+        if config.TRAIN.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
+            log.info("%s.", UNWEIGHTED)
+        alone = not config.TRAIN.NUM_EPOCHS or config.trains_on_features  # no augmented image is seen
+        return found if alone else _tempered(found, run, ready, known, data)
+
+    found = broadcast(on_rank_0(run.world, fitted), run.world)
+    with torch.no_grad():
+        for head in heads:  # the two of a distilled model have the mean of their logits
+            head.weight.copy_(found.weight.view_as(head.weight))
+            head.bias.copy_(found.bias)
+    # As `examine` does, which looks for copies: not of the program's own images, in memory.
+    alike = config.DATA.CHECK != "off" and bank.single_images() is not None
+    return found.figure, alike_in_validation(run, ready, known) if alike else []
+
+
+def _linear_heads(ready: Seeing, data: DataConfig) -> list[Any]:
+    """The model's classifiers. UserError if a probe cannot be put in their place."""
+    model = ready.model
+    heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
+    fits = len(heads) > 1 or sees_features_alone(ready, data)  # two do by their mean, see `start_at_probe`
+    if not fits or any(getattr(head, "bias", None) is None for head in heads):
+        raise UserError(
+            f"MODEL.NEW_CLASSIFIER probe: {type(model).__name__}'s classifier is not one linear layer with a bias that "
+            "sees the features themselves; use zero or true."
+        )
+    return heads
+
+
+def _trains_norms(model: nn.Module) -> bool:
+    norms = (part for part in model.modules() if isinstance(part, BATCH_NORM))
+    weights = chain.from_iterable(part.parameters() for part in norms)
+    return any(weight.requires_grad for weight in weights)
+
+
+def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data: DataConfig) -> Classifier:
+    """Divide a classifier that augmentation misleads, whose gradients would damage what the model has learned.
+
+    Augmented images then have the least loss, and the same classes: a power of two changes no rounding.
+    """
+    batch = min(run.config.DATA.val_batch, BLOCK)
+    images = open_dataset(data, True, len(found.bias), run.config.SEED, run.device)
+    rows = np.unique(np.linspace(0, len(images) - 1, BLOCK).astype(int))
+    plan = np.array_split(rows, len(rows) // batch + 1)
+    loading = contextlib.closing(ValLoader(images, batch, 0, 1, 0, run.device, shard=lambda *_: plan))
+    columns = []
+    indices = []
+    with in_eval_mode(ready.model), loading as loader:
+        for one in loader:
+            columns.append(columns_of(ready, one.images).cpu())
+            indices.append(one.indices.cpu())
+    read = torch.cat(indices) >= 0  # -1 of a broken image
+    logits = found.logits(torch.cat(columns)[read, known.pools[pool_of(ready.model)]].numpy())
+    labels = torch.from_numpy(known.labels[torch.cat(indices)[read].numpy()])
+    of = F.binary_cross_entropy_with_logits if labels.ndim == 2 else F.cross_entropy
+
+    def loss(divisor: float) -> float:
+        return float(of(logits / divisor, labels))
+
+    whole = loss(1)
+    of_zeros = loss(math.inf)
+    if whole <= of_zeros:
+        return found
+    divisor = min((2**step for step in range(1, 11)), key=loss)
+    log.info(
+        "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %d, for loss %.2f, "
+        "and too unsure of whole images: should it stay the best checkpoint, calibrate it (evaluate.py). If flips "
+        "or small crops show something else, set DATA.FLIP=0 DATA.CROP_SCALE=[0.6,1].",
+        whole,
+        of_zeros,
+        divisor,
+        loss(divisor),
+    )
+    return found._replace(weight=found.weight / divisor, bias=found.bias / divisor)
+
+
+def gained(by: Metric, history: History, folder: Path, best: Best, last: int) -> str:
+    """For the end of a run that began at a probe: what training has gained over it. `last`: number of its updates."""
+    gain = gain_over_probe(by, history, folder)
+    if gain and best.update:
+        return gain
+    return probe_is_best(by, history, gain) if best.figure is not None and best.update == 0 < last else ""
+
+
+def probe_is_best(by: Metric, history: History, gain: str = "") -> str:
+    """That training has not improved on the linear probe. `by`: of SAVE_BEST_BY. `gain`: of `gain_over_probe`."""
+    validated = history.of("val")
+    if validated and not any(line["update"] for line in validated):
+        return (
+            "The best checkpoint is the linear probe that training began with: nothing was validated after an update."
+        )
+    words = PROBE_IS_BEST
+    best = history.best(TOP1)
+    if by is not TOP1 and best is not None and best.line["update"]:
+        before = TOP1.number(validated[0][TOP1.name])
+        after = TOP1.number(best.value)
+        words += f" It is the best by {by.words}; top-1 rose from {before} to {after} (epoch {best.line['epoch']})."
+    advice = gain or TO_GAIN
+    return f"{words} {advice}"
+
+
+def gain_over_probe(by: Metric, history: History, folder: Path) -> str:
+    """`beside_probe` of a run's last validation; '' if it is unknown what that predicted."""
+    validated = history.of("val")
+    last = validated[-1]["update"] if validated else 0
+    table = read_predictions(folder, last) if last else None
+    if table is None or PROBE not in table:
+        return ""
+    return beside_probe(
+        by,
+        history,
+        labels=table["labels"].astype(int),
+        probe=table[PROBE],
+        guesses=table["guess"],
+        groups=table.get(GROUPS, ()),
+    )
+
+
+def beside_probe(
+    by: Metric, history: History, labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray, groups: Groups = ()
+) -> str:
+    """Whether training improved on the linear probe by more than chance, by SAVE_BEST_BY; '' without metrics.jsonl.
+
+    `guesses`: of the last validation. The best one is the luckiest of several on these images.
+    """
+    validated = history.of("val") or [{}]
+    before = validated[0]
+    after = validated[-1]
+    than = "the linear probe that training began with"
+    if by is TOP1:
+        gain, low, high = interval_and_test(guesses == labels, probe == labels, groups)
+        more = "more" if gain >= 0 else "fewer"
+        words = f"right on {abs(gain):.0f} {more} of {counted(len(labels), 'image')} than {than} "
+        words += f"(95 % interval {low:+.0f} to {high:+.0f})"
+        top1 = ""
+    else:
+        if None in (after.get(by.name), before.get(by.name)):
+            return ""
+        words = f"by {by.words}, {by.number(after[by.name])} against {by.number(before[by.name])} of {than}"
+        top1 = f"; top-1 {TOP1.number(after[TOP1.name])} against {TOP1.number(before[TOP1.name])}"
+        if by not in BY_CLASS:
+            return f"{AT_LAST} {words}{top1}."
+        _, by_image = BY_CLASS[by]
+        half = half_width_of_mean(by_image(labels, guesses) - by_image(labels, probe), groups)
+        gain = after[by.name] - before[by.name]
+        low = gain - half
+        high = gain + half
+        words += f" ({gain:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f})"
+    verdict = "may be chance" if low <= 0 <= high else "is beyond chance"
+    words = f"{AT_LAST} {words}, which {verdict}{top1}."
+    return words if low > 0 else f"{words} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"

@@ -231,8 +231,8 @@ def images_of(runs: ByName, judged: Judged, parent: Path = Path()) -> Images:
 
 def paired_images(images: Images, name: str, against: str, seeds: Sequence[int]) -> Paired | None:
     """None unless all runs of the two were validated on the same images."""
-    ours = _of_seeds(images, name, seeds)
-    theirs = _of_seeds(images, against, seeds)
+    ours = of_rounds(images, name, seeds)
+    theirs = of_rounds(images, against, seeds)
     if not ours or not theirs:
         return None
     first = ours[0]
@@ -240,7 +240,7 @@ def paired_images(images: Images, name: str, against: str, seeds: Sequence[int])
         return None
     means = list[list[float]]()
     for contender in dict.fromkeys(who for who, _ in images):
-        known = _of_seeds(images, contender, seeds)
+        known = of_rounds(images, contender, seeds)
         if known:
             means.append([float(one.values.mean()) for one in known])
     our_values = np.stack([one.values for one in ours])
@@ -248,9 +248,9 @@ def paired_images(images: Images, name: str, against: str, seeds: Sequence[int])
     return our_values, their_values, np.array(means), first.groups
 
 
-def _of_seeds(images: Images, contender: str, seeds: Sequence[int]) -> list[PerImage]:
-    """Empty if one of them is unknown."""
-    found = [images.get((contender, seed)) for seed in seeds]
+def of_rounds(images: Images, contender: str, rounds: Iterable[int]) -> list[PerImage]:
+    """Those of a contender by these seeds or folds; empty if one of them is unknown."""
+    found = [images.get((contender, each)) for each in rounds]
     known = [one for one in found if one is not None]
     return known if len(known) == len(found) else []
 

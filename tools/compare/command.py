@@ -24,7 +24,7 @@ The flags and settings of main_single_gpu.py are accepted (with -ngpus, those of
 
 from __future__ import annotations
 
-import math
+import itertools
 import statistics
 import sys
 import time
@@ -45,6 +45,7 @@ from tools.common.comparison import (
     judge,
     judged_of,
     number_of,
+    of_rounds,
     paired_images,
     spread,
     times_as_fast,
@@ -56,20 +57,18 @@ from tools.common.comparison import (
 from tools.common.contenders import Contenders
 from tools.common.output_file import if_interrupted, results_folder
 from tools.common.per_image import PerImage
-from tools.common.run_metrics import Metrics, is_finished, metrics_of
+from tools.common.run_metrics import Metrics, is_finished, last_meta, metrics_of
 from tools.common.tables import in_columns, non_defaults
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag, whole
 from utils.log import log, log_lines
 from utils.program import typed
 from utils.record.run_folder import git_state, read_data, write_json
-from utils.statistics.crossed import DISAGREE, assumed_noise, noise_of
+from utils.statistics.crossed import DISAGREE, Noise, assumed_noise, noise_of
 from utils.statistics.differences import POWER, bonferroni_level
 from utils.statistics.groups import effective_images
 from utils.statistics.proportions import Interval, wilson
 from utils.text import counted, redacted_values
-from vitamp.checkpoints import CHECKPOINTS, read_index
-from vitamp.meta import unchecked_meta
 from vitamp.metrics import AVERAGE, BALANCED, MACRO_F1, ONE_LABEL, PLAIN, TASKS
 
 if TYPE_CHECKING:
@@ -115,11 +114,14 @@ def main(argv: list[str]) -> int:
     plan = make_plan(line, out)
     log_lines(plan.remarks)
     names = ("; " if plan.varied else ", ").join(plan.contenders)
-    rounds = f"each with seed{'s' if len(plan.seeds) > 1 else ''} {', '.join(map(str, plan.seeds))}"
-    if plan.folds is not None:
+    if plan.folds is None:
+        noun = "seeds" if len(plan.seeds) > 1 else "seed"
+        rounds = f"each with {noun} {', '.join(map(str, plan.seeds))}"
+    else:
         rounds = f"on each of {plan.folds} folds, with seed {plan.seeds[0]}"
     log.info("%s: %s, %s; in %s", counted(len(plan.runs), "run"), names, rounds, out)
-    if said := power(plan):
+    said = power(plan)
+    if said:
         log.info("%s", said)
     if_interrupted.append(f"finished runs are in {out}, and the same command resumes")
     trained = train_all(plan, lambda so_far: write(plan, so_far, out))
@@ -129,19 +131,15 @@ def main(argv: list[str]) -> int:
 
 def power(plan: Plan) -> str:
     """Which difference these seeds and images would show, before the time is spent; '' where it is not known."""
-    finished = [run for run in plan.runs if is_finished(run.folder)]
-    rows = [{"mode": run.contender, "seed": run.seed, "folder": f"{run.folder}"} for run in finished]
-    runs = by_name(rows)
     seeds = len(plan.seeds)
-    if plan.folds is not None or plan.these_images or seeds < 2 or not plan.judged.metric.percent:
+    judged = plan.judged
+    if plan.folds is not None or plan.these_images or seeds < 2 or not judged.metric.percent:
         return ""
-    base, *others = plan.contenders
-    images = images_of(runs, plan.judged)
-    tables = (paired_images(images, one, base, [*{*runs.get(one, {})} & {*runs.get(base, {})}]) for one in others)
-    if measured := next((each for each in tables if each is not None and len(each[0]) > 1), None):
-        noise = noise_of(*measured).planned(seeds)
-        how = "measured on the finished runs"
-    elif plan.judged.metric is ONE_LABEL.best:
+    noise = _noise_of_finished(plan)
+    how = "measured on the finished runs"
+    if noise is None:
+        if judged.metric is not ONE_LABEL.best:
+            return ""
         import torch
 
         from datasets.registry import open_dataset
@@ -153,74 +151,77 @@ def power(plan: Plan) -> str:
             return ""
         noise = assumed_noise(seeds, len(data))
         how = f"assumed: runs of two settings disagree on {100 * DISAGREE:.0f} % of the images, half of it by the seed"
-        how += ", and images of a group are independent" if data.groups() else ""
-    else:
-        return ""
-    least = noise.half_width(bonferroni_level(len(others)), POWER)
-    seen = f"a difference in {plan.judged.words} of {least:.1f} points is seen 8 times of 10"
+        if data.groups():
+            how += ", and images of a group are independent"
+    least = noise.half_width(bonferroni_level(len(plan.contenders) - 1), POWER)
+    seen = f"a difference in {judged.words} of {least:.1f} points is seen 8 times of 10"
     return f"With {seeds} seeds and {noise.images:,} validation images, {seen} ({how})."
+
+
+def _noise_of_finished(plan: Plan) -> Noise | None:
+    """Of the first contender that has two or more finished seeds in common with the baseline."""
+    rows = list[Metrics]()
+    for run in plan.runs:
+        if is_finished(run.folder):
+            rows.append({"mode": run.contender, "seed": run.seed, "folder": f"{run.folder}"})
+    runs = by_name(rows)
+    images = images_of(runs, plan.judged)
+    base, *others = plan.contenders
+    for name in others:
+        common = runs.get(name, {}).keys() & runs.get(base, {}).keys()
+        paired = paired_images(images, name, base, sorted(common))
+        if paired is not None and len(paired[0]) > 1:
+            return noise_of(*paired).planned(len(plan.seeds))
+    return None
 
 
 def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compare.py") -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents. `script`: of the command."""
     names = list(plan.contenders)
-    failed = trained.failed
-    first, *others = (non_defaults(run.config) for run in plan.runs)
-    rows = [
-        {
-            "mode": run.contender,
-            "seed": run.seed,
-            **({} if run.fold is None else {"fold": str(run.fold)}),
-            "folder": run.folder.name,
-            **metrics_of(run.folder),
-        }
-        for run in plan.runs
-        if is_finished(run.folder)
-    ]
+    judged = plan.judged
+    rows = list[Metrics]()
+    reasons: dict[str, list[str]] = {name: [] for name in names}
+    for run in plan.runs:
+        if is_finished(run.folder):
+            row: Metrics = {"mode": run.contender, "seed": run.seed}
+            if run.fold is not None:
+                row["fold"] = str(run.fold)
+            rows.append(row | {"folder": run.folder.name, **metrics_of(run.folder)})
+        if run.folder.name in trained.failed:
+            reasons[run.contender].append(trained.failed[run.folder.name])
     runs = by_name(rows)
-    images = None if plan.these_images else images_of(runs, plan.judged, out)
+    images = None if plan.these_images else images_of(runs, judged, out)
     of_classes = dict[str, dict[str, list[float]]]()
     all_folds = dict[str, dict[str, float]]()
-    for name, found in in_all_runs(runs, plan.judged, out).items():
-        root = out / next(iter(runs[name].values()))["folder"] / CHECKPOINTS
-        of_classes[name] = recall(found, unchecked_meta(root / (read_index(root)["last"] or "none")).get("classes"))
+    for name, found in in_all_runs(runs, judged, out).items():
+        first_run = next(iter(runs[name].values()))
+        of_classes[name] = recall(found, last_meta(out / first_run["folder"]).get("classes"))
         if plan.folds is not None:
-            right = int((found.values > 0).sum())
-            validated = len(found.values)
-            accuracy = 100 * right / validated
-            independent = effective_images(found.values, found.groups)
-            low, high = wilson(accuracy, independent)
-            all_folds[name] = {"acc1": accuracy, "low": low, "high": high, "right": right, "images": validated}
-    reasons = {
-        name: [failed[run.folder.name] for run in plan.runs if run.contender == name and run.folder.name in failed]
-        for name in names
-    }
-    about = {
-        "compared": names,
-        **({"varied": list(plan.varied)} if plan.varied else {}),
-        "metric": plan.judged.metric.name,
-        "weights": plan.judged.weights.name,
-        "seeds": plan.seeds,
-        **({} if plan.folds is None else {"folds": plan.folds}),
+            all_folds[name] = _accuracy(found)
+    about: dict[str, Any] = {"compared": names}
+    if plan.varied:
+        about["varied"] = list(plan.varied)
+    about |= {"metric": judged.metric.name, "weights": judged.weights.name, "seeds": plan.seeds}
+    if plan.folds is not None:
+        about["folds"] = plan.folds
+    about |= {
         "date": time.strftime("%Y-%m-%d"),
         "command": typed(script, sys.argv[1:]),
-        "device": next((row["device"] for row in rows), plan.device),
-        "versions": next((row["versions"] for row in rows), {}),
+        "device": rows[0]["device"] if rows else plan.device,
+        "versions": rows[0]["versions"] if rows else {},
         "git": git_state(),
-        "settings": {
-            key: value
-            for key, value in first.items()
-            if key not in ("SEED", "OUTPUT") and all(one.get(key) == value for one in others)
-        },
-        "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
-        "failed": failed,
-        **({"left_out": trained.left_out, "advice": trained.advice} if trained.left_out else {}),
-        "verdicts": judge(runs, names, plan.judged, images=images),
-        "recall": of_classes,
-        **({"all_folds": all_folds} if all_folds else {}),
-        "troubles": troubles(runs, reasons, names),
-        "data": next((read_data(out / row["folder"]).get("warnings", []) for row in rows), []),
+        "settings": _common_settings(plan),
+        "runs": [_without(row, ("device", "versions")) for row in rows],
+        "failed": trained.failed,
     }
+    if trained.left_out:
+        about |= {"left_out": trained.left_out, "advice": trained.advice}
+    about["verdicts"] = judge(runs, names, judged, images=images)
+    about["recall"] = of_classes
+    if all_folds:
+        about["all_folds"] = all_folds
+    about["troubles"] = troubles(runs, reasons, names)
+    about["data"] = read_data(out / rows[0]["folder"]).get("warnings", []) if rows else []
     about = redacted_values(about)
     try:
         write_json(out / "compare.json", about)
@@ -230,15 +231,38 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
     return about
 
 
+def _without(row: Metrics, keys: Sequence[str]) -> Metrics:
+    return {key: value for key, value in row.items() if key not in keys}
+
+
+def _common_settings(plan: Plan) -> dict[str, Any]:
+    """Those of all runs that are no defaults."""
+    first, *others = (non_defaults(run.config) for run in plan.runs)
+    found = {}
+    for key, value in first.items():
+        if key != "SEED" and all(one.get(key) == value for one in others):
+            found[key] = value
+    return found
+
+
 def in_all_runs(runs: ByName, judged: Judged, out: Path) -> dict[str, PerImage]:
     """Contender -> top-1 of its last validations, all together; without contenders of which one is unknown."""
     found = dict[str, PerImage]()
     hits = images_of(runs, replace(judged, metric=ONE_LABEL.best), out)
     for name, of_one in runs.items():
-        every = [one for seed in of_one if (one := hits[name, seed]) is not None]
-        if every and len(every) == len(of_one):
-            found[name] = PerImage(*(np.concatenate(column) for column in zip(*every, strict=True)))
+        every = of_rounds(hits, name, of_one)
+        if every:
+            found[name] = PerImage._make(map(np.concatenate, zip(*every, strict=True)))
     return found
+
+
+def _accuracy(found: PerImage) -> dict[str, float]:
+    """Of a cross-validation, with its interval."""
+    right = int((found.values > 0).sum())
+    images = len(found.values)
+    accuracy = 100 * right / images
+    low, high = wilson(accuracy, effective_images(found.values, found.groups))
+    return {"acc1": accuracy, "low": low, "high": high, "right": right, "images": images}
 
 
 def recall(found: PerImage, classes: Sequence[str] | None) -> dict[str, list[float]]:
@@ -258,34 +282,42 @@ def recall_table(about: dict[str, Any]) -> list[list[str]]:
     """Recall of each class, of a cross-validation, and where classes weigh alike; empty where classes are many."""
     found = about["recall"]
     by_class = judged_of(about).metric in (BALANCED, MACRO_F1)
-    classes = dict.fromkeys(label for counts in found.values() for label in counts)
-    if not (by_class or about.get("folds")) or not 0 < len(classes) <= MOST_CLASSES:
+    folds = about.get("folds")
+    labels = dict.fromkeys(itertools.chain.from_iterable(found.values()))
+    if not (by_class or folds) or not 0 < len(labels) <= MOST_CLASSES:
         return []
-    rows = [[f"recall, all {unit(about['runs'])}s (95 % interval)", *found]]
-    # Folds have different images, seeds the same ones.
-    times = {name: 1 if about.get("folds") else len(of_runs) for name, of_runs in by_name(about["runs"]).items()}
+    runs = by_name(about["runs"])
 
-    def cell(name: str, hits: int, images: int, independent: float = math.inf) -> str:
+    def cell(name: str, label: str) -> str:
+        if label not in found[name]:
+            return "-"
+        hits, images, *independent = found[name][label]
         percent = 100 * hits / images
-        low, high = wilson(percent, min(independent, images / times[name]))
+        # Folds have different images, seeds the same ones.
+        different = images if folds else images / len(runs[name])
+        low, high = wilson(percent, min(independent + [different]))
         return f"{percent:.1f} % ({low:.0f} to {high:.0f}; {hits} of {images})"
 
-    for label in classes:
-        rows.append([label, *(cell(name, *of[label]) if label in of else "-" for name, of in found.items())])
+    rows = [[f"recall, all {unit(about['runs'])}s (95 % interval)"] + list(found)]
+    for label in labels:
+        rows.append([label] + [cell(name, label) for name in found])
     return rows
 
 
 def report(about: dict[str, Any], out: Path) -> dict[Path, Any]:
     """Print the table and the verdict, and write report.html. Return what best checkpoints predicted, by their runs."""
     predicted: dict[Path, Any] = {}
+    judged = judged_of(about)
+    said = sentences(about)
+    of_classes = recall_table(about)
     what = "settings" if "varied" in about or len(about["compared"]) == 1 else "mode"
-    print("\n".join(["", *in_columns(table(by_name(about["runs"]), about["compared"], judged_of(about), what)), ""]))
-    if rows := recall_table(about):
-        print("\n".join([*in_columns(rows), ""]))
-    for note in notes(about):
-        print(f"  {note}")
-    print("\n".join(["", *sentences(about), ""]))
-    if left_out := about.get("left_out"):
+    lines = [""] + in_columns(table(by_name(about["runs"]), about["compared"], judged, what)) + [""]
+    if of_classes:
+        lines += in_columns(of_classes) + [""]
+    lines += [f"  {note}" for note in notes(about)] + [""] + said + [""]
+    print("\n".join(lines))
+    left_out = about.get("left_out")
+    if left_out:
         log.warning(
             "-budget_min: no time for %s: %s; %s", counted(len(left_out), "run"), "; ".join(left_out), about["advice"]
         )
@@ -296,11 +328,10 @@ def report(about: dict[str, Any], out: Path) -> dict[Path, Any]:
 
         rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
         of = {out / row["folder"]: row["mode"] for row in rows}
-        verdict = "\n".join(sentences(about))
         try:
-            contenders = Contenders(by_name(rows), about["compared"], judged_of(about), of)
-            more: Any = {"contenders": contenders, "predicted": predicted, "recall": recall_table(about)}
-            page = write_report([*of], out / "report.html", verdict, **more)
+            contenders = Contenders(by_name(rows), about["compared"], judged, of)
+            more: Any = {"contenders": contenders, "predicted": predicted, "recall": of_classes}
+            page = write_report(list(of), out / "report.html", "\n".join(said), **more)
             log.info("report: %s", page)
         except UserError as error:  # not fatal
             log.warning("%s", error)
@@ -311,46 +342,50 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
     """One row per contender. `what`: the heading of their names."""
     from engine.measure.throughput import shown_rate
 
-    last_best = [f"{which} {judged.metric.heading}" for which in ("last", "best")]
-    every = {key for of_one in runs.values() for row in of_one.values() for key in row}
+    measured = set[str]()
+    for of_one in runs.values():
+        measured = measured.union(*of_one.values())
     # What the winner costs in the metric that a task is usually judged by
-    usual = [kind.best for kind in TASKS if f"last_{kind.best.name}" in every and kind.best is not judged.metric]
-    last_best += [f"last {metric.heading}" for metric in usual]
-    rows = [[what, "runs", "images/s", "s/epoch", "speed", "peak memory", *last_best, "skipped"]]
-    base = runs.get(names[0], {})
+    usual = [kind.best for kind in TASKS if f"last_{kind.best.name}" in measured and kind.best is not judged.metric]
+    head = [what, "runs", "images/s", "s/epoch", "speed", "peak memory"]
+    head += [f"last {judged.metric.heading}", f"best {judged.metric.heading}"]
+    head += [f"last {metric.heading}" for metric in usual]
+    head.append("skipped")
+    rows = [head]
     digits = judged.digits + 1
     for name in names:
-        ours = runs.get(name, {})
+        ours = list(runs.get(name, {}).values())
         if not ours:
-            rows.append([name, "0", *["-"] * (len(rows[0]) - 2)])
+            rows.append([name, "0"] + ["-" for _ in head[2:]])
             continue
-
-        def shown(key: str, form: Callable[[float], str], ours: dict[int, Metrics] = ours) -> str:
-            values = values_of(list(ours.values()), key)
-            return form(statistics.median(values)) if values else "-"
-
-        speed = times_as_fast(ours, base, max(len(names) - 1, 1))
-        last = judged.values(list(ours.values()))
-        best = values_of(list(ours.values()), f"best_{judged.metric.name}")
-        beside = [Judged(metric, judged.weights).values([*ours.values()]) for metric in usual]
-        rows.append(
-            [
-                name,
-                str(len(ours)),
-                shown("images_per_second", shown_rate),
-                shown("seconds_per_epoch", lambda value: f"{value:.3g}"),
-                "1" if name == names[0] else f"{speed.value:.2f}" if speed else "-",
-                shown("peak_memory_gb", lambda value: f"{value:.2f} GB"),
-                spread(last, digits) if last else "-",
-                spread(best, digits) if best else "-",
-                *(spread(values, 2) if values else "-" for values in beside),
-                str(sum(row["skipped"] for row in ours.values())),
-            ]
-        )
+        speed = times_as_fast(runs[name], runs.get(names[0], {}), max(len(names) - 1, 1))
+        row = [
+            name,
+            str(len(ours)),
+            _median(values_of(ours, "images_per_second"), shown_rate),
+            _median(values_of(ours, "seconds_per_epoch"), "{:.3g}".format),
+            f"{speed.value:.2f}" if speed else "-",
+            _median(values_of(ours, "peak_memory_gb"), "{:.2f} GB".format),
+            _spread(judged.values(ours), digits),
+            _spread(values_of(ours, f"best_{judged.metric.name}"), digits),
+        ]
+        if name == names[0]:
+            row[head.index("speed")] = "1"
+        row += [_spread(replace(judged, metric=metric).values(ours), 2) for metric in usual]
+        row.append(str(sum(one["skipped"] for one in ours)))
+        rows.append(row)
     if len(names) == 1:
-        at = rows[0].index("speed")
-        rows = [[*row[:at], *row[at + 1 :]] for row in rows]
+        for row in rows:
+            del row[4]  # the speed
     return rows
+
+
+def _median(values: Sequence[float], form: Callable[[float], str]) -> str:
+    return form(statistics.median(values)) if values else "-"
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    return spread(values, digits) if values else "-"
 
 
 def sentences(about: dict[str, Any]) -> list[str]:
@@ -361,31 +396,39 @@ def sentences(about: dict[str, Any]) -> list[str]:
     alone = len(about["compared"]) == 1
     if alone and rows:
         lines = of_all_folds(about)
-    shares = values_of([row for row in rows if "largest_class_percent" in row], "largest_class_percent")
-    means = [
-        statistics.fmean(values) for of_one in by_name(rows).values() if (values := judged.values([*of_one.values()]))
-    ]
+    shares = values_of(rows, "largest_class_percent")
+    means = list[float]()
+    for of_one in by_name(rows).values():
+        values = judged.values(of_one.values())
+        if values:
+            means.append(statistics.fmean(values))
     # Then the comparison tells nothing.
     if judged.metric is ONE_LABEL.best and shares and means and max(means) <= max(shares):
+        what = "this is not" if alone else "none is"
         lines.append(
-            f"{'this is not' if alone else 'none is'} better than always guessing the largest class, which has "
+            f"{what} better than always guessing the largest class, which has "
             f"{max(shares):.1f} % of the validation images: train longer, or judge by another -metric"
         )
-    return [*lines, *about["troubles"], *about["data"]]
+    return lines + about["troubles"] + about["data"]
 
 
 def of_all_folds(about: dict[str, Any]) -> list[str]:
     """How good a single recipe is, by all of its folds together."""
-    (name,), rows, folds, judged = about["compared"], about["runs"], about["folds"], judged_of(about)
+    (name,) = about["compared"]
+    rows = about["runs"]
+    folds = about["folds"]
+    judged = judged_of(about)
     said = list[str]()
     values = judged.values(rows)
-    if found := about.get("all_folds", {}).get(name):
+    found = about.get("all_folds", {}).get(name)
+    if found:
         of = f"{found['right']:,} of the {counted(found['images'], 'image')}"
         of += "" if len(rows) == folds else f" of {len(rows)} of {folds} folds"
         interval = Interval(found["low"], found["high"]).words()
         said.append(f"accuracy {found['acc1']:.2f} %, right on {of} (95 % interval {interval})")
     if values:
-        lowest, highest = map(judged.metric.number, (min(values), max(values)))
+        lowest = judged.metric.number(min(values))
+        highest = judged.metric.number(max(values))
         by_fold = f"{spread(values, judged.digits + 1)} ({lowest} to {highest})"
         said.append(f"{judged.words}{judged.whose} from fold to fold {by_fold}")
     part = f"{100 * (folds - 1) / folds:.0f} %"
@@ -399,7 +442,7 @@ def of_all_folds(about: dict[str, Any]) -> list[str]:
 def notes(about: dict[str, Any]) -> list[str]:
     """How the metrics were measured, and their noise."""
     rows = about["runs"]
-    by = unit(about["runs"])
+    by = unit(rows)
     rounds = about.get("folds") or len(about["seeds"])
     judged = judged_of(about)
     lines = [
@@ -412,7 +455,8 @@ def notes(about: dict[str, Any]) -> list[str]:
     if len(about["compared"]) == 1:
         return lines
     lines.insert(1, f"speed: geometric mean, over the {by}s, of the ratio to the baseline's images/s")
-    if noises := [variation(of_one.values()) for of_one in by_name(rows).values() if len(of_one) > 1]:
+    noises = [variation(of_one.values()) for of_one in by_name(rows).values() if len(of_one) > 1]
+    if noises:
         lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (max(noises) - 1):.0f} %")
     if 1 < rounds < 5:
         lines.append(f"{rounds} {by}s are few: only large differences in {judged.words} show")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from tools.common.command_line import ToolLine, check_one_training
 from tools.common.comparison import Judged, judged_by
@@ -95,7 +95,7 @@ class Value:
 
     @property
     def keys(self) -> set[str]:
-        return {*self.flags, *self.words}
+        return self.flags.keys() | self.words.keys()
 
     @classmethod
     def of_mode(cls, mode: Mode) -> Value:
@@ -123,21 +123,26 @@ class Contender:
 
     def load(self, line: ToolLine, more: Mapping[str, tuple[Any, str]] | None = None) -> Loaded:
         """Its settings. `more`: further ones, with their source."""
-        cfg = next((value.cfg for value in self.values if value.cfg), line.run.cfg)
-        flags = {key: given for value in self.values for key, given in value.flags.items()}
-        words = {key: text for value in self.values for key, text in value.words.items()}
-        run = replace(line.run, cfg=cfg, words={**line.run.words, **words})
+        cfg = line.run.cfg
+        flags = dict[str, tuple[Any, str]]()
+        words = dict(line.run.words)
+        for value in self.values:
+            cfg = value.cfg or cfg
+            flags |= value.flags
+            words |= value.words
+        run = replace(line.run, cfg=cfg, words=words)
         return replace(line, run=run).load({**flags, **(more or {})})
 
     def run(self, line: ToolLine, out: Path, seed: int, fold: Fold | None, loaded: Loaded, metric: Metric) -> Run:
         """Its training, in a folder below `out`. `loaded`: its settings. `metric`: the one that decides."""
         own: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
+        which = f"{seed}"
         if fold is not None:
             own["DATA.FOLD"] = (str(fold), "-folds")
+            which = f"fold{fold.number}"
         if loaded.config.TRAIN.NUM_EPOCHS != AUTO:  # a recipe's limit would leave the run unfinished
             own["MAX_TIME"] = (None, "compare.py")
-        folder = out / f"{self.file_name}-{seed if fold is None else f'fold{fold.number}'}"
-        run = Run(self.name, seed, loaded.config, folder, fold)
+        run = Run(self.name, seed, loaded.config, out / f"{self.file_name}-{which}", fold)
         if metric.decides and loaded.is_default(BEST_BY):
             begun = run.settings_file.exists()  # then it keeps what chooses its best checkpoint
             best_by = load_config(str(run.settings_file)).config.SAVE_BEST_BY if begun else metric.name
@@ -160,10 +165,11 @@ def read_axes(texts: Sequence[str] | None) -> Axes:
             raise UserError(f"-vary {name}: given twice; list all its values in one -vary.")
         named[name] = values
     tails = [name.rpartition(".")[2] for name in named]
-    return {
-        name: tuple(_value(name, tail if tails.count(tail) == 1 else name, text) for text in values)
-        for (name, values), tail in zip(named.items(), tails, strict=True)
-    }
+    axes: Axes = {}
+    for (name, values), tail in zip(named.items(), tails, strict=True):
+        label = tail if tails.count(tail) == 1 else name
+        axes[name] = tuple(_value(name, label, text) for text in values)
+    return axes
 
 
 def _at_top_level(text: str) -> list[str]:
@@ -171,7 +177,10 @@ def _at_top_level(text: str) -> list[str]:
     parts = [""]
     depth = 0
     for letter in text:
-        depth += (letter in "[{(") - (letter in ")}]")
+        if letter in "[{(":
+            depth += 1
+        elif letter in ")}]":
+            depth -= 1
         if letter == "," and not depth:
             parts.append("")
         else:
@@ -306,7 +315,8 @@ def read_rounds(line: ToolLine) -> list[tuple[int, Fold | None]]:
 def check_given(line: ToolLine, refused: Mapping[str, str]) -> None:
     """Refuse what must not be given for all runs: it would win over what varies or is set for each, or be lost."""
     for key, instead in refused.items():
-        if given_by := line.given_by(key):
+        given_by = line.given_by(key)
+        if given_by:
             raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
 
 
@@ -314,7 +324,8 @@ def load_all(contenders: Sequence[Contender], line: ToolLine) -> dict[str, Loade
     """The settings of contenders by their names. No two may have the same folder, or the same settings."""
     names: dict[str, str] = {}
     for contender in contenders:
-        if other := names.get(contender.file_name):
+        other = names.get(contender.file_name)
+        if other:
             raise UserError(f"-vary: {other} and {contender.name} would have the same folder; give one another name.")
         names[contender.file_name] = contender.name
     loaded = {contender.name: contender.load(line) for contender in contenders}
@@ -327,21 +338,9 @@ def load_all(contenders: Sequence[Contender], line: ToolLine) -> dict[str, Loade
 def make_plan(line: ToolLine, out: Path) -> Plan:
     """Plan the runs. Every error that can be found before training is found here."""
     asked = line.asked
-    axes = read_axes(line.asked.vary)
+    axes = read_axes(asked.vary)
     rounds = read_rounds(line)
-    varied = tuple(axes)
-    if "cfg" in axes and line.run.cfg is not None:
-        raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
-    modes_text = asked.modes or (None if axes or asked.folds else DEFAULT_MODES)
-    if modes_text and len([word for word in modes_text.split(",") if word.strip()]) < 2:
-        such = "such as fp32,bf16; the first is the baseline"
-        raise UserError(f"-modes {modes_text}: list at least two, {such}. Or {FOR_ONE}.")
-    refused = SET_PER_RUN | (SET_PER_FOLD if asked.folds else {}) | (SET_BY_MODE if modes_text else {})
-    refused |= {key: f"it varies ({name})" for name, values in axes.items() for value in values for key in value.keys}
-    check_given(line, refused)
-    base = Contender(tuple(values[0] for values in axes.values())).load(line)  # imports torch, unless it refuses
-    check_given(line, {} if base.config.TRAIN.NUM_EPOCHS == AUTO else UNLESS_EPOCHS_AUTO)
-    check_one_training(base, "compare.py")
+    base, modes_text = _load_baseline(line, axes)
 
     from engine.machine.device import pick_device
     from tools.common.sessions import own_process
@@ -350,21 +349,24 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     device = pick_device(base.config.DEVICE, ALONE)
     # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU.
     many = base.config.NGPUS != -1 or bool(line.given_by("NGPUS"))
-    query = modes_text, base.config, device, many
     if device.type == "cuda":
         with own_process() as process:
-            modes, remarks, name = process.submit(_query, *query).result()
+            of_device = process.submit(_query, modes_text, base.config, device, many).result()
     else:
-        modes, remarks, name = _query(*query)
-    changed = set(axes).union(*(values[0].keys for values in axes.values()))
-    if changed & {*validation_keys(base.config), "DATA.PART", "cfg"}:
+        of_device = _query(modes_text, base.config, device, many)
+    remarks = list(of_device.remarks)
+    changed = set(axes)
+    for values in axes.values():
+        changed |= values[0].keys
+    if not changed.isdisjoint(validation_keys(base.config) + ["DATA.PART", "cfg"]):
         remarks.append("what varies may change what is validated on: then the metrics cannot be compared")
-    if modes:
-        axes = {"modes": tuple(map(Value.of_mode, modes)), **axes}
+    varied = tuple(axes)
+    if of_device.modes:
+        axes = {"modes": tuple(map(Value.of_mode, of_device.modes)), **axes}
     elif not axes:
         recipe = Path(line.run.cfg or base.config.MODEL.NAME).absolute()
         axes = {"cfg": (Value(recipe.parent.name if recipe.name == CONFIG else recipe.stem),)}
-    contenders = tuple(Contender(row) for row in itertools.product(*axes.values()))
+    contenders = tuple(map(Contender, itertools.product(*axes.values())))
     loaded = load_all(contenders, line)
     judged = judged_by(asked.metric, asked.weights, [one.config for one in loaded.values()])
 
@@ -376,25 +378,71 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     if asked.metric or best_by != judged.metric.name:
         verdict = f"the verdict is of {judged.words} after the last epoch"
         remarks.append(f"{BEST_BY} {best_by}: chooses the best checkpoint of each run; {verdict}")
-    remarks = (*dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings)), *remarks)
-    limits = asked.budget_min, asked.these_images
-    return Plan(tuple(loaded), judged, asked.folds, tuple(runs), name, many, remarks, varied, *limits)
+    of_settings = dict[str, None]()
+    for one in loaded.values():
+        of_settings |= dict.fromkeys(one.notes + one.warnings)
+    return Plan(
+        contenders=tuple(loaded),
+        judged=judged,
+        folds=asked.folds,
+        runs=tuple(runs),
+        device=of_device.name,
+        many=many,
+        remarks=tuple(of_settings) + tuple(remarks),
+        varied=varied,
+        budget_min=asked.budget_min,
+        these_images=asked.these_images,
+    )
 
 
-def _query(
-    modes_text: str | None, config: Config, device: torch.device, many: bool
-) -> tuple[tuple[Mode, ...], list[str], str]:
-    """Everything that needs the device itself: modes, remarks on them, the device's name."""
+def _load_baseline(line: ToolLine, axes: Axes) -> tuple[Loaded, str | None]:
+    """The settings of the first values, and the modes to compare. Refuses what does not go with what varies."""
+    asked = line.asked
+    if "cfg" in axes and line.run.cfg is not None:
+        raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
+    modes_text = asked.modes or (None if axes or asked.folds else DEFAULT_MODES)
+    if modes_text and len([word for word in modes_text.split(",") if word.strip()]) < 2:
+        such = "such as fp32,bf16; the first is the baseline"
+        raise UserError(f"-modes {modes_text}: list at least two, {such}. Or {FOR_ONE}.")
+    refused = dict(SET_PER_RUN)
+    if asked.folds:
+        refused |= SET_PER_FOLD
+    if modes_text:
+        refused |= SET_BY_MODE
+    for name, values in axes.items():
+        for value in values:
+            refused |= dict.fromkeys(value.keys, f"it varies ({name})")
+    check_given(line, refused)
+    base = Contender(tuple(values[0] for values in axes.values())).load(line)  # imports torch, unless it refuses
+    if base.config.TRAIN.NUM_EPOCHS != AUTO:
+        check_given(line, UNLESS_EPOCHS_AUTO)
+    check_one_training(base, "compare.py")
+    return base, modes_text
+
+
+class OfDevice(NamedTuple):
+    """What only the device itself tells."""
+
+    modes: tuple[Mode, ...]
+    remarks: list[str]
+    name: str
+
+
+def _query(modes_text: str | None, config: Config, device: torch.device, many: bool) -> OfDevice:
+    """The modes, remarks on them and on the number of runs' processes, and the device's name."""
     from engine.machine.device import describe_device, visible_devices
     from tools.common.precisions import emulated
 
     modes = () if modes_text is None else read_modes(modes_text, config, device)
     remarks = list[str]()
-    remarks += [f"{mode.name}: {why}" for mode in modes if (why := emulated(mode, device))]
+    for mode in modes:
+        why = emulated(mode, device)
+        if why:
+            remarks.append(f"{mode.name}: {why}")
     if many:
         processes = counted(visible_devices(config), "process")
         remarks.append(f"each run: {processes}, started by {started_as('main_multi_gpu.py')} (-ngpus)")
-    return modes, remarks, describe_device(device)
+    return OfDevice(modes, remarks, describe_device(device))
 
 
 def check_runs(runs: Sequence[Run], again: bool = False) -> None:
@@ -468,7 +516,7 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
             bar.set_description_str(run.name)
             bar.update(nth - 1 - bar.n)
             # How long it may take: the mean of this contender's runs, or of all if it has none yet, less what is done
-            known = times.get(run.contender) or [seconds for each in times.values() for seconds in each]
+            known = times.get(run.contender) or list(itertools.chain.from_iterable(times.values()))
             left = max(0.0, sum(known) / max(len(known), 1) - History.of_run(run.folder).seconds)
             if is_finished(run.folder):
                 log.info("%d of %d: %s: already finished", nth, total, run.name)
@@ -481,8 +529,9 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
                 began = time.monotonic()
                 why = _train_to_end(run, plan.many)
                 if why is None:
-                    times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
-                    last = plan.judged.of(metrics_of(run.folder))
+                    metrics = metrics_of(run.folder)
+                    times.setdefault(run.contender, []).append(metrics["seconds"])
+                    last = plan.judged.of(metrics)
                     metric = plan.judged.metric
                     reached = "" if last is None else f"{metric.words} {metric.number(last)}, "
                     log.info("%d of %d: %s: %sin %s", nth, total, run.name, reached, clock(time.monotonic() - began))
@@ -512,10 +561,11 @@ def train_run(run: Run, *words: str, many: bool = False) -> str | None:
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(run.settings_file, redacted(f"{run.title}\n{to_yaml(run.config)}"))
     script = "main_multi_gpu.py" if many else "main_single_gpu.py"
+    command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
+    command += words
     # No file has the password of a URL, so each start gets the URL as a user gives it.
     texts = [f"{key}={one_line(value)}" for key, value in values_by_key(run.config).items()]
-    words = (*words, *(text for text in texts if redacted(text) != text))
-    command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto", *words]
+    command += [text for text in texts if redacted(text) != text]
     with tempfile.TemporaryFile() as output:
         process = start(command, output)
         try:
@@ -529,7 +579,8 @@ def train_run(run: Run, *words: str, many: bool = False) -> str | None:
         output.seek(0)
         lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
         errors = [line.partition("error: ")[2] for line in lines if line.startswith("error: ")]
-        return f"exit code {code}: {(errors or lines or ['no output'])[-1]}"
+        last = (errors or lines or ["no output"])[-1]
+        return f"exit code {code}: {last}"
 
 
 def _forward(process: subprocess.Popen[bytes], number: int) -> None:

@@ -28,44 +28,59 @@ from vitamp.sizes import in_pixels
 
 def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     """One row per topic. `folder` None: a dry run."""
-    config, world, data = run.config, run.world, run.config.DATA
-    mean, std = (", ".join(f"{value:g}" for value in values) for values in (data.IMAGENET_MEAN, data.IMAGENET_STD))
-    inputs, source = [f"mean {mean}; std {std}"], source_named(data.DATASET)
+    config = run.config
+    world = run.world
+    data = run.config.DATA
+    mean = ", ".join(f"{value:g}" for value in data.IMAGENET_MEAN)
+    std = ", ".join(f"{value:g}" for value in data.IMAGENET_STD)
+    inputs = f"mean {mean}; std {std}"
+    source = source_named(data.DATASET)
     if source is None or source.arrays != "whole":  # else no image is cropped or resized
-        crop = ([f"crop {data.CROP}"] if isinstance(ready, ReadyToTrain) else []) + [f"CROP_PCT {data.CROP_PCT:g}"]
-        crop += ([f"CROP_MODE {data.CROP_MODE}"] if data.CROP_MODE != "center" else []) + [data.INTERPOLATION]
-        inputs.append(", ".join(crop))
+        crop = [f"CROP_PCT {data.CROP_PCT:g}"]
+        if isinstance(ready, ReadyToTrain):
+            crop.insert(0, f"crop {data.CROP}")
+        if data.CROP_MODE != "center":
+            crop.append(f"CROP_MODE {data.CROP_MODE}")
+        crop.append(data.INTERPOLATION)
+        inputs += f"; {', '.join(crop)}"
     rows = [
         ("device", describe_devices(run.device, world, run.threads)),
         ("precision", ready.precision.line()),
         ("computing", ready.computing),
         ("model", describe_model(ready.model)),
         ("data", _data(config, ready)),
-        ("inputs", "; ".join(inputs)),
-        *ready.task.rows(ready.val_set).items(),
+        ("inputs", inputs),
     ]
+    rows += ready.task.rows(ready.val_set).items()
     if isinstance(ready, ReadyToTrain):
         rows += _training_rows(config, ready, world)
-        rows = [(name, "; ".join(words for other, words in rows if other == name)) for name in dict(rows)]
+        by_name = dict[str, list[str]]()
+        for name, words in rows:
+            by_name.setdefault(name, []).append(words)
+        rows = [(name, "; ".join(said)) for name, said in by_name.items()]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:
         rows.insert(0, ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())))
     rows.insert(0, ("arguments", shlex.join(sys.argv[1:]) or "none"))
     if config.TAG:
         rows.insert(0, ("tag", config.TAG))
-    head = ", ".join(version_text().splitlines())
-    return "\n".join([head, *(f"  {name:<10} {text.translate(IN_LINE)}" for name, text in rows)])
+    lines = [", ".join(version_text().splitlines())]
+    lines += [f"  {name:<10} {text.translate(IN_LINE)}" for name, text in rows]
+    return "\n".join(lines)
 
 
 def _training_rows(config: Config, ready: ReadyToTrain, world: World) -> Iterator[tuple[str, str]]:
-    parts, images = ready.parts, global_batch(config, world)
+    parts = ready.parts
+    images = global_batch(config, world)
     if parts.sharding is not None:
         yield "strategy", parts.sharding.words()
-    if words := _classes(config, ready):
-        yield "classes", words
+    of_classes = _classes(config, ready)
+    if of_classes:
+        yield "classes", of_classes
     rate = scaled_learning_rates(config.TRAIN, images)[0]
-    if words := describe_fine_tuning(config, ready.model, parts.optimizer, rate):
-        yield "trained", words
+    trained = describe_fine_tuning(config, ready.model, parts.optimizer, rate)
+    if trained:
+        yield "trained", trained
     if any("use_muon" in group for group in parts.optimizer.param_groups):
         from engine.optim.muon import describe_muon
 
@@ -107,7 +122,8 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
         order = ready.train_loader.order
         drawn = BalancedOrder(ready.train_set.sample_labels(), config.DATA.REPEATED_AUGMENT)
         words.append(drawn.words(whole=order.used == order.samples))
-    if (weights := weights_of_classes(config, ready.train_set)) is not None:
+    weights = weights_of_classes(config, ready.train_set)
+    if weights is not None:
         where = "on positives only, " if loss_named(config.TRAIN.LOSS).weighs == "positives" else ""
         weighed = f"class weights {config.TRAIN.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"
         words.append(f"{weighed}, {where}in the training loss only")
@@ -120,7 +136,8 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
 
 def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer, rate: float) -> str:
     """Frozen weights, adapters and learning rates by layer, for the banner. `rate`: the unscaled learning rate."""
-    train, frozen = config.TRAIN, frozen_weights(model)
+    train = config.TRAIN
+    frozen = frozen_weights(model)
     parts = []
     if config.MODEL.LORA.RANK is not None:
         from models.lora import describe_lora
@@ -131,15 +148,19 @@ def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer,
         parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}")
     scales = [group["lr_scale"] for group in optimizer.param_groups if "lr_scale" in group]
     if scales and train.LAYER_DECAY is not None:
-        least, most = f"{rate * min(scales):.3g}", f"{rate * max(scales):.3g}"
+        least = f"{rate * min(scales):.3g}"
+        most = f"{rate * max(scales):.3g}"
         rates = f"learning rate {most}" if least == most else f"learning rates from {least} to {most}"
         parts.append(f"{rates} (layer decay {train.LAYER_DECAY:g})")
     return "; ".join(parts)
 
 
 def _training(config: Config, ready: ReadyToTrain, world: World) -> str:
-    train, images, each = config.TRAIN, global_batch(config, world), ready.train_loader.order.updates
-    total, limit = train.NUM_EPOCHS * each, train.MAX_UPDATES
+    train = config.TRAIN
+    images = global_batch(config, world)
+    each = ready.train_loader.order.updates
+    total = train.NUM_EPOCHS * each
+    limit = train.MAX_UPDATES
     length = f"{counted(train.NUM_EPOCHS, 'epoch')} of {counted(each, 'update')} = {counted(total, 'update')}"
     if limit is not None and limit < total:
         length += f", ending after {limit:,} (TRAIN.MAX_UPDATES)"
@@ -151,7 +172,8 @@ def _training(config: Config, ready: ReadyToTrain, world: World) -> str:
         f"{counted(warmup, 'epoch')} of warm-up, then {describe_schedule(train, end)}"
     )
     text += f"; weight decay {train.WEIGHT_DECAY:g}"
-    if not config.MODEL.MAE_PRETRAIN and (loss := loss_named(train.LOSS).words(train)):
+    loss = "" if config.MODEL.MAE_PRETRAIN else loss_named(train.LOSS).words(train)
+    if loss:
         text += f"; {loss}"
     if train.GRAD_CLIP is not None:
         text += f"; gradient norm at most {train.GRAD_CLIP:g}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,8 @@ BESIDE = ("tab:green", "tab:purple", "tab:olive", "tab:cyan")
 
 def title_of(config: Config, precision: str, amp: bool) -> str:
     """Model, data and precision of a run: 'vit_digits on digits, AMP bf16'."""
-    what = f"{config.MODEL.NAME} on {config.DATA.DATASET}, {f'AMP {precision}' if amp else f'{precision}, no AMP'}"
+    computed = f"AMP {precision}" if amp else f"{precision}, no AMP"
+    what = f"{config.MODEL.NAME} on {config.DATA.DATASET}, {computed}"
     return f"{config.TAG}: {what}" if config.TAG else what
 
 
@@ -39,8 +42,10 @@ class Curves:
 
     def __init__(self, folder: Path, by: str) -> None:
         """`by`: SAVE_BEST_BY."""
-        self._folder, self._by = folder, by
-        self._drawn, self._took = perf_counter(), FIRST_SECONDS
+        self._folder = folder
+        self._by = by
+        self._drawn = perf_counter()
+        self._took = FIRST_SECONDS
 
     def draw(self, title: str, force: bool = False) -> None:
         """`force`: draw even if it is too early."""
@@ -76,18 +81,18 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     _train_and_validation(loss, history, LOSS.name, by)
     _train_and_validation(accuracy, history, history.task.best.name, by)
     # The metric of SAVE_BEST_BY, for which the best validation is marked, and those that the run asks for.
-    beside = {metric for metric in (by, *history.metrics) if metric is by or metric.beside}
-    for metric, colour in zip(sorted(beside - {LOSS, history.task.best}), BESIDE * len(beside), strict=False):
+    beside = {metric for metric in history.metrics if metric.beside} | {by}
+    for metric, colour in zip(sorted(beside - {LOSS, history.task.best}), itertools.cycle(BESIDE), strict=False):
         for which in SETS:
-            points, line = history.points("val", f"{which.prefix}{metric.name}"), "--" if which.mark else "-"
+            points = history.points("val", f"{which.prefix}{metric.name}")
+            line = "--" if which.mark else "-"
             _curve(accuracy, points, f"validation, {which.marked(metric.words)}", color=colour, linestyle=line)
     _curve(rate, history.points("train", "lr"), "learning rate")
     _curve(norm, history.points("train", "grad_norm"), "gradient norm, unscaled")
     if any(line["scale"] not in (None, 1) for line in train):
         of_scale = "loss scale"
         _curve(scale, history.points("train", "scale"), "loss scale")
-        if skips := history.skips():
-            scale.plot(*zip(*skips, strict=True), "x", color="tab:red", label="updates skipped")
+        _plot(scale, history.skips(), "x", color="tab:red", label="updates skipped")
         scale.set_yscale("log", base=2)
     else:
         of_scale = "time (%)"
@@ -115,15 +120,26 @@ def _train_and_validation(axes: Axes, history: History, key: str, by: Metric) ->
     means = ", means of epochs" if history.by_epoch else ""
     _curve(axes, history.trained(key), f"training{means}", alpha=0.45, linewidth=1)
     for which in SETS:
-        whose, look = (f" of {which.words}", {"linestyle": "--"}) if which.mark else ("", {})
-        _curve(axes, history.points("val", f"{which.prefix}{key}"), f"validation{whose}", **look)
-    if best := history.best_point(key, by):
-        axes.plot(*zip(*best, strict=True), "D", color="tab:red", markersize=6, label="best validation")
+        points = history.points("val", f"{which.prefix}{key}")
+        if which.mark:
+            _curve(axes, points, f"validation of {which.words}", linestyle="--")
+        else:
+            _curve(axes, points, "validation")
+    _plot(axes, history.best_point(key, by), "D", color="tab:red", markersize=6, label="best validation")
 
 
 def _curve(axes: Axes, points: Points, label: str, **look: Any) -> None:
     if len(points) > MOST_POINTS:
-        points = [*points[:: -(-len(points) // MOST_POINTS)], points[-1]]
+        every = math.ceil(len(points) / MOST_POINTS)
+        points = points[::every] + points[-1:]
     if points:
-        look = {"color": "tab:blue", "linewidth": 1.4, "marker": "." if len(points) < FEW_POINTS else None, **look}
-        axes.plot(*zip(*points, strict=True), label=label, **look)
+        marker = "." if len(points) < FEW_POINTS else None
+        across, up = zip(*points, strict=True)
+        axes.plot(across, up, label=label, **{"color": "tab:blue", "linewidth": 1.4, "marker": marker, **look})
+
+
+def _plot(axes: Axes, points: Points, form: str, **look: Any) -> None:
+    """Draw marks at the points, if there are any."""
+    if points:
+        across, up = zip(*points, strict=True)
+        axes.plot(across, up, form, **look)

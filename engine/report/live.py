@@ -23,7 +23,8 @@ from vitamp.metrics import AVERAGE, KNN, LOSS, MACRO_F1, PLAIN, TOP5, Metric, We
 
 LINES_PER_HEADER = 20
 GAP = "  "
-BOLD, GREEN = "1", "1;32"
+BOLD = "1"
+GREEN = "1;32"
 NOTHING = "-"
 BAR = "{desc} {bar} {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 BESIDE_WORDS = 42
@@ -45,7 +46,9 @@ class Live:
     """
 
     def __init__(self, config: Config, per_epoch: int, start: Position) -> None:
-        self._config, self._per_epoch, self._epoch = config, per_epoch, start.epoch
+        self._config = config
+        self._per_epoch = per_epoch
+        self._epoch = start.epoch
         self._resumed = start.update > 0
         brief = brief_terminal()
         self._table = brief and EpochTable(config, brief)
@@ -68,7 +71,8 @@ class Live:
         if self._table is not None:
             self._table.print_row()
         if position.epoch != self._epoch:
-            self._epoch, self._bar.initial = position.epoch, 0
+            self._epoch = position.epoch
+            self._bar.initial = 0
             self._bar.reset()
             self._bar.set_description_str(self._place(position), refresh=False)
         self._bar.update(position.step - self._bar.n)
@@ -78,7 +82,8 @@ class Live:
         if self._table is not None:
             if self._resumed and self._table.rate is None:  # its count is of the whole run
                 self._table.skipped_before = reading.skipped
-            self._table.lr, self._table.rate = reading.lr, perf.images_per_second
+            self._table.lr = reading.lr
+            self._table.rate = perf.images_per_second
             self._table.skipped = reading.skipped
         rate = f"{shown_rate(perf.images_per_second)} images/s"
         words = [] if left is None else [f"run {clock(left)} left"]
@@ -110,28 +115,39 @@ class Live:
             self._table.print_row()
 
 
+def _columns(config: Config) -> dict[str, tuple[WeightSet, Metric]]:
+    """Headings and metrics of validations, the most important first."""
+    main = config.task.best
+    by = metric_named(config.SAVE_BEST_BY)
+    shown = [(PLAIN, main)]
+    if config.TRAIN.MODEL_EMA:
+        shown.append((AVERAGE, main if by == LOSS else by))
+    named = [by]
+    if config.measures_knn:
+        named.append(KNN)
+    named += map(metric_named, config.VALIDATE_METRICS)
+    shown += [(PLAIN, metric) for metric in named if metric not in (main, LOSS)]
+    if TOP5 in config.task.metrics and (config.MODEL.NUM_CLASSES or 0) > 10:
+        shown.append((PLAIN, TOP5))
+    if MACRO_F1 in config.task.metrics:
+        shown.append((PLAIN, MACRO_F1))
+    columns = dict[str, tuple[WeightSet, Metric]]()
+    for which, metric in dict.fromkeys(shown):
+        unit = " %" if metric.percent else ""
+        columns[which.marked(metric.words) + unit] = (which, metric)
+    return columns
+
+
 class EpochTable:
     """Prints a row per epoch, and the header again where other lines have moved it away."""
 
     def __init__(self, config: Config, brief: Brief) -> None:
-        self._brief, self._epochs = brief, config.TRAIN.NUM_EPOCHS
+        self._brief = brief
+        self._epochs = config.TRAIN.NUM_EPOCHS
         within = config.VALIDATE_EVERY_UPDATES is not None or config.TRAIN.MAX_UPDATES is not None
-        # Validation metrics, the most important first.
-        main, by = config.task.best, metric_named(config.SAVE_BEST_BY)
-        shown = [(PLAIN, main)]
-        if config.TRAIN.MODEL_EMA:
-            shown.append((AVERAGE, main if by == LOSS else by))
-        named = (by, *((KNN,) if config.measures_knn else ()), *map(metric_named, config.VALIDATE_METRICS))
-        shown += [(PLAIN, metric) for metric in named if metric not in (main, LOSS)]
-        if TOP5 in config.task.metrics and (config.MODEL.NUM_CLASSES or 0) > 10:
-            shown.append((PLAIN, TOP5))
-        if MACRO_F1 in config.task.metrics:
-            shown.append((PLAIN, MACRO_F1))
-        self._metrics = {
-            which.marked(metric.words) + (" %" if metric.percent else ""): (which, metric)
-            for which, metric in dict.fromkeys(shown)
-        }
-        widths = {"epoch": len(f"{self._epochs}") * 2 + 1 + 3 * within, "train loss": 7, "val loss": 7}
+        self._metrics = _columns(config)
+        in_epoch = 3 if within else 0
+        widths = {"epoch": len(f"{self._epochs}") * 2 + 1 + in_epoch, "train loss": 7, "val loss": 7}
         widths |= dict.fromkeys(self._metrics, 6) | {"time": 7, "images/s": 7, "lr": 8}
         self._widths = {name: max(width, len(name)) for name, width in widths.items()}
         room = terminal_width() - len(GAP + "best")  # a terminal that is too narrow for all columns has the first ones
@@ -139,7 +155,8 @@ class EpochTable:
             self._widths.popitem()
         self._row: dict[str, str] = {}
         """Cells of an epoch that may still be validated"""
-        self._seconds, self._mark = 0.0, ""
+        self._seconds = 0.0
+        self._mark = ""
         self.lr: float | None = None
         self.rate: float | None = None
         """Images per second, of the last report"""
@@ -152,7 +169,8 @@ class EpochTable:
         self._print_header()
 
     def begin_row(self, place: str, seconds: float = 0.0, train_loss: float | None = None) -> None:
-        self._seconds, self._mark = seconds, ""
+        self._seconds = seconds
+        self._mark = ""
         self._row = {
             "epoch": f"{place}/{self._epochs}",
             "train loss": _cell(LOSS, train_loss),
@@ -176,7 +194,8 @@ class EpochTable:
         """Print the row that was begun, if one was."""
         if not self._row:
             return
-        row, self._row = self._row, {}
+        row = self._row
+        self._row = {}
         if self._brief.lines - self._header_line >= LINES_PER_HEADER:
             self._print_header()
         text = GAP.join(row.get(name, NOTHING).rjust(width) for name, width in self._widths.items())

@@ -36,7 +36,9 @@ class Reporter:
         self, config: Config, per_epoch: int, folder: Path | None, start: Position, tracked: Sequence[TrackedRun] = ()
     ) -> None:
         """`folder` None: write no files, and show no progress on the terminal. `start`: position to start at."""
-        self.config, self.per_epoch, self.folder = config, per_epoch, folder
+        self.config = config
+        self.per_epoch = per_epoch
+        self.folder = folder
         self._fleet = config.LOG_STYLE == "fleet"
         if self._fleet:
             log.info(
@@ -46,7 +48,8 @@ class Reporter:
         self._board: Board | None = None
         self._tracked = tracked
         self._last_verdict: Bottleneck | None = None
-        self._first_update, self._epochs_before = start.update, start.epoch - 1 + start.step / max(per_epoch, 1)
+        self._first_update = start.update
+        self._epochs_before = start.epoch - 1 + start.step / max(per_epoch, 1)
         self._paced_from: tuple[float, float] | None = None  # seconds and epochs at the first row
         if folder:
             with os_errors_as_user_errors(folder):
@@ -82,7 +85,8 @@ class Reporter:
         self, position: Position, reading: Reading, perf: Perf, figures: Mapping[str, Figure] | None = None
     ) -> None:
         """`figures`: those of the run's callbacks."""
-        now, figures = reading.update, figures or {}
+        now = reading.update
+        figures = figures or {}
         at = self._epochs_before + (position.update - self._first_update) / self.per_epoch
         end = at + updates_left(self.config, position, self.per_epoch) / self.per_epoch
         # At the mean pace since the first row, validation and saving included. The first row itself says nothing of
@@ -91,11 +95,13 @@ class Reporter:
         begun, work_begun = self._paced_from
         before, done, all_work = work_until(self.config, (work_begun, at, end))
         left = (perf.seconds - begun) * (all_work - done) / (done - before) if done > before else None
+        time_left = "" if left is None else f", Left: {clock(left)}"
         health = (
             f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
             f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
-            f"Time: {clock(perf.seconds)}{'' if left is None else f', Left: {clock(left)}'}{perf.words()}"
-        ) + "".join(f", {one.words}" for one in figures.values())
+            f"Time: {clock(perf.seconds)}{time_left}{perf.words()}"
+        )
+        health += "".join(f", {one.words}" for one in figures.values())
         if self._fleet:
             log.info(f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {now.fleet()}")
             log.info("Lr: %.6e, %s", reading.lr, health)
@@ -148,8 +154,8 @@ class Reporter:
             epoch = f"Epoch {position.epoch - 1}, "
         more = "".join(f", {metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
         resumed = what == "Train" and position.update - position.step < self._first_update  # within this epoch
-        time = f"time: {seconds:.2f}{' since the resume' if resumed else ''}"
-        words = f"----- {epoch}{means.summary(what)}, {time}{means.after_time()}{more}{whose}"
+        since = " since the resume" if resumed else ""
+        words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{since}{means.after_time()}{more}{whose}"
         log.info(words, extra=DETAIL)
 
     def flush(self) -> None:
@@ -188,7 +194,8 @@ class Board:
 
     def __init__(self, folder: Path, start: int) -> None:
         """`start`: points that an earlier process wrote from this update on are hidden."""
-        self._folder, self._start = folder, start
+        self._folder = folder
+        self._start = start
         self._writer: SummaryWriter | None = None
         self.ended = False
         """Whether a point could not be written; later ones are left out."""
@@ -243,7 +250,8 @@ def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:
 def _is_repeated(start: Position, line: Line) -> bool:
     """Whether a run that is resumed at `start` writes such a line again."""
     try:
-        event, update = line["event"], line["update"]
+        event = line["event"]
+        update = line["update"]
         if update != start.update:
             return update > start.update
         if event == "val":

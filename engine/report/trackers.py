@@ -64,6 +64,9 @@ def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[
         del sys.modules["wandb"]
     import wandb
 
+    tags = [settings["precision"]]
+    if config.TAG:
+        tags.append(config.TAG[:LONGEST_TAG])
     run = wandb.init(
         project=config.WANDB,
         dir=folder,
@@ -71,7 +74,7 @@ def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[
         name=folder.name,
         resume="allow",
         config=settings,
-        tags=[settings["precision"], *([config.TAG[:LONGEST_TAG]] if config.TAG else [])],
+        tags=tags,
         allow_val_change=True,
         settings=wandb.Settings(
             # The run's own log keeps what is printed, and its run.json the command and the state of git.
@@ -90,8 +93,9 @@ def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[
     run.define_metric("update")
     run.define_metric("train/*", step_metric="update")
     run.define_metric("val/*", step_metric="update")
-    for figure in (f"{which.prefix}{kind.best.name}" for kind in TASKS for which in SETS):
-        run.define_metric(f"val/{figure}", step_metric="update", summary="max")
+    for kind in TASKS:
+        for which in SETS:
+            run.define_metric(f"val/{which.prefix}{kind.best.name}", step_metric="update", summary="max")
     return run
 
 
@@ -101,12 +105,15 @@ class MlflowRun:
     def __init__(self, config: Config, folder: Path, name: str | None, settings: dict[str, Any]) -> None:
         for key, value in MLFLOW_DEFAULTS.items():
             os.environ.setdefault(key, value)
-        mlflow, project = importlib.import_module("mlflow"), str(config.MLFLOW)
-        self._metric, parameter = mlflow.entities.Metric, mlflow.entities.Param
+        mlflow = importlib.import_module("mlflow")
+        project = str(config.MLFLOW)
+        self._metric = mlflow.entities.Metric
+        parameter = mlflow.entities.Param
         for package in ("mlflow", "alembic"):
             logging.getLogger(package).setLevel(logging.WARNING)  # they report how a new store's tables are made
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-        self._client, self.summary = mlflow.MlflowClient(uri), SimpleNamespace(update=self._log_best)
+        self._client = mlflow.MlflowClient(uri)
+        self.summary = SimpleNamespace(update=self._log_best)
         if name:
             self.id = name
             self._client.update_run(name, status="RUNNING")
@@ -121,7 +128,8 @@ class MlflowRun:
         log.info("MLflow: the metrics go to the experiment %s in %s", project, redacted(uri))
 
     def log(self, values: dict[str, float]) -> None:
-        now, step = int(1000 * time.time()), int(values["update"])
+        now = int(1000 * time.time())
+        step = int(values["update"])
         metrics = [self._metric(name, value, now, step) for name, value in values.items() if name != "update"]
         self._client.log_batch(self.id, metrics=metrics)
 
@@ -139,9 +147,9 @@ class TrackedRun:
         """`key`: the setting that names the project, WANDB or MLFLOW."""
         # The last update in metrics.jsonl: earlier starts of this run have sent those up to it.
         history = History.of_run(folder)
-        self._sent = {
-            kind: max((line.get("update", -1) for line in history.of(kind)), default=-1) for kind in ("train", "val")
-        }
+        self._sent = dict[str, int]()
+        for kind in ("train", "val"):
+            self._sent[kind] = max((line.get("update", -1) for line in history.of(kind)), default=-1)
         self._run: wandb.Run | MlflowRun | None = None
         self._title, failure, self._begin_run = SERVICES[key]
         self._succeeded = False
@@ -152,7 +160,8 @@ class TrackedRun:
         try:
             name = str(parse_json(read_regular(note))["id"])
         except (OSError, ValueError, KeyError, TypeError):
-            name, self._sent = None, {}
+            name = None
+            self._sent = {}
         settings = {**redacted_values(config.model_dump(mode="json")), "precision": precision}
         run = self._begin_run(config, folder, name, settings)
         if name is None:
@@ -173,7 +182,8 @@ class TrackedRun:
             self._attempt("no longer answers", self._run.summary.update, summary)
 
     def close(self) -> None:
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is not None:
             self._attempt("did not accept the last metrics", run.finish, 0 if self._succeeded else 1)
 

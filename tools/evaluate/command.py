@@ -137,7 +137,8 @@ def main(argv: list[str]) -> int:
 
 def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]:
     """-knn and -probe: of a run, or of weights for a model that the flags name. Empty: another process has them."""
-    asked, world = line.asked, read_world({}) or ALONE
+    asked = line.asked
+    world = read_world({}) or ALONE
     log.setLevel("WARNING" if asked.path or not world.first else "INFO")
 
     from engine.trained.model import load_trained, pretrained
@@ -165,7 +166,8 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
     from tools.common.evaluation import INTERVALS, measured
     from tools.common.tables import in_columns
 
-    models, failed = list[dict[str, Any]](), dict[str, str]()
+    models = list[dict[str, Any]]()
+    failed = dict[str, str]()
     listed = _listed(line, "MODEL.PRETRAINED")
     for name in [] if listed else names:
         local_weights(name)  # raises UserError for an unknown one before the first is downloaded
@@ -206,7 +208,8 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     from tools.common.evaluation import evaluation_of, on_known_groups, open_part, table_of, with_bar
     from tools.evaluate.calibrate import about_calibration
 
-    chosen, config = trained.chosen, trained.config
+    chosen = trained.chosen
+    config = trained.config
     data, notes = open_part(trained, given)
     models = (trained, *trained.others)
     log.setLevel("INFO")
@@ -224,10 +227,12 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     batches = ((logits, data.labels(labels)) for logits, labels in with_bar(trained, data.dataset))
     found = evaluation_of(trained, batches, data.dataset.groups())
     thresholds = "" if trained.task.kind == ONE_LABEL else f"; {trained.thresholds()[1]}"
-    places, title = [f"{one.chosen.place}" for one in models], chosen.which.mark or chosen.which.name
+    places = [f"{one.chosen.place}" for one in models]
+    title = chosen.which.mark or chosen.which.name
     what = f"{config.MODEL.NAME} of {chosen.place}"
     if trained.others:
-        what, title = f"Mean of the probabilities of these {len(models)} models", "mean"
+        what = f"Mean of the probabilities of these {len(models)} models"
+        title = "mean"
     words = f"{what}, in {trained.precision.name}{thresholds}\n{data.title}: {found.words()}\n"
     metrics = [*table_of(found, title), *about_calibration(trained, data, found), ""]
     log.info("%s", "\n".join([words, *metrics, *found.class_table(trained)]))
@@ -255,7 +260,8 @@ def _in_this_evaluation(trained: Trained, given: CommandLine) -> str:
     from engine.inputs.batches import input_of
     from utils.config.load import config_of_weights
 
-    own, now = config_of_weights(trained.chosen).DATA, trained.config.DATA
+    own = config_of_weights(trained.chosen).DATA
+    now = trained.config.DATA
     names = [key.removeprefix("DATA.") for key in (*given.flags, *given.words) if key.startswith("DATA.")]
     values = {name: getattr(now, name) for name in names}
     changed = {name: value for name, value in values.items() if input_of(own.changed(**{name: value})) != input_of(own)}
@@ -274,7 +280,8 @@ def _in_this_evaluation(trained: Trained, given: CommandLine) -> str:
 
 def _check(line: command_line.ToolLine) -> None:
     """Raise UserError for flags that do not go together."""
-    asked, part = line.asked, line.run.words.get("DATA.PART", line.asked.part)
+    asked = line.asked
+    part = line.run.words.get("DATA.PART", line.asked.part)
     by = "-probe" if asked.probe else "-knn" if asked.knn is not None else ""
     one_alone = by or ("-calibrate" if asked.calibrate else "")
     if one_alone and len(asked.models) > 1:

@@ -150,7 +150,8 @@ def _predict(asked: Namespace, world: World) -> int:
 
     ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
     form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
-    progress, failed = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty()), list[str]()
+    progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
+    failed = list[str]()
     rows = predict_images(
         trained,
         dataset,

@@ -51,6 +51,11 @@ class CommandLine:
     ranks: dict[str, Any] = field(default_factory=dict)
     """-host, -port, -rank and -world_size, for utils.distributed.launchers.read_world."""
 
+    @property
+    def keys(self) -> list[str]:
+        """The settings that it gives."""
+        return list(self.flags | self.words)
+
 
 @dataclass
 class _Found:

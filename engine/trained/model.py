@@ -64,6 +64,11 @@ class Trained:
     others: tuple[Trained, ...] = ()
     """Models of other runs; the probabilities are the mean of theirs and its own"""
 
+    @property
+    def all(self) -> tuple[Trained, ...]:
+        """It and the others."""
+        return (self,) + self.others
+
     def logits(self, images: Tensor) -> Tensor:
         """Logits in fp32 of uint8 images (B x C x S x S), computed as in validation.
 
@@ -169,7 +174,7 @@ def load_trained(
     place = located(Path(path).expanduser())
     chosen = chosen_at(place, weights)
     config = _settings_of(chosen, device, amp, given)
-    overridden = given.flags.keys() | given.words.keys() if given else set()
+    overridden = given.keys if given else []
     if needs_labels and config.task == NO_LABELS:
         raise UserError(
             f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "
@@ -213,8 +218,11 @@ def _device_of_run(config: Config, world: World) -> torch.device:
     return pick_device(None, world)
 
 
-def together(paths: Sequence[Path | str], load: Callable[[Path | str], Trained]) -> Trained:
-    """The model at the first path, which averages its probabilities with those of the models at the others."""
+def together(paths: Sequence[Path | str], load: Callable[[Path | str], Trained], flip: bool) -> Trained:
+    """The model at the first path, which averages its probabilities with those of the models at the others.
+
+    `flip`: of all.
+    """
     first, *others = [load(path) for path in paths]
     for path, other in zip(paths[1:], others, strict=True):
         ours = _what_must_agree(first)
@@ -226,6 +234,8 @@ def together(paths: Sequence[Path | str], load: Callable[[Path | str], Trained])
                 "each alone."
             )
     first.others = tuple(others)
+    for one in first.all:
+        one.flip = flip
     return first
 
 

@@ -90,7 +90,7 @@ POOL = Flag(
     "blocks with that mean (blocks), or each of the patches",
     "POOL",
     default_text=POOLED,
-    choices=(*POOLS, PATCHES),
+    choices=POOLS + (PATCHES,),
 )
 """For tools that take a model's features."""
 TRUST = (BY_NAME["use"], BY_NAME["trust"])
@@ -104,7 +104,8 @@ def number(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
 
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if fits(value := float(text)):
+            value = float(text)
+            if fits(value):
                 return value
         raise ValueError(f"takes a number {words}")
 
@@ -178,7 +179,7 @@ class Tool:
         parser = Parser(
             f"{self.folder}/{self.name} {self.command}".rstrip(),
             about_tool(self.about, self.name),
-            {"Flags of this tool" if self.settings else "Flags": (*self.flags, HELP)},
+            {"Flags of this tool" if self.settings else "Flags": self.flags + (HELP,)},
             tuple(BY_NAME.values()) if self.settings else (),
             self.places,
             self.settings,
@@ -236,12 +237,12 @@ class ToolLine:
             return fill_in(loaded, of_run=False)
         measured = [key for key in MEASURED if value_of(loaded.config, key) == AUTO and loaded.is_default(key)]
         loaded = loaded.with_values(dict.fromkeys(measured, 0.5), "not measured: no speed depends on it")
-        if unknown := [key for key in AUTO_BY_DATA if value_of(loaded.config, key) == AUTO]:
-            where, key = loaded.sources[unknown[0]], unknown[0]
-            raise UserError(
-                f"{where}: {key} auto does not work in this tool, which does not read the data set; give a number, "
-                f"say {key}={SAY[key]}."
-            )
+        for key in AUTO_BY_DATA:
+            if value_of(loaded.config, key) == AUTO:
+                raise UserError(
+                    f"{loaded.sources[key]}: {key} auto does not work in this tool, which does not read the data set; "
+                    f"give a number, say {key}={SAY[key]}."
+                )
         return loaded
 
     def refuse(self, names: Iterable[str], why: str) -> None:
@@ -259,12 +260,14 @@ class ToolLine:
 
         Of a tool with -overwrite, an existing file is an error without that flag.
         """
-        text, flag = getattr(self.asked, name), f"-{name}"
+        text = getattr(self.asked, name)
+        flag = f"-{name}"
         if text is None:
             return None
         path = Path(text).expanduser()
         if endings and path.suffix.lower() not in endings:
-            such = f"{path.stem or 'result'}{endings[0]}"
+            stem = path.stem or "result"
+            such = f"{stem}{endings[0]}"
             raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}, such as {such}.")
         return check_output_file(path, flag, fresh=not getattr(self.asked, "overwrite", True))
 
@@ -308,7 +311,8 @@ def about_one_device(loaded: Loaded) -> list[str]:
 
 def check_one_training(loaded: Loaded, tool: str) -> None:
     """Refuse settings that the tool does not have, and a launch in several processes: it starts its own."""
-    config, resume = loaded.config, "give -pretrained RUN to start from its weights"
+    config = loaded.config
+    resume = "give -pretrained RUN to start from its weights"
     for key, given, instead in (
         ("EVAL", config.EVAL, "leave it out, since the tool trains"),
         ("MODEL.RESUME", config.MODEL.RESUME, resume),

@@ -104,8 +104,8 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
     if weights:
         return Judged(metric, set_named(weights))
     of_average = [key for key in settings() if key.startswith(AVERAGE.setting)]
-    kept = {tuple(value_of(config, key) for key in of_average) for config in configs}
-    return Judged(metric, AVERAGE if averaging and len(kept) > 1 else PLAIN)
+    varies = any(value_of(config, key) != value_of(configs[0], key) for key in of_average for config in configs)
+    return Judged(metric, AVERAGE if averaging and varies else PLAIN)
 
 
 def _metric_of(name: str | None, configs: Sequence[Config]) -> Metric:
@@ -281,8 +281,11 @@ def best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
         values_known = {each: value for each, value in values.items() if value is not None}
         if values_known:
             known[name] = values_known
-    common = set[int]().union(*known.values()).intersection(*known.values())
-    means = {name: statistics.fmean(ours[each] for each in common or ours) for name, ours in known.items()}
+    common = set(next(iter(known.values()), ())).intersection(*known.values())
+    means = dict[str, float]()
+    for name, ours in known.items():
+        values = [ours[each] for each in common or ours]
+        means[name] = statistics.fmean(values)
     return sorted(means, key=lambda name: means[name], reverse=judged.metric.higher)[:2]
 
 
@@ -310,8 +313,8 @@ class Compared(NamedTuple):
         paired = paired_images(self.images, name, against, seeds)
         metric = difference_in_metric(ours, theirs, comparisons, judged, paired)
         if metric or speed:
-            parts = (_speed_words(speed), _memory_words(memory, ours), _metric_words(metric, ours, theirs, judged))
-            said = ", ".join(filter(None, (*parts, other)))
+            of_metric = _metric_words(metric, ours, theirs, judged)
+            said = ", ".join(filter(None, (_speed_words(speed), _memory_words(memory, ours), of_metric, other)))
         else:
             lack = "no finished run with the same seed or fold"
             if ours.keys() & theirs:

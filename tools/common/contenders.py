@@ -66,11 +66,12 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
     judged = found.judged
     lines = _verdict_by(found.runs, found.names, judged)
     without_speed = dict[str, dict[int, Metrics]]()
+    every = list[Metrics]()
     for name, rows in found.runs.items():
         without_speed[name] = {}
         for number, row in rows.items():
-            without_speed[name][number] = row | {"images_per_second": None, "peak_memory_gb": None, "device": ""}
-    every = [row for rows in without_speed.values() for row in rows.values()]
+            every.append(row | {"images_per_second": None, "peak_memory_gb": None, "device": ""})
+            without_speed[name][number] = every[-1]
     for metric in dict.fromkeys(metric_named(config_of_run(folder).SAVE_BEST_BY) for folder in found.of):
         own = replace(judged, metric=metric)
         if metric != judged.metric and all(own.of(row) is not None for row in every):
@@ -145,7 +146,7 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
 def _names(runs: Sequence[Finished]) -> list[str]:
     """The settings in which each run differs from others, without seed and fold; runs with equal names are paired."""
     varied = _varied(runs)
-    contenders = [tuple(texts[index] for texts in varied.values()) for index in range(len(runs))]
+    contenders = list(zip(*varied.values(), strict=True)) if varied else [() for _ in runs]
     if varied and all(key.startswith("AMP.") for key in varied):
         precisions = [run.metrics["precision"] for run in runs]
         if len(set(precisions)) == len(set(contenders)):
@@ -178,13 +179,11 @@ def _varied(runs: Sequence[Finished]) -> dict[str, list[str]]:
 
 
 def _not_comparable(runs: Sequence[Finished]) -> str:
-    folds = {run.config.DATA.fold and run.config.DATA.fold.folds for run in runs}
+    folds = {run.config.DATA.fold.folds if run.config.DATA.fold else None for run in runs}
     if len(folds) > 1:
         return "they are on different numbers of folds (DATA.FOLD), and so on different images."
-    different = []
-    for key in validation_keys(runs[0].config):
-        if len({one_line(value_of(run.config, key)) for run in runs}) > 1:
-            different.append(key)
+    varied = _varied(runs)
+    different = [key for key in validation_keys(runs[0].config) if key in varied]
     validated_on = {last_meta(run.folder).get("val_data") for run in runs}  # hashes of names and labels of the images
     if len(validated_on) == 1 and None not in validated_on:
         different = [key for key in different if key in FOUND_IN + HIDDEN]
@@ -211,9 +210,9 @@ def _one_run_each(name: str, against: str, runs: ByName, judged: Judged, compari
     if difference:
         word = "higher" if difference > 0 else "lower"
         how = f"{judged.difference(abs(difference))} {word}"
-    said = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with "
     same_seed = number_of(our_row) == number_of(their_row)
-    said += "one seed each" if same_seed else "one run each, of different seeds"
+    runs_of = "one seed each" if same_seed else "one run each, of different seeds"
+    said = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with {runs_of}"
     number = our_row["validation_images"]
     # Runs of two seeds are paired by image, too.
     of_first = {(who, 0): images.get((who, next(iter(runs[who])))) for who in (name, against)}

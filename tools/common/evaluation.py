@@ -40,7 +40,8 @@ from utils.statistics.ranking import ranking_intervals
 from utils.text import some_of
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
 
-ALL_SHOWN, WORST_SHOWN = 20, 10
+ALL_SHOWN = 20
+WORST_SHOWN = 10
 MOST_IN_JSON = 1000
 """Most classes for which the JSON file has the confusion matrix"""
 BINS = 15
@@ -95,11 +96,14 @@ class Evaluation:
 
     def remarks(self) -> list[str]:
         """Sentences about the metrics without an interval, and about images whose logits are not finite."""
-        known = {metric: value for metric, value in self.values.items() if math.isfinite(value)}
+        said = []
+        known = [metric for metric, value in self.values.items() if math.isfinite(value)]
         names = [metric.words for metric in known if self.intervals[metric.name] is None]
-        few = f"No interval of {' and '.join(names)}: too few images per class." if names else ""
-        bad = f"{self.not_finite} images have NaN or infinite logits." if self.not_finite else ""
-        return [*filter(None, (few, bad))]
+        if names:
+            said.append(f"No interval of {' and '.join(names)}: too few images per class.")
+        if self.not_finite:
+            said.append(f"{self.not_finite} images have NaN or infinite logits.")
+        return said
 
     def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
         """What looks wrong with the images, and what it may be. `in_folds`: None: of the run's own probe."""
@@ -109,21 +113,24 @@ class Evaluation:
         self, trained: Trained, worst: tuple[str, np.ndarray], cells: Callable[[int], dict[str, str]]
     ) -> list[str]:
         """One line per class; of many, those that are lowest in `worst`."""
-        labels, head = self.present, "Each class:"
+        labels = self.present
+        head = "Each class:"
         if len(labels) > ALL_SHOWN:
             what, values = worst
             labels = sorted(labels, key=lambda label: (float(values[label]), label))[:WORST_SHOWN]
             head = f"The {WORST_SHOWN} classes with the lowest {what}:"
-        rows = [
-            {"class": shown(trained.name_of(label)), "images": f"{self.support[label]}", **cells(label)}
-            for label in labels
-        ]
-        return [head, *in_columns([list(rows[0]), *(list(row.values()) for row in rows)])] if rows else []
+        rows = list[list[str]]()
+        for label in labels:
+            row = {"class": shown(trained.name_of(label)), "images": f"{self.support[label]}", **cells(label)}
+            if not rows:
+                rows.append(list(row))
+            rows.append(list(row.values()))
+        return [head] + in_columns(rows) if rows else []
 
     def _fields(self, of_class: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Of the JSON file, what every evaluation has."""
         classes = {name: values.tolist() for name, values in {"images": self.support, **of_class}.items()}
-        intervals = {name: interval and [*interval] for name, interval in self.intervals.items()}
+        intervals = {name: interval and list(interval) for name, interval in self.intervals.items()}
         values = {metric.name: value for metric, value in self.values.items()}
         return {"images": self.images, **values, "intervals": intervals, "per_class": classes}
 
@@ -180,11 +187,18 @@ class Rows(NamedTuple):
         _, among_five = correct(logits, labels)  # on the device, so that ties are resolved as in validation
         guess = guesses(logits)[:, 0].cpu()
         losses = F.cross_entropy(logits, labels, reduction="none").cpu().double()
-        logits, labels = logits.cpu().double(), labels.cpu()
+        logits = logits.cpu().double()
+        labels = labels.cpu()
         probabilities = logits.softmax(-1)
         truth = F.one_hot(labels, logits.shape[-1])
-        confidence = probabilities.gather(1, guess[:, None])[:, 0]
-        return cls(labels, guess, among_five.cpu(), confidence, losses, (probabilities - truth).square().sum(1))
+        return cls(
+            label=labels,
+            guess=guess,
+            among_five=among_five.cpu(),
+            confidence=probabilities.gather(1, guess[:, None])[:, 0],
+            nll=losses,
+            brier=(probabilities - truth).square().sum(1),
+        )
 
 
 @dataclass(frozen=True)
@@ -202,12 +216,16 @@ class OneLabel(Evaluation):
 
     @classmethod
     def of(cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()) -> OneLabel:
-        rows = Rows(*(torch.cat(column) for column in zip(*(Rows.of(*batch) for batch in outputs), strict=True)))
-        images, classes, hit = len(rows.label), int(trained.config.MODEL.NUM_CLASSES), rows.label == rows.guess
-        seen = rows.label.numpy(), rows.guess.numpy(), classes
-        support, predicted, right = (
-            np.bincount(one.numpy(), minlength=classes) for one in (rows.label, rows.guess, rows.label[hit])
-        )
+        batches = [Rows.of(logits, labels) for logits, labels in outputs]
+        rows = Rows._make(map(torch.cat, zip(*batches, strict=True)))
+        images = len(rows.label)
+        classes = int(trained.config.MODEL.NUM_CLASSES)
+        hit = rows.label == rows.guess
+        label = rows.label.numpy()
+        guess = rows.guess.numpy()
+        support = np.bincount(label, minlength=classes)
+        predicted = np.bincount(guess, minlength=classes)
+        right = np.bincount(rows.label[hit].numpy(), minlength=classes)
         counts = ClassCounts(right.tolist(), support.tolist(), predicted.tolist())
         values = {
             TOP1: 100 * int(hit.sum()) / images,
@@ -215,17 +233,28 @@ class OneLabel(Evaluation):
             BALANCED: 100 * counts.balanced_accuracy(),
             MACRO_F1: 100 * counts.macro_f1(),
         }
-        independent, of_five = (effective_images(one.numpy(), groups) for one in (hit, rows.among_five))
         intervals = {
-            TOP1.name: wilson(values[TOP1], independent),
-            TOP5.name: wilson(values[TOP5], of_five),
-            BALANCED.name: balanced_accuracy_interval(*seen, groups),
-            MACRO_F1.name: macro_f1_interval(*seen, groups),
+            TOP1.name: wilson(values[TOP1], effective_images(hit.numpy(), groups)),
+            TOP5.name: wilson(values[TOP5], effective_images(rows.among_five.numpy(), groups)),
+            BALANCED.name: balanced_accuracy_interval(label, guess, classes, groups),
+            MACRO_F1.name: macro_f1_interval(label, guess, classes, groups),
         }
-        nll, brier = (float(column.sum()) / images for column in (rows.nll, rows.brier))
-        bad = int((~rows.nll.isfinite()).sum())
-        found = calibration(rows.confidence, hit)
-        return cls(images, support, predicted, right, values, intervals, bad, rows, groups, nll, brier, *found)
+        ece, bins = calibration(rows.confidence, hit)
+        return cls(
+            images=images,
+            support=support,
+            predicted=predicted,
+            right=right,
+            values=values,
+            intervals=intervals,
+            not_finite=int((~rows.nll.isfinite()).sum()),
+            rows=rows,
+            groups=groups,
+            nll=float(rows.nll.sum()) / images,
+            brier=float(rows.brier.sum()) / images,
+            ece=ece,
+            bins=bins,
+        )
 
     @cached_property
     def chance(self) -> Chance:
@@ -240,15 +269,17 @@ class OneLabel(Evaluation):
         chosen = trained.chosen
         lowers_top1 = trained.config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
         folds = in_folds if in_folds is not None or lowers_top1 else chosen.choices.get(FOLDS)
-        labels, guesses = self.rows.label.numpy(), self.rows.guess.numpy()
+        labels = self.rows.label.numpy()
+        guesses = self.rows.guess.numpy()
         said = strange(labels, guesses, trained.names(), folds, groups=self.groups)
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
         if in_folds is None and validated is not None:
-            images = chosen.meta.get("val_images") or self.images, self.images  # older checkpoints do not know theirs
+            images = (chosen.meta.get("val_images") or self.images, self.images)  # older checkpoints do not know theirs
             times = variance_inflation(labels == guesses, self.groups)
             independent = [one / times for one in images]  # as if groups there were as here
             low, high = newcombe((validated, self.values[TOP1]), independent)
-            had, explained = f"Validation had top-1 {validated:.1f} %,", "that here, more than chance explains:"
+            had = f"Validation had top-1 {validated:.1f} %,"
+            explained = "that here, more than chance explains:"
             if low > 0:
                 said.append(
                     f"{had} {low:.1f} to {high:.1f} points above {explained} the best of several validations flatters; "
@@ -266,10 +297,12 @@ class OneLabel(Evaluation):
         return f"{of}; {always_guessing(self.largest_class_percent, self.values[TOP1])}"
 
     def remarks(self) -> list[str]:
+        said = super().remarks()
         absent = int(((self.predicted > 0) & (self.support == 0)).sum())
-        are = "class without images is" if absent == 1 else "classes without images are"
-        means = f"{absent} {are} predicted: 0 in macro F1, and not in the other means."
-        return [*super().remarks(), *([means] if absent else [])]
+        if absent:
+            are = "class without images is" if absent == 1 else "classes without images are"
+            said.append(f"{absent} {are} predicted: 0 in macro F1, and not in the other means.")
+        return said
 
     def cells(self) -> dict[str, str]:
         """The metrics, for a table."""
@@ -309,18 +342,24 @@ class OneLabel(Evaluation):
 
     def confusion(self, chosen: Iterable[int]) -> np.ndarray:
         """Number of images by true class (rows) and predicted class (columns), of the chosen classes."""
-        true, guess, labels = self.rows.label, self.rows.guess, list(chosen)
-        rows = [torch.bincount(guess[true == label], minlength=len(self.support))[labels] for label in labels]
+        labels = list(chosen)
+        rows = []
+        for label in labels:
+            guessed = torch.bincount(self.rows.guess[self.rows.label == label], minlength=len(self.support))
+            rows.append(guessed[labels])
         return torch.stack(rows).numpy()
 
     def mistaken_for(self, trained: Trained, label: int) -> str:
         """The class most often predicted for images of this class by mistake, or several; how often. '' if never."""
-        true, guess = self.rows.label, self.rows.guess
-        counts = torch.bincount(guess[(true == label) & (guess != label)], minlength=len(self.support))
-        if not (most := int(counts.max())):
+        guess = self.rows.guess
+        wrong = guess[(self.rows.label == label) & (guess != label)]
+        counts = torch.bincount(wrong, minlength=len(self.support))
+        most = int(counts.max())
+        if not most:
             return ""
         names = [trained.name_of(other) for other in (counts == most).nonzero()[:, 0].tolist()]
-        return f"{some_of(names, 2)} ({most}{' each' if len(names) > 1 else ''})"
+        each = " each" if len(names) > 1 else ""
+        return f"{some_of(names, 2)} ({most}{each})"
 
     def _macro(self, of_class: np.ndarray) -> float:
         """Mean over classes that have images."""
@@ -354,18 +393,21 @@ class SeveralLabels(Evaluation):
     def of(
         cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()
     ) -> SeveralLabels:
-        logits, labels = (
-            torch.cat(column) for column in zip(*((one.cpu(), of.cpu()) for one, of in outputs), strict=True)
-        )
-        logits, labels = logits.double(), labels.double()
-        probabilities, truth = logits.sigmoid().numpy(), labels.numpy() > 0
+        logits, labels = joined(outputs)
+        logits = logits.double()
+        labels = labels.double()
+        probabilities = logits.sigmoid().numpy()
+        truth = labels.numpy() > 0
         thresholds = np.array(trained.thresholds()[0])
         chosen = probabilities >= thresholds
         scores = scores_of(probabilities, truth)
-        halves = {"f1_micro": scores.f1_micro, "f1_macro": scores.f1_macro, "exact_match": scores.exact_match}
-        of_thresholds = zip(halves, (*f1(chosen, truth)[1:], float((chosen == truth).all(1).mean())), strict=True)
-        at_half, at_thresholds = ({name: 100 * value for name, value in of} for of in (halves.items(), of_thresholds))
-        at_either = [effective_images((each == truth).all(1), groups) for each in (probabilities >= HALF, chosen)]
+        _, micro, macro = f1(chosen, truth)
+        exact = float((chosen == truth).all(1).mean())
+        at_half = _in_percent(scores.f1_micro, scores.f1_macro, scores.exact_match)
+        at_thresholds = _in_percent(micro, macro, exact)
+        exact_at_half = (probabilities >= HALF) == truth
+        independent_at_half = effective_images(exact_at_half.all(1), groups)
+        independent = effective_images((chosen == truth).all(1), groups)
         of_map, of_auroc = ranking_intervals(probabilities, truth, groups)
         return cls(
             images=len(truth),
@@ -376,8 +418,8 @@ class SeveralLabels(Evaluation):
             intervals={
                 MAP.name: of_map,
                 AUROC.name: of_auroc,
-                "exact_match": wilson(at_half["exact_match"], at_either[0]),
-                "exact_match_at_thresholds": wilson(at_thresholds["exact_match"], at_either[1]),
+                "exact_match": wilson(at_half["exact_match"], independent_at_half),
+                "exact_match_at_thresholds": wilson(at_thresholds["exact_match"], independent),
             },
             not_finite=int((~logits.isfinite().all(1)).sum()),
             loss=float(F.binary_cross_entropy_with_logits(logits, labels)),
@@ -411,7 +453,8 @@ class SeveralLabels(Evaluation):
         return self._class_table(trained, ("average precision", self.average_precision), cells)
 
     def auroc_text(self, label: int) -> str:
-        return f"{auroc:.1f} %" if math.isfinite(auroc := self.aurocs[label]) else "-"
+        auroc = self.aurocs[label]
+        return f"{auroc:.1f} %" if math.isfinite(auroc) else "-"
 
     def as_json(self) -> dict[str, Any]:
         of_class = {
@@ -433,6 +476,10 @@ class SeveralLabels(Evaluation):
         return plain(found)
 
 
+def _in_percent(f1_micro: float, f1_macro: float, exact_match: float) -> dict[str, float]:
+    return {"f1_micro": 100 * f1_micro, "f1_macro": 100 * f1_macro, "exact_match": 100 * exact_match}
+
+
 def evaluation_of(
     trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()
 ) -> OneLabel | SeveralLabels:
@@ -442,21 +489,26 @@ def evaluation_of(
 
 def on_known_groups(trained: Trained, dataset: ImageDataset, found: OneLabel | SeveralLabels) -> str:
     """Top-1 where training has the group of an image (DATA.GROUP), and elsewhere; '' where it has none of them."""
-    groups, data = np.array(dataset.groups()), trained.config.DATA
+    groups = np.array(dataset.groups())
+    data = trained.config.DATA
     if not len(groups) or data.PART in MEMORISED or isinstance(found, SeveralLabels):
         return ""
     if whose_data(trained.config, trained.chosen) not in OF_RUN:
         return ""
     training = open_dataset(data.changed(PART=AUTO), True, ANY_LABEL, 0, torch.device("cpu")).groups()
-    known, hit = np.isin(groups, training), (found.rows.guess == found.rows.label).numpy()
+    known = np.isin(groups, training)
     if not known.any():
         return ""
-    of_both = [f"{known.sum():,} of {len(groups):,} images are of groups that training has"]
-    for of in (known, ~known):
-        if of.any():
-            top1 = 100 * float(hit[of].mean())
-            of_both.append(f"top-1 {measured(top1, wilson(top1, effective_images(hit[of], groups[of])))}")
-    return ", on the others ".join([": ".join(of_both[:2]), *of_both[2:]]) + "."
+    hit = (found.rows.guess == found.rows.label).numpy()
+    said = f"{known.sum():,} of {len(groups):,} images are of groups that training has: {_top1_of(hit, groups, known)}"
+    if not known.all():
+        said += f", on the others {_top1_of(hit, groups, ~known)}"
+    return f"{said}."
+
+
+def _top1_of(hit: np.ndarray, groups: np.ndarray, chosen: np.ndarray) -> str:
+    top1 = 100 * float(hit[chosen].mean())
+    return f"top-1 {measured(top1, wilson(top1, effective_images(hit[chosen], groups[chosen])))}"
 
 
 def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:
@@ -467,8 +519,15 @@ def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, 
             bar.update(len(labels))
 
 
+def joined(batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Logits and labels of all images, on the host."""
+    every = [(logits.cpu(), labels.cpu()) for logits, labels in batches]
+    return torch.cat([logits for logits, _ in every]), torch.cat([labels for _, labels in every])
+
+
 def table_of(found: OneLabel | SeveralLabels, title: str) -> list[str]:
-    return [*in_columns([["", title], *found.cells().items()]), INTERVALS, *found.remarks()]
+    rows = [["", title]] + [[name, cell] for name, cell in found.cells().items()]
+    return in_columns(rows) + [INTERVALS] + found.remarks()
 
 
 def measured(percent: float, interval: Interval | None = None) -> str:
@@ -480,13 +539,17 @@ def measured(percent: float, interval: Interval | None = None) -> str:
 def calibration(confidence: Tensor, right: Tensor) -> tuple[float, list[Bin]]:
     """ECE in percent, and its bins of equal width; each includes its upper edge."""
     number = (confidence.nan_to_num() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
-    images, sure, hits = (
-        torch.zeros(BINS, dtype=torch.float64).index_add_(0, number, values)
-        for values in (torch.ones_like(confidence), confidence, right.double())
-    )
+
+    def sum_of(values: Tensor) -> Tensor:
+        return torch.zeros(BINS, dtype=torch.float64).index_add_(0, number, values)
+
+    images = sum_of(torch.ones_like(confidence))
+    sure = sum_of(confidence)
+    hits = sum_of(right.double())
     ece = 100 * float((sure - hits).abs().sum() / len(confidence))
-    means = [100 * values / images.clamp(min=1) for values in (sure, hits)]
-    return ece, [Bin(int(n), float(c), float(a)) for n, c, a in zip(images, *means, strict=True)]
+    at_least_one = images.clamp(min=1)
+    means = zip(images, 100 * sure / at_least_one, 100 * hits / at_least_one, strict=True)
+    return ece, [Bin(int(n), float(c), float(a)) for n, c, a in means]
 
 
 @dataclass(frozen=True)
@@ -514,8 +577,10 @@ class Part:
 
 def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
     """Open the split to evaluate, without augmentation, and give notes on its choice."""
-    config, device, classes = trained.config, trained.precision.device, int(trained.config.MODEL.NUM_CLASSES)
-    data, notes = data_for_evaluation(config, trained.chosen, {*given.flags, *given.words})
+    config = trained.config
+    device = trained.precision.device
+    classes = int(config.MODEL.NUM_CLASSES)
+    data, notes = data_for_evaluation(config, trained.chosen, given.keys)
     try:
         check_dataset(data, classes, train=False)
         dataset = open_dataset(data, False, classes, config.SEED, device)
@@ -535,20 +600,24 @@ def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
 
 def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:
     """Match classes by name if both have names; otherwise labels stay as they are."""
-    theirs, ours = dataset.classes, trained.chosen.classes
+    theirs = dataset.classes
+    ours = trained.chosen.classes
     if theirs is None or ours is None or theirs == ours:
         return None
     places = {name: label for label, name in enumerate(ours)}
-    if unknown := [name for name in theirs if name not in places]:
+    unknown = [name for name in theirs if name not in places]
+    if unknown:
         raise UserError(
             f"{title}: {len(unknown)} of its {len(theirs)} classes are unknown to the model: "
             f"{some_of(unknown, 10)}.{nearest(unknown[0], ours)} The model was trained on {some_of(ours, 10)}."
         )
-    if twice := [name for name, times in Counter(ours).items() if times > 1 and name in theirs]:
+    twice = [name for name, times in Counter(ours).items() if times > 1 and name in theirs]
+    if twice:
         raise UserError(
             f"{title}: classes are matched by name, but the model has several classes named {some_of(twice, 10)}. Use "
             "a data set with the classes of the training data, in the same order."
         )
-    if trained.config.DATA.MULTI_LABEL and (absent := [name for name in ours if name not in theirs]):
+    absent = [name for name in ours if name not in theirs]
+    if absent and trained.config.DATA.MULTI_LABEL:
         log.warning("%s has no class %s: predictions of it count as mistakes.", title, some_of(absent, 10))
     return torch.tensor([places[name] for name in theirs])

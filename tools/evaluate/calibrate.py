@@ -14,9 +14,10 @@ from engine.evaluation.data import copies_of_training
 from engine.inputs.batches import input_of
 from engine.trained.model import Trained
 from tools.common import command_line
-from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, open_part, with_bar
+from tools.common.evaluation import BINS, Evaluation, OneLabel, Part, joined, open_part, with_bar
 from tools.common.tables import in_columns
 from utils.cli import CommandLine
+from utils.config import Config
 from utils.errors import UserError
 from utils.log import log, log_lines
 from utils.record.run_folder import write_json
@@ -42,20 +43,21 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     """Fit a temperature to the weights, keep it in the run if it surely helps on other images, and log both."""
     file = _file_for(trained)
     part, notes = open_part(trained, given)
-    if (images := len(part.dataset)) < FEWEST:
+    images = len(part.dataset)
+    if images < FEWEST:
         raise UserError(
             f"-calibrate: {images} images are too few ({part.title}); a temperature needs {FEWEST} or more."
         )
     log.setLevel("INFO")
     log.info("%s: %s", path, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
-    if copies := copies_of_training(trained.config, trained.chosen, part.dataset):
+    copies = copies_of_training(trained.config, trained.chosen, part.dataset)
+    if copies:
         said, percent = copies
         if percent > MOST_COPIES:
             raise UserError(f"-calibrate needs images that the model was not trained on: {said}")
         log.warning("%s", said)
-    rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels in with_bar(trained, part.dataset)]
-    logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
+    logits, labels = joined((one, part.labels(of)) for one, of in with_bar(trained, part.dataset))
     if not bool(logits.isfinite().all()):
         raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
     groups = part.dataset.groups()
@@ -98,17 +100,19 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         ["", "uncalibrated", f"temperature {temperature:.4g}"],
         ["calibration error", f"{before.ece:.2f} %", f"{after.ece:.2f} %"],
         ["by chance: mean", f"{before.chance.mean:.2f} %", f"{after.chance.mean:.2f} %"],
-        ["by chance: 95 of 100 cases below", *(f"{one.chance.percentile_95:.2f} %" for one in (before, after))],
+        [
+            "by chance: 95 of 100 cases below",
+            f"{before.chance.percentile_95:.2f} %",
+            f"{after.chance.percentile_95:.2f} %",
+        ],
         ["NLL", f"{before.nll:.4f}", f"{after.nll:.4f}"],
         ["NLL, cross-fitted", f"{before.nll:.4f}", f"{crossfitted.nll:.4f}"],
     ]
-    first, second = (f"{one:.4g}" for one in fitted)
-    text = [
-        trained.words(),
-        f"{part.title}: {len(labels):,} images; calibration in {BINS} bins",
-        "",
-        *in_columns(table),
-        f"Cross-fitted: each half of the images with the temperature of the other half ({first} and {second}). "
+    text = [trained.words(), f"{part.title}: {len(labels):,} images; calibration in {BINS} bins", ""]
+    text += in_columns(table)
+    text += [
+        "Cross-fitted: each half of the images with the temperature of the other half "
+        f"({fitted[0]:.4g} and {fitted[1]:.4g}). "
         f"Else {temperature:.4g} is measured on the images that it was fitted on, as evaluate.py does. "
         "By chance: the calibration error of a perfectly calibrated model that is as sure, on as many images.",
         _keep(file, trained.chosen, kept, gain, harm),
@@ -167,7 +171,8 @@ def about_calibration(trained: Trained, part: Part, found: Evaluation) -> list[s
     """Whether the calibration error is chance, is too low because of the temperature, or would be lower with one."""
     if not isinstance(found, OneLabel):
         return []
-    said = [*filter(None, [found.chance.words(found.ece)])]
+    by_chance = found.chance.words(found.ece)
+    said = [by_chance] if by_chance else []
     kept = trained.chosen.calibration
     if trained.others:
         return said
@@ -182,16 +187,22 @@ def about_calibration(trained: Trained, part: Part, found: Evaluation) -> list[s
     wrong = int((found.rows.guess != found.rows.label).sum())
     fits = found.images >= FEWEST and wrong > 1 and trained.config.DATA.PART not in command_line.MEMORISED
     if fits and found.ece > max(LARGE_ECE, found.chance.percentile_95) and not kept:
-        sure = 100 * float(found.rows.confidence.mean())
-        right = found.values[TOP1]
-        how = "overconfident" if sure > right else "underconfident"
-        taught = trained.config.TRAIN
-        soft = sure < right and (taught.SMOOTHING or taught.mixes)
-        because = ", as label smoothing and mixing make it" if soft else ""
-        said.append(f"The model is {how}{because}: mean confidence {sure:.1f} %, top-1 {right:.1f} %.")
-        where = ", without -part," if trained.config.DATA.PART == "test" else ""
-        said.append(f"-calibrate{where} fits a temperature, and keeps it if it surely helps.")
+        said += _propose(trained.config, found)
     return said
+
+
+def _propose(config: Config, found: OneLabel) -> list[str]:
+    """Sentences about a calibration error that -calibrate may lower."""
+    sure = 100 * float(found.rows.confidence.mean())
+    right = found.values[TOP1]
+    how = "overconfident" if sure > right else "underconfident"
+    soft = sure < right and (config.TRAIN.SMOOTHING or config.TRAIN.mixes)
+    because = ", as label smoothing and mixing make it" if soft else ""
+    where = ", without -part," if config.DATA.PART == "test" else ""
+    return [
+        f"The model is {how}{because}: mean confidence {sure:.1f} %, top-1 {right:.1f} %.",
+        f"-calibrate{where} fits a temperature, and keeps it if it surely helps.",
+    ]
 
 
 def _file_for(trained: Trained) -> Path:

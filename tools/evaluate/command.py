@@ -100,13 +100,17 @@ def main(argv: list[str]) -> int:
     asked.models = asked.path or []
     asked.path = asked.models[0] if asked.models else None
     out = line.file("json", ".json")
-    _check(line)
+    by_features = "-probe" if asked.probe else ""
+    if asked.knn is not None and not asked.probe:
+        by_features = "-knn"
+    _check(line, by_features)
     if line.given_by("NGPUS"):
         log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
-    by_features = asked.knn is not None or asked.probe
-    # For these the training images vote, so both splits are needed.
+    flags = {**line.run.flags, "EVAL": (True, "evaluate.py")}
+    # For features the training images vote, so both splits are needed.
     part = asked.part or ("val" if by_features else None)
-    flags = {**line.run.flags, "EVAL": (True, "evaluate.py")} | ({"DATA.PART": (part, "-part")} if part else {})
+    if part:
+        flags["DATA.PART"] = (part, "-part")
     given = replace(line.run, flags=flags)
     if by_features:
         names = _listed(line, "MODEL.NAME")
@@ -119,9 +123,7 @@ def main(argv: list[str]) -> int:
         from engine.trained.model import load_trained, together
 
         how: Any = {"given": given, "calibrated": not (asked.no_calibration or asked.calibrate)}
-        trained = together(asked.models, lambda at: load_trained(at, asked.weights, **how))
-        for one in (trained, *trained.others):
-            one.flip = bool(asked.tta)
+        trained = together(asked.models, lambda at: load_trained(at, asked.weights, **how), bool(asked.tta))
         if asked.calibrate:
             from tools.evaluate.calibrate import calibrate
 
@@ -163,14 +165,15 @@ def _listed(line: command_line.ToolLine, key: str) -> list[str]:
 def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) -> dict[str, Any]:
     """-probe of each of these models, and one table. The error of a model is one line, and the others are evaluated."""
     from models.weights.find import local_weights
-    from tools.common.evaluation import INTERVALS, measured
+    from tools.common.evaluation import INTERVALS
     from tools.common.tables import in_columns
 
     models = list[dict[str, Any]]()
     failed = dict[str, str]()
     listed = _listed(line, "MODEL.PRETRAINED")
-    for name in [] if listed else names:
-        local_weights(name)  # raises UserError for an unknown one before the first is downloaded
+    if not listed:
+        for name in names:
+            local_weights(name)  # raises UserError for an unknown one before the first is downloaded
     for name, weights in zip(names, listed or names, strict=True):
         flags = {"MODEL.NAME": (name, "-model"), "MODEL.PRETRAINED": (weights, "-pretrained")}
         began = time.perf_counter()
@@ -180,25 +183,35 @@ def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) 
             log.error("%s: %s", name, error)
             failed[name] = str(error)
         else:
-            models += [found | {"seconds": round(time.perf_counter() - began, 1)}] if found else []
+            if found:
+                models.append(found | {"seconds": round(time.perf_counter() - began, 1)})
     if not models:
         return {"failed": failed} if failed else {}
     best = max(models, key=lambda model: model["probes"][model["chosen"]]["folds"])["model"]
     rows = [["", "parameters", "in folds", "", "seconds"]]
     for model in models:
-        probe = model["probes"][model["chosen"]]
-        metrics = (SEVERAL_LABELS.best,) if probe[ONE_LABEL.best.name] is None else (ONE_LABEL.best, BALANCED)
-        name = f"{model['model']}{' (best)' if model['model'] == best else ''}"
-        for metric in metrics:
-            row = [f"{name}, {metric.words}", f"{model['parameters']:,}"]
-            for of in (probe["in_folds"], probe):
-                interval = of["intervals"].get(metric.name)
-                row.append(measured(of[metric.name], interval and Interval(*interval)))
-            rows.append([*row, f"{model['seconds']:.0f}"])
+        rows += _rows_of(model, is_best=model["model"] == best)
     rows += [[name, "failed", "", "", ""] for name in failed]
     by_folds = "Best is the highest accuracy in folds of the training images. Kept features take no time."
-    log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, by_folds]))
+    log.info("\n%s", "\n".join(in_columns(rows) + [INTERVALS, by_folds]))
     return {"models": models, "best": best, "failed": failed}
+
+
+def _rows_of(model: dict[str, Any], is_best: bool) -> list[list[str]]:
+    """Of the table of several models: one per metric of its chosen probe."""
+    from tools.common.evaluation import measured
+
+    probe = model["probes"][model["chosen"]]
+    metrics = (SEVERAL_LABELS.best,) if probe[ONE_LABEL.best.name] is None else (ONE_LABEL.best, BALANCED)
+    mark = " (best)" if is_best else ""
+    rows = []
+    for metric in metrics:
+        row = [f"{model['model']}{mark}, {metric.words}", f"{model['parameters']:,}"]
+        for of in (probe["in_folds"], probe):
+            interval = of["intervals"].get(metric.name)
+            row.append(measured(of[metric.name], interval and Interval._make(interval)))
+        rows.append(row + [f"{model['seconds']:.0f}"])
+    return rows
 
 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
@@ -211,7 +224,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     chosen = trained.chosen
     config = trained.config
     data, notes = open_part(trained, given)
-    models = (trained, *trained.others)
+    models = trained.all
     log.setLevel("INFO")
     for path, one in zip(asked.models, models, strict=True):
         log.info("%s: %s", path, one.chosen.with_calibration(one.calibrated))
@@ -224,34 +237,41 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     log_lines(f"{note}." for note in notes)
     if asked.tta:
         log.info("-tta %s: mean of the probabilities of each image and its mirror image.", asked.tta)
+    groups = data.dataset.groups()
     batches = ((logits, data.labels(labels)) for logits, labels in with_bar(trained, data.dataset))
-    found = evaluation_of(trained, batches, data.dataset.groups())
+    found = evaluation_of(trained, batches, groups)
     thresholds = "" if trained.task.kind == ONE_LABEL else f"; {trained.thresholds()[1]}"
-    places = [f"{one.chosen.place}" for one in models]
-    title = chosen.which.mark or chosen.which.name
+    source: Any = f"{chosen.place}"
+    name = chosen.which.name
+    title = chosen.which.mark or name
     what = f"{config.MODEL.NAME} of {chosen.place}"
     if trained.others:
+        source = [f"{one.chosen.place}" for one in models]
+        name = title = "mean"
         what = f"Mean of the probabilities of these {len(models)} models"
-        title = "mean"
-    words = f"{what}, in {trained.precision.name}{thresholds}\n{data.title}: {found.words()}\n"
-    metrics = [*table_of(found, title), *about_calibration(trained, data, found), ""]
-    log.info("%s", "\n".join([words, *metrics, *found.class_table(trained)]))
-    best_of = [validations_of(config, one.chosen) for one in models]
-    flattered = flatters(max(best_of), Path(asked.models[0]), splits_of(config.DATA))
-    copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
-    grouped = of_groups(data.dataset.groups()), on_known_groups(trained, data.dataset, found)
-    said = *grouped, flattered, *found.strange(trained)
-    log_lines((*said, *dict.fromkeys(copies), _in_this_evaluation(trained, given)))
+    lines = [f"{what}, in {trained.precision.name}{thresholds}", f"{data.title}: {found.words()}", ""]
+    lines += table_of(found, title) + about_calibration(trained, data, found) + [""] + found.class_table(trained)
+    log.info("%s", "\n".join(lines))
+    best_of = max(validations_of(config, one.chosen) for one in models)
+    said = [
+        of_groups(groups),
+        on_known_groups(trained, data.dataset, found),
+        flatters(best_of, Path(asked.models[0]), splits_of(config.DATA)),
+    ]
+    said += found.strange(trained)
+    said += dict.fromkeys(copies_evaluated(config, one.chosen, len(data.dataset)) for one in models)
+    said.append(_in_this_evaluation(trained, given))
+    log_lines(said)
     return {
         "model": config.MODEL.NAME,
-        "source": places if trained.others else places[0],
+        "source": source,
         "precision": trained.precision.name,
         "tta": asked.tta,
         "temperature": {chosen.which.name: trained.temperature},
         "data": data.title,
-        "best_of_validations": max(best_of),
+        "best_of_validations": best_of,
         "classes": trained.names(),
-        "figures": {"mean" if trained.others else chosen.which.name: found.as_json()},
+        "figures": {name: found.as_json()},
     }
 
 
@@ -261,33 +281,34 @@ def _in_this_evaluation(trained: Trained, given: CommandLine) -> str:
     from utils.config.load import config_of_weights
 
     own = config_of_weights(trained.chosen).DATA
-    now = trained.config.DATA
-    names = [key.removeprefix("DATA.") for key in (*given.flags, *given.words) if key.startswith("DATA.")]
-    values = {name: getattr(now, name) for name in names}
-    changed = {name: value for name, value in values.items() if input_of(own.changed(**{name: value})) != input_of(own)}
-    if not changed:
+    settings = []
+    for key in given.keys:
+        if key.startswith("DATA."):
+            name = key.removeprefix("DATA.")
+            value = getattr(trained.config.DATA, name)
+            if input_of(own.changed(**{name: value})) != input_of(own):
+                text = value if isinstance(value, str) else json.dumps(value)
+                settings.append(f"{key}={text}")
+    if not settings:
         return ""
-    as_words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in changed.items()}
-    settings = [f"DATA.{name}={value}" for name, value in as_words.items()]
     words = f"{' '.join(settings)}: in this evaluation alone. predict.py and export.py prepare images as in training"
     run = run_folder_of(trained.chosen.place)
     if run is None:
         return f"{words}."
-    same = ("-cfg", f"{run / CONFIG}", "-pretrained", f"{trained.chosen.place}", "MODEL.NEW_CLASSIFIER=false")
-    command = typed("main_single_gpu.py", [*same, "TRAIN.NUM_EPOCHS=0", *settings, "-output", "NEW"])
+    same = ["-cfg", f"{run / CONFIG}", "-pretrained", f"{trained.chosen.place}", "MODEL.NEW_CLASSIFIER=false"]
+    command = typed("main_single_gpu.py", same + ["TRAIN.NUM_EPOCHS=0"] + settings + ["-output", "NEW"])
     return f"{words}, unless a run of these weights has these settings: `{command}` makes it."
 
 
-def _check(line: command_line.ToolLine) -> None:
-    """Raise UserError for flags that do not go together."""
+def _check(line: command_line.ToolLine, by_features: str) -> None:
+    """Raise UserError for flags that do not go together. `by_features`: -probe or -knn, if it is given."""
     asked = line.asked
-    part = line.run.words.get("DATA.PART", line.asked.part)
-    by = "-probe" if asked.probe else "-knn" if asked.knn is not None else ""
-    one_alone = by or ("-calibrate" if asked.calibrate else "")
+    part = line.run.words.get("DATA.PART", asked.part)
+    one_alone = by_features or ("-calibrate" if asked.calibrate else "")
     if one_alone and len(asked.models) > 1:
         raise UserError(f"{one_alone}: takes one model, but {len(asked.models)} are given.")
-    if by:
-        _check_features(line, by, part)
+    if by_features:
+        _check_features(line, by_features, part)
     elif asked.pool is not None:
         raise UserError(f"-pool {asked.pool}: chooses the features that -knn and -probe use; give one of them too.")
     if asked.out and not asked.probe:
@@ -295,7 +316,8 @@ def _check(line: command_line.ToolLine) -> None:
     if asked.out and is_run_folder(Path(asked.out)):
         raise UserError(f"-out {asked.out}: this folder has a run, which is not overwritten; name another folder.")
     several = len(_listed(line, "MODEL.NAME")) > 1
-    if asked.path is None and not (by and (line.run.cfg or several or line.given_by("MODEL.PRETRAINED"))):
+    names_weights = line.run.cfg or several or line.given_by("MODEL.PRETRAINED")
+    if asked.path is None and not (by_features and names_weights):
         raise UserError(
             "RUN_OR_CHECKPOINT is missing: name a run, a checkpoint or a file of weights. -probe and -knn also take "
             "weights of another program: -model NAME -pretrained FILE_OR_NAME, or the -cfg of a recipe that has both."
@@ -324,7 +346,8 @@ def _check_features(line: command_line.ToolLine, by: str, part: str | None) -> N
         raise UserError(f"-part {part}: {by} learns from the training images, so it needs others: val or test.")
     if asked.probe and asked.knn is not None:
         raise UserError("-knn: leave it out; -probe shows it too.")
-    if (names := len(_listed(line, "MODEL.NAME"))) > 1:
+    names = len(_listed(line, "MODEL.NAME"))
+    if names > 1:
         weights = len(_listed(line, "MODEL.PRETRAINED"))
         if not asked.probe or asked.path or asked.out:
             raise UserError("-model: several models need -probe, and neither a run nor -out.")
@@ -340,7 +363,8 @@ def _check_settings(line: command_line.ToolLine) -> None:
             "flags and KEY=VALUE change single settings."
         )
     for key in REFUSED:
-        if where := line.given_by(key):
+        where = line.given_by(key)
+        if where:
             where = key if key in line.run.words else where
             raise UserError(
                 f"{where}: leave this out; the model is the first argument, and is evaluated as it was trained."

@@ -6,6 +6,7 @@ computed once and kept.
 
 import shlex
 from argparse import Namespace
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from tools.common.turns import progress_bar
 from utils.cli import CommandLine
 from utils.config import load_config
 from utils.config.data import DataConfig
-from utils.config.keys import values_to_keep
+from utils.config.keys import deciding, values_to_keep
 from utils.config.read import Kind, Source
 from utils.distributed.world import ALONE, World
 from utils.log import log, log_lines, quiet_terminal
@@ -51,19 +52,19 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     config = trained.config
     model = trained.model
     check_pool(model, asked.pool or POOLED)
-    named = {*given.flags, *given.words}
-    data, notes = _labelled(trained, named)
-    if asked.probe and named & {"TRAIN.CLASS_WEIGHTS", "DATA.SAMPLER"}:
+    data, notes = _labelled(trained, given.keys)
+    if asked.probe and not {"TRAIN.CLASS_WEIGHTS", "DATA.SAMPLER"}.isdisjoint(given.keys):
         notes.append(UNWEIGHTED)
-    count, flag = (COUNT, "-probe") if asked.probe else (asked.knn, "-knn")
+    count = COUNT if asked.probe else asked.knn
+    flag = "-probe" if asked.probe else "-knn"
     bank, images = open_labelled(data, count, config.SEED, trained.precision.device, flag, NAMED_BY, asked.probe)
     count = min(count, len(bank))
     log.setLevel("INFO" if world.first else "WARNING")
     log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
     of_bank = data.changed(PART="train")
-    parts = []
     fold_of, words = folds_of(bank, bank.sample_labels(), data) if asked.probe else (np.empty(0), "")
+    parts = []
     for dataset, about in ((bank, of_bank), (images, data)):
         with trained.computing(trained.config.DATA.val_batch):
             parts.append(features_of(trained, config, dataset, about, world))
@@ -83,7 +84,9 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     }
     log.info("%s of %s, in %s", config.MODEL.NAME, trained.chosen.place, trained.precision.name)
     said: list[str] = []
-    rows = [["", "strength", "in folds", f"{which.mark or which.name}, {TITLES[part_of(data, False)]}"]]
+    part = TITLES[part_of(data, False)]
+    title = which.mark or which.name
+    rows = [["", "strength", "in folds", f"{title}, {part}"]]
     if asked.probe:
         log.info("%s", words)
         about = replace(trained.chosen, meta={**trained.chosen.meta, "classes": images.classes, "thresholds": {}})
@@ -97,25 +100,33 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
             found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
         found["neighbours"] = neighbours
     if asked.probe and data.PART not in MEMORISED and data.CHECK != "off" and images.single_images() is not None:
-        look = f"images of the {TITLES[part_of(data, False)]} look like training images"
         with trained.computing(data.val_batch):
             alike = count_alike(trained, images, seen, known, pools[0], data)
-        if words := alike_in_words(alike, look):
-            said.append(f"{words}.{'' if copies_unknown(alike) else ' This may raise the metrics.'}")
-    said += filter(None, [of_groups(seen.groups)])
-    log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS, *said]))
+        said.append(_look_alike(alike, part))
+    said.append(of_groups(seen.groups))
+    log.info("\n%s", "\n".join(in_columns(rows) + [INTERVALS] + list(filter(None, said))))
     if asked.out:
         save_probe(trained, data, found["chosen"], asked.out)
     return found
 
 
-def _labelled(trained: Trained, named: set[str]) -> tuple[DataConfig, list[str]]:
-    """The images whose labels are learnt and predicted, and notes on them. `named`: settings on the command line."""
+def _look_alike(alike: Sequence[int], part: str) -> str:
+    """A sentence about images that look like training images; '' without any."""
+    words = alike_in_words(alike, f"images of the {part} look like training images")
+    if not words:
+        return ""
+    more = "" if copies_unknown(alike) else " This may raise the metrics."
+    return f"{words}.{more}"
+
+
+def _labelled(trained: Trained, given: Collection[str]) -> tuple[DataConfig, list[str]]:
+    """The images whose labels are learnt and predicted, and notes on them. `given`: settings on the command line."""
     config = trained.config
-    if config.measures_knn and not named & {"DATA.DATASET", "DATA.DATA_PATH"} and not has_labels(config.DATA):
+    names_data = not set(deciding("source")).isdisjoint(given)
+    if config.measures_knn and not names_data and not has_labels(config.DATA):
         data = labelled_data(config).changed(PART=config.DATA.PART)
         return data, [f"The run's images have no labels: those of TRAIN.KNN are taken, {source_of(data)}"]
-    return data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, named, True)
+    return data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, given, True)
 
 
 def _pools(model: Any, seen: Features, asked: Namespace) -> list[str]:
@@ -136,28 +147,35 @@ def _probes(
     The results by pooling, the pooling that the folds choose, and lines about it.
     """
     # The classes are those of these images, not the model's.
-    number = len(trained.chosen.classes or ()) or int(known.labels.max()) + 1
-    number = known.labels.shape[1] if trained.config.DATA.MULTI_LABEL else number
+    if trained.config.DATA.MULTI_LABEL:
+        number = known.labels.shape[1]
+    else:
+        number = len(trained.chosen.classes or ()) or int(known.labels.max()) + 1
     model = {"NUM_CLASSES": number, "MAE_PRETRAIN": False}
     trained = replace(trained, config=trained.config.changed(MODEL=model))
-    best = trained.task.kind.best
-    metrics = (best, BALANCED)[: 1 if trained.config.DATA.MULTI_LABEL else 2]
+    metrics = [trained.task.kind.best]
+    if not trained.config.DATA.MULTI_LABEL:
+        metrics.append(BALANCED)
+    in_both = ["images"] + [metric.name for metric in metrics] + ["intervals"]
     found = dict[str, Any]()
     said = dict[str, list[str]]()
     for pool in progress_bar(pools, "poolings"):
         one, of_others = fit(known.of(pool), known.labels, fold_of, number, trained.precision.device)
-        outputs = one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels)
+        outputs = (one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))
         result = evaluation_of(trained, [outputs], seen.groups)
-        parts = (torch.from_numpy(array).split(AT_ONCE) for array in (of_others, known.labels))
-        of_folds = evaluation_of(trained, zip(*parts, strict=True), known.groups)
+        logits = torch.from_numpy(of_others).split(AT_ONCE)
+        labels = torch.from_numpy(known.labels).split(AT_ONCE)
+        of_folds = evaluation_of(trained, zip(logits, labels, strict=True), known.groups)
         for metric in metrics:
-            values = (measured(each.values[metric], each.intervals[metric.name]) for each in (of_folds, result))
-            rows.append([f"linear {metric.words}, {pool}", f"{one.strength:.2g}", *values])
+            row = [f"linear {metric.words}, {pool}", f"{one.strength:.2g}"]
+            for each in (of_folds, result):
+                row.append(measured(each.values[metric], each.intervals[metric.name]))
+            rows.append(row)
         edge = ", the weakest that is tried" if one.strength == STRENGTHS[-1] else ""
         words = f"Chosen by the folds: linear, {pool}, strength {one.strength:.2g}{edge}."
-        said[pool] = [words, *result.strange(trained, one.figure)]
+        said[pool] = [words] + result.strange(trained, one.figure)
         kept = of_folds.as_json()
-        in_folds = {key: kept[key] for key in ("images", *(metric.name for metric in metrics), "intervals")}
+        in_folds = {key: kept[key] for key in in_both}
         found[pool] = {"strength": one.strength, "folds": one.figure, "in_folds": in_folds, **result.as_json()}
     chosen = max(pools, key=lambda pool: found[pool]["folds"])
     return found, chosen, said[chosen]
@@ -189,15 +207,15 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
 
     config = trained.config.changed(DATA=data)
     chosen = trained.chosen
-    settings = {
-        key: value
-        for key, value in values_to_keep(config).items()
-        if key.startswith(SECTIONS) and not key.startswith(("MODEL.MAE", "MODEL.LORA"))
-    }
+    settings = {}
+    for key, value in values_to_keep(config).items():
+        if key.startswith(SECTIONS) and not key.startswith(("MODEL.MAE", "MODEL.LORA")):
+            settings[key] = value
+    weights = chosen.file if chosen.meta else config.MODEL.PRETRAINED
     settings |= {
         "DATA.PART": "auto",
         "DATA.DROP_LAST": False,
-        "MODEL.PRETRAINED": f"{chosen.file if chosen.meta else config.MODEL.PRETRAINED}",
+        "MODEL.PRETRAINED": f"{weights}",
         "MODEL.NEW_CLASSIFIER": "probe",
         "MODEL.NUM_CLASSES": "auto",
         "MODEL.POOL": None if pool == POOLED else pool,

@@ -51,6 +51,7 @@ from vitamp.files import replacing
 from vitamp.pooling import POOLED
 
 if TYPE_CHECKING:
+    from datasets import ImageDataset
     from engine.trained.model import Trained
     from tools.predict.images import Chosen
 
@@ -112,35 +113,18 @@ def _predict(asked: Namespace, world: World) -> int:
     log.setLevel("WARNING" if world.first else "ERROR")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    from datasets.given import open_given
-    from datasets.sources.files import OF_SEVERAL
-    from engine.evaluation.data import check_split
-    from engine.trained.model import load_trained, name_of, split_of_run, together
-    from tools.predict.images import FORMS, Chosen, find_images, predict_images, serve, write_features
+    from engine.trained.model import load_trained, name_of, together
+    from tools.predict.images import FORMS, Chosen, predict_images, serve, write_features
 
     how: Any = {"calibrated": not asked.no_calibration, "needs_labels": asked.features is None, "world": world}
     load = partial(load_trained, weights=asked.weights, device=asked.device, amp=asked.amp, **how)
-    trained = on_every_rank(world, lambda: together(asked.models, load))
-    for one in (trained, *trained.others):
-        one.flip = bool(asked.tta)
+    trained = on_every_rank(world, lambda: together(asked.models, load, bool(asked.tta)))
     if asked.serve:
         choose = Chosen(trained, asked.topk, asked.threshold)
         _say_what_predicts(asked.models, trained, choose)
         with _opened(None) as stream:
             return serve(sys.stdin.buffer, stream, trained, choose, asked)
-    find = partial(find_images, asked.images, trained.config.DATA)
-    paths = broadcast(on_rank_0(world, find), world) if asked.images else []  # one process reads standard input
-    if asked.part is None:
-        dataset = open_given(paths, trained.config.DATA)
-        paths = [path.partition(OF_SEVERAL)[0] for path in paths]  # the name of an image of several files
-    else:
-        try:
-            for one in (trained, *trained.others):
-                check_split(trained.config, one.chosen, asked.part)
-            dataset = split_of_run(trained, asked.part)
-        except UserError as error:
-            way = "predict.py cannot change where the run's data is: name the images instead."
-            raise UserError(f"{error} {way}") from None
+    dataset, paths = _open_images(asked, trained, world)
     paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
     if asked.features is not None:
         return write_features(asked, trained, dataset, paths, world)
@@ -150,17 +134,17 @@ def _predict(asked: Namespace, world: World) -> int:
 
     ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
     form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
-    progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
+    shows_rows = asked.out is None and sys.stdout.isatty()
     failed = list[str]()
     rows = predict_images(
         trained,
         dataset,
         paths,
-        lambda batch: choose(trained.logits(batch.images)),
-        asked,
-        progress and world.first,
-        failed,
-        world,
+        results=lambda batch: choose(trained.logits(batch.images)),
+        asked=asked,
+        progress=world.first and sys.stderr.isatty() and not shows_rows,
+        failed=failed,
+        world=world,
     )
     if not world.first:
         list(rows)  # rank 0 has all
@@ -171,6 +155,28 @@ def _predict(asked: Namespace, world: World) -> int:
         form(stream, rows, trained.names(), choose.most, paths)
         stream.flush()
     return EXIT_FAILED if failed else EXIT_DONE
+
+
+def _open_images(asked: Namespace, trained: Trained, world: World) -> tuple[ImageDataset, list[str]]:
+    """The images that the command line names, and their names; for a split of the run's data, these are empty."""
+    from datasets.given import open_given
+    from datasets.sources.files import OF_SEVERAL
+    from engine.evaluation.data import check_split
+    from engine.trained.model import split_of_run
+    from tools.predict.images import find_images
+
+    if asked.part is None:
+        find = partial(find_images, asked.images, trained.config.DATA)
+        paths = broadcast(on_rank_0(world, find), world)  # one process reads standard input
+        names = [path.partition(OF_SEVERAL)[0] for path in paths]  # the name of an image of several files
+        return open_given(paths, trained.config.DATA), names
+    try:
+        for one in trained.all:
+            check_split(trained.config, one.chosen, asked.part)
+        return split_of_run(trained, asked.part), []
+    except UserError as error:
+        way = "predict.py cannot change where the run's data is: name the images instead."
+        raise UserError(f"{error} {way}") from None
 
 
 def _check(line: command_line.ToolLine) -> None:
@@ -204,7 +210,7 @@ def _check(line: command_line.ToolLine) -> None:
 
 def _say_what_predicts(paths: list[Path], trained: Trained, choose: Chosen) -> None:
     mirrored = "mean of the probabilities of each image and its mirror image" if trained.flip else ""
-    for path, one in zip(paths, (trained, *trained.others), strict=True):
+    for path, one in zip(paths, trained.all, strict=True):
         words = (one.chosen.words, choose.words, one.chosen.describe_calibration(one.calibrated), mirrored)
         print(f"{path}: {'; '.join(filter(None, words))}", file=sys.stderr)
     if trained.others:

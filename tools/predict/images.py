@@ -58,7 +58,9 @@ def predict_images(
     workers = auto_workers(world, asked.num_workers)
     size = asked.batch_size or trained.config.DATA.val_batch
     workers = 0 if len(paths) <= size else workers  # nothing to prefetch
-    not_finite = f"the model computes NaN or infinity{'' if trained.precision.level == 'O0' else '; try -amp off'}"
+    not_finite = "the model computes NaN or infinity"
+    if trained.precision.level != "O0":
+        not_finite += "; try -amp off"
     plan = whole_batches(len(paths), size, world.rank, world.size)
     loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device, shard=lambda *_: plan)
     unread = loader.broken.images if loader.broken else {}
@@ -69,9 +71,10 @@ def predict_images(
             for row, index, result in zip(rows.tolist(), batch.indices.tolist(), results(batch), strict=False):
                 if row == PADDING:
                     break
-                bad = index == PADDING or result is None
-                reason = (unread.pop(row).reason if row in unread else not_finite) if bad else ""
-                found.append((row, None if bad else result, reason))
+                if index != PADDING and result is not None:
+                    found.append((row, result, ""))
+                    continue
+                found.append((row, None, unread.pop(row).reason if row in unread else not_finite))
             for row, result, reason in itertools.chain.from_iterable(gather([found], world)):
                 if reason:
                     failed.append(paths[row])
@@ -100,15 +103,18 @@ def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, pa
         return (one if np.isfinite(one[0]).all() else None for one in found)
 
     found = predict_images(trained, dataset, paths, results, asked, world.first and sys.stderr.isatty(), [], world)
-    rows = [(path, *seen) for path, seen, reason in found if not reason]
+    rows = [(path, seen) for path, seen, reason in found if not reason]
     if not world.first:
         return EXIT_DONE
     if not rows:
         raise TrainingError(f"No image has features; {asked.features} is not written.")
-    readable, features, labels = zip(*rows, strict=True)
-    arrays = {"features": np.stack(features), "paths": np.array(readable)}
+    arrays = {
+        "features": np.stack([features for _, (features, _) in rows]),
+        "paths": np.array([path for path, _ in rows]),
+    }
     if asked.part is not None and has_labels(trained.config.DATA):
-        arrays |= {"labels": np.stack(labels).astype(np.int64), "classes": np.array(trained.names())}
+        labels = np.stack([label for _, (_, label) in rows])
+        arrays |= {"labels": labels.astype(np.int64), "classes": np.array(trained.names())}
     with writing(asked.features, "-features"), replacing(asked.features) as unfinished, unfinished.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     size = " x ".join(map(str, arrays["features"].shape))
@@ -132,7 +138,8 @@ class Chosen:
     _limits: Tensor | None = None
 
     def __init__(self, trained: Trained, topk: int | None, threshold: float | None) -> None:
-        self._trained, classes = trained, int(trained.config.MODEL.NUM_CLASSES)
+        self._trained = trained
+        classes = int(trained.config.MODEL.NUM_CLASSES)
         if trained.task.kind == ONE_LABEL:
             if threshold is not None:
                 raise UserError(
@@ -143,23 +150,27 @@ class Chosen:
         self.most = topk or classes
         limits, self.words = trained.thresholds()
         if threshold is not None:
-            limits, self.words = [threshold] * classes, f"a class is predicted if its probability reaches {threshold:g}"
+            limits = [threshold for _ in range(classes)]
+            self.words = f"a class is predicted if its probability reaches {threshold:g}"
         self._limits = torch.tensor(limits, dtype=torch.float64)
 
     def __call__(self, logits: Tensor) -> list[list[Guess] | None]:
         """Of each image, the most probable class first; None where the highest logit is NaN or infinite."""
         if self._limits is None:
             labels = guesses(logits, self.most)
-            found = [*zip(labels.cpu(), torch.softmax(logits, dim=-1).gather(-1, labels).cpu(), strict=True)]
+            found = list(zip(labels.cpu(), torch.softmax(logits, dim=-1).gather(-1, labels).cpu(), strict=True))
         else:
             found = []
             for row in logits.cpu().double().sigmoid():  # in fp64, in which validation compares them too
                 chosen = torch.nonzero(row >= self._limits)[:, 0]
                 order = chosen[row[chosen].argsort(descending=True, stable=True)][: self.most]
                 found.append((order, row[order]))
-        pairs = (zip(labels.tolist(), values.tolist(), strict=True) for labels, values in found)
-        rows = [[Guess(label, self._trained.name_of(label), value) for label, value in row] for row in pairs]
-        return [row if finite else None for row, finite in zip(rows, logits.amax(1).isfinite().tolist(), strict=True)]
+        rows = list[list[Guess] | None]()
+        for (labels, values), finite in zip(found, logits.amax(1).isfinite().tolist(), strict=True):
+            pairs = zip(labels.tolist(), values.tolist(), strict=True)
+            row = [Guess(label, self._trained.name_of(label), value) for label, value in pairs]
+            rows.append(row if finite else None)
+        return rows
 
 
 def find_images(words: list[str], data: DataConfig) -> list[str]:
@@ -167,7 +178,8 @@ def find_images(words: list[str], data: DataConfig) -> list[str]:
 
     One missing file among several words is an image that cannot be predicted.
     """
-    skipped, none = SkippedFiles(), f"no images found (files ending in {' '.join(endings_of(data))})"
+    skipped = SkippedFiles()
+    none = f"no images found (files ending in {' '.join(endings_of(data))})"
     some = any(word == "-" or glob.has_magic(word) or os.path.lexists(os.path.expanduser(word)) for word in words)
     if words and not some:
         raise UserError(f"{words[0]}: no such file or folder.")
@@ -226,31 +238,39 @@ def write_csv(stream: TextIO, rows: Rows, *_: object) -> None:
 
 def write_jsonl(stream: TextIO, rows: Rows, *_: object) -> None:
     """One JSON object per line."""
-    stream.writelines(f"{_json(*row)}\n" for row in rows)
+    stream.writelines(f"{_json(path, best, reason)}\n" for path, best, reason in rows)
 
 
 def write_json(stream: TextIO, rows: Rows, *_: object) -> None:
     """JSON list of the same objects."""
+    separator = "\n"
     stream.write("[")
-    stream.writelines(f"{',' if number else ''}\n{_json(*row)}" for number, row in enumerate(rows))
+    for path, best, reason in rows:
+        stream.write(f"{separator}{_json(path, best, reason)}")
+        separator = ",\n"
     stream.write("\n]\n")
 
 
 def _json(path: str, best: list[Guess] | None, reason: str) -> str:
-    guesses = [{"class": one.name, "label": one.label, "probability": round(one.probability, 6)} for one in best or ()]
-    row = {"image": path, **({"error": reason} if reason else {"guesses": guesses})}
+    row: dict[str, Any] = {"image": path}
+    if reason:
+        row["error"] = reason
+    else:
+        row["guesses"] = [
+            {"class": one.name, "label": one.label, "probability": round(one.probability, 6)} for one in best or ()
+        ]
     text = json.dumps(row, ensure_ascii=False)
     return text if text.isprintable() else json.dumps(row)
 
 
 def write_table(stream: TextIO, rows: Rows, classes: Sequence[str], topk: int, paths: Sequence[str]) -> None:
     """One line per image. `classes` and `paths` give the widths of columns before the first row."""
-    image_width = min(LONGEST_IMAGE, max([5, *(len(shown(path)) for path in paths)]))
-    class_width = max([5, *(len(shown(name)) for name in classes)])
+    image_width = min(LONGEST_IMAGE, max([5] + [len(shown(path)) for path in paths]))
+    class_width = max([5] + [len(shown(name)) for name in classes])
 
     def write_line(path: str, cells: Iterable[str]) -> None:
-        line = "  ".join([shown(path).ljust(image_width), *(cell.ljust(class_width + 8) for cell in cells)])
-        stream.write(f"{line.rstrip()}\n")
+        columns = [shown(path).ljust(image_width)] + [cell.ljust(class_width + 8) for cell in cells]
+        stream.write(f"{'  '.join(columns).rstrip()}\n")
 
     write_line("image", map(str, range(1, min(topk, len(classes)) + 1)))
     for path, best, reason in rows:
@@ -275,9 +295,10 @@ def serve(requests: BinaryIO, stream: TextIO, trained: Trained, choose: Chosen, 
             if not isinstance(words, list) or not all(isinstance(word, str) and word != "-" for word in words):
                 raise UserError(f"{one_line(line.strip()[:MOST_QUOTED])}: is no list of names of images.")
             paths = find_images(words, data)
-            dataset, names = open_given(paths, data), [path.partition(OF_SEVERAL)[0] for path in paths]
-            rows = predict_images(trained, dataset, names, predict, asked, False, [])
-            answer = f"[{', '.join(_json(*row) for row in rows)}]"
+            dataset = open_given(paths, data)
+            names = [path.partition(OF_SEVERAL)[0] for path in paths]
+            rows = predict_images(trained, dataset, names, predict, asked, progress=False, failed=[])
+            answer = f"[{', '.join(_json(path, best, reason) for path, best, reason in rows)}]"
         except (UserError, TrainingError, ValueError, RecursionError) as error:
             answer = json.dumps({"error": str(error)})
         except Exception as error:

@@ -273,14 +273,20 @@ def judge(
     return verdicts
 
 
-def best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
-    """By the means over the seeds or folds that all have; over all, if they have none in common."""
-    known = dict[str, dict[int, float]]()
+def known_values(runs: ByName, names: Sequence[str], judged: Judged) -> dict[str, dict[int, float]]:
+    """Of each contender by seed or fold, where they are known."""
+    found = dict[str, dict[int, float]]()
     for name in names:
         values = {each: judged.of(row) for each, row in runs.get(name, {}).items()}
-        values_known = {each: value for each, value in values.items() if value is not None}
-        if values_known:
-            known[name] = values_known
+        known = {each: value for each, value in values.items() if value is not None}
+        if known:
+            found[name] = known
+    return found
+
+
+def best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
+    """By the means over the seeds or folds that all have; over all, if they have none in common."""
+    known = known_values(runs, names, judged)
     common = set(next(iter(known.values()), ())).intersection(*known.values())
     means = dict[str, float]()
     for name, ours in known.items():

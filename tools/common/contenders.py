@@ -22,9 +22,9 @@ from tools.common.comparison import (
     unit,
 )
 from tools.common.run_metrics import Metrics, is_finished, last_meta, metrics_of
+from tools.common.tables import differing_settings
 from utils.config import Config, config_of_run
-from utils.config.keys import OF_ONE_START, deciding, settings, value_of
-from utils.config.kinds import one_line
+from utils.config.keys import deciding
 from utils.errors import UserError
 from utils.statistics.crossed import crossed_interval
 from utils.statistics.differences import of_different_images
@@ -102,16 +102,6 @@ class Contenders(NamedTuple):
     of: dict[Path, str]
     """Folder of a run -> its contender"""
 
-    def values(self) -> dict[str, dict[int, float]]:
-        """Of the metric that decides: of each contender by seed or fold, where they are known."""
-        found = dict[str, dict[int, float]]()
-        for name in self.names:
-            values = {number: self.judged.of(row) for number, row in self.runs.get(name, {}).items()}
-            known = {number: value for number, value in values.items() if value is not None}
-            if known:
-                found[name] = known
-        return found
-
 
 def contenders_of(folders: Sequence[Path]) -> Contenders | str:
     """Finished runs by their settings, seeds and folds aside; or why they cannot be compared."""
@@ -165,17 +155,16 @@ def _names(runs: Sequence[Finished]) -> list[str]:
 
 
 def _varied(runs: Sequence[Finished]) -> dict[str, list[str]]:
-    """Settings that differ, with the text of each run."""
-    texts = dict[str, list[str]]()
-    for key in settings():
-        if key not in OF_ONE_START and key not in PAIRED_BY + PLACES:
-            texts[key] = [one_line(value_of(run.config, key)) for run in runs]
+    """Settings that make other contenders, with the text of each run."""
+    texts = differing_settings([run.config for run in runs], PAIRED_BY + PLACES)
     # The batch is per process, so the same settings on more processes train otherwise.
-    texts["processes"] = []
+    processes = []
     for run in runs:
         own = run.config.DATA.BATCH_SIZE * run.config.TRAIN.ACCUM_ITER
-        texts["processes"].append(str(run.metrics["global_batch"] // own))
-    return {key: of_runs for key, of_runs in texts.items() if len(set(of_runs)) > 1}
+        processes.append(str(run.metrics["global_batch"] // own))
+    if len(set(processes)) > 1:
+        texts["processes"] = processes
+    return texts
 
 
 def _not_comparable(runs: Sequence[Finished]) -> str:

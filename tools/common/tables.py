@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from utils.config import Config
-from utils.config.keys import deciding, default_of, settings, value_of
+from utils.config.keys import OF_ONE_START, deciding, default_of, settings, value_of
+from utils.config.kinds import one_line
 
 PATHS = (*deciding("nothing"), "OUTPUT", "DATA.DATA_PATH")
 """Settings that name places and do not change what is measured."""
@@ -37,3 +38,13 @@ def non_defaults(config: Config) -> dict[str, Any]:
     """Settings that differ from their defaults, as the results of a measurement record them."""
     keys = [key for key in settings() if key not in PATHS]
     return {key: str(value_of(config, key)) for key in keys if value_of(config, key) != default_of(key)}
+
+
+def differing_settings(configs: Sequence[Config], besides: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Settings in which runs differ, with the text of each run; without those of one start, and some `besides`."""
+    found = dict[str, list[str]]()
+    for key in settings():
+        texts = [one_line(value_of(config, key)) for config in configs]
+        if key not in OF_ONE_START and key not in besides and len(set(texts)) > 1:
+            found[key] = texts
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tools.common.contenders import PAIRED_BY, PLACES
-from tools.common.report_page.runs import Run, differing_settings, metrics_of
+from tools.common.report_page.runs import Run, metrics_of, varied_settings
 from utils.record.history import Points
 from vitamp.metrics import SETS, Metric
 
@@ -244,7 +244,7 @@ def styles_of(runs: Sequence[Run], contenders: Mapping[Path, str] | None = None)
     if contenders:
         known: list[Any] = [contenders[run.folder] for run in runs]
     else:
-        different = [texts for key, texts in differing_settings(runs) if key not in PAIRED_BY and key not in PLACES]
+        different = varied_settings(runs, PAIRED_BY + PLACES).values()
         known = list(zip(precisions, *different, strict=True))
     for groups in (known, precisions):
         order = list(dict.fromkeys(groups))

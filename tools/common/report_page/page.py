@@ -11,11 +11,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison import Judged, best_two, overlap_of, unit
+from tools.common.comparison import Judged, best_two, known_values, overlap_of, unit
 from tools.common.contenders import Contenders, contenders_of
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
-from tools.common.report_page.runs import NOTHING, Run, data_notes, differing_settings, opening_of, read_runs, summary
+from tools.common.report_page.runs import NOTHING, Run, data_notes, opening_of, read_runs, summary, varied_settings
 from utils.errors import UserError
 from utils.log import log
 from utils.program import started_as
@@ -40,7 +40,7 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     every: list[dict[str, Any]] = []
     for runs in found.runs.values():
         every += runs.values()
-    values = found.values()
+    values = known_values(found.runs, found.names, found.judged)
     if len(every) < LEAST_RUNS or len(values) < 2:
         return None
     judged = found.judged
@@ -182,7 +182,7 @@ def _about_runs(runs: Sequence[Run], contenders: Contenders | None) -> dict[str,
         "nothing": NOTHING,
         "short_rows": short_rows,
         "rows": rows,
-        "settings": differing_settings(runs),
+        "settings": varied_settings(runs),
         "data": data_notes(runs),
         "updated": any(run.history.of("train") for run in runs),
         "charts": charts(runs, styles),

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine.measure.throughput import shown_rate
 from engine.report.outcome import favoured, flatters, splits_of
+from tools.common.tables import differing_settings
 from utils.config import Config, config_of_run
-from utils.config.keys import OF_ONE_START, settings, value_of
-from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.program import started_as
 from utils.record.history import History, Line
@@ -218,17 +217,10 @@ def data_notes(runs: Sequence[Run]) -> dict[str, list[str]]:
     return notes
 
 
-def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Settings in which the runs differ, with the value of each run; none if the settings of one are unknown."""
+def varied_settings(runs: Sequence[Run], besides: Sequence[str] = ("SAVE",)) -> dict[str, list[str]]:
+    """Settings in which the runs differ, with the text of each run; none if the settings of one are unknown."""
     configs = [run.config for run in runs if run.config is not None]
-    if len(configs) < len(runs):
-        return []
-    rows = []
-    for key in settings():
-        texts = [one_line(value_of(config, key)) for config in configs]
-        if key not in OF_ONE_START and key != "SAVE" and len(set(texts)) > 1:
-            rows.append((key, texts))
-    return rows
+    return {} if len(configs) < len(runs) else differing_settings(configs, besides)
 
 
 class Headline(NamedTuple):

@@ -189,7 +189,7 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
         log.warning(warning)
     notes: list[str] = []
     if run.world.first and run.config.DATA.CHECK != "off" and ready.train_set.single_images() is not None:
-        from datasets.examine import check_data
+        from datasets.examine.training import check_data
 
         notes = check_data(run.config, ready.train_set, ready.val_set, folder, ready.choices.get(ALIKE) or [])
     if folder is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.transforms import functional
 
 from datasets import ImageDataset, ValLoader, open_dataset
-from datasets.examine import QUICK_SECONDS
+from datasets.examine.copies import QUICK_SECONDS
 from engine.evaluation.features import Features, Seeing, columns_of, features_of
 from engine.machine.device import Run
 from models.parts import in_eval_mode

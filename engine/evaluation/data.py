@@ -9,7 +9,7 @@ import torch
 
 from datasets import check_dataset, comes_unsplit, has_labels, has_test, identity_of, source_of, validates_on_test
 from datasets.base import TITLES, ImageDataset
-from datasets.examine import QUICK_SECONDS, find_copies
+from datasets.examine.copies import QUICK_SECONDS, find_copies
 from datasets.exclude import Remaining, excluded, read_rows
 from datasets.labels import ANY_LABEL
 from datasets.recognise import recognise

@@ -135,7 +135,7 @@ def with_image_size(loaded: Loaded) -> Loaded:
     config = loaded.config
     if config.DATA.IMAGE_SIZE != AUTO:
         return loaded
-    from datasets.examine import median_side
+    from datasets.examine.headers import median_side
 
     name = source_of(config.DATA)
     data = of_any_size(config.DATA)

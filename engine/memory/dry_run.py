@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from datasets import Window
-from datasets.examine import HEADER_SECONDS, QUICK_SECONDS
+from datasets.examine.copies import QUICK_SECONDS
+from datasets.examine.headers import HEADER_SECONDS
 from engine.checkpoint.saver import estimate_seconds
 from engine.compile import choice
 from engine.evaluation.evaluate import on_device, validate

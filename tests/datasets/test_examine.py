@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import examine as searching
 from datasets.base import Unreadable
-from datasets.examine import examine, median_side, notes_of, warnings_of
+from datasets.examine import copies as searching
+from datasets.examine.headers import median_side
+from datasets.examine.training import examine
+from datasets.examine.words import notes_of, warnings_of
 from datasets.sources.files import FileSamples
 from tests.datasets.opened import of_shards, part
 from tests.datasets.shards.tar_files import write_tar

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from datasets.base import Samples
-    from tools.check_data.findings import AllFindings
-    from tools.check_data.scan import Split
+    from datasets.examine.findings import Findings, Split
     from utils.config import Config
     from utils.config.data import DataConfig
 
@@ -95,7 +94,8 @@ def _check(config: Config, asked: Asked, world: World) -> int:
     """Scan the images, and report, which rank 0 does; returns the exit code."""
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import auto_workers
-    from tools.check_data.findings import UNLIKE, find_problems
+    from datasets.examine.findings import UNLIKE
+    from tools.check_data.findings import find_problems
     from tools.check_data.report import as_json
     from tools.check_data.scan import scan_split
 
@@ -119,7 +119,7 @@ def _check(config: Config, asked: Asked, world: World) -> int:
         if count:
             others = "no other defects" if findings.clean else "there are others"
             result = f"Defects: {counted(count, 'image')} may be copies; {others}."
-    doubtful = findings.notes[UNLIKE]
+    doubtful = findings.found[UNLIKE]
     if doubtful:
         result += f" Look at {counted(len(doubtful), 'image')} in another format: perhaps placeholders."
     if unread:
@@ -138,9 +138,9 @@ def _check_existing(splits: Iterable[Split]) -> None:
             raise UserError(f"None of {counted(len(split.scans), f'{split.title} image')} exists: {where}.")
 
 
-def _report(findings: AllFindings, splits: list[Split], data: DataConfig, asked: Asked) -> None:
+def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: Asked) -> None:
     """Log what was found, and write the list of -fix."""
-    from tools.check_data.findings import kept_by_crop
+    from datasets.examine.headers import kept_by_crop
     from tools.check_data.report import exclude_list, text
 
     headers = [scan.header for scan in chain.from_iterable(split.scans for split in splits)]
@@ -204,19 +204,19 @@ def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
     return opened, unread
 
 
-def _what_stays(findings: AllFindings, asked: Asked) -> Iterator[str]:
+def _what_stays(findings: Findings, asked: Asked) -> Iterator[str]:
     """Defects that the list of -fix leaves, and what to do."""
-    from tools.check_data.findings import DUPLICATES, NEAR_CONFLICTS, NEAR_OVERLAP
+    from datasets.examine.findings import DUPLICATES_OF_OTHERS, NEAR_CONFLICTS, NEAR_OVERLAP
 
-    if not asked.near and any(one.split == "training" for one in findings.defects[NEAR_OVERLAP]):
+    if not asked.near and any(one.split == "training" for one in findings.found[NEAR_OVERLAP]):
         way = "-near -overwrite" if asked.fix else "-fix FILE -near"
         yield f"Images that are nearly the same as one of another split stay: look at them, then add {way}."
-    if findings.notes[DUPLICATES]:
+    if findings.found[DUPLICATES_OF_OTHERS]:
         yield (
             "Duplicates within validation or test stay, and count twice there. To leave them out, list all but one in "
             "DATA.EXCLUDE; runs are then compared on fewer images."
         )
-    if findings.defects[NEAR_CONFLICTS]:
+    if findings.found[NEAR_CONFLICTS]:
         yield (
             "Nearly the same images with different labels stay: see which label is right, then list the other image in "
             "DATA.EXCLUDE, or another label for it in DATA.RELABEL."

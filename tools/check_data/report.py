@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from datasets.exclude import line_of, name_prefix, text_of
-from tools.check_data.findings import (
+from datasets.examine.findings import (
     CONFLICTS,
     DAMAGED,
     DUPLICATES,
@@ -19,11 +18,12 @@ from tools.check_data.findings import (
     PIXELS,
     SMALL,
     UNREADABLE,
-    AllFindings,
+    Findings,
     Found,
     Kind,
+    Split,
 )
-from tools.check_data.scan import Split
+from datasets.exclude import line_of, name_prefix, text_of
 from utils.config.data import DataConfig
 from utils.log import log
 from utils.program import started_as
@@ -32,7 +32,7 @@ SHOWN = 5
 """Lines of each kind of finding; twice as many of the table of classes"""
 
 
-def text(findings: AllFindings, data: DataConfig, advice: list[str]) -> str:
+def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
     """Report for the terminal: numbers, the `advice`, then SHOWN lines of each kind, with names below DATA_PATH."""
     kinds = {f"DEFECT: {kind.heading}": found for kind, found in findings.defects.items()}
     kinds |= {f"note: {kind.heading}": found for kind, found in findings.notes.items()}
@@ -95,7 +95,7 @@ def _lines(found: Sequence[str | Found], prefix: str) -> list[str]:
     return shown
 
 
-def as_json(findings: AllFindings) -> dict[str, Any]:
+def as_json(findings: Findings) -> dict[str, Any]:
     """Content of the -json file."""
 
     def listed(kinds: dict[Kind, list[Any]]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ REASONS = {
 """Defects whose images the exclude list has"""
 
 
-def exclude_list(findings: AllFindings, splits: list[Split], data: DataConfig, near: bool) -> Excluded:
+def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near: bool) -> Excluded:
     """List images for DATA.EXCLUDE; those that are nearly the same as one of another split if `near`.
 
     Copies are removed from the training split alone, so that results on the other splits stay comparable.
@@ -162,7 +162,7 @@ def exclude_list(findings: AllFindings, splits: list[Split], data: DataConfig, n
     return Excluded(text_of_list(lines, data), "\n".join(words), counts.total())
 
 
-def _chosen(findings: AllFindings, splits: Sequence[Split], near: bool) -> list[tuple[Kind, Found]]:
+def _chosen(findings: Findings, splits: Sequence[Split], near: bool) -> list[tuple[Kind, Found]]:
     """Images to exclude, each once, with the first kind of defect that it has."""
     chosen: dict[tuple[str, str], tuple[Kind, Found]] = {}
     others = itertools.chain.from_iterable(split.images() for split in splits[1:])

@@ -1,14 +1,10 @@
 """Scan of a data set, in which every image is decoded once."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from datasets import decoding
 from datasets.base import Encoded, Key, Samples, dtype_of
 from datasets.damage import Failure, failure_or
-from datasets.examine import digest_of
-from datasets.labels import distinct_names
+from datasets.examine.copies import digest_of
+from datasets.examine.findings import Scan, Split
 from datasets.loading.loader import Plan
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
@@ -38,65 +34,6 @@ KINDS = {"empty": decoding.EMPTY, "no image": decoding.UNKNOWN_FORMAT, "too larg
 """Kind of problem -> words of the decoder about it"""
 SHADES = 48
 """Of a standard deviation in thumbnails of bands"""
-
-
-class Scan(NamedTuple):
-    """Result for one image."""
-
-    header: decoding.Header
-    problem: str = ""
-    """Kind of problem in a word; '' where the image can be read"""
-    reason: str = ""
-    digest: bytes = b""
-    """Equal for images of equal bytes; b'' where they cannot be read"""
-    same: bytes = b""
-    """Equal for images of equal pixels too, unless they are of one colour"""
-    damage: str = ""
-    """The decoder's warning about an image that it could read all the same"""
-    thumbnail: bytes = b""
-    """Pixels of the whole image, channels x SIDE x SIDE; b'' where it cannot be read"""
-
-
-@dataclass
-class Split:
-    """Split of a data set with the scans of its images."""
-
-    title: str
-    samples: Samples
-    scans: list[Scan]
-
-    @cached_property
-    def names(self) -> list[str]:
-        """Of the classes, if known"""
-        return distinct_names(self.samples.classes or ())
-
-    def images(self) -> Iterator[Image]:
-        return (Image(self, number) for number in range(len(self.scans)))
-
-
-class Image(NamedTuple):
-    split: Split
-    number: int
-
-    @property
-    def scan(self) -> Scan:
-        return self.split.scans[self.number]
-
-    @property
-    def header(self) -> decoding.Header:
-        return self.scan.header
-
-    @property
-    def name(self) -> str:
-        return self.split.samples.name(self.number)
-
-    @property
-    def label(self) -> str:
-        """The name of the class, or of all of them, as in cat;dog; numbers where classes have no names."""
-        label = self.split.samples.labels[self.number]
-        names = self.split.names
-        numbers = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(label).tolist()
-        return ";".join(names[one] if 0 <= one < len(names) else f"label {one}" for one in numbers) or "no label"
 
 
 def scan_split(title: str, samples: Samples, data: DataConfig, workers: int, world: World = ALONE) -> Split:

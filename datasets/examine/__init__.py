@@ -1,5 +1,5 @@
 """What is found in the images of a data set: before training, under a limit of time, and by check_data.py in all.
 
-`findings.py` has a row for each kind. `names.py`, `headers.py` and `copies.py` find them, with `Findings.add`.
-`training.py` looks at a sample, and says what it shows in the sentences of `words.py`.
+`findings.py` has a row for each kind. `names.py`, `headers.py` and `copies.py` find them, each by a function that calls
+`Findings.add`. `training.py` says what a training shows of them; `tools/check_data` decodes all images before it asks.
 """

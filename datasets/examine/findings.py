@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,38 +32,42 @@ class Kind(NamedTuple):
     defect: bool = False
     """Whether it spoils training or its metrics; a note does not"""
 
+    @property
+    def title(self) -> str:
+        return f"DEFECT: {self.heading}" if self.defect else f"note: {self.heading}"
+
 
 UNREADABLE = Kind("unreadable", "cannot be read", defect=True)
-DAMAGED = Kind("damaged but readable", "damaged, although they can be read", defect=True)
-LABELS = Kind("label out of range", "labels out of range", defect=True)
-EMPTY_CLASSES = Kind("empty classes", "classes without training images", defect=True)
+DAMAGED = Kind("damaged_but_readable", "damaged, although they can be read", defect=True)
+LABELS = Kind("label_out_of_range", "labels out of range", defect=True)
+EMPTY_CLASSES = Kind("empty_classes", "classes without training images", defect=True)
 DUPLICATES = Kind("duplicate", "duplicates within a split", defect=True)
-OVERLAP = Kind("in both parts", "in two splits (training images in another, or validation images in test)", defect=True)
-CONFLICTS = Kind("conflicting labels", "the same bytes with different labels", defect=True)
-NEAR_OVERLAP = Kind("nearly in both parts", "nearly the same in two splits (encoded again, resized)", defect=True)
+OVERLAP = Kind("in_both_parts", "in two splits (training images in another, or validation images in test)", defect=True)
+CONFLICTS = Kind("conflicting_labels", "the same bytes with different labels", defect=True)
+NEAR_OVERLAP = Kind("nearly_in_both_parts", "nearly the same in two splits (encoded again, resized)", defect=True)
 NEAR_CONFLICTS = Kind(
-    "nearly the same with conflicting labels",
+    "nearly_the_same_with_conflicting_labels",
     "nearly the same with different labels: one is wrong, unless classes differ in details",
     defect=True,
 )
 DUPLICATES_OF_OTHERS = DUPLICATES._replace(defect=False)
 """In validation and test they count twice, but spoil no training."""
-UNVALIDATED = Kind("classes without validation images", "classes without validation images")
-TINY = Kind("tiny classes", f"classes with fewer than {FEW} training images")
-SMALL = Kind("smaller than IMAGE_SIZE", "smaller than IMAGE_SIZE; enlarged when read")
-MODES = Kind("not plain", "colours are converted when read (transparent parts become DATA.BACKGROUND)")
-BLANK = Kind("blank bands", "bands that are blank")
-UNLIKE = Kind("in another format", "perhaps placeholders: in another format than nearly all others")
-LARGE = Kind("much larger", f"at least {TIMES_LARGER} times as large as most others")
+UNVALIDATED = Kind("classes_without_validation_images", "classes without validation images")
+TINY = Kind("tiny_classes", f"classes with fewer than {FEW} training images")
+SMALL = Kind("smaller_than_image_size", "smaller than IMAGE_SIZE; enlarged when read")
+MODES = Kind("not_plain", "colours are converted when read (transparent parts become DATA.BACKGROUND)")
+BLANK = Kind("blank_bands", "bands that are blank")
+UNLIKE = Kind("in_another_format", "perhaps placeholders: in another format than nearly all others")
+LARGE = Kind("much_larger", f"at least {TIMES_LARGER} times as large as most others")
 TURNED = Kind(
-    "to be turned", "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them"
+    "to_be_turned", "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them"
 )
 SOURCES = Kind(
-    "of another source",
+    "of_another_source",
     "properties (format, colours, size) that tell classes or splits apart, perhaps of another source",
 )
-NEAR_DUPLICATES = Kind("nearly duplicate", "nearly the same within a split")
-FLAT_IMAGES = Kind("of one colour", "almost of one colour; if they should not be, see DATA.BACKGROUND")
+NEAR_DUPLICATES = Kind("nearly_duplicate", "nearly the same within a split")
+FLAT_IMAGES = Kind("of_one_colour", "almost of one colour; if they should not be, see DATA.BACKGROUND")
 
 
 class Scan(NamedTuple):
@@ -162,52 +166,47 @@ class Findings:
     """By split"""
     classes: dict[str, dict[str, int]]
     """Images of each class, by split"""
-    companions: str
-    """That images may be masks of others, by their names"""
-    series: str
-    """That images of a group, or whose names look like those of one thing, are in several splits"""
-    unlabelled: dict[str, int]
-    """Images without a label, by split; empty where every image has exactly one"""
-    found: defaultdict[Kind, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    """By kind: images, each Found, or names of classes"""
     largest_class_percent: float | None = None
     """Top-1 of always guessing the most frequent class of the validation split; None with several labels"""
     copies: Copies | None = None
     """Of training images in validation; None where they were not looked for"""
     copies_in_test: dict[str, Copies] = field(default_factory=dict)
     """Of images of each other split in the test split"""
+    companions: str = ""
+    """That images may be masks of others, by their names"""
+    series: str = ""
+    """That images of a group, or whose names look like those of one thing, are in several splits"""
     alike: list[int] = field(default_factory=list)
     """Validation images that look like a training image, as edited copies do, and those compared; empty if unknown"""
     looked_at: int = 0
-    """Training images whose headers were read"""
+    """Images whose headers were read"""
+    unlike: list[str] = field(default_factory=list)
+    """Names of those in a format that few others have, and the format"""
+    modes: dict[str, int] = field(default_factory=dict)
+    """Images by how their colours are stored, where it is not as the model takes them"""
     shorter: int = 0
-    """Pixels of the shorter side of a training image (the median)"""
+    """Pixels of the shorter side of an image (the median)"""
     turned: int = 0
+
+    def __post_init__(self) -> None:
+        # Not in data.json
+        self.found = defaultdict[Kind, list[Any]](list)
+        """By kind: images, each Found, or names of classes"""
+        self.unlabelled = dict[str, int]()
+        """Images without a label, by split; empty where every image has exactly one"""
 
     @classmethod
     def of(cls, splits: Mapping[str, Samples], data: DataConfig, unnamed: str, num_classes: int = ANY_LABEL) -> Self:
         """What labels and names say. `unnamed`: words before the label of a class that has no name."""
-        several = {title: samples.labels for title, samples in splits.items() if samples.labels.ndim == 2}
         return cls(
             images={title: len(samples) for title, samples in splits.items()},
             classes=_images_by_class(splits, unnamed, num_classes),
             companions=companions_of(splits),
             series=series_of(splits, data),
-            unlabelled={title: int((labels.sum(1) == 0).sum()) for title, labels in several.items()},
         )
 
     def add(self, kind: Kind, image: Image, about: str, problem: str = "") -> None:
         self.found[kind].append(Found(image.split.title, image.name, about, problem))
-
-    @property
-    def unlike(self) -> list[str]:
-        """Names of images in a format that few others have, and the format"""
-        return [f"{one.name} ({one.about})" for one in self.found.get(UNLIKE, ())]
-
-    @property
-    def modes(self) -> dict[str, int]:
-        """Images by how their colours are stored, where it is not as the model takes them"""
-        return dict(Counter(one.about for one in self.found.get(MODES, ())))
 
     def of_kinds(self, defects: bool) -> dict[Kind, list[Any]]:
         """The defects, or the notes."""

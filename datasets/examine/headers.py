@@ -23,6 +23,7 @@ from datasets.examine.findings import (
     UNLIKE,
     Findings,
     Image,
+    Kind,
     Scan,
     Split,
 )
@@ -45,7 +46,7 @@ MOST_KEPT = 0.6
 
 
 def look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> None:
-    """Add what the headers of training images show, as many as DATA.CHECK allows."""
+    """`add_headers` of training images, as many as DATA.CHECK allows."""
     count = len(train)
     seconds = float("inf")
     if data.CHECK == "quick":
@@ -55,10 +56,6 @@ def look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> Non
     split = Split("training", train)
     images = [Image(split, index, Scan(header)) for index, header in until(end, _headers(train, count, data))]
     add_headers(findings, images, data)
-    shorter = shorter_sides(image.header for image in images)
-    findings.looked_at = len(images)
-    findings.shorter = round(float(np.median(shorter))) if shorter else 0
-    findings.turned = sum(image.header.turned for image in images)
 
 
 def median_side(samples: Samples, data: DataConfig) -> int | None:
@@ -67,7 +64,7 @@ def median_side(samples: Samples, data: DataConfig) -> int | None:
     Other than `look_at_headers`, it reads the same images however long that takes, because every rank has to find the
     same.
     """
-    shorter = shorter_sides(header for _, header in _headers(samples, MEASURED, data))
+    shorter = _shorter_sides(header for _, header in _headers(samples, MEASURED, data))
     return statistics.median_low(shorter) if shorter else None
 
 
@@ -78,71 +75,86 @@ def _headers(samples: Samples, count: int, data: DataConfig) -> Iterator[tuple[i
             yield index, header_of(samples.read(index), data)
 
 
-def shorter_sides(headers: Iterable[Header]) -> list[int]:
+def _shorter_sides(headers: Iterable[Header]) -> list[int]:
     """In pixels, where they are known."""
     shorter = (min(header.size) for header in headers)
     return [side for side in shorter if side > 0]
 
 
 def add_headers(findings: Findings, images: Sequence[Image], data: DataConfig) -> None:
-    """What is odd about the header of an image, alone or beside all others."""
+    """How images are stored, and what is odd about an image alone or beside all others."""
+    headers = [image.header for image in images]
     # Placeholders and drawings often have a format of their own.
-    formats = Counter(image.header.format for image in images if image.header.format)
+    formats = Counter(header.format for header in headers if header.format)
     rare = {name for name, number in formats.items() if number * RARE <= formats.total()}
-    known = shorter_sides(image.header for image in images)
-    large = TIMES_LARGER * np.median(known) if known else np.inf
+    known = _shorter_sides(headers)
+    median = float(np.median(known)) if known else np.inf
+    large = TIMES_LARGER * median
     if sum(side >= large for side in known) * RARE > len(known):
         large = np.inf
-    least_high, least_wide = sides(data.IMAGE_SIZE)
     for image in images:
-        header = image.header
-        wide, high = header.size
-        size = f"{wide} x {high}"
-        if header.mode:
-            findings.add(MODES if header.format else BLANK, image, header.mode)
-        if min(wide, high) > 0 and (wide < least_wide or high < least_high):
-            findings.add(SMALL, image, size)
-        if header.format in rare:
-            findings.add(UNLIKE, image, header.format)
-        if min(wide, high) >= large:
-            findings.add(LARGE, image, size)
-        if header.turned and not data.EXIF_ROTATE:
-            findings.add(TURNED, image, size)
+        for kind, about in _notes_of(image.header, data, rare, large):
+            findings.add(kind, image, about)
+    findings.looked_at = len(images)
+    findings.unlike = [f"{one.name} ({one.about})" for one in findings.found.get(UNLIKE, ())]
+    findings.modes = dict(Counter(one.about for one in findings.found.get(MODES, ())))
+    findings.shorter = round(median) if known else 0
+    findings.turned = sum(header.turned for header in headers)
+
+
+def _notes_of(header: Header, data: DataConfig, rare: set[str], large: float) -> Iterator[tuple[Kind, str]]:
+    """Kinds of notes, and what is odd. `rare`: formats; `large`: pixels of the shorter side of a large image."""
+    wide, high = header.size
+    size = f"{wide} x {high}"
+    least_high, least_wide = sides(data.IMAGE_SIZE)
+    if header.mode:
+        yield MODES if header.format else BLANK, header.mode
+    if min(wide, high) > 0 and (wide < least_wide or high < least_high):
+        yield SMALL, size
+    if header.format in rare:
+        yield UNLIKE, header.format
+    if min(wide, high) >= large:
+        yield LARGE, size
+    if header.turned and not data.EXIF_ROTATE:
+        yield TURNED, size
 
 
 def add_sources(findings: Findings, images: Iterable[Image], data: DataConfig) -> None:
     """Formats, colours and sizes that tell a class, or that a split has not: those of another camera or website."""
-    notes = findings.found[SOURCES]
     images = [image for image in images if image.header.format]  # unknown of arrays and bands
     usual = "grey" if data.IMAGE_CHANNELS == 1 else "RGB"
+    labels = [image.label for image in images]
+    titles = [image.split.title for image in images]
     properties = {
         "format": [image.header.format for image in images],
         "colours": [image.header.mode or usual for image in images],
         "size": ["{} x {}".format(*image.header.size) for image in images],
     }
-    labels = [image.label for image in images]
-    titles = [image.split.title for image in images]
+    for what, values in properties.items():
+        findings.found[SOURCES] += [f"{what} {text}" for text in _told_by(values, labels, titles)]
+
+
+def _told_by(values: Sequence[str], labels: Sequence[str], titles: Sequence[str]) -> Iterator[str]:
+    """Values of a property that tell classes or splits apart, the rarest first. The arguments: of each image."""
     of_class = Counter(labels)
     of_split = Counter(titles)
-    for what, values in properties.items():
-        by_class = _counts(values, labels)
-        by_split = _counts(values, titles)
-        told = list[set[str]]()
-        for value in sorted(by_class, key=lambda value: (by_class[value].total(), value)):
-            have = by_class[value]
-            number = have.total()
-            if number < AT_LEAST:
-                continue
-            common = 2 * number > len(images)
-            classes = _classes_with(have, of_class, common)
-            if classes and classes not in told:
-                told += [classes, of_class.keys() - classes]
-                notes.append(f"{what} {value}: {_apart(classes, have, of_class)}; a model may go by it")
-            for title, size in of_split.items():
-                expected = number * size / len(images)
-                if expected >= FEW and not by_split[value][title] and not common:
-                    absent = f"none of {number:,} images in {title}, where chance puts {expected:.0f}"
-                    notes.append(f"{what} {value}: {absent}")
+    by_class = _counts(values, labels)
+    by_split = _counts(values, titles)
+    told = list[set[str]]()
+    for value in sorted(by_class, key=lambda value: (by_class[value].total(), value)):
+        have = by_class[value]
+        number = have.total()
+        if number < AT_LEAST:
+            continue
+        common = 2 * number > len(values)
+        classes = _classes_with(have, of_class, common)
+        if classes and classes not in told:
+            told += [classes, of_class.keys() - classes]
+            yield f"{value}: {_apart(classes, have, of_class)}; a model may go by it"
+        for title, size in of_split.items():
+            expected = number * size / len(values)
+            if expected >= FEW and not by_split[value][title] and not common:
+                yield f"{value}: none of {number:,} images in {title}, where chance puts {expected:.0f}"
 
 
 def _counts(values: Sequence[str], of: Sequence[str]) -> dict[str, Counter[str]]:

@@ -12,8 +12,7 @@ from PIL import Image
 from datasets.base import Unreadable
 from datasets.examine import copies as searching
 from datasets.examine.headers import median_side
-from datasets.examine.training import examine
-from datasets.examine.words import notes_of, warnings_of
+from datasets.examine.training import examine, notes_of, warnings_of
 from datasets.sources.files import FileSamples
 from tests.datasets.opened import of_shards, part
 from tests.datasets.shards.tar_files import write_tar

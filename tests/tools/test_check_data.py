@@ -197,6 +197,12 @@ def test_colours_that_tell_a_class_or_that_a_split_lacks_are_named(check: Check,
     ]
 
 
+def test_a_format_of_few_images_is_not_compared_with_classes(check: Check, tree: Path) -> None:
+    for number in range(5):
+        save_image(tree / "train/ant" / f"{number}.png", 3000 + number)
+    assert check(tree)[1]["notes"]["of_another_source"] == []
+
+
 def test_a_size_that_all_classes_but_one_share_is_named(check: Check, tmp_path: Path) -> None:
     for number in range(96):
         size = (36 + number % 7, 40) if number % 4 == 0 else (48, 40)

@@ -32,6 +32,9 @@ def find_problems(splits: Sequence[Split], num_classes: int, data: DataConfig) -
     """Findings of all splits, of which training comes first."""
     samples = {split.title: split.samples for split in splits}
     findings = Findings.of(samples, data, unnamed="", num_classes=num_classes)
+    for title, of in samples.items():
+        if of.labels.ndim == 2:
+            findings.unlabelled[title] = int((of.labels.sum(1) == 0).sum())
     of_training = findings.classes.get("training", {})
     findings.found[EMPTY_CLASSES] = [name for name, count in of_training.items() if not count]
     findings.found[UNVALIDATED] = findings.unvalidated

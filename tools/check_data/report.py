@@ -1,7 +1,5 @@
 """Report of what is found in a data set: for the terminal, as JSON, and as a list of images to exclude."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 from collections import Counter
@@ -12,7 +10,6 @@ from datasets.examine.findings import (
     CONFLICTS,
     DAMAGED,
     DUPLICATES,
-    MODES,
     NEAR_OVERLAP,
     OVERLAP,
     PIXELS,
@@ -34,8 +31,8 @@ SHOWN = 5
 
 def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
     """Report for the terminal: numbers, the `advice`, then SHOWN lines of each kind, with names below DATA_PATH."""
-    kinds = {f"DEFECT: {kind.heading}": found for kind, found in findings.defects.items()}
-    kinds |= {f"note: {kind.heading}": found for kind, found in findings.notes.items()}
+    kinds = findings.of_kinds(defects=True) | findings.of_kinds(defects=False)
+    kinds = {kind: found for kind, found in kinds.items() if found}
     summary = []
     for split, counts in findings.classes.items():
         line = f"{split.capitalize()} split: {findings.images[split]:,} images in {len(counts):,} classes"
@@ -43,27 +40,32 @@ def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
             without = f"{findings.unlabelled[split]:,} images without a label"
             line += f", with {sum(counts.values()):,} labels; {without}"
         summary.append(line)
-    small = len(findings.notes.get(SMALL, ()))
+    small = len(kinds.get(SMALL, ()))
     images = sum(findings.images.values())
     if 2 * small > images:  # a size of the data set, not of some images
-        del kinds[f"note: {SMALL.heading}"]
+        del kinds[SMALL]
         summary.append(f"note: {small:,} of {images:,} images are {SMALL.heading}, which adds no detail")
-    kinds = {heading: found for heading, found in kinds.items() if found}
-    for heading, found in kinds.items():
-        line = f"{heading}: {len(found):,}"
-        of_images = [one for one in found if isinstance(one, Found)]
-        if other := sum(one.contradicts for one in of_images):
-            line += f", {other:,} with another label in another split"
-        if pixels := sum(one.kind == PIXELS for one in of_images):
-            line += f", {pixels:,} with the same pixels in other bytes"
-        summary.append(line)
-    modes = Counter(found.about for found in findings.notes.get(MODES, ()))
-    if modes:
-        summary.append(f"note: colour modes: {', '.join(f'{mode} {count:,}' for mode, count in modes.items())}")
+    summary += [f"{kind.title}: {_counted(found)}" for kind, found in kinds.items()]
+    if findings.modes:
+        modes = ", ".join(f"{mode} {count:,}" for mode, count in findings.modes.items())
+        summary.append(f"note: colour modes: {modes}")
     blocks = [summary, advice, _table(findings.classes)]
-    for heading, found in kinds.items():
-        blocks.append([f"{heading}:", *_lines(found, name_prefix(data))])
+    for kind, found in kinds.items():
+        blocks.append([f"{kind.title}:", *_lines(found, name_prefix(data))])
     return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _counted(found: Sequence[str | Found]) -> str:
+    """Number of findings of a kind, and of those among them that matter more or less than the others."""
+    words = f"{len(found):,}"
+    images = [one for one in found if isinstance(one, Found)]
+    other = sum(one.contradicts for one in images)
+    if other:
+        words += f", {other:,} with another label in another split"
+    pixels = sum(one.kind == PIXELS for one in images)
+    if pixels:
+        words += f", {pixels:,} with the same pixels in other bytes"
+    return words
 
 
 def _table(classes: dict[str, dict[str, int]]) -> list[str]:
@@ -97,20 +99,20 @@ def _lines(found: Sequence[str | Found], prefix: str) -> list[str]:
 
 def as_json(findings: Findings) -> dict[str, Any]:
     """Content of the -json file."""
-
-    def listed(kinds: dict[Kind, list[Any]]) -> dict[str, Any]:
-        return {kind.name.replace(" ", "_").lower(): [*map(in_json, found)] for kind, found in kinds.items()}
-
-    def in_json(one: str | Found) -> Any:
-        if isinstance(one, str):
-            return one
-        about = {"part": one.split, "name": one.name, "about": one.about}
-        return {**about, "kind": one.kind} if one.kind else about
-
     content: dict[str, Any] = {"clean": findings.clean, "classes": findings.classes}
     if findings.unlabelled:
         content["images_without_label"] = findings.unlabelled
-    return {**content, "defects": listed(findings.defects), "notes": listed(findings.notes)}
+    for name, defects in (("defects", True), ("notes", False)):
+        kinds = findings.of_kinds(defects)
+        content[name] = {kind.name: [_in_json(one) for one in found] for kind, found in kinds.items()}
+    return content
+
+
+def _in_json(one: str | Found) -> Any:
+    if isinstance(one, str):
+        return one
+    about = {"part": one.split, "name": one.name, "about": one.about}
+    return {**about, "kind": one.kind} if one.kind else about
 
 
 class Excluded(NamedTuple):
@@ -170,7 +172,7 @@ def _chosen(findings: Findings, splits: Sequence[Split], near: bool) -> list[tup
     for kind in REASONS:
         if kind == NEAR_OVERLAP and not near:
             continue
-        for found in findings.defects.get(kind, ()):
+        for found in findings.found.get(kind, ()):
             intact = kind not in (UNREADABLE, DAMAGED)
             twice = found.name == found.copy_of or (found.split == "training" and found.name in validating)
             if intact and twice:  # a line would remove both

@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -121,48 +121,36 @@ def _notes_of(header: Header, data: DataConfig, rare: set[str], large: float) ->
 
 def add_sources(findings: Findings, images: Iterable[Image], data: DataConfig) -> None:
     """Formats, colours and sizes that tell a class, or that a split has not: those of another camera or website."""
-    images = [image for image in images if image.header.format]  # unknown of arrays and bands
     usual = "grey" if data.IMAGE_CHANNELS == 1 else "RGB"
-    labels = [image.label for image in images]
-    titles = [image.split.title for image in images]
-    properties = {
-        "format": [image.header.format for image in images],
-        "colours": [image.header.mode or usual for image in images],
-        "size": ["{} x {}".format(*image.header.size) for image in images],
+    properties: dict[str, Callable[[Header], str]] = {
+        "format": lambda header: header.format,
+        "colours": lambda header: header.mode or usual,
+        "size": lambda header: "{} x {}".format(*header.size),
     }
-    for what, values in properties.items():
-        findings.found[SOURCES] += [f"{what} {text}" for text in _told_by(values, labels, titles)]
-
-
-def _told_by(values: Sequence[str], labels: Sequence[str], titles: Sequence[str]) -> Iterator[str]:
-    """Values of a property that tell classes or splits apart, the rarest first. The arguments: of each image."""
-    of_class = Counter(labels)
-    of_split = Counter(titles)
-    by_class = _counts(values, labels)
-    by_split = _counts(values, titles)
-    told = list[set[str]]()
-    for value in sorted(by_class, key=lambda value: (by_class[value].total(), value)):
-        have = by_class[value]
-        number = have.total()
-        if number < AT_LEAST:
-            continue
-        common = 2 * number > len(values)
-        classes = _classes_with(have, of_class, common)
-        if classes and classes not in told:
-            told += [classes, of_class.keys() - classes]
-            yield f"{value}: {_apart(classes, have, of_class)}; a model may go by it"
-        for title, size in of_split.items():
-            expected = number * size / len(values)
-            if expected >= FEW and not by_split[value][title] and not common:
-                yield f"{value}: none of {number:,} images in {title}, where chance puts {expected:.0f}"
-
-
-def _counts(values: Sequence[str], of: Sequence[str]) -> dict[str, Counter[str]]:
-    """For each value, how many images with it are of each class or split."""
-    counts = defaultdict[str, Counter[str]](Counter)
-    for value, one in zip(values, of, strict=True):
-        counts[value][one] += 1
-    return counts
+    notes = findings.found[SOURCES]
+    images = [image for image in images if image.header.format]  # unknown of arrays and bands
+    of_class = Counter(image.label for image in images)
+    of_split = Counter(image.split.title for image in images)
+    for what, value_of in properties.items():
+        by_value = defaultdict[str, list[Image]](list)
+        for image in images:
+            by_value[value_of(image.header)].append(image)
+        told = list[set[str]]()
+        for value, having in sorted(by_value.items(), key=lambda item: (len(item[1]), item[0])):
+            if len(having) < AT_LEAST:
+                continue
+            have = Counter(image.label for image in having)
+            common = 2 * len(having) > len(images)
+            classes = _classes_with(have, of_class, common)
+            if classes and classes not in told:
+                told += [classes, of_class.keys() - classes]
+                notes.append(f"{what} {value}: {_apart(classes, have, of_class)}; a model may go by it")
+            splits = {image.split.title for image in having}
+            for title, size in of_split.items():
+                expected = len(having) * size / len(images)
+                if expected >= FEW and title not in splits and not common:
+                    absent = f"none of {len(having):,} images in {title}, where chance puts {expected:.0f}"
+                    notes.append(f"{what} {value}: {absent}")
 
 
 def _classes_with(have: Counter[str], of_class: Counter[str], common: bool) -> set[str]:

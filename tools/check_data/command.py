@@ -179,27 +179,26 @@ def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
     from datasets.sources.split import TooFewToSplit
 
     data = config.DATA
-    samples: dict[str, Samples | None] = {}
+    opened: dict[str, Samples] = {}
     for title in ("training", "validation"):
         try:
             # With any label, so that labels out of range are reported with all other defects.
             split = open_dataset(data, title == "training", ANY_LABEL, config.SEED, torch.device("cpu"))
-            samples[title] = split.single_images()
         except TooFewToSplit as error:
             log.warning("%s Here all images are checked as training images.", error)
-    test = open_test(data)
-    if test is not None:
-        samples["test"] = test
-    training = samples["training"]
-    warn_of_splits(data, training, samples.get("validation"))
-    if training is not None:
-        warn_alike_names(training.classes or (), source_of(data))
-    opened: dict[str, Samples] = {}
-    for title, found in samples.items():
-        if found is None:
+            continue
+        samples = split.single_images()
+        if samples is None:
             log.info("The %s split of %s is held in memory: there are no files to check.", title, data.DATASET)
         else:
-            opened[title] = found
+            opened[title] = samples
+    test = open_test(data)
+    if test is not None:
+        opened["test"] = test
+    training = opened.get("training")
+    warn_of_splits(data, training, opened.get("validation"))
+    if training is not None:
+        warn_alike_names(training.classes or (), source_of(data))
     unread = test is None and has_test(data) and data.PART in (AUTO, "val")  # a warning says why
     return opened, unread
 

@@ -96,7 +96,9 @@ def _named_alike(splits: Mapping[str, Samples], group: str) -> dict[str, list[st
     of_both = Counter(zip(everywhere, labels, strict=True))
     nothing = {name for name, images in Counter(everywhere).items() if images > OF_IMAGES * len(everywhere)}
     nothing |= {name for (name, label), images in of_both.items() if images > OF_CLASS * of_class[label]}
-    return {title: ["" if name in nothing else name for name in of_split] for title, of_split in names.items()}
+    for title, of_split in names.items():
+        names[title] = ["" if name in nothing else name for name in of_split]
+    return names
 
 
 class Torn(NamedTuple):

@@ -143,7 +143,8 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
     from datasets.examine.headers import kept_by_crop
     from tools.check_data.report import exclude_list, text
 
-    headers = [scan.header for scan in chain.from_iterable(split.scans for split in splits)]
+    scans = chain.from_iterable(split.scans for split in splits)
+    headers = [scan.header for scan in scans]
     if not data.is_plain:
         found = Counter(header.size for header in headers if min(header.size) > 0).most_common(5)
         sizes = ", ".join(f"{wide} x {high} ({count:,})" for (wide, high), count in found)
@@ -154,7 +155,8 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
     excluded = exclude_list(findings, splits, data, asked.near)
     advice = list[str]()
     if excluded.images:
-        advice += [f"Excluded by {asked.fix or 'the list that -fix FILE writes'}:", excluded.words]
+        listed = asked.fix or "the list that -fix FILE writes"
+        advice += [f"Excluded by {listed}:", excluded.words]
     if asked.fix is not None:
         with writing(asked.fix, "-fix"):
             write_atomically(asked.fix, excluded.content)

@@ -71,7 +71,7 @@ def _counted(found: Sequence[str | Found]) -> str:
 def _table(classes: dict[str, dict[str, int]]) -> list[str]:
     """Images per class of each split, of the smallest and the largest classes."""
     rows = []
-    for name in dict.fromkeys(itertools.chain(*classes.values())):
+    for name in dict.fromkeys(itertools.chain.from_iterable(classes.values())):
         rows.append(([of_split.get(name, 0) for of_split in classes.values()], name))
     rows.sort()
     shown = rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], *rows[-SHOWN:]]
@@ -104,7 +104,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
         content["images_without_label"] = findings.unlabelled
     for name, defects in (("defects", True), ("notes", False)):
         kinds = findings.of_kinds(defects)
-        content[name] = {kind.name: [_in_json(one) for one in found] for kind, found in kinds.items()}
+        content[name] = {kind.name: list(map(_in_json, found)) for kind, found in kinds.items()}
     return content
 
 

@@ -86,12 +86,10 @@ def _check_training(config: Config) -> None:
     check_class_weights(train)
     if train.BCE_TARGET_THRESH is not None:
         task_of(config).loss(train, None)  # which refuses a threshold beside its targets
-    for key in ("WANDB", "MLFLOW"):
-        project = value_of(config, key)
-        if project is not None:
-            from engine.report.trackers import check_project
+    for key, project in config.trackers.items():
+        from engine.report.trackers import check_project
 
-            check_project(key, project)
+        check_project(key, project)
 
 
 def _first_weights(config: Config) -> str | None:

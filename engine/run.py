@@ -23,7 +23,6 @@ from engine.run_folder import lock_existing_folder, make_run_folder, write_run_f
 from engine.setup import ReadyToTrain, build_for_training
 from engine.trainer import Trainer
 from utils.config import Loaded
-from utils.config.keys import value_of
 from utils.config.kinds import AUTO
 from utils.config.resumed import resumed_run
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
@@ -232,11 +231,10 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     world = run.world
     splits = splits_of(config.DATA)
     tracked = []
-    for key in ("WANDB", "MLFLOW"):
-        if world.first and value_of(config, key) is not None:
-            from engine.report.trackers import TrackedRun
+    if world.first and config.trackers:
+        from engine.report.trackers import TrackedRun
 
-            tracked.append(TrackedRun(key, config, folder, ready.precision.name))
+        tracked = [TrackedRun(key, config, folder, ready.precision.name) for key in config.trackers]
     own = folder if world.first else None
     reporter = Reporter(config, ready.train_loader.order.updates, own, ready.position, tracked)
     # Without AMP the notes on the settings say already that the lists have no effect.

@@ -42,7 +42,6 @@ from models.parts import is_convolutional
 from utils.config import Config
 from utils.distributed.world import ALONE, World, broadcast, check_machines, on_every_rank
 from utils.log import DETAIL, log
-from utils.program import started_as
 from utils.seeding import seed_all
 from vitamp.checkpoints import Checkpoint
 
@@ -164,7 +163,6 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     config = run.config
     world = run.world
     device = run.device
-    train = config.TRAIN
     choices = choices_of(checkpoint)
     sharding = None
     if config.DIST.STRATEGY == "fsdp":
@@ -193,20 +191,13 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         restore_fp32(ready.model, checkpoint, ready.precision)
     parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
     position, best, warnings = _beginning(run, parts, checkpoint, train_set, loader.order)
-    if config.trains_on_features and not dry:
+    if config.freezes_backbone:
         from engine.evaluation.features import see_features
 
-        found = see_features(run, ready, parts, train_set)
+        found = see_features(run, ready, parts, train_set, dry)
         if found is not None:
             train_set = found
             loader = TrainLoader(found, loader.order, config.SEED, workers=0, device=device)
-    elif config.freezes_backbone and not config.trains_on_features and train.NUM_EPOCHS > 1:
-        log.info(
-            "MODEL.FREEZE backbone: it is computed in each of %d epochs, because the images change at random. "
-            "%s -probe computes it once, and fits the classifier in seconds.",
-            train.NUM_EPOCHS,
-            started_as("scripts/evaluate.py"),
-        )
     loader.on_arrival = partial(parts.stages.mark, DATA)
     ready.choices |= _compiled(run, parts, updates_left(config, position, updates), choices)
     for callback in parts.callbacks:

@@ -30,7 +30,6 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", t
 SMALLEST_EPS_IN_FP16 = 1e-4
 # Default epsilon of Adam and most of its variants.
 DEFAULT_EPS = 1e-8
-WITHOUT_EPS = {"sgd", "sgdw", "csgdw", "sgdc", "csgdc", "momentum", "nesterov", "nesterovw", "lion", "clion", "lionc"}
 
 BF16_FEATURES = ("avx512_bf16", "amx_bf16", "avx_ne_convert")
 """What torch calls bf16 arithmetic of an x86 CPU"""
@@ -264,9 +263,8 @@ def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
             )
     if train is None or (amp.LEVEL, amp.DTYPE) != ("O3", "fp16"):
         return
-    has_eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS
     eps = train.OPTIMIZER.EPS or DEFAULT_EPS
-    if has_eps and eps < SMALLEST_EPS_IN_FP16:
+    if train.OPTIMIZER.facts.has_eps and eps < SMALLEST_EPS_IN_FP16:
         raise UserError(
             "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, so updates are "
             f"divided by TRAIN.OPTIMIZER.EPS {eps:g} alone, and the first updates explode or become NaN. "

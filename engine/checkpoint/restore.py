@@ -363,7 +363,7 @@ def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
         logged = [(key, one_line) for key in FROM_WEIGHTS if key.startswith("DATA.")]
     else:
         refused.append(("TRAIN.OPTIMIZER.NAME", optimizer_name))
-        if config.TRAIN.OPTIMIZER.NAME.casefold().endswith("muon"):
+        if config.TRAIN.OPTIMIZER.facts.by_matrix:
             refused.append(("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX", bool))
     for key, as_built in refused + logged:
         before = checkpoint.meta["settings"].get(key, default_of(key))

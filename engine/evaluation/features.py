@@ -39,6 +39,7 @@ from utils.distributed.world import ALONE, World, on_every_rank
 from utils.errors import AllRanksError, TrainingError, UserError
 from utils.log import log
 from utils.own_code import executed
+from utils.program import started_as
 from utils.progress import Progress
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
 
@@ -336,12 +337,24 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.float().flatten(1), other.float().flatten(1), rtol=1e-2, atol=1e-2)
 
 
-def see_features(run: Run, ready: Validating, parts: TrainState, train_set: ImageDataset) -> ImageDataset | None:
+def see_features(
+    run: Run, ready: Validating, parts: TrainState, train_set: ImageDataset, dry: bool
+) -> ImageDataset | None:
     """Let training and validation read features in place of images. Returns the training split. A collective call.
 
-    None: the model does more with its features than `_of_features`.
+    None: the images change, it is a `dry` run, or the model does more with its features than `_of_features`.
     """
     config = run.config
+    epochs = config.TRAIN.NUM_EPOCHS
+    if not config.trains_on_features and epochs > 1:
+        log.info(
+            "MODEL.FREEZE backbone: it is computed in each of %d epochs, because the images change at random. "
+            "%s -probe computes it once, and fits the classifier in seconds.",
+            epochs,
+            started_as("scripts/evaluate.py"),
+        )
+    if dry or not config.trains_on_features:
+        return None
     world = run.world
     model = ready.model
     pool = pool_of(model)

@@ -196,8 +196,9 @@ def with_rate(loaded: Loaded) -> Loaded:
     goes down as the width goes up is from Yang et al. 2022 (Tensor Programs V).
     """
     config = loaded.config
-    name = config.TRAIN.OPTIMIZER.NAME.casefold()
-    if name not in ("adam", "adamw"):
+    optimizer = config.TRAIN.OPTIMIZER
+    if not optimizer.facts.has_own_rate:
+        name = optimizer.NAME.casefold()
         raise UserError(f"{loaded.sources[RATE]}: {RATE} auto is for AdamW and Adam; give a number for {name}.")
     model = build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
     features = getattr(model, "num_features", None)

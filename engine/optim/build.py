@@ -1,6 +1,5 @@
 """The optimiser with its parameter groups, learning rates and clipping. timms.py has those that timm alone has."""
 
-from collections.abc import Callable
 from fnmatch import fnmatch
 from itertools import chain
 from typing import Any
@@ -12,20 +11,9 @@ from torch.optim import Optimizer
 
 from engine.optim.schedule import SCALE
 from engine.parallel.shards import is_sharded
-from utils.config.train import DEFAULT_MOMENTUM, TrainConfig
+from utils.config.train import DEFAULT_MOMENTUM, OPTIMIZERS, TrainConfig
 from utils.errors import UserError
 
-# Their fused kernels do the whole step at once. GradScaler passes them its overflow flag on the device: no wait.
-FUSED: dict[str, Callable[..., Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "momentum": torch.optim.SGD,
-    "nesterov": torch.optim.SGD,
-}
-# Ours; Nesterov's momentum is in both.
-MUON = {"muon", "nmuon"}
-# timm's, which divide each parameter's update by its RMS too.
-ADAMUON = {"adamuon", "nadamuon"}
 # PaddleViT's SGD has momentum without Nesterov; timm's `sgd` is Nesterov.
 PADDLE_NAMES = {"sgd": "momentum"}
 
@@ -33,7 +21,7 @@ PADDLE_NAMES = {"sgd": "momentum"}
 def optimizer_name(name: str) -> str:
     """timm's name of the optimiser; an unknown name is an error that lists the nearest ones."""
     wanted = PADDLE_NAMES.get(name.casefold(), name.casefold())
-    if wanted not in FUSED:
+    if wanted not in OPTIMIZERS or not OPTIMIZERS[wanted].torch:
         from engine.optim.timms import check_name
 
         check_name(wanted, name)
@@ -45,15 +33,16 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimiser of TRAIN.OPTIMIZER. `amp`: whether training is in mixed precision."""
     settings = train.OPTIMIZER
+    facts = settings.facts
     name = optimizer_name(settings.NAME)
-    groups = _groups(model, train, name)
-    fused = (name in FUSED or name in MUON) and device.type in ("cpu", "cuda", "mps")
+    groups = _groups(model, train)
+    fused = (facts.torch != "" or facts.is_ours) and device.type in ("cpu", "cuda", "mps")
     try:
-        if name in ("adam", "adamw"):
-            return FUSED[name](groups, lr=base_lr, fused=fused or None, **settings.arguments())
-        if name in FUSED:
+        if facts.torch == "SGD":
             return _sgd(groups, base_lr, settings.MOMENTUM, fused, nesterov=name == "nesterov")
-        if name in MUON:
+        if facts.torch:
+            return getattr(torch.optim, facts.torch)(groups, lr=base_lr, fused=fused or None, **settings.arguments())
+        if facts.is_ours:  # Nesterov's momentum is in both
             from engine.optim.muon import Muon
 
             dtype = torch.bfloat16 if amp else torch.float32
@@ -92,7 +81,7 @@ def describe_optimizer(optimizer: Optimizer, name: str) -> str:
     return f"{name} ({', '.join(used)})" if used else name
 
 
-def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
     """Parameter groups by learning-rate scale, weight decay and, with Muon, matrices per weight.
 
     Biases, norms and the weights in the model's `no_weight_decay` do not decay, unless WEIGHT_DECAY_ALL says so.
@@ -100,7 +89,7 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
     no_decay: Any = getattr(model, "no_weight_decay", set)()
     matrices: dict[str, int] = {}
     uses_muon = ""
-    if optimizer in MUON | ADAMUON:
+    if train.OPTIMIZER.facts.by_matrix:
         from engine.optim.muon import USES_MUON, matrices_of
 
         matrices = matrices_of(model, train.OPTIMIZER.MUON.EVERY_MATRIX)

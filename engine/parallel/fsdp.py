@@ -18,6 +18,7 @@ from engine.amp.precision import Precision, dtype_name
 from models.parts import BATCH_NORM, blocks_of
 from utils.config import Config
 from utils.config.schema import DistConfig
+from utils.config.train import OPTIMIZERS
 from utils.distributed.world import World, check_machines
 from utils.errors import UserError
 
@@ -26,19 +27,18 @@ if TYPE_CHECKING:
 
 SHARDS = "shard"
 COPIES = "replicate"
-OPTIMIZERS = frozenset({"adam", "adamw", "nadamw", "sgd", "momentum", "nesterov", "lion", "lamb", "lars", "adan"})
-"""Tested: sharded tensors give the same updates as whole ones."""
 
 
 def check_sharding(config: Config) -> None:
     """Reject settings that FSDP does not support with any model or machine."""
-    name = config.TRAIN.OPTIMIZER.NAME
-    if name.casefold() not in OPTIMIZERS:
-        whole = name.casefold().endswith("muon")
+    optimizer = config.TRAIN.OPTIMIZER
+    if not optimizer.facts.shards:
+        whole = optimizer.facts.by_matrix
         why = "orthogonalises whole matrices, which is not possible" if whole else "was not tested"
+        tested = sorted(name for name, facts in OPTIMIZERS.items() if facts.shards)
         raise UserError(
-            f"TRAIN.OPTIMIZER.NAME {name} {why} with DIST.STRATEGY fsdp, where each rank holds only rows of a "
-            f"tensor. Use one of {', '.join(sorted(OPTIMIZERS))}, or DIST.STRATEGY ddp."
+            f"TRAIN.OPTIMIZER.NAME {optimizer.NAME} {why} with DIST.STRATEGY fsdp, where each rank holds only rows of "
+            f"a tensor. Use one of {', '.join(tested)}, or DIST.STRATEGY ddp."
         )
 
 

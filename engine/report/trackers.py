@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.measure.meters import Best
 from utils.config import Config
@@ -140,6 +140,24 @@ class MlflowRun:
         self._client.set_terminated(self.id, "FAILED" if exit_code else "FINISHED")
 
 
+class Service(NamedTuple):
+    title: str
+    begin: Callable[..., wandb.Run | MlflowRun]
+    instead: str = ""
+    """What to do where it cannot be used"""
+
+
+SERVICES = {
+    "WANDB": Service(
+        "Weights & Biases",
+        _begin_wandb,
+        "; WANDB_MODE=offline keeps the metrics in the run's folder, for `wandb sync`",
+    ),
+    "MLFLOW": Service("MLflow", MlflowRun),
+}
+"""By the setting that names a project"""
+
+
 class TrackedRun:
     """Run at a service, the same one for all starts of a run here. Only rank 0 has one."""
 
@@ -151,9 +169,9 @@ class TrackedRun:
         for kind in ("train", "val"):
             self._sent[kind] = max((line.get("update", -1) for line in history.of(kind)), default=-1)
         self._run: wandb.Run | MlflowRun | None = None
-        self._title, failure, self._begin_run = SERVICES[key]
+        self._service = SERVICES[key]
         self._succeeded = False
-        self._attempt(f"cannot be used{failure}", self._begin, key, config, folder, precision)
+        self._attempt(f"cannot be used{self._service.instead}", self._begin, key, config, folder, precision)
 
     def _begin(self, key: str, config: Config, folder: Path, precision: str) -> None:
         note = folder / f"{key.lower()}.json"  # the id of the run at the service, which a resumed run continues there
@@ -163,7 +181,7 @@ class TrackedRun:
             name = None
             self._sent = {}
         settings = {**redacted_values(config.model_dump(mode="json")), "precision": precision}
-        run = self._begin_run(config, folder, name, settings)
+        run = self._service.begin(config, folder, name, settings)
         if name is None:
             write_atomically(note, json.dumps({"project": getattr(config, key), "id": run.id}) + "\n")
         self._run = run
@@ -193,15 +211,6 @@ class TrackedRun:
             call(*args)
         except Exception as error:
             self._run = None
-            log.warning("%s %s (%s); the run is not affected.", self._title, failure, redacted(first_line(error)))
-
-
-SERVICES: dict[str, tuple[str, str, Callable[..., wandb.Run | MlflowRun]]] = {
-    "WANDB": (
-        "Weights & Biases",
-        "; WANDB_MODE=offline keeps the metrics in the run's folder, for `wandb sync`",
-        _begin_wandb,
-    ),
-    "MLFLOW": ("MLflow", "", MlflowRun),
-}
-"""Setting that names a project -> the service's name, what to do where it cannot be used, and what begins a run"""
+            log.warning(
+                "%s %s (%s); the run is not affected.", self._service.title, failure, redacted(first_line(error))
+            )

@@ -227,13 +227,14 @@ def test_features_are_not_kept_where_the_classifier_sees_others(
     deviation: float, tiny: Path, said: pytest.LogCaptureFixture
 ) -> None:
     """Nor with a classifier of zeros (MODEL.NEW_CLASSIFIER), whose outputs would be the same."""
-    config = load_config(str(tiny)).config
+    config = load_config(str(tiny), words={"MODEL.FREEZE": "[backbone]", "TRAIN.NUM_EPOCHS": "0"}).config
+    assert config.trains_on_features
     model = Doubled(img_size=8, patch_size=4, in_chans=1, num_classes=10, embed_dim=16, depth=1, num_heads=2)
     nn.init.normal_(model.get_parameter("head.weight"), std=deviation)
     precision = Precision(config.AMP, CPU, choose(config.AMP, CPU))
     ready: Any = SimpleNamespace(model=model, inputs=nn.Identity(), precision=precision)
     unused: Any = None
-    assert see_features(Run(config, ALONE, CPU, threads=1), ready, unused, unused) is None
+    assert see_features(Run(config, ALONE, CPU, threads=1), ready, unused, unused, dry=False) is None
     assert "The features of this Doubled are not kept: its classifier is not applied to them alone." in said.text
     with pytest.raises(UserError, match=r"Doubled's classifier is not one linear layer .* use zero or true"):
         start_at_probe(Run(config, ALONE, CPU, threads=1), ready)

@@ -194,6 +194,12 @@ class Config(Section):
         return forced[0] if forced else "plain" if self.wants("fused") is False else "auto"
 
     @property
+    def trackers(self) -> dict[str, str]:
+        """Setting of each tracker that the run uses -> its project there."""
+        projects = {"WANDB": self.WANDB, "MLFLOW": self.MLFLOW}
+        return {key: project for key, project in projects.items() if project is not None}
+
+    @property
     def task(self) -> TaskKind:
         return NO_LABELS if self.MODEL.MAE_PRETRAIN else self.DATA.task
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
@@ -34,8 +34,6 @@ _TRIVIAL = "TRAIN.AUGMENT=trivial"
 _BCE = only_with("TRAIN.LOSS=bce")
 _MIXED = only_with("TRAIN.MIXUP_PROB")
 _MIXING = only_with("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX", when="TRAIN.MIXUP_PROB!=0")
-_NOT_SGD = overridden_by("TRAIN.OPTIMIZER.NAME=sgd|momentum|nesterov")
-_NOT_ADAM = overridden_by("TRAIN.OPTIMIZER.NAME=Adam|AdamW")
 _STEPS = only_with("TRAIN.LR_SCHEDULER.NAME=multi-step")
 _DECAYS = only_with("TRAIN.LR_SCHEDULER.NAME=step|multi-step")
 _EMA = only_with("TRAIN.MODEL_EMA")
@@ -47,6 +45,49 @@ _MASKED = only_with("MODEL.MAE_PRETRAIN")
 Losses = Literal["ce", "bce"]
 LOSSES: tuple[str, ...] = get_args(Losses)
 _OF_PROGRAM = only_with(f"TRAIN.LOSS={'|'.join(LOSSES)}")
+
+
+class OptimizerFacts(NamedTuple):
+    """What is known of an optimiser. With the defaults, it is timm's."""
+
+    torch: str = ""
+    """Name of torch's class. Its fused kernel does the whole step at once, and GradScaler passes it its overflow flag
+    on the device: no wait."""
+    is_ours: bool = False
+    """engine/optim/muon.py has it."""
+    by_matrix: bool = False
+    """It orthogonalises the linear layers of blocks, or divides their updates by their RMS too (timm's AdaMuon)."""
+    shards: bool = False
+    """Tested with FSDP: sharded tensors give the same updates as whole ones."""
+    has_eps: bool = True
+    has_own_rate: bool = False
+    """TRAIN.BASE_LR auto knows its learning rate."""
+
+
+_SGD = OptimizerFacts("SGD", shards=True, has_eps=False)
+_OTHER_SGD = OptimizerFacts(has_eps=False)
+_SHARDS = OptimizerFacts(shards=True)
+OPTIMIZERS = {
+    "adam": OptimizerFacts("Adam", shards=True, has_own_rate=True),
+    "adamw": OptimizerFacts("AdamW", shards=True, has_own_rate=True),
+    "sgd": _SGD,
+    "momentum": _SGD,
+    "nesterov": _SGD,
+    "muon": OptimizerFacts(is_ours=True, by_matrix=True),
+    "nmuon": OptimizerFacts(is_ours=True, by_matrix=True),
+    "adamuon": OptimizerFacts(by_matrix=True),
+    "nadamuon": OptimizerFacts(by_matrix=True),
+    "nadamw": _SHARDS,
+    "lamb": _SHARDS,
+    "lars": _SHARDS,
+    "adan": _SHARDS,
+    "lion": OptimizerFacts(shards=True, has_eps=False),
+    **dict.fromkeys(("clion", "lionc", "sgdw", "csgdw", "sgdc", "csgdc", "nesterovw"), _OTHER_SGD),
+}
+"""Optimisers of which more is known than timm knows, by TRAIN.OPTIMIZER.NAME in lower case"""
+_SGD_NAMES = "|".join(name for name, facts in OPTIMIZERS.items() if facts is _SGD)
+_NOT_SGD = overridden_by(f"TRAIN.OPTIMIZER.NAME={_SGD_NAMES}")
+_NOT_ADAM = overridden_by("TRAIN.OPTIMIZER.NAME=Adam|AdamW")
 
 
 class MuonConfig(Section):
@@ -69,6 +110,10 @@ class OptimizerConfig(Section):
         None, "Momentum; null: the optimiser's default, or 0.9 if that is 0.", _NOT_ADAM
     )
     MUON: MuonConfig = Field(default_factory=MuonConfig, description="Muon and its relatives.")
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        return OPTIMIZERS.get(self.NAME.casefold(), OptimizerFacts())
 
     def arguments(self) -> dict[str, Any]:
         """EPS and BETAS, if set, as keyword arguments of torch's optimisers."""

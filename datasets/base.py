@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -333,3 +334,14 @@ class Source:
 def sample_table(seed: int, epoch: int, samples: int, columns: int) -> np.ndarray:
     """Uniform random numbers in 0..1, one row per sample, for sources that transform whole batches at once."""
     return generator_of(seed, "sample", epoch).random((samples, columns))
+
+
+def name_prefix(data: DataConfig) -> str:
+    """Common prefix of all sample names, from DATA_PATH."""
+    if data.DATA_PATH is None:
+        return ""
+    if "://" in data.DATA_PATH:
+        return f"{data.DATA_PATH.rstrip('/')}/"
+    place = Path(data.DATA_PATH).expanduser()
+    folder = place.parent if place.is_file() else place
+    return f"{folder}/"

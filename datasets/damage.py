@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from datasets.base import NO_MEMORY, Broken, Unreadable
-from datasets.exclude import REMARK, text_of
 from utils.config.data import DataConfig
 from utils.distributed.world import World, all_gather
 from utils.errors import AllRanksError, TrainingError
@@ -77,7 +76,11 @@ class BrokenImages:
     def __init__(self, data: DataConfig, samples: int) -> None:
         self.limit = allowed(data.MAX_BAD, samples)
         self._list_read = Path(data.EXCLUDE or "").expanduser()
-        self._lines_read = text_of(data).splitlines()
+        self._lines_read = list[str]()
+        if data.EXCLUDE:
+            from datasets.exclude import text_of
+
+            self._lines_read = text_of(data).splitlines()
         self.folder: Path | None = None
         """The run's, for the list of them"""
         self._broken: dict[int, Broken] = {}
@@ -134,6 +137,8 @@ class BrokenImages:
             before = read_regular(self._file).decode("utf-8", "surrogateescape") if self._file.exists() else ""
             lines = self._lines_read + before.splitlines()
             lines += [one.line for one in self._broken.values()]
+            from datasets.exclude import REMARK
+
             newest = {line.partition(REMARK)[0]: line for line in lines}
             write_atomically(self._file, "".join(f"{line}\n" for line in newest.values()))
         except OSError as error:

@@ -17,9 +17,8 @@ from datasets.base import NO_MEMORY, Box, Colour, Encoded, Unreadable, backgroun
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
-from vitamp.bands import ENDINGS as ARRAYS
-from vitamp.bands import NUMPY, ZIP, read_bands
 from vitamp.colours import as_rgb_or_grey
+from vitamp.files import ARRAYS, NUMPY, ZIP
 from vitamp.sizes import BYTES_PER_PIXEL, refuse_large
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -321,6 +320,8 @@ class Reader:
 
     def open(self, encoded: Encoded) -> Stored:
         if not self.is_plain:
+            from vitamp.bands import read_bands
+
             with warnings.catch_warnings(action="ignore"):
                 pixels = read_bands(encoded, self.channels, self.bits, self.most)
             pixels = pixels.astype(np.float32, copy=False)  # in which each value of 16 bits is exact
@@ -330,6 +331,8 @@ class Reader:
         # PIL warns of odd EXIF data and large sizes in images that it can read, which is noise during training.
         with warnings.catch_warnings(action="ignore"):
             if encoded.startswith((NUMPY, ZIP)):
+                from vitamp.bands import read_bands
+
                 return ArrayStored(read_bands(encoded, self.channels, self.bits, self.most), self.channels)
             stored: Stored | None = None
             if self.by_simplejpeg and encoded.startswith(JPEG_START):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from datasets.base import Encoded, Samples
+from datasets.base import Encoded, Samples, name_prefix
 from datasets.labels import distinct_names
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
@@ -321,14 +321,3 @@ def warn_unmatched_rows(data: DataConfig, train: Samples, validation: Samples | 
     what = f"DATA.RELABEL {data.RELABEL}: {len(unmatched)} of its lines match no training image"
     which = f"validation images, whose labels stay as given: {len(unmatched) - len(nowhere)}; others: {len(nowhere)}"
     log.warning("%s (%s)%s", what, which, _named(nowhere, train, data) if nowhere else ".")
-
-
-def name_prefix(data: DataConfig) -> str:
-    """Common prefix of all sample names, from DATA_PATH."""
-    if data.DATA_PATH is None:
-        return ""
-    if "://" in data.DATA_PATH:
-        return f"{data.DATA_PATH.rstrip('/')}/"
-    place = Path(data.DATA_PATH).expanduser()
-    folder = place.parent if place.is_file() else place
-    return f"{folder}/"

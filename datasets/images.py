@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, dtype_of, part_of
+from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, dtype_of, name_prefix, part_of
 from datasets.damage import FAILURES_OF_STORAGE, Failure, allowed, failure_or
-from datasets.exclude import line_of, name_prefix, relabelled, without_excluded
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
@@ -27,8 +26,12 @@ class Images(ImageDataset):
 
     def __init__(self, samples: Samples, data: DataConfig, train: bool, seed: int) -> None:
         if data.EXCLUDE is not None:
+            from datasets.exclude import without_excluded
+
             samples = without_excluded(samples, data)
         if data.RELABEL is not None and part_of(data, train) == "train":
+            from datasets.exclude import relabelled
+
             samples = relabelled(samples, data)
         self.samples = samples
         self.classes = samples.classes
@@ -128,6 +131,8 @@ class Images(ImageDataset):
         raise TrainingError(f"No image could be read in place of {self.samples.name(wanted)}.")
 
     def _broken(self, index: int, failure: Failure) -> Broken:
+        from datasets.exclude import line_of
+
         name = self.samples.name(index)
         storage = failure.kind != "damaged"
         if failure.kind == "missing":

@@ -17,13 +17,9 @@ import torch
 from PIL import Image
 
 from vitamp.errors import UserError
-from vitamp.files import read_regular
+from vitamp.files import NUMPY, ZIP, read_regular
 from vitamp.sizes import BYTES_PER_PIXEL, MOST_BYTES, refuse_large
 
-ENDINGS = (".npy", ".npz", ".dcm")
-"""Of the files that only this module reads"""
-NUMPY = b"\x93NUMPY"
-ZIP = b"PK\x03\x04"
 DEEP_PNG = (b"\x89PNG", 16)
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 BY_PILLOW = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "JPEG2000")

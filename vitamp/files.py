@@ -13,6 +13,11 @@ from typing import Any
 
 from vitamp.errors import UserError
 
+ARRAYS = (".npy", ".npz", ".dcm")
+"""Endings of the files that only vitamp/bands.py reads"""
+# How files begin
+NUMPY = b"\x93NUMPY"
+ZIP = b"PK\x03\x04"
 ODD = "a pipe or device"
 MOST_WITHOUT_SIZE = 2**24
 """Bytes to read of a file whose size the system gives as 0"""

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from datasets.base import Part, Samples, Unreadable
+from datasets.base import Part, Samples, Unreadable, name_prefix
 from datasets.decoding import ENDINGS
-from datasets.exclude import below, excluded, name_prefix
 from datasets.labels import check_label
 from datasets.sources.grouped import groups_in_paths
 from datasets.sources.split import split_rows
@@ -21,7 +20,6 @@ from utils.config.data import DataConfig
 from utils.errors import UserError, closest
 from utils.log import log, warn_once
 from utils.text import one_line
-from vitamp.bands import together
 from vitamp.files import kind_of_path, only_regular, read_regular
 
 MOST_NAMES = 2
@@ -199,6 +197,8 @@ class FileSamples(Samples):
                 reason = error.strerror or error
                 error.strerror = f"its file {one_line(path)}: {reason}"
                 raise
+        from vitamp.bands import together
+
         return together(contents, [one_line(path) for path in paths])
 
     def name(self, index: int) -> str:
@@ -317,6 +317,8 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
 
 def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataConfig, root: Path | None = None) -> None:
     """Raise UserError unless the first images that `file` names exist, or are left out. `root`: if not the file's."""
+    from datasets.exclude import below, excluded
+
     root = root or file.parent
     left_out = excluded(data) if data.EXCLUDE else {}
     prefix = name_prefix(data)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import TITLES, UNSPLIT, Part, Parts, Source, part_made, parts_read
-from datasets.decoding import ARRAYS, ENDINGS, endings_of
+from datasets.decoding import ENDINGS, endings_of
 from datasets.labels import check_class_count, log_unused_outputs, warn_alike_names, warn_empty_classes
 from datasets.sources.files import (
     HIDDEN_FOLDER,
@@ -26,6 +26,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
 from utils.text import counted, one_line, some_of
+from vitamp.files import ARRAYS
 
 LAYOUT = """Expected layout:
   {root}/train/<class>/image.jpg

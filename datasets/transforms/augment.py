@@ -1,7 +1,6 @@
 """Augmentation of single training images after the crop: RandAugment, AutoAugment, one's own and others."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -13,45 +12,6 @@ from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 from utils.log import warn_once
-from utils.own_code import OWN_ERRORS, OwnCodeError, check_name, execute, own_lines
-from vitamp.registry import own_named
-
-
-class OwnChange:
-    """Applies it to an image, and checks what it returns."""
-
-    def __init__(self, name: str) -> None:
-        own = own_named("augmentation", name)
-        assert own is not None  # checked with the settings
-        self.name = name
-        self.file = own.file
-        self.values = own.values
-        self._change = own.made()
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        try:
-            changed = self._change(image)
-        except OWN_ERRORS as error:
-            raise OwnCodeError(own_lines(error) or f"{self.file}: augmentation {self.name}: {error}") from None
-        if not isinstance(changed, Image.Image) or (changed.size, changed.mode) != (image.size, image.mode):
-            same = isinstance(changed, Image.Image)
-            what = f"a {changed.mode} image of {changed.size}" if same else type(changed).__name__
-            where = f"{self.file}: augmentation {self.name}"
-            raise OwnCodeError(f"{where} returned {what}; it must return a {image.mode} image of {image.size}.")
-        return changed
-
-    def __reduce__(self) -> Any:
-        """For loading processes that are spawned: they execute the file again."""
-        return _again, (self.file, self.name, self.values)
-
-
-def _again(file: str, name: str, values: dict[str, Any]) -> OwnChange:
-    execute(Path(file))
-    own = own_named("augmentation", name)
-    assert own is not None
-    own.values = values
-    return OwnChange(name)
-
 
 ImageChange = Callable[[Image.Image], Image.Image]
 
@@ -82,7 +42,11 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
     if train.COLOR_JITTER and not (train.RAND_AUGMENT or train.AUTO_AUGMENT or "trivial" in train.AUGMENT):
         strength = train.COLOR_JITTER
         changes.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
-    changes += map(OwnChange, own_augmentations(train))
+    own = own_augmentations(train)
+    if own:
+        from datasets.transforms.own import OwnChange
+
+        changes += map(OwnChange, own)
     return changes
 
 
@@ -97,6 +61,8 @@ def check_augmentations(train: TrainConfig, data: DataConfig) -> None:
     if len(policies) > 1:
         raise UserError(f"TRAIN.AUGMENT {', '.join(policies)}: these were never meant to be combined; choose one.")
     for name in train.AUGMENT:
+        from utils.own_code import check_name
+
         check_name("augmentation", name, list(POLICIES))
     if data.is_plain:
         return
@@ -111,17 +77,15 @@ def check_augmentations(train: TrainConfig, data: DataConfig) -> None:
         warn_once(f"Left out, because {kind} have no such colours: {'; '.join(left_out)}.")
 
 
-def affine_changes(data: DataConfig) -> list[ImageChange]:
-    """The transform for single images by SHIFT, ZOOM and ROTATE; none if they are off."""
-    if not data.has_affine:
-        return []
+def affine_change(data: DataConfig) -> ImageChange:
+    """The transform for single images by SHIFT, ZOOM and ROTATE."""
     affine = v2.RandomAffine(
         degrees=(-data.ROTATE, data.ROTATE),
         translate=(data.SHIFT, data.SHIFT),
         scale=(1 - data.ZOOM, 1 + data.ZOOM),
         interpolation=InterpolationMode.BILINEAR,
     )
-    return [v2.RandomApply([affine], p=data.AFFINE_PROB)]
+    return v2.RandomApply([affine], p=data.AFFINE_PROB)
 
 
 def rand_augment(data: DataConfig, train: TrainConfig, names: Iterable[str]) -> ImageChange:

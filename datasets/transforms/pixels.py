@@ -6,12 +6,14 @@ Numbers come before pixels: the header gives the size, the sample's random numbe
 decoded. The crop and the resizing do not depend on the decoder.
 """
 
+from __future__ import annotations
+
 import math
 import random
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +21,14 @@ from PIL import Image
 
 from datasets.base import PAD, Box, Encoded, shades_of_mean
 from datasets.decoding import Reader, decoder_of_jpeg, decoding_errors
-from datasets.transforms.augment import ImageChange, affine_changes, image_changes
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.seeding import seed_host
 from vitamp.resize import resized_size
 from vitamp.sizes import sides
+
+if TYPE_CHECKING:
+    from datasets.transforms.augment import ImageChange
 
 TRIES = 10
 """Random shapes to try before falling back to a centre crop, as in torchvision and timm."""
@@ -186,10 +190,14 @@ class Pixels:
         self.border = self.mean if data.CROP_MODE == "border" else (0,) * self.channels
         self.changes: list[ImageChange] = []
         self.is_plain = data.is_plain
-        if train and augmentation:
+        if train and augmentation and augmentation.single_image_keys:
+            from datasets.transforms.augment import image_changes
+
             self.changes += image_changes(data, augmentation)
-        if train:
-            self.changes += affine_changes(data)
+        if train and data.has_affine:
+            from datasets.transforms.augment import affine_change
+
+            self.changes.append(affine_change(data))
 
     def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
         """Write the pixels to `out` (C x H x W, best in channels-last). Raises Unreadable for a bad image."""

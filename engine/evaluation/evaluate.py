@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from datasets import ImageDataset
-from datasets.exclude import name_prefix
+from datasets.base import name_prefix
 from engine.machine.late_compiler import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.setup import Ready

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from datasets import Batch
-from datasets.transforms.augment import OwnChange, own_augmentations
+from datasets.transforms.augment import own_augmentations
+from datasets.transforms.own import OwnChange
 from engine.task import task_of
 from engine.task.base import Metrics, Tally, Task
 from engine.task.several import Gathered

@@ -15,7 +15,7 @@ from sklearn.metrics import cohen_kappa_score
 from torch.nn import functional as F
 
 from datasets import open_dataset
-from datasets.transforms.augment import OwnChange
+from datasets.transforms.own import OwnChange
 from engine.task.one import OneLabel
 from engine.task.own_code import try_own_code
 from engine.trained.model import load_trained

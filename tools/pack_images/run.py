@@ -22,10 +22,9 @@ from filelock import BaseFileLock, FileLock, Timeout
 from PIL import Image
 
 from datasets import check_dataset, open_dataset, warn_of_splits
-from datasets.base import Box, Encoded, Samples
+from datasets.base import Box, Encoded, Samples, name_prefix
 from datasets.damage import Failure, allowed, failure_or
 from datasets.decoding import Reader, Turned, decoding_errors
-from datasets.exclude import name_prefix
 from datasets.labels import ANY_LABEL
 from datasets.shards.hub import kind_of
 from datasets.shards.index import ARRAY_KINDS, IMAGE_KINDS, Folder, TarWriter
@@ -40,8 +39,7 @@ from utils.program import die_with_parent
 from utils.progress import Progress
 from utils.seeding import generator_of
 from utils.text import counted, redacted, some_of
-from vitamp.bands import ZIP
-from vitamp.files import parse_json, replacing, write_atomically
+from vitamp.files import ZIP, parse_json, replacing, write_atomically
 
 
 class Encoder:

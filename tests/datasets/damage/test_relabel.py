@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from datasets import open_dataset
-from datasets.base import Samples
-from datasets.exclude import name_prefix
+from datasets.base import Samples, name_prefix
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, part, settings
 from tests.program import Vitamp, save_image

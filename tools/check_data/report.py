@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from datasets.base import name_prefix
 from datasets.examine.findings import (
     CONFLICTS,
     DAMAGED,
@@ -20,7 +21,7 @@ from datasets.examine.findings import (
     Kind,
     Split,
 )
-from datasets.exclude import line_of, name_prefix, text_of
+from datasets.exclude import line_of, text_of
 from utils.config.data import DataConfig
 from utils.log import log
 from utils.program import started_as

@@ -81,6 +81,13 @@ class Judged:
     def difference(self, value: float, sign: str = "") -> str:
         return self.signed(value, sign) + (" points" if self.metric.percent else "")
 
+    def compared(self, value: float) -> str:
+        """A difference in words: '0.30 points higher'."""
+        if not value:
+            return "equal"
+        how = "higher" if value > 0 else "lower"
+        return f"{self.difference(abs(value))} {how}"
+
     def of(self, row: Mapping[str, Any]) -> float | None:
         """Its value after the last epoch of a run."""
         of_set = row.get(f"last_{self.weights.prefix}{self.metric.name}")
@@ -411,8 +418,7 @@ def _metric_words(
         return text + f"one {unit(ours.values())} is too few to compare {judged.words}"
     if not difference.seen:
         return text + "difference within noise"
-    how = "higher" if difference.value > 0 else "lower"
-    return text + f"{judged.difference(abs(difference.value))} {how} on {difference.holds_for}"
+    return text + f"{judged.compared(difference.value)} on {difference.holds_for}"
 
 
 def _details(speed: Difference | None, metric: Difference | None, by: str, judged: Judged) -> str:

@@ -195,10 +195,7 @@ def _one_run_each(name: str, against: str, runs: ByName, judged: Judged, compari
     if ours is None or theirs is None:
         return f"{name} against {against}: no verdict, because a run was never validated."
     difference = ours - theirs
-    how = "equal"
-    if difference:
-        word = "higher" if difference > 0 else "lower"
-        how = f"{judged.difference(abs(difference))} {word}"
+    how = judged.compared(difference)
     same_seed = number_of(our_row) == number_of(their_row)
     runs_of = "one seed each" if same_seed else "one run each, of different seeds"
     said = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with {runs_of}"

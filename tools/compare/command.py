@@ -160,12 +160,8 @@ def power(plan: Plan) -> str:
 
 def _noise_of_finished(plan: Plan) -> Noise | None:
     """Of the first contender that has two or more finished seeds in common with the baseline."""
-    rows = list[Metrics]()
-    for run in plan.runs:
-        if is_finished(run.folder):
-            rows.append({"mode": run.contender, "seed": run.seed, "folder": f"{run.folder}"})
-    runs = by_name(rows)
-    images = images_of(runs, plan.judged)
+    runs = by_name(_finished(plan))
+    images = images_of(runs, plan.judged, plan.runs[0].folder.parent)
     base, *others = plan.contenders
     for name in others:
         common = runs.get(name, {}).keys() & runs.get(base, {}).keys()
@@ -175,18 +171,23 @@ def _noise_of_finished(plan: Plan) -> Noise | None:
     return None
 
 
+def _finished(plan: Plan) -> list[Metrics]:
+    """Of each finished run, what tells it from others."""
+    rows = list[Metrics]()
+    for run in plan.runs:
+        if is_finished(run.folder):
+            fold = {} if run.fold is None else {"fold": str(run.fold)}
+            rows.append({"mode": run.contender, "seed": run.seed, **fold, "folder": run.folder.name})
+    return rows
+
+
 def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compare.py") -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents. `script`: of the command."""
     names = list(plan.contenders)
     judged = plan.judged
-    rows = list[Metrics]()
+    rows = [row | metrics_of(out / row["folder"]) for row in _finished(plan)]
     reasons: dict[str, list[str]] = {name: [] for name in names}
     for run in plan.runs:
-        if is_finished(run.folder):
-            row: Metrics = {"mode": run.contender, "seed": run.seed}
-            if run.fold is not None:
-                row["fold"] = str(run.fold)
-            rows.append(row | {"folder": run.folder.name, **metrics_of(run.folder)})
         if run.folder.name in trained.failed:
             reasons[run.contender].append(trained.failed[run.folder.name])
     runs = by_name(rows)

@@ -116,25 +116,30 @@ def main(argv: list[str]) -> int:
         names = _listed(line, "MODEL.NAME")
         found = _compare(line, given, names) if len(names) > 1 else _features(line, given)
     else:
-        command_line.check_one_process("evaluate.py")
-        log.setLevel("WARNING")  # building the model logs what the training has logged already
-
-        # Torch takes seconds to import; a wrong command fails at once.
-        from engine.trained.model import load_trained, together
-
-        how: Any = {"given": given, "calibrated": not (asked.no_calibration or asked.calibrate)}
-        trained = together(asked.models, lambda at: load_trained(at, asked.weights, **how), bool(asked.tta))
-        if asked.calibrate:
-            from tools.evaluate.calibrate import calibrate
-
-            calibrate(trained, given, asked.models[0])
-            return EXIT_DONE
-        found = _metrics(trained, given, asked)
+        found = _classified(given, asked)
     if out is not None and found:
         with writing(out, "-json"):
             write_json(out, found)
         log.info("All metrics: %s", out)
     return EXIT_USAGE if found.get("failed") else EXIT_DONE
+
+
+def _classified(given: CommandLine, asked: Namespace) -> dict[str, Any]:
+    """The metrics of the classifier, or -calibrate, which has none."""
+    command_line.check_one_process("evaluate.py")
+    log.setLevel("WARNING")  # building the model logs what the training has logged already
+
+    # Torch takes seconds to import; a wrong command fails at once.
+    from engine.trained.model import load_trained, together
+
+    how: Any = {"given": given, "calibrated": not (asked.no_calibration or asked.calibrate)}
+    trained = together(asked.models, lambda at: load_trained(at, asked.weights, **how), bool(asked.tta))
+    if not asked.calibrate:
+        return _metrics(trained, given, asked)
+    from tools.evaluate.calibrate import calibrate
+
+    calibrate(trained, given, asked.models[0])
+    return {}
 
 
 def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from datasets import has_labels, source_of
+from datasets import ImageDataset, has_labels, source_of
 from datasets.base import TITLES, part_of
 from engine.evaluation.alike import count_alike
 from engine.evaluation.data import data_for_evaluation, title_of
@@ -52,16 +52,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     config = trained.config
     model = trained.model
     check_pool(model, asked.pool or POOLED)
-    data, notes = _labelled(trained, given.keys)
-    if asked.probe and not {"TRAIN.CLASS_WEIGHTS", "DATA.SAMPLER"}.isdisjoint(given.keys):
-        notes.append(UNWEIGHTED)
-    count = COUNT if asked.probe else asked.knn
-    flag = "-probe" if asked.probe else "-knn"
-    bank, images = open_labelled(data, count, config.SEED, trained.precision.device, flag, NAMED_BY, asked.probe)
-    count = min(count, len(bank))
-    log.setLevel("INFO" if world.first else "WARNING")
-    log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
-    log_lines(f"{note}." for note in notes)
+    data, bank, images = _open(trained, given, asked, world)
+    count = min(COUNT if asked.probe else asked.knn, len(bank))
     of_bank = data.changed(PART="train")
     fold_of, words = folds_of(bank, bank.sample_labels(), data) if asked.probe else (np.empty(0), "")
     parts = []
@@ -108,6 +100,23 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     if asked.out:
         save_probe(trained, data, found["chosen"], asked.out)
     return found
+
+
+def _open(
+    trained: Trained, given: CommandLine, asked: Namespace, world: World
+) -> tuple[DataConfig, ImageDataset, ImageDataset]:
+    """The images whose labels are learnt and predicted: both splits, and how DATA describes them. Logs the choice."""
+    config = trained.config
+    data, notes = _labelled(trained, given.keys)
+    if asked.probe and not {"TRAIN.CLASS_WEIGHTS", "DATA.SAMPLER"}.isdisjoint(given.keys):
+        notes.append(UNWEIGHTED)
+    count = COUNT if asked.probe else asked.knn
+    flag = "-probe" if asked.probe else "-knn"
+    bank, images = open_labelled(data, count, config.SEED, trained.precision.device, flag, NAMED_BY, asked.probe)
+    log.setLevel("INFO" if world.first else "WARNING")
+    log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
+    log_lines(f"{note}." for note in notes)
+    return data, bank, images
 
 
 def _look_alike(alike: Sequence[int], part: str) -> str:

@@ -132,8 +132,7 @@ def _predict(asked: Namespace, world: World) -> int:
     if world.first:
         _say_what_predicts(asked.models, trained, choose)
 
-    ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
-    form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
+    form = FORMS[asked.format or _format_of(asked.out)]
     shows_rows = asked.out is None and sys.stdout.isatty()
     failed = list[str]()
     rows = predict_images(
@@ -155,6 +154,11 @@ def _predict(asked: Namespace, world: World) -> int:
         form(stream, rows, trained.names(), choose.most, paths)
         stream.flush()
     return EXIT_FAILED if failed else EXIT_DONE
+
+
+def _format_of(out: Path | None) -> str:
+    ending = out.suffix.lower().removeprefix(".") if out else ""
+    return ending if ending in FORMATS else FORMATS[0]
 
 
 def _open_images(asked: Namespace, trained: Trained, world: World) -> tuple[ImageDataset, list[str]]:

@@ -4,7 +4,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -127,7 +127,6 @@ def add_sources(findings: Findings, images: Iterable[Image], data: DataConfig) -
         "colours": lambda header: header.mode or usual,
         "size": lambda header: "{} x {}".format(*header.size),
     }
-    notes = findings.found[SOURCES]
     images = [image for image in images if image.header.format]  # unknown of arrays and bands
     of_class = Counter(image.label for image in images)
     of_split = Counter(image.split.title for image in images)
@@ -135,22 +134,28 @@ def add_sources(findings: Findings, images: Iterable[Image], data: DataConfig) -
         by_value = defaultdict[str, list[Image]](list)
         for image in images:
             by_value[value_of(image.header)].append(image)
-        told = list[set[str]]()
-        for value, having in sorted(by_value.items(), key=lambda item: (len(item[1]), item[0])):
-            if len(having) < AT_LEAST:
-                continue
-            have = Counter(image.label for image in having)
-            common = 2 * len(having) > len(images)
-            classes = _classes_with(have, of_class, common)
-            if classes and classes not in told:
-                told += [classes, of_class.keys() - classes]
-                notes.append(f"{what} {value}: {_apart(classes, have, of_class)}; a model may go by it")
-            splits = {image.split.title for image in having}
-            for title, size in of_split.items():
-                expected = len(having) * size / len(images)
-                if expected >= FEW and title not in splits and not common:
-                    absent = f"none of {len(having):,} images in {title}, where chance puts {expected:.0f}"
-                    notes.append(f"{what} {value}: {absent}")
+        findings.found[SOURCES] += [f"{what} {text}" for text in _told_by(by_value, of_class, of_split)]
+
+
+def _told_by(by_value: Mapping[str, Sequence[Image]], of_class: Counter[str], of_split: Counter[str]) -> Iterator[str]:
+    """Values of a property that tell classes or splits apart, the rarest first. `of_class`, `of_split`: all images."""
+    total = of_class.total()
+    told = list[set[str]]()
+    for value, having in sorted(by_value.items(), key=lambda item: (len(item[1]), item[0])):
+        number = len(having)
+        if number < AT_LEAST:
+            continue
+        have = Counter(image.label for image in having)
+        common = 2 * number > total
+        classes = _classes_with(have, of_class, common)
+        if classes and classes not in told:
+            told += [classes, of_class.keys() - classes]
+            yield f"{value}: {_apart(classes, have, of_class)}; a model may go by it"
+        splits = {image.split.title for image in having}
+        for title, size in of_split.items():
+            expected = number * size / total
+            if expected >= FEW and title not in splits and not common:
+                yield f"{value}: none of {number:,} images in {title}, where chance puts {expected:.0f}"
 
 
 def _classes_with(have: Counter[str], of_class: Counter[str], common: bool) -> set[str]:

@@ -685,8 +685,8 @@ ALIKE = {
     "less contrast": (lambda image: (image - 128) * 0.85 + 128, {SMALL, LARGE}),
     "half the contrast": (lambda image: (image - 128) * 0.5 + 128, set[int]()),
     "twice the contrast": (lambda image: (image - 128) * 2 + 128, set[int]()),
-    "a little darker to one side": (lambda image: image + np.linspace(-1, 1, SIDE), {SMALL, LARGE}),  # by correlation
-    "darker to one side": (lambda image: image + np.linspace(-1.8, 1.8, SIDE), {SMALL}),
+    "a little darker to one side": (lambda image: image + np.linspace(-1.8, 1.8, SIDE), {SMALL, LARGE}),
+    "darker to one side": (lambda image: image + np.linspace(-3.2, 3.2, SIDE), {SMALL}),
     "a faint mark": (lambda image: marked(image, 0.04), {SMALL, LARGE}),
     "a small mark": (lambda image: marked(image, 0.3), {SMALL}),
     "a clear mark": (lambda image: marked(image, 1.0), set[int]()),

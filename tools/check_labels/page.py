@@ -50,12 +50,32 @@ def write(images: Images, found: Found, table: Path) -> None:
         with writing(file, "-output"):
             write_atomically(file, content)
 
+    _write_page(images, found, page, decision=decision, before=before)
+    log.info("%s\n", "\n".join(found.words()))
+    for (given, proposed), count in confused(found).most_common(5):
+        log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
+    log.info("Look at them: %s" if verdict.clear else "Look at the most doubtful images, to decide: %s", page)
+    if validation:
+        log.info("Only copies are dropped: the rest may be mistakes of the model, which looks too good without them.")
+        log.info("DATA.EXCLUDE=%s leaves out what you drop; DATA.RELABEL changes training alone.", listed)
+    elif dropped:
+        log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
+        log.info("DATA.EXCLUDE=%s leaves out those to drop, in validation, too.", listed)
+    else:
+        log.info("%s keeps their labels: edit its decisions, then train with DATA.RELABEL=%s.", table, table)
+
+
+def _write_page(images: Images, found: Found, page: Path, decision: str, before: str) -> None:
+    """Write report.html. `decision`: about suspects of which no copy has another label. `before`: lines of the list
+    in use, which the new one may have replaced."""
+    verdict = found.verdict
     wrong = [one for one in found.suspects if one.wrong >= WRONG]
     words = np.array([images.label_words(label) for label in images.labels])
     decisions = {}
     for one in found.suspects:
         row = rows_of(images, [one], "").partition("\n")[2].rpartition(",")[0] + ","
-        decisions[images.name(one.image)] = row, "drop" if one.equal else decision, images.line(one)
+        decided = "drop" if one.equal else decision
+        decisions[images.name(one.image)] = row, decided, images.line(one)
     shown = []
     for one, about in _pictured(images, found, words, [one.image for one in wrong]):
         shown.append({**about, "row": decisions.pop(images.name(one.image), None)})
@@ -63,7 +83,7 @@ def write(images: Images, found: Found, table: Path) -> None:
     if verdict.surer:
         tiles.append((f"{verdict.agreed:,}", "of them by the nearest images, too"))
     tiles.append((f"{verdict.if_right:,}", "at most would, if all were right"))
-    pairs = Counter((one.given, one.proposed) for one in wrong)
+    pairs = confused(found)
     counts = []
     for (given, proposed), count in pairs.most_common(MOST_PAIRS):
         counts.append((given, proposed, count, 100 * count / (words == given).sum()))
@@ -79,23 +99,16 @@ def write(images: Images, found: Found, table: Path) -> None:
         shown=shown,
         left_out=len(found.suspects) - len(shown),
         unseen=decisions.values(),
-        heading=rows.partition("\n")[0],
+        heading=rows_of(images, [], "").rstrip("\n"),
         before=before,
         clear=verdict.clear,
-        validation=validation,
+        validation=images.data.PART == "val",
     )
-    log.info("%s\n", "\n".join(found.words()))
-    for (given, proposed), count in pairs.most_common(5):
-        log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
-    log.info("Look at them: %s" if verdict.clear else "Look at the most doubtful images, to decide: %s", page)
-    if validation:
-        log.info("Only copies are dropped: the rest may be mistakes of the model, which looks too good without them.")
-        log.info("DATA.EXCLUDE=%s leaves out what you drop; DATA.RELABEL changes training alone.", listed)
-    elif dropped:
-        log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
-        log.info("DATA.EXCLUDE=%s leaves out those to drop, in validation, too.", listed)
-    else:
-        log.info("%s keeps their labels: edit its decisions, then train with DATA.RELABEL=%s.", table, table)
+
+
+def confused(found: Found) -> Counter[tuple[str, str]]:
+    """How many labels look wrong, by given and proposed class."""
+    return Counter((one.given, one.proposed) for one in found.suspects if one.wrong >= WRONG)
 
 
 def _pictured(

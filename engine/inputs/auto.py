@@ -1,7 +1,9 @@
-"""Settings that are open: `auto` sizes and classes, by what the data set has, and what pretrained weights say.
+"""Fills in the settings that a user left open, from the data set (`auto`) and from the pretrained weights.
 
-The run of the weights, or the header that one of its tools wrote, says the sizes of its model and its preprocessing;
-another file, a timm name or timm's description of the model says the preprocessing alone.
+Weights of one of our runs, or with a header that one of our tools wrote, give the sizes of the model and its
+preprocessing. Any other file, a timm name or timm's description of the model gives the preprocessing only.
+
+Each `with_...` function takes the loaded settings and returns them with values, notes and warnings added.
 """
 
 import contextlib
@@ -46,7 +48,7 @@ from vitamp.sizes import in_pixels, sides, size_of
 from vitamp.weights import read_header
 
 HEADERS = 500
-"""DICOM files of which the headers are compared"""
+"""Number of DICOM files whose headers are compared"""
 SIZES = range(32, 97)
 """Image sizes that `auto` chooses from"""
 PATCHES = range(4, 9)
@@ -60,94 +62,113 @@ LARGEST_RATE = 1e-3
 
 
 def with_classes(loaded: Loaded) -> Loaded:
+    """Set MODEL.NUM_CLASSES to the number of classes in the data set.
+
+    It is counted in the training split; an evaluation whose data has none counts in the validation split.
+    """
     config = loaded.config
     try:
-        number = count_classes(of_any_size(config.DATA), train=True)
+        number = count_classes(_without_auto(config.DATA), train=True)
     except UserError:
-        if config.task == NO_LABELS:  # of a data set without classes of its own
+        if config.task == NO_LABELS:  # the data set has no classes of its own
             return loaded.with_values({CLASSES: 1}, "no labels are read", [])
         if not config.EVAL:
             raise
-        number = count_classes(of_any_size(config.DATA), train=False)  # an evaluation needs no training split
+        number = count_classes(_without_auto(config.DATA), train=False)  # an evaluation needs no training split
     number = max(number, 1)  # the check of the data reports negative labels, with their lines
     name = source_of(config.DATA)
     if number == 1 and config.task == ONE_LABEL and not config.EVAL:
         from datasets.recognise import offering_layout
 
-        one = UserError(f"{name} has one class, so there is nothing to learn. Give the data with all classes.")
-        raise offering_layout(one, config.DATA)
+        error = UserError(f"{name} has one class, so there is nothing to learn. Give the data with all classes.")
+        raise offering_layout(error, config.DATA)
     note = f"{CLASSES} {number}: classes of {name}"
     return loaded.with_values({CLASSES: number}, f"classes of {name}", [note])
 
 
 def with_model(loaded: Loaded, given: set[str], source: str | None, of_run: bool) -> Loaded:
-    """What MODEL.NAME says, and the weights that the run begins with, if any.
+    """Fill in what MODEL.NAME and the first weights decide: sizes, preprocessing and the shape of the images.
 
-    `given`: settings that were typed. `of_run`: say what the weights may be otherwise.
+    `given`: keys of the settings that were typed.
+    `source`: the weights that the run begins with, a path or timm's name; None without any.
+    `of_run`: the settings are of a run, not of a tool; only a run notes which other model the weights may be of.
     """
     if "MODEL.NAME" in given:
         loaded = _with_doubtful_name(loaded, given)
     if source is not None:
-        is_recipes = "MODEL.NAME" in given and "MODEL.PRETRAINED" not in given
-        own = weights_of_name(loaded.config.MODEL.NAME, source) if is_recipes else None
-        if own:
-            note = f"MODEL.PRETRAINED {own}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
-            loaded = loaded.with_values({"MODEL.PRETRAINED": own}, "timm's of MODEL.NAME", [note])
-            source = own
-        loaded = _with_preprocessing(_with_sizes(loaded, source), source, of_run)
-    return _with_own_shape(loaded) if loaded.is_default(IMAGE_SIZE) else loaded
+        from_recipe = "MODEL.NAME" in given and "MODEL.PRETRAINED" not in given
+        weights = weights_of_name(loaded.config.MODEL.NAME, source) if from_recipe else None
+        if weights:
+            note = f"MODEL.PRETRAINED {weights}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
+            loaded = loaded.with_values({"MODEL.PRETRAINED": weights}, "timm's of MODEL.NAME", [note])
+            source = weights
+        loaded = _with_sizes(loaded, source)
+        loaded = _with_preprocessing(loaded, source, of_run)
+    return _with_oblong_size(loaded) if loaded.is_default(IMAGE_SIZE) else loaded
 
 
 def _with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
-    """Warn of a MODEL.NAME beside a recipe's sizes: it may be mistyped, or timm's model may be expected."""
+    """Warn if a typed MODEL.NAME meets the sizes of a recipe, which then decide what the model is.
+
+    The name may be mistyped, or the user may expect timm's model of that name. No warning if any size was typed too
+    (`given` has the keys that were), or if timm's model has the same sizes.
+    """
     model = loaded.config.MODEL
     sizes = given_sizes(model)
     if not sizes or {f"MODEL.{key}" for key in sizes} & given:
         return loaded
-    by = loaded.sources["MODEL.NAME"]
+    name_source = loaded.sources["MODEL.NAME"]
     name = model.NAME.strip()
     timm_name, is_label = timm_base(model, sizes_given=True)
     if is_label:
-        said = f"timm has no model {name}: it only names one of the recipe's sizes.{similar_models(name)}"
-        return loaded.with_warning(f"{by}: {said}")
-    own = sizes_in(model.changed(**dict.fromkeys(sizes)))
-    known = timm_weights(timm_name)
-    ways = [f"MODEL.{key}=null" for key, value in sizes.items() if own.get(key) != value]
-    if not ways:
+        warning = f"timm has no model {name}: it only names one of the recipe's sizes.{similar_models(name)}"
+        return loaded.with_warning(f"{name_source}: {warning}")
+
+    without_sizes = model.changed(**dict.fromkeys(sizes))
+    timm_sizes = sizes_in(without_sizes)
+    pretrained = timm_weights(timm_name)
+    remedies = [f"MODEL.{key}=null" for key, value in sizes.items() if timm_sizes.get(key) != value]
+    if not remedies:
         return loaded
-    if known is not None:
-        ways.append(f"-image_size {','.join(map(str, dict.fromkeys(known.input_size[1:])))}")
+    if pretrained is not None:
+        height_and_width = dict.fromkeys(pretrained.input_size[1:])  # one number for a square
+        remedies.append(f"-image_size {','.join(map(str, height_and_width))}")
         if loaded.config.TRAIN.SIZE_SCHEDULE:
-            ways.append("TRAIN.SIZE_SCHEDULE=[]")
+            remedies.append("TRAIN.SIZE_SCHEDULE=[]")
     return loaded.with_warning(
-        f"{by}: this is not timm's {name}, but a model of the recipe's sizes. For timm's, take a recipe without sizes "
-        f"(-cfg finetune), or add {' '.join(ways)}."
+        f"{name_source}: this is not timm's {name}, but a model of the recipe's sizes. For timm's, take a recipe "
+        f"without sizes (-cfg finetune), or add {' '.join(remedies)}."
     )
 
 
-def of_any_size(data: DataConfig) -> DataConfig:
-    """For a look at the data while settings may still be `auto`."""
-    some = {"IMAGE_SIZE": SIZES[-1], "RANGE": None, "IMAGENET_MEAN": (0.5,), "IMAGENET_STD": (0.5,)}
-    return data.changed(**{key: value for key, value in some.items() if getattr(data, key) == AUTO})
+def _without_auto(data: DataConfig) -> DataConfig:
+    """Replace each `auto` by an arbitrary value, so that the data can be opened before `auto` is decided."""
+    placeholders = {"IMAGE_SIZE": SIZES[-1], "RANGE": None, "IMAGENET_MEAN": (0.5,), "IMAGENET_STD": (0.5,)}
+    return data.changed(**{key: value for key, value in placeholders.items() if getattr(data, key) == AUTO})
 
 
 def with_image_size(loaded: Loaded) -> Loaded:
+    """Set DATA.IMAGE_SIZE `auto` to the size in SIZES nearest to the median image, a multiple of the patch size.
+
+    UserError if no image can be read singly.
+    """
     config = loaded.config
     if config.DATA.IMAGE_SIZE != AUTO:
         return loaded
     from datasets.examine.headers import median_side
 
     name = source_of(config.DATA)
-    data = of_any_size(config.DATA)
-    samples = _opened(config, data).single_images()
+    data = _without_auto(config.DATA)
+    samples = _open_split(config, data).single_images()
     side = None if samples is None else median_side(samples, data)
     if side is None:
-        why = "they are in memory" if samples is None else "none of those tried can be read"
+        reason = "they are in memory" if samples is None else "none of those tried can be read"
         raise UserError(
             f"{loaded.sources[IMAGE_SIZE]}: {IMAGE_SIZE} auto: the size of the images of {name} is unknown, because "
-            f"{why}. Give a number, as in -image_size 32."
+            f"{reason}. Give a number, as in -image_size 32."
         )
     patch = config.MODEL.PATCH_SIZE
+    # 8 has a divisor in PATCHES; 16 is the patch size of most models.
     step = 8 if patch == AUTO else patch or 16
     size = min((size for size in SIZES if size % step == 0), key=lambda size: abs(size - side), default=step)
     note = f"{IMAGE_SIZE} {size}: the median image of {name} has {side} pixels (shorter side)"
@@ -156,44 +177,48 @@ def with_image_size(loaded: Loaded) -> Loaded:
     return loaded.with_values({IMAGE_SIZE: size}, f"median image of {name}", [note])
 
 
-def _opened(config: Config, data: DataConfig) -> ImageDataset:
-    """The split that the run reads: training's, unless it evaluates."""
+def _open_split(config: Config, data: DataConfig) -> ImageDataset:
+    """Open the split that the run reads: validation if it evaluates, else training."""
     return open_dataset(data, not config.EVAL, config.MODEL.NUM_CLASSES, config.SEED, torch.device("cpu"))
 
 
-def _with_own_shape(loaded: Loaded) -> Loaded:
-    """Take the size of timm's model where that is no square, such as that of Sapiens 2."""
-    known = timm_weights(loaded.config.MODEL.NAME.strip())
-    size = 0 if known is None else size_of(known.input_size[1:])
-    if isinstance(size, int):
+def _with_oblong_size(loaded: Loaded) -> Loaded:
+    """Take the image size of timm's model if it is not a square, such as that of Sapiens 2."""
+    pretrained = timm_weights(loaded.config.MODEL.NAME.strip())
+    size = 0 if pretrained is None else size_of(pretrained.input_size[1:])
+    if isinstance(size, int):  # a square, or unknown
         return loaded
     where = f"timm's {loaded.config.MODEL.NAME}"
     return loaded.with_values({IMAGE_SIZE: size}, where, [f"{IMAGE_SIZE} {one_line(size)}: that of {where}"])
 
 
 def with_patch_size(loaded: Loaded) -> Loaded:
+    """Set MODEL.PATCH_SIZE `auto` to the size in PATCHES that gives about PATCHES_PER_ROW patches per row.
+
+    UserError if none of PATCHES divides the image size.
+    """
     size = loaded.config.DATA.IMAGE_SIZE
     if loaded.config.MODEL.PATCH_SIZE != AUTO:
         return loaded
-    high, wide = sides(size)
-    fitting = [patch for patch in PATCHES if high % patch == 0 and wide % patch == 0]
+    height, width = sides(size)
+    fitting = [patch for patch in PATCHES if height % patch == 0 and width % patch == 0]
     if not fitting:
-        other = ",".join(str((side + 7) // 8 * 8) for side in dict.fromkeys((high, wide)))
+        next_multiples = ",".join(str((side + 7) // 8 * 8) for side in dict.fromkeys((height, width)))
         raise UserError(
             f"{loaded.sources[PATCH_SIZE]}: {PATCH_SIZE} auto: no patch of {PATCHES[0]} to {PATCHES[-1]} pixels "
-            f"divides {IMAGE_SIZE} {one_line(size)}. Use a multiple of 8, such as -image_size {other}."
+            f"divides {IMAGE_SIZE} {one_line(size)}. Use a multiple of 8, such as -image_size {next_multiples}."
         )
-    patch = min(fitting, key=lambda patch: abs(min(high, wide) / patch - PATCHES_PER_ROW))
-    patches = in_pixels((high // patch, wide // patch))
-    note = f"{PATCH_SIZE} {patch}: {patches} patches of an image of {in_pixels(size)}"
+    patch = min(fitting, key=lambda patch: abs(min(height, width) / patch - PATCHES_PER_ROW))
+    grid = in_pixels((height // patch, width // patch))
+    note = f"{PATCH_SIZE} {patch}: {grid} patches of an image of {in_pixels(size)}"
     return loaded.with_values({PATCH_SIZE: patch}, f"{IMAGE_SIZE} {one_line(size)}", [note])
 
 
 def with_rate(loaded: Loaded) -> Loaded:
-    """BASE_LR for fine-tuning with AdamW: the wider a model, the smaller the steps that it needs.
+    """Set TRAIN.BASE_LR for fine-tuning with AdamW: the wider a model, the smaller its learning rate.
 
     0.001 was best for ViTs of width 48 and 96, 0.0003 for EfficientNet-Lite0 (docs/benchmarks.md). That Adam's rate
-    goes down as the width goes up is from Yang et al. 2022 (Tensor Programs V).
+    goes down as the width goes up is from Yang et al. 2022 (Tensor Programs V). UserError for other optimisers.
     """
     config = loaded.config
     optimizer = config.TRAIN.OPTIMIZER
@@ -204,24 +229,28 @@ def with_rate(loaded: Loaded) -> Loaded:
     features = getattr(model, "num_features", None)
     rate = RATE_WITH_BATCH_NORM
     if features is None:
-        why = "the model does not say its number of features"
+        reason = "the model does not say its number of features"
     elif any(isinstance(module, BATCH_NORM) for module in model.modules()):
-        why = "for models with batch norm"
+        reason = "for models with batch norm"
     else:
         rate = min(LARGEST_RATE, float(f"{RATE_BY_FEATURES / features:.2g}"))
-        why = f"{RATE_BY_FEATURES} / {features} features, at most {LARGEST_RATE}"
-    return loaded.with_values({RATE: rate}, "the model's features", [f"{RATE} {rate:g}: {why}"])
+        reason = f"{RATE_BY_FEATURES} / {features} features, at most {LARGEST_RATE}"
+    return loaded.with_values({RATE: rate}, "the model's features", [f"{RATE} {rate:g}: {reason}"])
 
 
 def with_measurements(loaded: Loaded) -> Loaded:
-    """Measure mean, deviation and range on all pixels of the training split. Processes share the result."""
+    """Set DATA.RANGE, mean and std where they are `auto`, as measured on all pixels of the training split.
+
+    Mean and std are those of images scaled to 0..1 by the range. The processes of a run share one measurement.
+    UserError if the images cannot be read singly, or if a channel is constant.
+    """
     config = loaded.config
     wanted = [key for key in MEASURED if value_of(config, key) == AUTO]
     if not wanted:
         return loaded
     name = source_of(config.DATA)
-    data = of_any_size(config.DATA)
-    split = _opened(config, data)
+    data = _without_auto(config.DATA)
+    split = _open_split(config, data)
     samples = split.single_images() or vars(split).get("samples")
     if samples is None or config.EVAL:
         raise UserError(f"{wanted[0]} auto: only training measures, on images that can be read singly; give numbers.")
@@ -230,97 +259,115 @@ def with_measurements(loaded: Loaded) -> Loaded:
         from vitamp.bands import has_window
 
         notes.append("DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1")
-        first = range(min(len(samples), HEADERS))
+        checked = range(min(len(samples), HEADERS))
         limit = data.MAX_IMAGE_BYTES
-        if failure_or(lambda: {has_window(samples.read(index), limit) for index in first}) == {True, False}:
-            said = "DICOM: some training images have a window, and so values of another unit; give it to all or none"
-            loaded = loaded.with_warning(said)
-    pixels, sums, squares, smallest, largest = _kept_measurement(split, samples, data, wanted)
-    blank = np.flatnonzero(smallest == largest)
-    if blank.size:
-        raise UserError(f"{name}: channel {blank[0] + 1} has the same value in all training images; leave it out.")
+        if failure_or(lambda: {has_window(samples.read(index), limit) for index in checked}) == {True, False}:
+            warning = "DICOM: some training images have a window, and so values of another unit; give it to all or none"
+            loaded = loaded.with_warning(warning)
+    pixels, sums, squares, smallest, largest = _cached_measurement(split, samples, data, wanted)
+    constant_channels = np.flatnonzero(smallest == largest)
+    if constant_channels.size:
+        number = constant_channels[0] + 1
+        raise UserError(f"{name}: channel {number} has the same value in all training images; leave it out.")
+
+    # The values that the three settings in MEASURED would have; only the wanted ones are taken.
     least = float(smallest.min())
     most = float(largest.max())
     low, high = (least, most) if MEASURED[0] in wanted else config.DATA.value_range
     mean = sums / pixels
     variance = squares / pixels - mean**2
     values = (low, high), (mean - low) / (high - low), np.sqrt(variance) / (high - low)
-    found = {key: tuple(map(float, value)) for key, value in zip(MEASURED, values, strict=True) if key in wanted}
+    measured = {key: tuple(map(float, value)) for key, value in zip(MEASURED, values, strict=True) if key in wanted}
+
     bits = f" ({math.ceil(math.log2(most + 1))} of 16 bits)" if data.BITS == 16 else ""
-    said = []
+    texts = []
     for key in wanted:
-        numbers = ", ".join(f"{number:.4g}" for number in found[key])
-        said.append(f"{key} [{numbers}]")
+        numbers = ", ".join(f"{number:.4g}" for number in measured[key])
+        texts.append(f"{key} [{numbers}]")
     notes.append(
-        f"Measured on {len(samples):,} training images, of values from {least:g} to {most:g}{bits}: {', '.join(said)}"
+        f"Measured on {len(samples):,} training images, of values from {least:g} to {most:g}{bits}: {', '.join(texts)}"
     )
-    return loaded.with_values(found, f"measured on {name}", notes)
+    return loaded.with_values(measured, f"measured on {name}", notes)
 
 
-def _kept_measurement(split: ImageDataset, samples: Samples, data: DataConfig, wanted: list[str]) -> np.ndarray:
-    """What `_measured` returns, which is kept in the cache for as long as the images are the same."""
+def _cached_measurement(split: ImageDataset, samples: Samples, data: DataConfig, wanted: list[str]) -> np.ndarray:
+    """Return the result of `_measure` from the cache, or measure and cache it.
+
+    A cached result is valid as long as the images are the same. `wanted`: settings to name in the log.
+    """
     from engine.evaluation.features import contents_of
 
     name = source_of(data)
-    about = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
-    file = cache_folder(data, "measured") / f"{'-'.join(map(str, about))}.json"
+    identity = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
+    file = cache_folder(data, "measured") / f"{'-'.join(map(str, identity))}.json"
     with process_lock(file.with_suffix(".lock"), f"measures {name}"):
         if not file.is_file():
             log.info("Measuring %s on %s training images of %s.", ", ".join(wanted), f"{len(samples):,}", name)
-            write_atomically(file, json.dumps(_measured(samples, data).tolist()))
+            write_atomically(file, json.dumps(_measure(samples, data).tolist()))
         return np.array(parse_json(file.read_bytes()))
 
 
-def _measured(samples: Samples, data: DataConfig) -> np.ndarray:
-    """Of all images, by channel: number of pixels, sum of values and of squares, smallest and largest value.
+def _measure(samples: Samples, data: DataConfig) -> np.ndarray:
+    """Measure the values of all images together; the result has the rows of `_measure_image`.
 
     UserError if more images cannot be read than DATA.MAX_BAD allows.
     """
     sums = np.zeros((3, data.IMAGE_CHANNELS))
     smallest = np.full(data.IMAGE_CHANNELS, np.inf)
     largest = -smallest
-    broken = list[str]()
+    errors = list[str]()
     with ThreadPool(cores()) as threads:
-        each = threads.imap(partial(_of_image, samples, Reader(data)), range(len(samples)), chunksize=8)
-        for index, found in enumerate(each):
-            if not isinstance(found, Failure):
-                sums += found[:3]
-                smallest = np.minimum(smallest, found[3])
-                largest = np.maximum(largest, found[4])
+        results = threads.imap(partial(_measure_image, samples, Reader(data)), range(len(samples)), chunksize=8)
+        for index, result in enumerate(results):
+            if not isinstance(result, Failure):
+                sums += result[:3]
+                smallest = np.minimum(smallest, result[3])
+                largest = np.maximum(largest, result[4])
                 continue
-            broken.append(f"The training image {samples.name(index)} cannot be read: {found.reason}")
-            if len(broken) > allowed(data.MAX_BAD, len(samples)):
-                others = f" ({len(broken)} so far)" if len(broken) > 1 else ""
-                raise UserError(f"{broken[0]}{others}. Correct images or settings, or list them in DATA.EXCLUDE.")
+            errors.append(f"The training image {samples.name(index)} cannot be read: {result.reason}")
+            if len(errors) > allowed(data.MAX_BAD, len(samples)):
+                count = f" ({len(errors)} so far)" if len(errors) > 1 else ""
+                raise UserError(f"{errors[0]}{count}. Correct images or settings, or list them in DATA.EXCLUDE.")
     return np.vstack((sums, smallest, largest))
 
 
-def _of_image(samples: Samples, reader: Reader, index: int) -> np.ndarray | Failure:
+def _measure_image(samples: Samples, reader: Reader, index: int) -> np.ndarray | Failure:
+    """Measure one image. Returns five rows with a column per channel, or the failure if it cannot be read.
+
+    The rows: number of pixels, sum of the values, sum of their squares, smallest value, largest value.
+    """
     pixels = failure_or(lambda: reader.whole(samples.read(index)))
     if isinstance(pixels, Failure):
         return pixels
     values = pixels.reshape(-1, pixels.shape[2]).astype(np.float64)
-    pixels_each = np.full(values.shape[1], len(values))
-    return np.stack([pixels_each, values.sum(0), (values**2).sum(0), values.min(0), values.max(0)])
+    pixel_counts = np.full(values.shape[1], len(values))
+    return np.stack([pixel_counts, values.sum(0), (values**2).sum(0), values.min(0), values.max(0)])
 
 
 def with_packing(loaded: Loaded) -> Loaded:
-    """Take what packing made of EXIF data and transparency, since tools have to make the same of other images."""
+    """Set DATA.EXIF_ROTATE and DATA.BACKGROUND to the values that the images were packed with.
+
+    Packing has applied both, and the model's tools must treat other images in the same way. UserError if the user
+    typed another value. A note says where the images were packed in grey and the model is for colour.
+    """
     data = loaded.config.DATA
-    how = ShardSet(open_store(data.DATA_PATH), data).how
+    packing = ShardSet(open_store(data.DATA_PATH), data).how
     place = source_of(data)
-    keeps_both = how.get("kind") == "keep" and "background" not in how  # unless the kept files were packed before
+    # Shards of unchanged files leave both to the run, unless the files had been packed before.
+    applies_nothing = packing.get("kind") == "keep" and "background" not in packing
     for name, key in (("upright", "DATA.EXIF_ROTATE"), ("background", "DATA.BACKGROUND")):
-        packed = f"{how.get(name)}".lower()
-        own = one_line(value_of(loaded.config, key))
-        behind = one_line(background_of(of_any_size(loaded.config.DATA)))  # mean: a colour
-        if keeps_both or packed in ("none", own, behind):
+        packed = f"{packing.get(name)}".lower()
+        setting = one_line(value_of(loaded.config, key))
+        colour = one_line(background_of(_without_auto(loaded.config.DATA)))  # that BACKGROUND mean stands for
+        if applies_nothing or packed in ("none", setting, colour):
             continue
-        said = f"{place} was packed with {key} {packed}"
+        message = f"{place} was packed with {key} {packed}"
         if loaded.sources[key].is_typed:
-            raise UserError(f"{loaded.sources[key]}: {said}. Give that, or pack the original images with your value.")
-        loaded = loaded.with_values({key: packed}, "packing", [said])
-    if how.get("channels") == 1 and how.get("kind") != "keep" and data.IMAGE_CHANNELS == 3:
+            raise UserError(
+                f"{loaded.sources[key]}: {message}. Give that, or pack the original images with your value."
+            )
+        loaded = loaded.with_values({key: packed}, "packing", [message])
+    if packing.get("channels") == 1 and packing.get("kind") != "keep" and data.IMAGE_CHANNELS == 3:
         note = "was packed in grey, but tools will see other images in colour; to prevent that, DATA.IMAGE_CHANNELS=1"
         loaded = loaded.with_values({}, "packing", [f"{place} {note}"])
     return loaded
@@ -345,192 +392,230 @@ TIMMS_CONFIG = "config.json"
 
 
 class Preprocessing(NamedTuple):
+    """What was done to the images that weights were trained on."""
+
     values: dict[str, Any]
-    """By setting, as far as they are known"""
+    """Setting -> value, of the settings that are known"""
     where: str
-    """Where they are written"""
+    """Where the values are written, for messages"""
 
 
 def _with_sizes(loaded: Loaded, source: str) -> Loaded:
-    """Take the sizes, the pooling and the layer scale of a run's model where the settings leave them open."""
-    found = local_weights(source)
-    if found is None:
+    """Take the sizes, the pooling and the layer scale of the weights' model where the settings leave them open.
+
+    Only weights of one of our runs say them. A warning says where the number of heads differs: such weights load, but
+    compute something else.
+    """
+    weights = local_weights(source)
+    if weights is None:
         return loaded
-    file = found.file
-    mine = loaded.config.MODEL
-    own = {}
-    theirs = {}
+    file = weights.file
+    model = loaded.config.MODEL
+    sizes = {}
+    trained_sizes = {}
     with contextlib.suppress(UserError, ValueError):  # the build reports what is wrong
-        of_run = model_of_run(file)
-        if of_run:
-            own = sizes_in(mine)
-            theirs = sizes_in(of_run)
-    if own.keys() != theirs.keys():  # another kind of model
+        trained_model = model_of_run(file)
+        if trained_model:
+            sizes = sizes_in(model)
+            trained_sizes = sizes_in(trained_model)
+    if sizes.keys() != trained_sizes.keys():  # another kind of model
         return loaded
     # With a MODEL.NAME, timm resizes patches and windows to those of the name.
-    kept = [] if loaded.is_default("MODEL.NAME") else list(RESIZED)
-    kept += [key for key in ("POOL", "INIT_VALUES") if not loaded.is_default(f"MODEL.{key}")]  # null too is an answer
+    fixed = [] if loaded.is_default("MODEL.NAME") else list(RESIZED)
+    fixed += [key for key in ("POOL", "INIT_VALUES") if not loaded.is_default(f"MODEL.{key}")]  # null too is an answer
     taken = {}
-    for key, value in theirs.items():
-        given = getattr(mine, key)
-        if own[key] != value and (given == AUTO or (given is None and key not in kept)):
-            taken[f"MODEL.{key}"] = value
-    words = f"Open in the settings, so as in {file}: {_in_words(taken)}"
+    for key, trained_value in trained_sizes.items():
+        setting = getattr(model, key)
+        is_open = setting == AUTO or (setting is None and key not in fixed)
+        if is_open and sizes[key] != trained_value:
+            taken[f"MODEL.{key}"] = trained_value
+    note = f"Open in the settings, so as in {file}: {_in_words(taken)}"
     heads = f"MODEL.{HEADS}"
-    differs = own.get(HEADS) != theirs.get(HEADS) and isinstance(own[HEADS], int)
-    if differs and heads not in taken:  # a Swin with others does not load
-        trained = f"{file} was trained with {theirs[HEADS]}, and computes something else with another number"
-        loaded = loaded.with_warning(f"{loaded.sources[heads]}: {heads} {own[HEADS]} is used; {trained}")
-    return loaded.with_values(taken, f"{file}", [words]) if taken else loaded
+    differs = sizes.get(HEADS) != trained_sizes.get(HEADS) and isinstance(sizes[HEADS], int)
+    if differs and heads not in taken:  # a Swin has a list of heads, and does not load with other numbers
+        reason = f"{file} was trained with {trained_sizes[HEADS]}, and computes something else with another number"
+        loaded = loaded.with_warning(f"{loaded.sources[heads]}: {heads} {sizes[HEADS]} is used; {reason}")
+    return loaded.with_values(taken, f"{file}", [note]) if taken else loaded
 
 
 def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
-    """Take the preprocessing of the weights where the settings leave it open, and note where theirs differs."""
+    """Take the preprocessing of the weights where the settings leave it open, and report where the settings differ.
+
+    `source`: the weights, a path or timm's name. `of_run`: as in `with_model`.
+    """
     known = preprocessing_of(source) or _guess(loaded.config.MODEL, source)
     if known is None:
-        now = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
+        used = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
         return loaded.with_warning(
-            f"MODEL.PRETRAINED {source}: the preprocessing of its training images is unknown; this run uses {now}. "
+            f"MODEL.PRETRAINED {source}: the preprocessing of its training images is unknown; this run uses {used}. "
             "Other values than those of its training cost accuracy: set them if you know them"
         )
-    theirs, where = known
-    loaded = _without_other_bands(loaded, theirs, where)
+    trained_values, where = known
+    loaded = _without_other_bands(loaded, trained_values, where)
     taken = dict[str, Any]()
     differing = dict[str, Any]()
     unsupported = list[str]()
-    instead = ""
-    for key, value in theirs.items():
-        mine = value_of(loaded.config, key)
-        by = loaded.sources[key]
-        if not by.is_open and mine != AUTO:
-            if not _is_same(key, mine, value):
-                differing[key] = value
-        elif key in (INTERPOLATION, CROP_MODE) and value not in choices(key):
-            unsupported.append(f"{key} {mine} is used; {where} has {value}, which is not supported")
+    unused = ""
+    for key, trained_value in trained_values.items():
+        value = value_of(loaded.config, key)
+        value_source = loaded.sources[key]
+        if not value_source.is_open and value != AUTO:
+            if not _is_same(key, value, trained_value):
+                differing[key] = trained_value
+        elif key in (INTERPOLATION, CROP_MODE) and trained_value not in choices(key):
+            unsupported.append(f"{key} {value} is used; {where} has {trained_value}, which is not supported")
         else:
-            taken[key] = value
-            if by.kind is Kind.OTHER_MODEL:
-                instead = f". That of {by}, is not used"
-    notes = [f"Preprocessing of {where}: {_in_words(taken)}{instead}"] if taken else []
+            taken[key] = trained_value
+            if value_source.kind is Kind.OTHER_MODEL:
+                unused = f". That of {value_source}, is not used"
+    notes = [f"Preprocessing of {where}: {_in_words(taken)}{unused}"] if taken else []
     if where.startswith("timm's "):
-        notes += _of_siblings(loaded.config.MODEL.NAME, source, of_run)
-    named = where.partition(" (MODEL.NAME;")[0] if taken else where  # the first note has the rest
-    loaded = _with_differences(loaded, differing, named)
+        notes += _notes_on_similar_models(loaded.config.MODEL.NAME, source, of_run)
+    short_where = where.partition(" (MODEL.NAME;")[0] if taken else where  # the first note has the rest
+    loaded = _with_differences(loaded, differing, short_where)
     return loaded.with_values(taken, where, notes + unsupported)
 
 
-def _is_same(key: str, mine: Any, theirs: Any) -> bool:
-    """Whether two values of a setting make the same of images: one colour may stand for each channel."""
-    return mine == theirs or (key in COLOURS and set(mine) == set(theirs) == {mine[0]})
+def _is_same(key: str, value: Any, trained_value: Any) -> bool:
+    """Return whether two values of a setting are equivalent: a mean of (0.5,) is one of (0.5, 0.5, 0.5)."""
+    return value == trained_value or (key in COLOURS and set(value) == set(trained_value) == {value[0]})
 
 
 def _guess(model: ModelConfig, source: str) -> Preprocessing | None:
-    """The preprocessing of timm's own weights for the model, unless its sizes are the user's."""
+    """Return the preprocessing of timm's own weights for MODEL.NAME, for weights that do not say theirs.
+
+    None if MODEL.NAME is only a label for the user's own sizes, or if timm has no weights of that name.
+    """
     sizes_given = bool(given_sizes(model))
     name, is_label = timm_base(model, sizes_given)
     if is_label and sizes_given:
         return None
-    return of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
+    return timm_preprocessing(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
 
 
-def _with_differences(loaded: Loaded, theirs: dict[str, Any], where: str) -> Loaded:
-    """Say which settings are kept that the weights have otherwise: `theirs`."""
-    words = dict[str, str]()
-    for key, value in theirs.items():
-        mine = one_line(value_of(loaded.config, key))
-        words[key] = f"{key} {mine} in place of {one_line(value)} ({loaded.sources[key]})"
-    size = words.pop(IMAGE_SIZE, "")
+def _with_differences(loaded: Loaded, trained_values: dict[str, Any], where: str) -> Loaded:
+    """Report the settings that differ from the preprocessing of the weights' training.
+
+    It is a warning, since it may cost accuracy. It is a note for the image size, and if a recipe chose all of it.
+    `trained_values`: setting -> value of the training, for those that differ. `where`: where these are written.
+    """
+    texts = dict[str, str]()
+    for key, trained_value in trained_values.items():
+        value = one_line(value_of(loaded.config, key))
+        texts[key] = f"{key} {value} in place of {one_line(trained_value)} ({loaded.sources[key]})"
+    size = texts.pop(IMAGE_SIZE, "")
     notes = [f"{size}, the size of {where}"] if size else []
     cost = "may cost accuracy, another mean and std up to 11 points"
-    said = f"{', '.join(words.values())}: other preprocessing than that of {where} {cost}"
-    if any(loaded.sources[key].kind is not Kind.RECIPE for key in words):
-        loaded = loaded.with_warning(said)
-    elif words:  # a recipe's for its own model
-        notes.append(said)
+    message = f"{', '.join(texts.values())}: other preprocessing than that of {where} {cost}"
+    if any(loaded.sources[key].kind is not Kind.RECIPE for key in texts):
+        loaded = loaded.with_warning(message)
+    elif texts:  # a recipe chose them for its own model
+        notes.append(message)
     return loaded.with_values({}, where, notes)
 
 
-def _without_other_bands(loaded: Loaded, theirs: dict[str, Any], where: str) -> Loaded:
-    """Remove from `theirs` what is of images of other channels or bits; if it was to be taken, it is measured."""
+def _without_other_bands(loaded: Loaded, trained_values: dict[str, Any], where: str) -> Loaded:
+    """Remove from `trained_values`, in place, the range and colours of images with other channels or bits.
+
+    Mean and std become `auto` then, to be measured, unless the user set them. For grey images, a mean and std of
+    colours becomes its average.
+    """
     data = loaded.config.DATA
-    channels = len(theirs.get(COLOURS[0], ()))
-    as_many = channels <= 3 if data.is_plain else channels == data.IMAGE_CHANNELS
-    if theirs.pop("DATA.BITS") != data.BITS or not as_many:
+    channels = len(trained_values.get(COLOURS[0], ()))
+    same_channels = channels <= 3 if data.is_plain else channels == data.IMAGE_CHANNELS
+    if trained_values.pop("DATA.BITS") != data.BITS or not same_channels:
         for key in MEASURED:
-            theirs.pop(key, None)
-        opened = [key for key in COLOURS if loaded.is_default(key)]
-        if opened:
-            said = f"{' and '.join(opened)} auto: {where} has those of images of other channels or bits"
-            return loaded.with_values(dict.fromkeys(opened, AUTO), "default (MODEL.PRETRAINED)", [said], Kind.DEFAULT)
-    elif data.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
+            trained_values.pop(key, None)
+        measured = [key for key in COLOURS if loaded.is_default(key)]
+        if measured:
+            note = f"{' and '.join(measured)} auto: {where} has those of images of other channels or bits"
+            automatic = dict.fromkeys(measured, AUTO)
+            return loaded.with_values(automatic, "default (MODEL.PRETRAINED)", [note], Kind.DEFAULT)
+    elif data.IMAGE_CHANNELS == 1:  # the weights of the first convolution are summed over colours, too
         for key in COLOURS:
-            if theirs.get(key):
-                theirs[key] = (sum(theirs[key]) / len(theirs[key]),)
+            colours = trained_values.get(key)
+            if colours:
+                trained_values[key] = (sum(colours) / len(colours),)
     return loaded
 
 
-def _of_siblings(name: str, source: str, unnamed: bool) -> list[str]:
-    """A note on weights that are, or if `unnamed` counts may be, another model's of timm's, with another mean and std.
+def _notes_on_similar_models(name: str, source: str, of_run: bool) -> list[str]:
+    """Return a note if the weights may be of a similar model of timm that needs another mean and std, else [].
 
     timm's tf_efficientnet_b0 and efficientnet_b0, for example, have weights of the same names and shapes.
+    `name`: MODEL.NAME. `source`: the weights. `of_run`: false leaves out the note for weights that name no model.
     """
-    own = of_timms_name(name, "")
+    expected = timm_preprocessing(name, "")
     model, _, tag = name.partition(".")
-    found = local_weights(source)
-    named = _timm_name_of(found.file) if found else source
-    if own is None:
+    weights = local_weights(source)
+    weights_name = _timm_name_of(weights.file) if weights else source
+    if expected is None:
         return []
-    if named:
-        of_named = named.partition(".")[0]
-        if of_named == model or not _other_colours(named, own):
+    if weights_name:
+        weights_model = weights_name.partition(".")[0]
+        if weights_model == model or not _needs_other_colours(weights_name, expected):
             return []
-        need = f"need another mean and std than {name}'s, and may compute otherwise: -model {of_named}"
-        return [f"MODEL.PRETRAINED {source}: weights of {named} {need}"]
-    if tag or not unnamed:
+        advice = f"need another mean and std than {name}'s, and may compute otherwise: -model {weights_model}"
+        return [f"MODEL.PRETRAINED {source}: weights of {weights_name} {advice}"]
+    if tag or not of_run:
         return []
     twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
-    others = timm.list_pretrained(f"{model}.*") + timm.list_pretrained(f"{twin}.*")
-    different = [one for one in others if _other_colours(one, own)]
+    candidates = timm.list_pretrained(f"{model}.*") + timm.list_pretrained(f"{twin}.*")
+    different = [candidate for candidate in candidates if _needs_other_colours(candidate, expected)]
     if not different:
         return []
-    need = f"add -model {different[0]}, for another mean and std"
-    return [f"If the weights are of {some_of(different, 2)}, {need}"]
+    advice = f"add -model {different[0]}, for another mean and std"
+    return [f"If the weights are of {some_of(different, 2)}, {advice}"]
 
 
-def _other_colours(name: str, own: Preprocessing) -> bool:
-    """Whether timm's weights of a name need another mean or std."""
-    theirs = of_timms_name(name, "") or own
-    return any(theirs.values.get(key) != own.values.get(key) for key in COLOURS)
+def _needs_other_colours(name: str, expected: Preprocessing) -> bool:
+    """Return whether timm's weights `name` need another mean or std than `expected`; false if they are unknown."""
+    needed = timm_preprocessing(name, "") or expected
+    return any(needed.values.get(key) != expected.values.get(key) for key in COLOURS)
 
 
 def preprocessing_of(source: str) -> Preprocessing | None:
-    """The preprocessing that MODEL.PRETRAINED (a run, a checkpoint, a file, or a timm name) itself says, or None."""
-    found = local_weights(source)
-    if found is None:
-        return of_timms_name(source, f"timm's {source}")
-    file = found.file
+    """Return the preprocessing that the weights themselves give; None if they give none.
+
+    `source`: a run, a checkpoint, a file, or a timm name. It is looked up in this order: our meta.json beside the file,
+    the file's header, timm's config.json beside it, timm's description of the model that the file is named after.
+    """
+    weights = local_weights(source)
+    if weights is None:
+        return timm_preprocessing(source, f"timm's {source}")
+    file = weights.file
     meta = file.with_name(META)
     if meta.is_file():
-        return _of_fields(unchecked_meta(file.parent).get("input"), meta)
+        return _parse_fields(unchecked_meta(file.parent).get("input"), meta)
     header = read_header(file).get("input")
     if header:
-        return _of_fields(header, file)
+        return _parse_fields(header, file)
     config = file.with_name(TIMMS_CONFIG)
     if config.is_file():
-        return _of_fields(read_json(config).get("pretrained_cfg"), config)
+        return _parse_fields(read_json(config).get("pretrained_cfg"), config)
     name = _timm_name_of(file)
-    return of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
+    if name is None:
+        return None
+    return timm_preprocessing(name, f"timm's {name} (recognised by the name of {file})")
 
 
 def _timm_name_of(file: Path) -> str | None:
-    return next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
+    """Return the timm name that a file is named after, with its tag or without; None if there is none."""
+    for name in (file.stem, file.name.partition(".")[0]):
+        if is_timm_name(name):
+            return name
+    return None
 
 
-def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
-    """From our meta.json, the header of weights that checkpoint.py or export.py wrote, or timm's description of its."""
+def _parse_fields(fields: Any, where: Path | str) -> Preprocessing | None:
+    """Convert fields of an image input to settings; None if they have nothing of it.
+
+    `fields`: from our meta.json, from the header of weights that checkpoint.py or export.py wrote, or from timm's
+    description of its weights. `where`: where they are written, for messages. UserError for a value of a wrong type.
+    """
     if not isinstance(fields, dict):
         return None
-    size = fields.get("input_size")  # timm's
+    size = fields.get("input_size")  # timm's: channels, height, width
     if isinstance(size, list | tuple) and len(size) == 3:
         fields = {**fields, "image_size": size_of(size[1:])}
     if fields.get("crop") == "none":
@@ -546,10 +631,12 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     return Preprocessing(values, str(where))
 
 
-def of_timms_name(name: str, where: str) -> Preprocessing | None:
+def timm_preprocessing(name: str, where: str) -> Preprocessing | None:
+    """Return the preprocessing of timm's weights `name`; None if timm has none. `where`: a name for messages."""
     cfg = timm_weights(name)
-    return None if cfg is None else _of_fields(asdict(cfg), where)
+    return None if cfg is None else _parse_fields(asdict(cfg), where)
 
 
 def _in_words(values: dict[str, Any]) -> str:
+    """Join settings and values for a message: 'DATA.IMAGE_SIZE 224, DATA.CROP_PCT 0.9'."""
     return ", ".join(f"{key} {one_line(value)}" for key, value in values.items())

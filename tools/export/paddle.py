@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.inputs.auto import of_timms_name
+from engine.inputs.auto import timm_preprocessing
 from engine.inputs.batches import input_of
 from models.build import build_without_weights, is_timm_name, timm_call, timm_weights
 from models.weights.paddle import (
@@ -140,7 +140,7 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
     about: dict[str, Any] = {"converted_from": file.name, "num_classes": target.sizes["NUM_CLASSES"]}
     if target.name and target.sizes["NUM_CLASSES"]:
         # Settings of the model and of its image preparation, which is timm's for the same model.
-        preprocessing = of_timms_name(target.name, f"timm's {target.name}")
+        preprocessing = timm_preprocessing(target.name, f"timm's {target.name}")
         assert preprocessing is not None  # is_timm_name
         values: dict[str, Any] = {
             **preprocessing[0],

@@ -1,4 +1,4 @@
-"""What a micro-batch goes through on the device: normalisation. mixing.py erases and mixes."""
+"""Normalises a micro-batch on the device; mixing.py erases and mixes its images."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class TransformedBatch(NamedTuple):
     targets: Tensor
     """Labels; for mixed images one row of class weights per image."""
     labels: Tensor
-    """As in the batch; for a mixed image those of the image with the larger weight."""
+    """As in the batch; for a mixed image the labels of the image with the larger weight."""
 
 
 BatchTransform = Callable[[Tensor, Tensor], TransformedBatch]
@@ -29,13 +29,14 @@ BatchTransform = Callable[[Tensor, Tensor], TransformedBatch]
 
 
 def no_transform(images: Tensor, labels: Tensor) -> TransformedBatch:
+    """Leave the micro-batch as it is: its labels are the targets."""
     return TransformedBatch(images, labels, labels)
 
 
 class Inputs(nn.Module):
     """Converts images to normalised floats: (x / 255 - mean) / std, as one multiplication and one addition.
 
-    With other bits or a DATA.RANGE, x - low and high - low are in the places of x and 255.
+    With other bits or a DATA.RANGE of low to high, it is ((x - low) / (high - low) - mean) / std.
     """
 
     factor: Tensor
@@ -59,8 +60,8 @@ class Inputs(nn.Module):
 
 
 def input_of(data: DataConfig) -> dict[str, Any]:
-    """How validation makes the model's input from an image, in the words that exported files use too."""
-    about = {
+    """Describe how validation makes the model's input from an image, with the keys that exported files use too."""
+    fields = {
         "image_size": data.IMAGE_SIZE,
         "channels": data.IMAGE_CHANNELS,
         "crop": "none" if squeezes(data) else "middle",
@@ -73,13 +74,14 @@ def input_of(data: DataConfig) -> dict[str, Any]:
         "background": background_of(data),
     }
     if not data.is_plain:
-        about["bits"] = data.BITS
+        fields["bits"] = data.BITS
     if not data.is_plain or data.RANGE is not None:
-        about["range"] = list(data.value_range)
-    return about
+        fields["range"] = list(data.value_range)
+    return fields
 
 
 def shortcuts_of(config: Config) -> Shortcuts:
+    """Return the fraction of tokens to drop, and the scheduled image sizes that differ from DATA.IMAGE_SIZE."""
     train = config.TRAIN
-    others = {size for _, size in train.SIZE_SCHEDULE} - {config.DATA.IMAGE_SIZE}
-    return Shortcuts(train.TOKEN_DROP, tuple(sorted(others, key=sides)))
+    scheduled = {size for _, size in train.SIZE_SCHEDULE} - {config.DATA.IMAGE_SIZE}
+    return Shortcuts(train.TOKEN_DROP, tuple(sorted(scheduled, key=sides)))

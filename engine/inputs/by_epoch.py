@@ -1,4 +1,4 @@
-"""Callbacks for what changes with the epoch: dropped tokens and image sizes."""
+"""Callbacks that change the model's input from epoch to epoch: dropped tokens and image sizes."""
 
 from timm.layers.patch_dropout import PatchDropout
 from torch import nn
@@ -14,23 +14,23 @@ class TokenDrop(Callback):
 
     def __init__(self, train: TrainConfig) -> None:
         self._train = train
-        self._now = 0.0
+        self._probability = 0.0
 
     def enter(self, epoch: int, *models: nn.Module) -> None:
-        self._now = self._train.TOKEN_DROP if self._train.drops_tokens_in(epoch) else 0.0
+        self._probability = self._train.TOKEN_DROP if self._train.drops_tokens_in(epoch) else 0.0
         for model in models:
             for module in model.modules():
                 if isinstance(module, PatchDropout):
-                    module.prob = self._now
+                    module.prob = self._probability
 
     def figures(self) -> dict[str, Figure]:
-        return {"token_drop": Figure(self._now, f"Patches left out: {100 * self._now:g}%")}
+        return {"token_drop": Figure(self._probability, f"Patches left out: {100 * self._probability:g}%")}
 
     def rows(self) -> dict[str, str]:
-        last = self._train.TOKEN_DROP_TAIL
+        epochs_without = self._train.TOKEN_DROP_TAIL
         tail = ""
-        if last:
-            epochs = f"{last} epochs" if last > 1 else "epoch"
+        if epochs_without:
+            epochs = f"{epochs_without} epochs" if epochs_without > 1 else "epoch"
             tail = f", none in the last {epochs}"
         return {"shortcuts": f"{100 * self._train.TOKEN_DROP:g} % of the patches left out{tail}"}
 
@@ -50,15 +50,15 @@ class ImageSizes(Callback):
     def figures(self) -> dict[str, Figure]:
         if isinstance(self._size, int):
             return {"image_size": Figure(self._size, f"Size: {self._size}")}
-        high, wide = self._size
-        return {"image_height": Figure(high, f"Height: {high}"), "image_width": Figure(wide, f"Width: {wide}")}
+        height, width = self._size
+        return {"image_height": Figure(height, f"Height: {height}"), "image_width": Figure(width, f"Width: {width}")}
 
     def rows(self) -> dict[str, str]:
         changes = []
-        before = None
+        previous_size = None
         for epoch in range(1, max(1, self._train.NUM_EPOCHS) + 1):
             size = self._train.size_in(epoch, self._full)
-            if size != before:
+            if size != previous_size:
                 changes.append(f"{one_line(size)} from epoch {epoch}")
-            before = size
+            previous_size = size
         return {"shortcuts": f"images of {', '.join(changes)}"}

@@ -19,7 +19,10 @@ ERASE_SPLITS = 2
 
 
 def build_batch_transform(train: TrainConfig, task: Task, device: torch.device) -> BatchTransform:
-    """The batch transform that TRAIN asks for. Validation has none."""
+    """Build the erasing and mixing that TRAIN asks for; `no_transform` for a task that cannot mix labels.
+
+    Validation uses no batch transform.
+    """
     if not task.mixes:
         return no_transform
     erase = None
@@ -66,22 +69,25 @@ class Mixing(Mixup):
         height = images.shape[-2]
         width = images.shape[-1]
         table = self._draw(count, (height, width)).astype(np.float32)
+        # Each of the six has the shape (count, 1, 1, 1), to be broadcast over channels and pixels.
         lam, top, bottom, left, right, is_mixup = (
             torch.from_numpy(table).to(images.device, non_blocking=True)[..., None, None, None].unbind(1)
         )
         row = torch.arange(height, device=images.device)[:, None]
         column = torch.arange(width, device=images.device)
         in_box = (row >= top) & (row < bottom) & (column >= left) & (column < right)
-        own = torch.where(is_mixup > 0, lam, 1.0).masked_fill(in_box, 0.0)
-        mixed = torch.lerp(images.flip(0), images, own.to(images.dtype))
-        targets, larger = self._task.mixed(labels, lam.reshape(count, 1))
-        return TransformedBatch(mixed, targets, larger)
+        # Weight of the image itself at each pixel. With cutmix it is 0 in the box and 1 elsewhere.
+        pixel_weights = torch.where(is_mixup > 0, lam, 1.0).masked_fill(in_box, 0.0)
+        mixed = torch.lerp(images.flip(0), images, pixel_weights.to(images.dtype))
+        targets, main_labels = self._task.mixed(labels, lam.reshape(count, 1))
+        return TransformedBatch(mixed, targets, main_labels)
 
     def _draw(self, count: int, size: tuple[int, int]) -> np.ndarray:
-        """Random numbers of each image, drawn in timm's order, so that the same seed gives the same ones.
+        """Draw the random numbers of `count` images in timm's order, so that the same seed gives the same ones.
 
-        In a row: the image's own weight, as in timm (its partner has the rest); top, bottom, left and right of the box
-        that the partner fills, zeros for mixup; whether it is mixup.
+        Returns one row per image with six columns: lam, the image's own weight (its partner has the rest); top, bottom,
+        left and right of the box that the partner fills, zeros for mixup; 1 for mixup, 0 for cutmix.
+        `size`: height and width of the images.
         """
         if self.mode == "batch":
             lam, use_cutmix = map(np.atleast_1d, self._params_per_batch())
@@ -92,5 +98,8 @@ class Mixing(Mixup):
             rows[nth, 1:5], rows[nth, 0] = cutmix_bbox_and_lam(size, rows[nth, 0], self.cutmix_minmax, self.correct_lam)
         if self.mode == "batch":
             return rows.repeat(count, axis=0)
-        middle = np.array([[1, 0, 0, 0, 0, 1]])[: count % 2]  # of an odd batch: it stays unmixed
-        return rows if self.mode == "elem" else np.concatenate((rows, middle, rows[::-1]))
+        if self.mode == "elem":
+            return rows
+        # In pair mode, both images of a pair have the same row. The middle image of an odd batch stays unmixed: lam 1.
+        middle = np.array([[1, 0, 0, 0, 0, 1]])[: count % 2]
+        return np.concatenate((rows, middle, rows[::-1]))

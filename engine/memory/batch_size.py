@@ -1,7 +1,7 @@
 """DATA.BATCH_SIZE auto: how many images fit, by trial updates.
 
-They have a model, an optimiser and an EMA of their own, and made-up images: the run begins as if the number had been
-given.
+The trials use a model, an optimiser and an EMA of their own, and random images. So the run begins as if the user had
+given the number.
 """
 
 import gc
@@ -33,15 +33,21 @@ MARGIN = 0.08
 STEP = 8
 """Batch sizes are multiples of this, for tensor cores, unless fewer images fit."""
 MOST = 8192
+"""Largest batch size that is tried on a GPU"""
 MOST_ON_CPU = 1024
 LEAST_UPDATES = 8
 """Minimum number of updates in an epoch, even if a larger batch fits."""
 SECONDS_PER_TRIAL_ON_CPU = 15.0
+"""No larger batch is tried if its trial would take longer than this on a CPU."""
 UPDATES_PER_TRIAL = 2  # the optimiser has its state only after the first
 
 
 def with_largest_batch(config: Config, target: int | None, world: World, device: torch.device) -> Config:
-    """Set the batch size that fits on every rank. `target`: the global batch that accumulation must give."""
+    """Set DATA.BATCH_SIZE to the largest number of images that fits on every rank. A collective call.
+
+    `target`: the global batch that must result, with TRAIN.ACCUM_ITER set to match; None if any will do, with
+    TRAIN.ACCUM_ITER as it is.
+    """
     if config.EVAL and config.DATA.BATCH_SIZE_EVAL is not None:
         return with_batch(config, config.DATA.BATCH_SIZE_EVAL, config.TRAIN.ACCUM_ITER)
     processes = counted(world.size, "process")
@@ -50,36 +56,40 @@ def with_largest_batch(config: Config, target: int | None, world: World, device:
             f"A global batch of {target} cannot be divided evenly among {processes}; set TRAIN.GLOBAL_BATCH to "
             f"{multiples_near(target, world.size)}."
         )
-    each = target // world.size if target is not None else None
-    batch, words = on_every_rank(world, lambda: _search(config, each, world, device))
-    fitting = min(all_gather([batch], world))
-    if fitting < batch:
-        words = f"{fitting} fits on every process"
-    chosen = fitting if each is None else largest_divisor(each, fitting)
+    per_process = target // world.size if target is not None else None
+    fits_here, explanation = on_every_rank(world, lambda: _search(config, per_process, world, device))
+    fits_everywhere = min(all_gather([fits_here], world))
+    if fits_everywhere < fits_here:
+        explanation = f"{fits_everywhere} fits on every process"
+    chosen = fits_everywhere if per_process is None else largest_divisor(per_process, fits_everywhere)
     if chosen == 1 and config.TRAIN.mixes and not config.EVAL:
         raise UserError(
-            f"DATA.BATCH_SIZE auto: 1 is the largest divisor of {each} images per update and process that fits, and "
-            "mixup and CutMix mix images of a batch. Set another TRAIN.GLOBAL_BATCH."
+            f"DATA.BATCH_SIZE auto: 1 is the largest divisor of {per_process} images per update and process that fits, "
+            "and mixup and CutMix mix images of a batch. Set another TRAIN.GLOBAL_BATCH."
         )
-    config = with_batch(config, chosen, config.TRAIN.ACCUM_ITER if each is None else each // chosen)
+    config = with_batch(config, chosen, config.TRAIN.ACCUM_ITER if per_process is None else per_process // chosen)
     if not config.EVAL:
         total = f"{chosen} x {processes} x {config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}"
-        words += f"; {total} images per update"
-    log.info("DATA.BATCH_SIZE auto: %s.", words)
+        explanation += f"; {total} images per update"
+    log.info("DATA.BATCH_SIZE auto: %s.", explanation)
     return config
 
 
-def largest_divisor(target: int, fitting: int) -> int:
-    """Largest divisor of `target` up to `fitting`: a multiple of 8, unless that is less than half of the largest."""
-    divisors = [size for size in range(1, min(fitting, target) + 1) if target % size == 0]
-    even = [size for size in divisors if size % STEP == 0]
-    return even[-1] if even and 2 * even[-1] >= divisors[-1] else divisors[-1]
+def largest_divisor(target: int, limit: int) -> int:
+    """Return the largest divisor of `target` up to `limit`, if possible one that is a multiple of 8.
+
+    A multiple of 8 is faster, but is not taken if it is less than half of the largest divisor.
+    """
+    divisors = [size for size in range(1, min(limit, target) + 1) if target % size == 0]
+    multiples = [size for size in divisors if size % STEP == 0]
+    return multiples[-1] if multiples and 2 * multiples[-1] >= divisors[-1] else divisors[-1]
 
 
-def _search(config: Config, each: int | None, world: World, device: torch.device) -> tuple[int, str]:
-    """Batch that fits on this rank, with an explanation. Frees all that the search took.
+def _search(config: Config, per_process: int | None, world: World, device: torch.device) -> tuple[int, str]:
+    """Find the largest batch that fits on this rank. Returns its size and an explanation for the log.
 
-    `each`: images per update and process, if the global batch is given.
+    Frees all memory that the search took. UserError if not even the smallest batch fits.
+    `per_process`: images per update and process; None if the global batch is not given.
     """
     limit = _limit(config, world, device)
     if limit is None:
@@ -87,23 +97,24 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
             "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT (GiB per "
             "process), or set -batch_size to a number."
         )
-    at_most = int(limit * (1 - MARGIN))
+    usable = int(limit * (1 - MARGIN))
     fitting = 0
     peak = 0
     reason = ""
-    # Building the run logs its lines again, and draws random numbers again.
-    with unheard(), fork_host_rng(), limited(device, at_most):
+    # The run is built for the trial and again later: only the second time may log lines and draw random numbers.
+    with unheard(), fork_host_rng(), limited(device, usable):
         try:
-            trial = Trial(config, each, world, device, at_most)
-            most, why = trial.most()
+            trial = Trial(config, per_process, world, device, usable)
+            most, why_most = trial.most()
             fitting = largest_that_fits(trial.fits, most, trial.is_slow)
             peak = trial.peaks.get(fitting, 0)
             if fitting == most:
-                reason = f"; {why}"
+                reason = f"; {why_most}"
             elif trial.is_slow():
                 reason = "; a larger one would take too long to try on this CPU"
             del trial
         except Exception as error:
+            # If not even the model fits, `fitting` stays 0.
             if not is_out_of_memory(error):
                 raise
         gc.collect()
@@ -111,19 +122,20 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
     least = least_batch(config)
     if fitting < least:
         smallest = with_batch(config, 1, config.TRAIN.ACCUM_ITER)
-        ways = [way.partition(":")[0] for way in ways_out(smallest, config.EVAL, device, found=True)]
-        ways.append("a smaller MODEL.NAME or DATA.IMAGE_SIZE")
-        words = f"Try {', '.join(ways)}"
+        settings = [way.partition(":")[0] for way in ways_out(smallest, config.EVAL, device, batch_is_auto=True)]
+        settings.append("a smaller MODEL.NAME or DATA.IMAGE_SIZE")
+        advice = f"Try {', '.join(settings)}"
         if not config.EVAL:
-            words += "; or, on several devices, DIST.STRATEGY=fsdp with a number as -batch_size"
-        raise UserError(f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. {words}.")
+            advice += "; or, on several devices, DIST.STRATEGY=fsdp with a number as -batch_size"
+        raise UserError(f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. {advice}.")
     return fitting, f"{fitting} fits ({in_gib(peak)} of {in_gib(limit)}{reason})"
 
 
 def check_batch(run: Run) -> None:
-    """Refuse a batch that would take more memory than is free, by updates of small ones: for a dry run on a CPU.
+    """Raise UserError if a batch would take more memory than is free; for a dry run on a CPU.
 
-    There the system would kill the program without a word.
+    There the system would kill the program without a message. So updates with small batches are measured, and the
+    memory that DATA.BATCH_SIZE takes is extrapolated from them.
     """
     config = run.config
     device = run.device
@@ -132,22 +144,25 @@ def check_batch(run: Run) -> None:
     sharded = config.DIST.STRATEGY == "fsdp"
     if batch <= STEP or run.auto_batch_size or device.type == "cuda" or sharded or limit is None:
         return
-    limit = int(limit * (1 - MARGIN))
+    usable = int(limit * (1 - MARGIN))
     size = least_batch(config)
     with unheard(), fork_host_rng():
-        trial = Trial(config, None, run.world, device, limit)
+        trial = Trial(config, None, run.world, device, usable)
         while size < min(batch, 4 * STEP) and trial.fits(size) and (len(trial.peaks) < 2 or not trial.is_slow()):
             size *= 2
     largest_tried = max(trial.peaks.values(), default=0)
     expected = max(trial.expected(batch), largest_tried)
-    if expected > limit:
-        taken = f"an update would take about {in_gib(expected)} per process, and {in_gib(limit)} can be had"
-        ways = "\n  ".join(ways_out(config, False, device))
-        raise UserError(f"DATA.BATCH_SIZE {batch}: {taken}. Ways out:\n  {ways}")
+    if expected > usable:
+        comparison = f"an update would take about {in_gib(expected)} per process, and {in_gib(usable)} can be had"
+        ways = "\n  ".join(ways_out(config, validating=False, device=device))
+        raise UserError(f"DATA.BATCH_SIZE {batch}: {comparison}. Ways out:\n  {ways}")
 
 
 def _limit(config: Config, world: World, device: torch.device) -> float | None:
-    """Bytes that this process may hold: TRAIN.MEMORY_LIMIT, or less if less is free; None if both are unknown."""
+    """Return how many bytes this process may hold: TRAIN.MEMORY_LIMIT, or less if less is free.
+
+    None if neither is known.
+    """
     free = free_memory(device, world.local_size)
     limits: list[float] = []
     if free is not None:
@@ -158,21 +173,27 @@ def _limit(config: Config, world: World, device: torch.device) -> float | None:
 
 
 def free_memory(device: torch.device, processes: int) -> int | None:
-    """Free bytes of `device` for this process, one of `processes` on this machine; None if unknown."""
+    """Return the free bytes of `device` for this process; None if unknown.
+
+    `processes`: how many share the memory of this machine. Each GPU has a process of its own.
+    """
     if device.type == "cuda":
         # Memory that torch has reserved and does not use is free too.
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    known = [max(0, limit - used) for limit, used in cgroups()]
+    limits = [max(0, limit - used) for limit, used in cgroups()]
     available = meminfo("MemAvailable")
     if available is not None:
-        known.append(available)
-    return min(known) // processes if known else None
+        limits.append(available)
+    return min(limits) // processes if limits else None
 
 
 def held_memory(device: torch.device) -> int:
-    """Bytes that this process holds now, libraries and data included; 0 on a GPU, whose libraries are no part of it."""
+    """Return how many bytes of host memory this process holds now, with libraries and data.
+
+    0 on a GPU: what `free_memory` counts there already includes what torch holds, and peaks leave out libraries.
+    """
     if device.type != "cpu":
         return 0
     return meminfo("VmRSS", STATUS) or round(1e9 * peak_memory_gb(device))
@@ -196,47 +217,53 @@ def limited(device: torch.device, limit: int) -> Iterator[None]:
 
 
 def least_batch(config: Config) -> int:
-    """Mixing takes two images."""
+    """Return the smallest batch size that the run can use: 2 with mixup or CutMix, which mix two images, else 1."""
     return 2 if config.TRAIN.mixes and not config.EVAL else 1
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[], bool]) -> int:
-    """Largest size that fits: by doubling, then by bisection in steps of 8, or of 1 if 8 do not fit. 0 if none fits.
+    """Find the largest size up to `most` that fits: double it until it does not, then bisect. Returns 0 if none fits.
 
-    `enough`: called after each success; True if no larger size should be tried.
+    Sizes are multiples of 8, or any number if 8 images do not fit.
+    `fits`: tries a size. `enough`: called after each size that fits; True ends the search with that size.
     """
-    good = 0
-    bad = most + 1
+    fitting = 0
+    too_large = most + 1
     size = min(STEP, most)
-    while size > good:
+    while size > fitting:
         if fits(size):
-            good = size
+            fitting = size
             if enough():
                 break
         else:
-            bad = size
-        if bad > most:
-            size = min(2 * good, most)
+            too_large = size
+        if too_large > most:  # every size so far has fitted
+            size = min(2 * fitting, most)
         else:
-            step = STEP if good >= STEP else 1
-            size = (good // step + -(-bad // step)) // 2 * step
-    return good
+            # The middle of both, rounded to a multiple of `step`: -(-a // b) is a / b rounded up.
+            step = STEP if fitting >= STEP else 1
+            size = (fitting // step + -(-too_large // step)) // 2 * step
+    return fitting
 
 
 class Trial:
-    """Trial updates, or trial batches of a validation."""
+    """Measures the memory of batch sizes: by updates of a training, or by batches of a validation if EVAL is set."""
 
-    def __init__(self, config: Config, each: int | None, world: World, device: torch.device, limit: int) -> None:
-        """`each`: see `_search`."""
+    def __init__(self, config: Config, per_process: int | None, world: World, device: torch.device, limit: int) -> None:
+        """Build model and optimiser once, for all sizes to try.
+
+        `per_process`: images per update and process; None if the global batch is not given.
+        `limit`: bytes that this process may hold.
+        """
         # Pretrained weights take as much memory as random ones.
         config = config.changed(MODEL={"PRETRAINED": None}, TRAIN=config.TRAIN.spanning(1))
         self._config = config
-        self._each = each
+        self._per_process = per_process
         self._world = world
         self._device = device
         self._limit = limit
-        # With two micro-batches, gradients exist during the forward pass; so they do, in buckets, under DDP.
-        accumulates = each is not None or world.size > 1 or config.TRAIN.ACCUM_ITER > 1
+        # With two micro-batches, gradients exist during the forward pass. Under DDP they always do, in its buckets.
+        accumulates = per_process is not None or world.size > 1 or config.TRAIN.ACCUM_ITER > 1
         self._micro_batches = 2 if accumulates else 1
         # In the run, the data sets take their part of the memory, too.
         options = config.MODEL.NUM_CLASSES, config.SEED, device
@@ -246,54 +273,63 @@ class Trial:
         self._parts = None
         self._seconds = 0.0
         if not config.EVAL:
-            numbered = with_batch(config, STEP, self._micro_batches)
-            self._parts = build_train_state(numbered, ALONE, self._tuned, per_epoch=1000)
+            config_of_trial = with_batch(config, STEP, self._micro_batches)
+            self._parts = build_train_state(config_of_trial, ALONE, self._tuned, per_epoch=1000)
             self._parts.leave_out(OverflowWatch)  # it would replay overflows; MARGIN has room for what it keeps
             self._parts.assemble()
             self._parts.enter(config.TRAIN.NUM_EPOCHS)  # the last epoch has most pixels and tokens
         self.peaks: dict[int, int] = {}
-        """Bytes by batch size; also of those that did not fit."""
+        """Batch size -> bytes at the peak, also for sizes that did not fit"""
 
     def most(self) -> tuple[int, str]:
-        """Largest batch to try, and the reason."""
+        """Return the largest batch size to try, and the reason why no larger one is tried."""
         config = self._config
         samples = len(self._datasets[0])
-        size = self._world.size
+        processes = self._world.size
         most, kind = (MOST_ON_CPU, "CPU") if self._device.type == "cpu" else (MOST, "GPU")
         limits = [
             (most, f"no larger one is tried on a {kind}"),
-            (max(1, samples // size), f"there are only {counted(samples, 'image')}"),
+            (max(1, samples // processes), f"there are only {counted(samples, 'image')}"),
         ]
-        if self._each is not None:
-            limits.append((self._each, "no more are needed for the global batch"))
+        if self._per_process is not None:
+            limits.append((self._per_process, "no more are needed for the global batch"))
         elif not config.EVAL:
-            at_most = samples // (LEAST_UPDATES * size * config.TRAIN.ACCUM_ITER)
-            words = f"with more, an epoch of {samples:,} images would have fewer than {LEAST_UPDATES} updates"
-            limits.append((max(least_batch(config), at_most // STEP * STEP or at_most), words))
+            batch = samples // (LEAST_UPDATES * processes * config.TRAIN.ACCUM_ITER)
+            reason = f"with more, an epoch of {samples:,} images would have fewer than {LEAST_UPDATES} updates"
+            limits.append((max(least_batch(config), batch // STEP * STEP or batch), reason))
         return min(limits)
 
     def fits(self, batch: int) -> bool:
+        """Try a batch size, and record its peak. Returns whether it fits into the limit.
+
+        On a CPU, a size that is expected not to fit is not tried: the system would kill the process.
+        """
         if self._device.type != "cuda" and self.expected(batch) > self._limit:
-            return False  # nothing else limits memory there, until the system kills the process
+            return False
         take_peak(self._device)
-        done = self._try(batch)
-        if not done:
+        completed = self._try(batch)
+        if not completed:
             gc.collect()  # free what the error held
         self.peaks[batch] = take_peak(self._device)
-        return done and self.peaks[batch] <= self._limit
+        return completed and self.peaks[batch] <= self._limit
 
     def expected(self, batch: int) -> float:
-        """Bytes that a batch takes if it goes on as between the two largest that were tried; 0 before there are two."""
+        """Extrapolate the bytes that a batch takes from the two largest that were tried; 0 before there are two."""
         if len(self.peaks) < 2:
             return 0.0
-        (small, less), (large, more) = sorted(self.peaks.items())[-2:]
-        return more + (batch - large) * max(0, more - less) / (large - small)
+        (smaller, smaller_peak), (larger, larger_peak) = sorted(self.peaks.items())[-2:]
+        growth = max(0, larger_peak - smaller_peak)
+        return larger_peak + (batch - larger) * growth / (larger - smaller)
 
     def is_slow(self) -> bool:
-        """Whether twice the batch would take too long to try: a CPU has memory for more than it computes in minutes."""
+        """Return whether twice the last batch would take too long to try on a CPU.
+
+        A CPU has memory for larger batches than it can compute in reasonable time.
+        """
         return self._device.type == "cpu" and 2 * self._seconds > SECONDS_PER_TRIAL_ON_CPU
 
     def _try(self, batch: int) -> bool:
+        """Make trial updates, or trial forward passes. Returns false if memory ran out; frees the gradients."""
         try:
             for number in range(1, UPDATES_PER_TRIAL + 1):
                 began = time.perf_counter()
@@ -302,11 +338,11 @@ class Trial:
                     with torch.no_grad(), self._tuned.precision.autocast(training=False):
                         self._tuned.model(self._tuned.inputs(self._batch(batch).images))
                 else:
-                    of = range(self._micro_batches)
-                    shares = tuple(MicroBatch(nth, np.arange(batch), 1 / len(of)) for nth in of)
-                    train_update(self._parts, Window(shares, (self._batch(batch) for _ in of)), number)
+                    indices = range(self._micro_batches)
+                    shares = tuple(MicroBatch(nth, np.arange(batch), 1 / len(indices)) for nth in indices)
+                    train_update(self._parts, Window(shares, (self._batch(batch) for _ in indices)), number)
                 synchronize(self._device)
-                # Overwritten by the last update: the first one may import much.
+                # The time of the last update counts: the first one may import much.
                 self._seconds = UPDATES_PER_TRIAL * (time.perf_counter() - began)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -319,6 +355,7 @@ class Trial:
         return True
 
     def _batch(self, size: int) -> Batch:
+        """Make a batch of `size` random images with example labels."""
         data = self._config.DATA
         device = self._device
         images = torch.randint(0, 256, (size, *data.shape), dtype=dtype_of(data), device=device)

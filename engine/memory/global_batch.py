@@ -1,4 +1,4 @@
-"""The global batch of a run, which its accumulation gives (TRAIN.GLOBAL_BATCH) or, in a resumed run, keeps."""
+"""Sets the accumulation that gives a run its global batch: TRAIN.GLOBAL_BATCH, or that of the run it resumes."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,72 +15,76 @@ from vitamp.checkpoints import Checkpoint
 
 
 def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
-    """`run` with numbers for DATA.BATCH_SIZE and TRAIN.ACCUM_ITER.
+    """Return `run` with numbers for DATA.BATCH_SIZE and TRAIN.ACCUM_ITER.
 
-    A collective call: all ranks get the same numbers. A resumed run keeps the batch size that it found.
+    A collective call: all ranks get the same numbers. A resumed run keeps the batch size that `auto` found when it
+    began. `checkpoint`: the one that the run resumes from; None for a new run.
     """
     config = run.config
     world = run.world
     target = run.config.TRAIN.GLOBAL_BATCH
     saved: dict[str, Any] | None = checkpoint and checkpoint.meta["batch"]
-    found: Any = choices_of(checkpoint).get(BATCH_CHOICE)
-    auto = config.DATA.BATCH_SIZE == AUTO
-    if auto:
-        if saved and found == saved["per_process"] and (target is None or target % (found * world.size) == 0):
-            config = with_batch(config, found, saved["accumulated"])
-            log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", found)
+    auto_size: Any = choices_of(checkpoint).get(BATCH_CHOICE)  # what auto chose when the run began
+    is_auto = config.DATA.BATCH_SIZE == AUTO
+    if is_auto:
+        if saved and auto_size == saved["per_process"] and (target is None or target % (auto_size * world.size) == 0):
+            config = with_batch(config, auto_size, saved["accumulated"])
+            log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", auto_size)
         else:
             from engine.memory.batch_size import with_largest_batch
 
-            config = with_largest_batch(config, target or (_global(saved) if saved else None), world, run.device)
-    settled = config
+            total = target or (_global_batch_of(saved) if saved else None)
+            config = with_largest_batch(config, total, world, run.device)
+    with_size = config
     asked = run.asked
     if target is not None:
-        config = on_every_rank(world, lambda: with_global_batch(settled, target, world))
+        config = on_every_rank(world, lambda: with_global_batch(with_size, target, world))
     elif checkpoint is not None:
-        config = on_every_rank(world, lambda: _with_kept_batch(settled, checkpoint, world.size))
-        asked = {**asked, "TRAIN.ACCUM_ITER": settled.TRAIN.ACCUM_ITER}
-    return replace(run, config=config, auto_batch_size=auto or found == config.DATA.BATCH_SIZE, asked=asked)
+        config = on_every_rank(world, lambda: _with_saved_global_batch(with_size, checkpoint, world.size))
+        asked = {**asked, "TRAIN.ACCUM_ITER": with_size.TRAIN.ACCUM_ITER}
+    return replace(run, config=config, auto_batch_size=is_auto or auto_size == config.DATA.BATCH_SIZE, asked=asked)
 
 
-def _with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
+def _with_saved_global_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
     """Change the accumulation if the number of processes changed, so that the global batch stays the same.
 
     It may have changed in an earlier resume: then the settings still ask for the accumulation of the first number of
-    processes. Nothing changes if the settings ask for another batch than they did before.
+    processes. Nothing changes if the settings ask for another batch than they did before. UserError if no accumulation
+    gives the global batch of the checkpoint.
     """
     saved = checkpoint.meta["batch"]
     batch = config.DATA.BATCH_SIZE
-    before = config.TRAIN.ACCUM_ITER
-    total = _global(saved)
-    at_once = batch * processes
-    same = saved["per_process"] == batch and before in (saved["accumulated"], saved.get("asked"))
-    if not same or total == at_once * before:
+    accumulation = config.TRAIN.ACCUM_ITER
+    total = _global_batch_of(saved)
+    images_at_once = batch * processes
+    same_settings = saved["per_process"] == batch and accumulation in (saved["accumulated"], saved.get("asked"))
+    if not same_settings or total == images_at_once * accumulation:
         return config
-    if total % at_once:
-        other = ""
+    if total % images_at_once:
+        alternative = ""
         if total % processes == 0:
-            other = f", or set TRAIN.GLOBAL_BATCH={total} and a -batch_size that divides {total // processes}"
+            alternative = f", or set TRAIN.GLOBAL_BATCH={total} and a -batch_size that divides {total // processes}"
         raise UserError(
             f"{checkpoint.folder}: trained with a global batch of {total} on {counted(saved['processes'], 'process')}; "
             f"on {counted(processes, 'process')} with DATA.BATCH_SIZE {batch}, no TRAIN.ACCUM_ITER gives "
-            f"that global batch. Choose another number of processes{other}."
+            f"that global batch. Choose another number of processes{alternative}."
         )
     if processes != saved["processes"]:
         log.info("Number of processes: %d instead of %d.", processes, saved["processes"])
-    words = "TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays %d."
-    log.info(words, total // at_once, before, total)
-    return with_batch(config, batch, total // at_once)
+    message = "TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays %d."
+    log.info(message, total // images_at_once, accumulation, total)
+    return with_batch(config, batch, total // images_at_once)
 
 
-def _global(saved: dict[str, Any]) -> int:
+def _global_batch_of(saved: dict[str, Any]) -> int:
+    """Return the images per update of the run that saved this checkpoint."""
     return saved["per_process"] * saved["accumulated"] * saved["processes"]
 
 
 def with_global_batch(config: Config, target: int, world: World) -> Config:
-    """Set the TRAIN.ACCUM_ITER that gives TRAIN.GLOBAL_BATCH."""
+    """Set the TRAIN.ACCUM_ITER that gives TRAIN.GLOBAL_BATCH (`target`). UserError if none does."""
     batch = config.DATA.BATCH_SIZE
-    before = config.TRAIN.ACCUM_ITER
+    accumulation = config.TRAIN.ACCUM_ITER
     at_once = batch * world.size
     processes = counted(world.size, "process")
     if target % at_once:
@@ -89,6 +93,7 @@ def with_global_batch(config: Config, target: int, world: World) -> Config:
             f"DATA.BATCH_SIZE {batch} take at once. Use {multiples_near(target, at_once)}, another -batch_size, or "
             "-batch_size auto."
         )
-    if before not in (1, target // at_once):
-        log.info("TRAIN.ACCUM_ITER is %d instead of %d, because of TRAIN.GLOBAL_BATCH.", target // at_once, before)
-    return with_batch(config, batch, target // at_once)
+    needed = target // at_once
+    if accumulation not in (1, needed):
+        log.info("TRAIN.ACCUM_ITER is %d instead of %d, because of TRAIN.GLOBAL_BATCH.", needed, accumulation)
+    return with_batch(config, batch, needed)

@@ -1,4 +1,4 @@
-"""Error reports for a device that runs out of memory: what takes it, and ways out."""
+"""Error messages for a device that runs out of memory: where it did, what takes the memory, and ways out."""
 
 import re
 
@@ -20,23 +20,24 @@ HALF = {"cpu": "-amp bf16"}
 
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
-    """Error for a training that ran out of memory, with the checkpoint to resume from."""
-    words = describe(error, trainer.run, trainer.position.update + 1)
+    """Return the error for a training that ran out of memory, with the checkpoint to resume from."""
+    description = describe(error, trainer.run, trainer.position.update + 1)
     config = trainer.run.config
     last = read_index(trainer.folder / CHECKPOINTS)["last"]
     if last:
-        again = f"The last checkpoint is {last}: resume from it with -resume {trainer.folder} and one of these."
+        next_step = f"The last checkpoint is {last}: resume from it with -resume {trainer.folder} and one of these."
     elif config.OUTPUT is not None and config.MODEL.RESUME != AUTO:  # the folder contains a run now
-        again = "There is no checkpoint yet: start again with another -output and one of these."
+        next_step = "There is no checkpoint yet: start again with another -output and one of these."
     else:
-        again = "There is no checkpoint yet: start again with one of these."
-    return TrainingError(f"{words}\n{again}")
+        next_step = "There is no checkpoint yet: start again with one of these."
+    return TrainingError(f"{description}\n{next_step}")
 
 
 def describe(error: BaseException, run: Run, update: int | None = None) -> str:
-    """Where memory ran out, the peak, what is large, and ways out. `update` None: in no training.
+    """Describe where memory ran out, the peak, the batch that was too large, and ways out.
 
-    While `error` is alive, so are the tensors that took the memory.
+    `error`: as torch raised it; while it is alive, so are the tensors that took the memory.
+    `update`: number of the update in which it ran out; None before or without training.
     """
     config = run.config
     data = config.DATA
@@ -46,11 +47,12 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
     else:
         where = "before the first update" if update is None else f"in update {update}"
     if is_validating or update is not None:
-        ways = ways_out(config, is_validating, run.device, found=run.auto_batch_size or data.BATCH_SIZE == AUTO)
+        batch_is_auto = run.auto_batch_size or data.BATCH_SIZE == AUTO
+        ways = ways_out(config, is_validating, run.device, batch_is_auto)
     else:
         ways = _ways_before_training(config, run.device)
 
-    lines = [f"out of memory {where}: {_taken(error, run.device)}."]
+    lines = [f"out of memory {where}: {_describe_peak(error, run.device)}."]
     batch = data.BATCH_SIZE
     if is_validating and data.BATCH_SIZE_EVAL:
         batch = data.BATCH_SIZE_EVAL
@@ -61,20 +63,22 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _taken(error: BaseException, device: torch.device) -> str:
-    """What was held at the peak, of how much, and what was asked for."""
-    taken = f"the peak was {in_gib(1e9 * peak_memory_gb(device))} on {device} ({describe_device(device)})"
+def _describe_peak(error: BaseException, device: torch.device) -> str:
+    """Describe the memory at the peak, the memory of the device, and the allocation that failed, if torch says it."""
+    text = f"the peak was {in_gib(1e9 * peak_memory_gb(device))} on {device} ({describe_device(device)})"
     total = None if device.type == "cuda" else total_memory(device)  # a GPU's description has it
     if total:
-        taken += f", of {in_gib(total)} in total"
-    asked = re.search(r"[Tt]ried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", str(error))
-    if asked:
-        size = asked[2] or in_gib(int(asked[1]))
-        taken += f", and {size} more were requested"
-    return taken
+        text += f", of {in_gib(total)} in total"
+    # On a CPU torch gives the size in bytes, on a GPU with a unit.
+    allocation = re.search(r"[Tt]ried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", str(error))
+    if allocation:
+        size = allocation[2] or in_gib(int(allocation[1]))
+        text += f", and {size} more were requested"
+    return text
 
 
 def _ways_before_training(config: Config, device: torch.device) -> list[str]:
+    """List ways to need less memory for the model alone, where it ran out before the first update."""
     ways = []
     if not config.AMP.ENABLED and amp_may_gain(device):
         ways.append(HALF.get(device.type, "-amp"))
@@ -84,8 +88,11 @@ def _ways_before_training(config: Config, device: torch.device) -> list[str]:
     return ways
 
 
-def ways_out(config: Config, validating: bool, device: torch.device, found: bool = False) -> list[str]:
-    """What to add to a command for less memory: KEY=VALUE beats flags. `found`: the batch size is from `auto`."""
+def ways_out(config: Config, validating: bool, device: torch.device, batch_is_auto: bool = False) -> list[str]:
+    """List what a user can add to the command to need less memory, as KEY=VALUE, which overrides flags.
+
+    `validating`: for a validation, else for training. `batch_is_auto`: `auto` has chosen the batch size.
+    """
     smaller = _smaller_validation(config) if validating else _smaller_batch(config)
     ways = [] if smaller is None else [smaller]
     if config.TRAIN.GRAD_CHECKPOINT == "none" and not validating:
@@ -94,12 +101,13 @@ def ways_out(config: Config, validating: bool, device: torch.device, found: bool
         word = HALF.get(device.type, "-amp")
         ways.append(f"{word}: most activations take half the memory")
     has_own_size = validating and config.DATA.BATCH_SIZE_EVAL is not None
-    if not found and not has_own_size and config.DIST.STRATEGY != "fsdp":
+    if not batch_is_auto and not has_own_size and config.DIST.STRATEGY != "fsdp":
         ways.append("DATA.BATCH_SIZE=auto: finds how many images fit")
     return ways
 
 
 def _smaller_validation(config: Config) -> str | None:
+    """Suggest a setting for smaller batches in validation; None if a batch has one image already."""
     size = config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE
     if size == AUTO:
         return (
@@ -111,13 +119,14 @@ def _smaller_validation(config: Config) -> str | None:
 
 
 def _smaller_batch(config: Config) -> str | None:
-    """Settings for fewer images at once and as many per update, if there are any."""
+    """Suggest settings for fewer images at once, but as many per update; None if the batch cannot be smaller."""
     train = config.TRAIN
     batch = config.DATA.BATCH_SIZE
     if batch == 1:
         return None
+    # The smallest factor leaves the largest batch, which is the fastest.
     factor = next(number for number in range(2, batch + 1) if batch % number == 0)
-    if batch == factor and train.mixes:  # mixing takes two images
+    if batch == factor and train.mixes:  # one image would be left, and mixing takes two
         return None
     accumulation = "" if train.GLOBAL_BATCH else f" TRAIN.ACCUM_ITER={factor * train.ACCUM_ITER}"
     return f"DATA.BATCH_SIZE={batch // factor}{accumulation}: the same images per update, fewer at once"

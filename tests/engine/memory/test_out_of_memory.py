@@ -150,7 +150,7 @@ def test_ways_out_omit_what_is_in_use(tiny: Path) -> None:
     others = ["TRAIN.GRAD_CHECKPOINT=blocks", "-amp", "DATA.BATCH_SIZE=auto"]
     assert [way.partition(":")[0] for way in every] == [smaller, *others]
     done = {"TRAIN.GRAD_CHECKPOINT": "blocks", "AMP.ENABLED": "true"}
-    left = ways_out(load_config(str(tiny), words=done).config, False, GPU, found=True)
+    left = ways_out(load_config(str(tiny), words=done).config, False, GPU, batch_is_auto=True)
     assert left == [f"{smaller}: the same images per update, fewer at once"]
 
 

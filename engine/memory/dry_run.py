@@ -1,4 +1,4 @@
-"""What a run will cost, by ordinary updates and a validation: for -dry_run, and for TRAIN.NUM_EPOCHS auto.
+"""Estimates what a run will cost, from ordinary updates and a validation: for -dry_run and TRAIN.NUM_EPOCHS auto.
 
 Everything is built as for a run, and nothing is written.
 """
@@ -43,24 +43,24 @@ from utils.text import clock, counted
 from vitamp.sizes import ImageSize, sides, size_of
 
 SET_UP = 3
-"""First updates, which allocate and start processes: they are not timed."""
+"""Number of first updates that are not timed, because they allocate and start processes"""
 LEAST_UPDATES = 5
 MOST_UPDATES = 20
 MOST_SECONDS = 30.0
 MOST_BATCHES = 20
-"""Of a validation: the time of a longer one is estimated."""
+"""Number of validation batches that are timed; the time of a longer validation is extrapolated."""
 SHORT = 5.0
 """A validation of fewer seconds is timed again, without the start of processes."""
 NEARLY_FULL = 0.9
-"""Fraction of the memory"""
+"""Fraction of the memory from which on ways to save memory are listed"""
 LONG = 3600.0
-"""Seconds from which on a run is long, and a smaller image size is named"""
+"""Seconds from which on a run is long, and a smaller image size is suggested"""
 STEP = 32
-"""Divides the sides of that size"""
+"""The sides of the suggested image size are multiples of this."""
 MOST_SECONDS_IN_ALL = 60.0
-"""Of a dry run since the program began"""
+"""Seconds since the program began after which a dry run ends"""
 LEAST_SECONDS = 20.0
-"""Of the trial itself, in which one update may take longer, however late it is"""
+"""Seconds that the trial itself always gets, even if the program has already taken MOST_SECONDS_IN_ALL"""
 MOST_SECONDS_ALONE = 40.0
 """One thread of a CPU, often faster with small models or on a busy machine, is not tried if it may take longer."""
 # Updates with the run's settings and with what may be faster take turns: other load slows both.
@@ -75,19 +75,23 @@ SHARE_OF_TRIAL = 0.02
 """Fraction of MAX_TIME that auto measures updates for, about: by time, because images may have been loaded ahead"""
 
 
-class _Enough(Exception):
-    """The time of a validation is known."""
+class _EnoughBatches(Exception):
+    """Ends a validation whose time can be extrapolated."""
 
 
 class Cost(NamedTuple):
-    """Seconds."""
+    """Seconds of one update and of one validation."""
 
     update: float
     validation: float
 
 
 def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
-    """Make a few updates and a validation, and log what the run would cost. A collective call."""
+    """Make a few updates and a validation, and log what the run would cost. A collective call.
+
+    On a CPU, also with one thread, and with the settings that may be faster. UserError or TrainingError for a problem
+    that the run would meet. `updates_left`: the updates that the run has still to train.
+    """
     config = run.config
     is_alone_on_cpu = run.device.type == "cpu" and run.world.size == 1
     ready.parts.assemble()
@@ -97,25 +101,26 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     costs: dict[str, Cost] = {}
     end = max(stopping.BEGAN + MOST_SECONDS_IN_ALL, time.monotonic() + LEAST_SECONDS)
 
-    def measure(name: str) -> None:
+    def measure(heading: str) -> None:
         update = _train(ready, position, reporter, end=end)
-        costs[name] = Cost(update, _validate(ready, position, reporter, end))
+        costs[heading] = Cost(update, _validate(ready, position, reporter, end))
 
     try:
         measure("time")
-        alone = costs["time"].update * run.threads
-        if is_alone_on_cpu and run.threads > 1 and alone <= MOST_SECONDS_ALONE and time.monotonic() < end:
+        longest_with_one_thread = costs["time"].update * run.threads
+        may_try_one_thread = is_alone_on_cpu and run.threads > 1 and longest_with_one_thread <= MOST_SECONDS_ALONE
+        if may_try_one_thread and time.monotonic() < end:
             log.info("Once more with one thread instead of %d:", run.threads)
             torch.set_num_threads(1)
             measure("THREADS=1")
     except Exception as error:
-        # Nothing is trained: what a run would end with 1 for is a problem found before the first update.
-        failure = UserError if run.world.size == 1 else TrainingError
+        # A failed training ends with exit code 1. A dry run trains nothing: it found a problem before the first update.
+        error_class = UserError if run.world.size == 1 else TrainingError
         if isinstance(error, TrainingError):
-            raise failure(str(error)) from None
+            raise error_class(str(error)) from None
         if not is_out_of_memory(error):
             raise
-        raise failure(describe(error, run, position.update + 1)) from None
+        raise error_class(describe(error, run, position.update + 1)) from None
     for line in _costs(config, ready, costs, updates_left, run.auto_batch_size):
         log.info("  %s", line)
     if is_alone_on_cpu and not config.trains_on_features:
@@ -125,139 +130,146 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
 
 
 def _try_faster_ways(run: Run, ready: ReadyToTrain, position: Position, seconds: float) -> None:
-    """Log how fast updates are with each setting that may make them faster. `seconds`: of an update."""
+    """Measure and log how fast updates are with each setting that may make them faster.
+
+    `seconds`: the time of an update with the run's own settings.
+    """
     ways = list(_faster_ways(run.config, ready))
-    for way, faster in ways:
+    for flag, faster_config in ways:
         turns = int(SECONDS_OF_TURNS / len(ways) / (2 * seconds)) - 1
         if turns < LEAST_TURNS:
-            log.info("  not tried  %s: an update takes too long here", way)
+            log.info("  not tried  %s: an update takes too long here", flag)
             continue
-        said = _compare(replace(run, config=faster), ready, position, min(MOST_TURNS, turns))
-        log.info("  tried      %s: %s", way, said)
+        result = _compare(replace(run, config=faster_config), ready, position, min(MOST_TURNS, turns))
+        log.info("  tried      %s: %s", flag, result)
 
 
 def _faster_ways(config: Config, ready: ReadyToTrain) -> Iterator[tuple[str, Config]]:
-    """What the log advises for faster updates on a CPU, and the settings with it."""
+    """Yield each flag or setting that may make updates faster on a CPU, with the settings that it results in."""
     setting = setting_of(ready)
     other_precision = config.changed(AMP={"ENABLED": not config.AMP.ENABLED})
     channels_last = config.changed(SPEED=config.SPEED + ("+channels_last",))
-    for way in setting.faster:
-        yield way, channels_last if way.startswith("SPEED") else other_precision
+    for flag in setting.faster:
+        yield flag, channels_last if flag.startswith("SPEED") else other_precision
     if not setting.amp:
         yield "-amp", other_precision
 
 
 def _compare(faster: Run, ready: ReadyToTrain, position: Position, turns: int) -> str:
-    """Time updates of `ready` and of `faster`, which has initial weights, by turns on the same images."""
+    """Compare the time of updates of `ready` and of `faster`, alternating and on the same images.
+
+    `faster` has a model with initial weights, which take as long. Returns the words for the log.
+    """
     window = next(ready.train_loader.epoch(position.epoch))
     batches = [batch for _, batch in window]
     with unheard(), fork_host_rng():
         tuned = tuned_model(faster.config, faster.device, replaced=True)
         per_epoch = ready.train_loader.order.updates
-        other = build_train_state(faster.config, faster.world, tuned, per_epoch, train_set=ready.train_set)
-    other.assemble()
-    other.enter(position.epoch)
+        faster_parts = build_train_state(faster.config, faster.world, tuned, per_epoch, train_set=ready.train_set)
+    faster_parts.assemble()
+    faster_parts.enter(position.epoch)
 
-    def seconds(of: TrainState) -> float:
+    def seconds_of_update(parts: TrainState) -> float:
         began = time.perf_counter()
-        train_update(of, Window(window.shares, iter(batches)), position.update + 1)
+        train_update(parts, Window(window.shares, iter(batches)), position.update + 1)
         return time.perf_counter() - began
 
-    ours: list[float] = []
-    theirs: list[float] = []
+    current_times: list[float] = []
+    faster_times: list[float] = []
     for _ in range(1 + turns):
-        ours.append(seconds(ready.parts))
-        theirs.append(seconds(other))
-    now = statistics.median(ours[1:])  # the first allocates
-    then = statistics.median(theirs[1:])
-    said = f"{then:.3g} s per update instead of {now:.3g} s, {turns} of each by turns"
-    return f"{now / then:.2f} times the speed ({said})"
+        current_times.append(seconds_of_update(ready.parts))
+        faster_times.append(seconds_of_update(faster_parts))
+    current = statistics.median(current_times[1:])  # the first update allocates
+    changed = statistics.median(faster_times[1:])
+    times = f"{changed:.3g} s per update instead of {current:.3g} s, {turns} of each by turns"
+    return f"{current / changed:.2f} times the speed ({times})"
 
 
 def check_open_epochs(config: Config) -> None:
-    """Raise UserError unless TRAIN.NUM_EPOCHS auto has a time to fill, and a schedule of any number of epochs."""
+    """Raise UserError if TRAIN.NUM_EPOCHS auto has no time to fill, or if other settings need the number of epochs."""
     if config.MAX_TIME is None:
         raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
     warm_up = config.TRAIN.WARMUP_EPOCHS
     if warm_up >= 1:
-        why = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
-        raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {why}")
+        reason = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
+        raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {reason}")
     name = config.TRAIN.LR_SCHEDULER.NAME
     if name in ("step", "multi-step"):
-        why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
-        raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
+        reason = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
+        raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {reason}")
     if config.DATA.CHECK == "full":
         raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
 
 
 Phase = tuple[ImageSize, bool]
-"""What an epoch's time depends on: the size of its images, and whether tokens are dropped"""
+"""Size of an epoch's images, and whether it drops tokens: the time of an update depends on both."""
 
 
 @dataclass
 class _Trial:
-    """What TRAIN.NUM_EPOCHS auto measured, in seconds, to tell what any number of epochs would take."""
+    """Measures what TRAIN.NUM_EPOCHS auto needs to compute how long any number of epochs would take, in seconds."""
 
     config: Config
     train: TrainConfig
     """The settings of the trial, for the most epochs possible"""
     began: float = field(default_factory=time.monotonic)
     per_epoch: int = 0
-    """Updates"""
+    """Updates per epoch"""
     paces: dict[Phase, float] = field(default_factory=dict)
-    """Of an update"""
+    """Seconds per update in each phase"""
     validation: float = 0.0
     set_up: float = 0.0
-    """What comes once, before the first epoch and in first updates"""
+    """Seconds that a run spends only once, before the first epoch and in first updates"""
     saving: float = 0.0
 
     def phase(self, train: TrainConfig, epoch: int) -> Phase:
         return train.size_in(epoch, self.config.DATA.IMAGE_SIZE), train.drops_tokens_in(epoch)
 
     def measure(self, ready: ReadyToTrain, seconds: float) -> None:
-        """`seconds`: for updates, in all."""
+        """Time updates of each phase, for about `seconds` in total, and a validation."""
         ready.parts.assemble()
         self.set_up = time.monotonic() - self.began
         self.per_epoch = ready.train_loader.order.updates
         self.saving = estimate_seconds(ready.parts)
         reporter = Reporter(self.config, 1, None, Position())
         position = Position()
-        first = {self.phase(self.train, epoch): epoch for epoch in range(LONGEST_RUN, 0, -1)}
-        for phase, epoch in first.items():
+        # Of the epochs of a phase, the first is last in this countdown, so its number remains.
+        first_epochs = {self.phase(self.train, epoch): epoch for epoch in range(LONGEST_RUN, 0, -1)}
+        for phase, epoch in first_epochs.items():
             position = Position(epoch)
             ready.parts.enter(epoch)
             started = time.monotonic()
-            pace = _train(ready, position, reporter, min(MOST_SECONDS, seconds / len(first)), sys.maxsize)
-            # What the first updates take longer, such as compiling, the run spends again.
+            pace = _train(ready, position, reporter, min(MOST_SECONDS, seconds / len(first_epochs)), sys.maxsize)
+            # First updates take longer, for compiling and the like. The run spends that time again.
             self.set_up += max(0.0, time.monotonic() - started - position.update * pace)
             self.paces[phase] = pace
         self.validation = _validate(ready, position, reporter)
         if self.config.DATA.CHECK == "quick" and ready.train_set.single_images() is not None:
-            self.set_up += QUICK_SECONDS + HEADER_SECONDS  # of check_data, which comes later
+            self.set_up += QUICK_SECONDS + HEADER_SECONDS  # the check of the data comes later
 
     def needed(self, epochs: int) -> float:
-        """Seconds for so many epochs, without what comes once."""
+        """Return the seconds that so many epochs with their validations take, without set-up and saving."""
         train = self.train.changed(NUM_EPOCHS=epochs)
-        slowest = max(self.paces.values())  # also for what only a very short run has
-        each = sum(self.paces.get(self.phase(train, epoch), slowest) for epoch in range(1, epochs + 1))
+        slowest = max(self.paces.values())  # also for a phase that only a very short run has
+        paces = sum(self.paces.get(self.phase(train, epoch), slowest) for epoch in range(1, epochs + 1))
         config = self.config
         validations = math.ceil(epochs / config.VALIDATE_FREQ)
         validations += epochs * self.per_epoch // (config.VALIDATE_EVERY_UPDATES or LONGEST_RUN * self.per_epoch)
-        return each * self.per_epoch + validations * self.validation
+        return paces * self.per_epoch + validations * self.validation
 
-    def left(self, given: float) -> float:
-        """Seconds for epochs, of `given` ones since the program began."""
-        left = (1 - SPARE) * given - (time.monotonic() - stopping.BEGAN) - self.set_up - self.saving
-        if self.config.MODEL.starts_at_probe:  # which computes features of all images once
+    def left(self, max_time: float) -> float:
+        """Return the seconds that remain for epochs, if the program may run for `max_time` seconds since it began."""
+        left = (1 - SPARE) * max_time - (time.monotonic() - stopping.BEGAN) - self.set_up - self.saving
+        if self.config.MODEL.starts_at_probe:  # the probe computes features of all images once
             left -= self.per_epoch * max(self.paces.values()) + self.validation
         return left
 
 
 def settle_epochs(run: Run) -> Run:
-    """`run` with as many epochs as fit into MAX_TIME (TRAIN.NUM_EPOCHS auto). A collective call.
+    """Return `run` with as many epochs as fit into MAX_TIME (TRAIN.NUM_EPOCHS auto). A collective call.
 
     The number is found once, by trial updates with a model of their own, and config.yaml keeps it: the training is as
-    reproducible as if it had been given.
+    reproducible as if it had been given. UserError if not even one epoch fits.
     """
     config = run.config
     assert config.MAX_TIME is not None, "checked before"
@@ -266,17 +278,18 @@ def settle_epochs(run: Run) -> Run:
             "TRAIN.NUM_EPOCHS auto: this training keeps the features of its frozen backbone, and an epoch takes "
             "seconds; set -epochs to a number."
         )
-    given = seconds_of(config.MAX_TIME)
+    max_time = seconds_of(config.MAX_TIME)
     train = config.TRAIN.spanning(LONGEST_RUN)
-    saved = choice.FRACTION_SAVED * given
-    if train.COMPILE == choice.AUTO and saved <= choice.REQUIRED_RATIO * choice.SECONDS_TO_COMPILE:
+    saved_by_compiling = choice.FRACTION_SAVED * max_time
+    if train.COMPILE == choice.AUTO and saved_by_compiling <= choice.REQUIRED_RATIO * choice.SECONDS_TO_COMPILE:
         train = train.changed(COMPILE=choice.NONE)
     config_of_trial = config.changed(TRAIN=train)
     trial = _Trial(config_of_trial, train)
-    with unheard(), fork_host_rng():  # the run logs these lines itself, and draws from its own beginning
+    # The run is built again later: it logs these lines itself, and must draw the random numbers of a run without trial.
+    with unheard(), fork_host_rng():
         run_of_trial = replace(run, config=config_of_trial)
         ready = on_every_rank(run.world, lambda: build_for_training(run_of_trial, None, dry=True))
-        trial.measure(ready, SHARE_OF_TRIAL * given)
+        trial.measure(ready, SHARE_OF_TRIAL * max_time)
         compiling = (ready.choices["compile"], "auto: as in the trial that found TRAIN.NUM_EPOCHS")
         ready.train_loader.close()
         ready.val_loader.close()
@@ -284,15 +297,17 @@ def settle_epochs(run: Run) -> Run:
     gc.collect()
     take_peak(run.device)
 
-    left = trial.left(given)
+    left = trial.left(max_time)
+    # The most epochs that need no more than `left`: `needed` grows with their number. Rank 0 decides for all.
     epochs = broadcast(bisect_right(range(1, LONGEST_RUN + 1), left, key=trial.needed), run.world)
     if epochs == 0:
-        one = trial.needed(1)
-        enough = 10 * math.ceil((given + 1.2 * (one - left)) / 10)  # a longer trial takes more, too
+        for_one = trial.needed(1)
+        # With more time the trial takes longer, too: hence 1.2. Rounded up to 10 seconds.
+        enough = 10 * math.ceil((max_time + 1.2 * (for_one - left)) / 10)
         raise UserError(
-            f"TRAIN.NUM_EPOCHS auto: MAX_TIME {config.MAX_TIME} is too short: one epoch takes about {one:.3g} s, and "
-            f"start and end leave {max(left, 0):.3g} s. -max_time {clock(enough)} would do for one epoch. Faster: a "
-            "smaller model or DATA.IMAGE_SIZE, or MODEL.FREEZE=backbone, which trains the classifier alone."
+            f"TRAIN.NUM_EPOCHS auto: MAX_TIME {config.MAX_TIME} is too short: one epoch takes about {for_one:.3g} s, "
+            f"and start and end leave {max(left, 0):.3g} s. -max_time {clock(enough)} would do for one epoch. Faster: "
+            "a smaller model or DATA.IMAGE_SIZE, or MODEL.FREEZE=backbone, which trains the classifier alone."
         )
     config = config.changed(TRAIN=config.TRAIN.spanning(epochs))
     paces = trial.paces.values()
@@ -310,7 +325,7 @@ def settle_epochs(run: Run) -> Run:
 
 
 def _windows(ready: ReadyToTrain, epoch: int, start: int) -> Iterator[Window]:
-    """Those of an epoch from an update on, and then of the whole epoch again and again."""
+    """Yield the windows of an epoch from update `start` on, then those of the whole epoch again and again."""
     while True:
         yield from ready.train_loader.epoch(epoch, start)
         start = 0
@@ -324,82 +339,95 @@ def _train(
     most: int = MOST_UPDATES,
     end: float = math.inf,
 ) -> float:
-    """Train for about so many seconds and updates: in one epoch, or in whole ones if that is shorter.
+    """Train and log a few updates, without saving anything. Returns the seconds per update. A collective call.
 
-    Returns the seconds per update. Unlike a run's, an epoch begins with an empty loader here, so that what was loaded
-    during slow first updates does not flatter the time: its first wait counts once per epoch. At `end`, the update in
-    progress is the last, and updates that were to set up are timed instead.
+    It trains for about `seconds` and at most `most` updates, either within one epoch or for a number of whole epochs.
+    At `end`, a reading of time.monotonic, the update in progress is the last; if none was timed yet, those that were
+    for setting up count.
+
+    Unlike a run's, an epoch begins with an empty loader here, so that images loaded during slow first updates do not
+    make the time too short: the first wait of an epoch counts once per epoch.
     """
     parts = ready.parts
     loader = ready.train_loader
     device = ready.precision.device
-    pace = Throughput(device, parts.stages)
+    throughput = Throughput(device, parts.stages)
     per_epoch = loader.order.updates
     began = time.perf_counter()
-    done = 0
-    waits = list[float]()
+    number = 0
+    first_waits = list[float]()
     set_up = min(SET_UP, per_epoch)
     position.step = max(0, per_epoch - SET_UP)  # the end of an epoch, to set up
-    for done, window in enumerate(_windows(ready, position.epoch, position.step), start=1 - set_up):
+    # Timed updates have the numbers 1, 2, ...; those before, 0 and negative ones, set up.
+    for number, window in enumerate(_windows(ready, position.epoch, position.step), start=1 - set_up):
         if position.step == per_epoch:
             synchronize(device)
-        if done == 1:
+        if number == 1:
             loader.take_wait()
             began = time.perf_counter()
         train_update(parts, window, position.update + 1)
         position.step = position.step % per_epoch + 1
         position.update += 1
-        pace.count(loader.order.samples_of(position.step - 1))
-        if done > 0 and position.step == 1:
-            waits.append(loader.take_wait())
-        if done == 1:
-            pace.restart()
+        throughput.count(loader.order.samples_of(position.step - 1))
+        if number > 0 and position.step == 1:
+            first_waits.append(loader.take_wait())
+        if number == 1:
+            throughput.restart()
         is_late = time.monotonic() >= end
-        is_enough = done >= most or (done >= LEAST_UPDATES and time.perf_counter() - began >= seconds)
-        may_end = done <= per_epoch or position.step == per_epoch
+        is_enough = number >= most or (number >= LEAST_UPDATES and time.perf_counter() - began >= seconds)
+        may_end = number <= per_epoch or position.step == per_epoch
         if broadcast(is_late or (is_enough and may_end), parts.world):
             break
     synchronize(device)
-    waited = sum(waits)
-    timed = done if done > 0 else done + set_up
-    update = (time.perf_counter() - began - waited) / timed + waited / max(1, len(waits) * per_epoch)
-    why = ": the time of a dry run is up" if time.monotonic() >= end else ""
-    log.info("The time per update is estimated from %s%s.", counted(timed, "update"), why)
+
+    waited = sum(first_waits)
+    timed = number if number > 0 else number + set_up
+    update = (time.perf_counter() - began - waited) / timed + waited / max(1, len(first_waits) * per_epoch)
+    reason = ": the time of a dry run is up" if time.monotonic() >= end else ""
+    log.info("The time per update is estimated from %s%s.", counted(timed, "update"), reason)
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
-    reporter.train(position, reading, pace.read(loader.take_wait() + sum(waits[1:])), parts.figures())
+    # The first of these waits was before `throughput.restart`.
+    perf = throughput.read(loader.take_wait() + sum(first_waits[1:]))
+    reporter.train(position, reading, perf, parts.figures())
     if not math.isfinite(reading.epoch.loss) or reading.first_bad >= 0:
         log.warning(
             "The loss or its gradient is NaN or infinite in these updates; see docs/troubleshooting.md for remedies."
         )
-    waited_percents = all_gather([pace.tally.waited_percent], parts.world)
-    bottleneck = find_bottleneck(pace.tally, setting_of(ready), waited_percents)
+    waited_percents = all_gather([throughput.tally.waited_percent], parts.world)
+    bottleneck = find_bottleneck(throughput.tally, setting_of(ready), waited_percents)
     if bottleneck:
         log.info("Where the time went: %s", bottleneck.text)
     return update
 
 
 def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None, end: float = math.inf) -> float:
-    """Validate all weights that the run keeps. Returns the seconds that this takes. `reporter` None: once more."""
+    """Validate all weights that the run keeps. Returns the seconds that this takes. A collective call.
+
+    A long validation ends after MOST_BATCHES batches or at `end`, and its time is extrapolated. A short one is timed
+    a second time: the first has started loading processes.
+    `reporter`: logs the metrics of the first time; None the second time.
+    """
     world = ready.parts.world
     batches = 0
     metrics = {}
     began = time.perf_counter()
-    every = len(ready.val_loader) + (ready.neighbours.batches if ready.neighbours else 0)
-    of_all = broadcast(every, world) - 1  # ranks may have one batch more or less than rank 0
+    all_batches = len(ready.val_loader) + (ready.neighbours.batches if ready.neighbours else 0)
+    batches_of_all_ranks = broadcast(all_batches, world) - 1  # ranks may have one batch more or less than rank 0
 
     def count() -> None:
         nonlocal batches
         enough = batches >= MOST_BATCHES or time.monotonic() >= end
-        if 0 < batches < of_all and broadcast(enough, world):  # all stop here, or none
-            raise _Enough
+        # Every rank has these batches, so every rank calls `broadcast`, and all stop here, or none.
+        if 0 < batches < batches_of_all_ranks and broadcast(enough, world):
+            raise _EnoughBatches
         batches += 1
 
     try:
-        for which, model in ready.parts.weights.items():
-            metrics[which] = validate(ready, on_device(model, ready.precision.device), world, count)
-    except _Enough:
+        for weight_set, model in ready.parts.weights.items():
+            metrics[weight_set] = validate(ready, on_device(model, ready.precision.device), world, count)
+    except _EnoughBatches:
         synchronize(ready.precision.device)
-        return (time.perf_counter() - began) / batches * every * len(ready.parts.weights)
+        return (time.perf_counter() - began) / batches * all_batches * len(ready.parts.weights)
     seconds = time.perf_counter() - began
     if reporter is None:
         return seconds
@@ -408,17 +436,24 @@ def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None
 
 
 def _costs(
-    config: Config, ready: ReadyToTrain, costs: dict[str, Cost], updates: int, found: bool = False
+    config: Config, ready: ReadyToTrain, costs: dict[str, Cost], updates: int, batch_is_auto: bool = False
 ) -> Iterator[str]:
-    """`costs`: by heading. `updates`: those left to train. `found`: the batch size is from `auto`."""
+    """Yield the lines of a dry run that say what the run costs, in memory and in time.
+
+    `costs`: heading of a line -> what was measured. `updates`: number that the run has still to train.
+    `batch_is_auto`: `auto` has chosen the batch size.
+    """
     device = ready.precision.device
-    yield from _cost_in_memory(config, device, found)
+    yield from _cost_in_memory(config, device, batch_is_auto)
     per_epoch = ready.train_loader.order.updates
     position = ready.position
     epochs = updates / per_epoch
-    at = position.epoch - 1 + position.step / per_epoch
-    begun, whole, done, end = work_until(config, (position.epoch - 1, position.epoch, at, at + epochs))
-    computed = per_epoch * (end - done) / max(whole - begun, 1e-9)  # in updates like those that were timed
+    epochs_done = position.epoch - 1 + position.step / per_epoch
+    # The timed updates are of the epoch at `position`; later ones may have larger images or more tokens.
+    boundaries = (position.epoch - 1, position.epoch, epochs_done, epochs_done + epochs)
+    epoch_begin, epoch_end, work_done, work_in_all = work_until(config, boundaries)
+    # The work left, in updates like those that were timed
+    computed = per_epoch * (work_in_all - work_done) / max(epoch_end - epoch_begin, 1e-9)
     if computed > 1.001 * updates > 0:
         yield "           later epochs take more memory; their time is estimated by their pixels and tokens"
     if config.trains_on_features and updates:
@@ -428,40 +463,42 @@ def _costs(
         epochs = 1.0
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) if updates else 0
     validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)
-    more = "; longer if other programs take the cores" if device.type == "cpu" else ""
+    condition = "; longer if other programs take the cores" if device.type == "cpu" else ""
     shortest = math.inf
-    for name, cost in costs.items():
+    for heading, cost in costs.items():
         left = computed * cost.update + validations * cost.validation
         shortest = min(shortest, left)
         yield (
-            f"{name:<11}{cost.update:.3g} s per update, about {clock(cost.validation)} per validation; "
+            f"{heading:<11}{cost.update:.3g} s per update, about {clock(cost.validation)} per validation; "
             f"{counted(updates, 'update')} to go ({epochs:,.1f} epochs): about {clock(left)}, until "
-            f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M} if started now{more}"
+            f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M} if started now{condition}"
         )
-    may_change = config.MODEL.RESUME is None and not config.TRAIN.SIZE_SCHEDULE
-    size = smaller_size(config) if shortest > LONG and may_change else None
+    may_change_size = config.MODEL.RESUME is None and not config.TRAIN.SIZE_SCHEDULE
+    size = smaller_size(config) if shortest > LONG and may_change_size else None
     if size:
-        now = math.prod(sides(config.DATA.IMAGE_SIZE))
-        then = math.prod(sides(size))
-        shown = ",".join(map(str, sides(size))) if isinstance(size, tuple) else size
+        pixels = math.prod(sides(config.DATA.IMAGE_SIZE))
+        fewer_pixels = math.prod(sides(size))
+        value = ",".join(map(str, sides(size))) if isinstance(size, tuple) else size
         yield (
-            f"long?      -image_size {shown} computes about {now / then:.1f} times as fast, if the images still show "
-            "enough; a smaller -model may gain more (docs/which_model.md)"
+            f"long?      -image_size {value} computes about {pixels / fewer_pixels:.1f} times as fast, if the images "
+            "still show enough; a smaller -model may gain more (docs/which_model.md)"
         )
 
 
-def _cost_in_memory(config: Config, device: torch.device, found: bool) -> Iterator[str]:
+def _cost_in_memory(config: Config, device: torch.device, batch_is_auto: bool) -> Iterator[str]:
+    """Yield the line of the memory at its peak, and ways to save some if it is nearly all."""
     peak = 1e9 * peak_memory_gb(device)
     total = total_memory(device)
-    of = f" of {in_gib(total)}" if total else ""
+    of_total = f" of {in_gib(total)}" if total else ""
     where = "for each process, its libraries included" if device.type == "cpu" else "on each GPU"
-    yield f"memory     {in_gib(peak)}{of} at the peak, {where}"
+    yield f"memory     {in_gib(peak)}{of_total} at the peak, {where}"
     if total and peak > NEARLY_FULL * total:
-        yield f"           this is nearly all memory; to save some: {'; '.join(ways_out(config, False, device, found))}"
+        ways = "; ".join(ways_out(config, False, device, batch_is_auto))
+        yield f"           this is nearly all memory; to save some: {ways}"
 
 
 def smaller_size(config: Config) -> ImageSize | None:
-    """An image size of about half the pixels, a multiple of 32; None if the model or its weights do not take it."""
+    """Return an image size of about half the pixels, a multiple of 32; None if model or weights do not support it."""
     model = config.MODEL
     size = config.DATA.IMAGE_SIZE
     channels = config.DATA.IMAGE_CHANNELS

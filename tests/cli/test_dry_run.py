@@ -96,7 +96,7 @@ def test_dry_run_says_the_time_left_and_warns_of_little_memory(tiny: Path, monke
     assert "about 0:46:40" in "\n".join(dry_run._costs(more, ready, {"time": Cost(2.0, 100.0)}, 1000)), (
         "3 more validations"
     )
-    costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(2.0, 100.0)}, 1000, found=True))
+    costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(2.0, 100.0)}, 1000, batch_is_auto=True))
     assert "DATA.BATCH_SIZE=auto" not in costs
     monkeypatch.setattr(dry_run, "total_memory", lambda _: 2**60)
     costs = "\n".join(dry_run._costs(config, ready, {"time": Cost(2.0, 100.0)}, 0))

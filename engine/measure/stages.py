@@ -1,4 +1,4 @@
-"""REPORT_STAGES and -profile: the time of each stage of an update, and a trace by torch's profiler."""
+"""Measures the time of each stage of an update (REPORT_STAGES), and writes a trace by torch's profiler (-profile)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from utils.log import log
 
 
 class HostEvent:
-    """What torch.cuda.Event is on a GPU, for training on a CPU: measures by the host's clock."""
+    """Replaces torch.cuda.Event for training on a CPU: measures by the host's clock."""
 
     def record(self) -> None:
-        self._at = time.perf_counter()
+        self._time = time.perf_counter()
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, end: HostEvent) -> float:
-        return 1000 * (end._at - self._at)
+        """Return the milliseconds from this event to `end`."""
+        return 1000 * (end._time - self._time)
 
 
 class EventStages(Stages):
     """Measures by CUDA events between the GPU's kernels."""
 
     def __init__(self, new_event: Callable[[], Any] = HostEvent) -> None:
-        """`new_event`: makes a torch.cuda.Event, or its stand-in."""
+        """`new_event`: makes a torch.cuda.Event, or on a CPU a HostEvent."""
         self._new_event = new_event
-        self._open: deque[tuple[str | None, Any, bool]] = deque()
-        """Stage that ends at the event (None for the first after a pause), event, whether an update begins there."""
+        self._marks: deque[tuple[str | None, Any, bool]] = deque()
+        """Marks whose time is not counted yet: the stage that ends at the event (None for the first after a pause), the
+        event, and whether an update begins there."""
         self._paused = True
         self._seconds = _no_times()
         self._updates = 0
@@ -51,14 +53,17 @@ class EventStages(Stages):
         self._paused = True
 
     def take(self) -> StageTimes:
-        """Add up the events that have happened. Asking whether one has happened does not wait."""
-        while len(self._open) > 1 and self._open[1][1].query():
-            _, before, begins = self._open.popleft()
-            stage, event, _ = self._open[0]
-            if begins:
+        """Return the times of all stages that have ended since the last call; NOT_MEASURED if no update has.
+
+        On a GPU some may still compute: they remain for the next call. `query` asks for that without waiting.
+        """
+        while len(self._marks) > 1 and self._marks[1][1].query():
+            _, previous_event, begins_update = self._marks.popleft()
+            stage, event, _ = self._marks[0]
+            if begins_update:
                 self._updates += 1
             if stage is not None:
-                self._seconds[stage] += before.elapsed_time(event) / 1000
+                self._seconds[stage] += previous_event.elapsed_time(event) / 1000
         taken = StageTimes(self._updates, self._seconds)
         self._seconds = _no_times()
         self._updates = 0
@@ -67,22 +72,23 @@ class EventStages(Stages):
     def _mark(self, stage: str, begins: bool) -> None:
         event = self._new_event()
         event.record()
-        self._open.append((None if self._paused else stage, event, begins))
+        self._marks.append((None if self._paused else stage, event, begins))
         self._paused = False
 
 
 def _no_times() -> dict[str, float]:
+    """Return 0 seconds for each stage. Stages that only some runs have, such as the teacher's, are added when used."""
     return defaultdict(float, dict.fromkeys(STAGES, 0.0))
 
 
-# updates before the trace: the first ones allocate and tune, so their times mislead
+# Updates before the trace. The first ones allocate and tune, so their times are not typical.
 SKIPPED = 3
 WARMUP = 2
 
 
 @contextlib.contextmanager
 def profiled(updates: int, folder: Path) -> Iterator[Callable[[], None]]:
-    """Write a trace of `updates` updates to the run's folder. Yields what is to be called after each update."""
+    """Write a trace of `updates` updates to the run's folder. Yields the function to call after each update."""
     trace = folder / "profile.json"
 
     def write(profiler: torch.profiler.profile) -> None:

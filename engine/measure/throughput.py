@@ -1,8 +1,10 @@
-"""Speed and memory of a run, the stages of an update (data, copy, forward, backward, optimiser), and the bottleneck.
+"""Measures the speed and memory of a run and the stages of an update, and finds the bottleneck.
 
-They are logged under `perf`, apart from the metrics, which must be reproducible. An update calls `mark(FORWARD)` at the
-end of its forward pass: the time since the previous mark belongs to that stage. Nothing waits. A GPU works
+The stages are data, copy, forward, backward and optimiser. An update calls `mark(FORWARD)` at the end of its forward
+pass: the time since the previous mark belongs to that stage. The host never waits for the device. A GPU works
 asynchronously, so there each mark records a CUDA event, and reports read those events that have happened by then.
+
+The log has these values under `perf`, apart from the metrics, which must be reproducible.
 """
 
 from __future__ import annotations
@@ -44,14 +46,16 @@ class StageTimes:
         return sum(self.seconds.values())
 
     def percent(self) -> dict[str, float]:
-        whole = max(self.total, 1e-12)
-        return {stage: 100 * time / whole for stage, time in self.seconds.items()}
+        """Return the percent of the time that each stage took."""
+        total = max(self.total, 1e-12)
+        return {stage: 100 * time / total for stage, time in self.seconds.items()}
 
     def milliseconds(self) -> dict[str, float]:
-        """Mean milliseconds per update, by stage."""
+        """Return the mean milliseconds per update, by stage."""
         return {stage: 1000 * time / max(self.updates, 1) for stage, time in self.seconds.items()}
 
     def __add__(self, other: StageTimes) -> StageTimes:
+        # The sums come last: they replace the other's times of stages that both have.
         sums = {stage: time + other.seconds.get(stage, 0.0) for stage, time in self.seconds.items()}
         return StageTimes(self.updates + other.updates, {**other.seconds, **sums})
 
@@ -60,7 +64,7 @@ NOT_MEASURED = StageTimes(0, {})
 
 
 class Stages:
-    """Measures nothing; used unless REPORT_STAGES is set."""
+    """Interface that an update marks its stages with. This class measures nothing; it is used without REPORT_STAGES."""
 
     def begin(self) -> None:
         """Begin an update; the time since the previous one ended is counted as OTHER."""
@@ -84,10 +88,12 @@ class Tally:
     images: int = 0
     seconds: float = 0.0
     waited: float = 0.0
+    """Seconds that the host waited for data"""
     stages: StageTimes = NOT_MEASURED
     idle: float = 0.0
+    """Core seconds in which nothing ran on this process's cores, if it trains on a CPU (`core_seconds`)"""
     others: float = 0.0
-    """Of `core_seconds`, where a CPU trains"""
+    """Core seconds that other programs used, likewise"""
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -102,10 +108,10 @@ class Tally:
 
     @property
     def waited_percent(self) -> float:
-        """Percent of the time spent waiting for data: of the device's time if it was measured, else of the host's.
+        """Percent of the time spent waiting for data: of the device's time if stages are measured, else of the host's.
 
-        The device's is right. The host runs ahead of a GPU: it also waits while the GPU still computes, and its wait
-        leaves out the time in which the GPU is idle until the host has started the next work.
+        Only the device's time is exact. The host runs ahead of a GPU: it also waits while the GPU still computes, and
+        its wait leaves out the time in which the GPU is idle until the host has started the next work.
         """
         if self.stages.updates:
             return self.stages.percent()[DATA]
@@ -114,11 +120,14 @@ class Tally:
 
 @dataclass(frozen=True)
 class Perf:
+    """Speed and memory between two reports, for the log."""
+
     images_per_second: float
     data_wait_percent: float
     """See `Tally.waited_percent`."""
     peak_memory_gb: float
     seconds: float
+    """Since the run began"""
     stages: StageTimes = NOT_MEASURED
 
     def as_dict(self) -> dict[str, float]:
@@ -126,11 +135,11 @@ class Perf:
         return {key: round(value, 4) for key, value in values.items() if key != "stages"}
 
     def extra(self) -> dict[str, float]:
-        """Milliseconds per update by stage, if stages are measured."""
+        """Return the milliseconds per update by stage; empty if stages are not measured."""
         return {f"{stage}_ms": value for stage, value in self.stages.milliseconds().items()}
 
     def words(self) -> str:
-        """These values for a log line."""
+        """Describe the stages for the end of a log line; '' if they are not measured."""
         if not self.stages.updates:
             return ""
         stages = " ".join(f"{stage} {percent:.0f}%" for stage, percent in self.stages.percent().items())
@@ -147,7 +156,7 @@ class Throughput:
         self._reset()
         self._first = Tally()
         self._later = Tally()
-        self._started = False
+        self._has_first = False
 
     def count(self, images: int) -> None:
         """Count one update of `images` images."""
@@ -155,52 +164,59 @@ class Throughput:
         self._updates += 1
 
     def restart(self) -> None:
-        """Leave out the time since the last report, which was not training but validation or saving."""
+        """Leave out the time since the last report, which was spent on validation or saving, not on training."""
         self._stages.pause()
         self._stages.take()
         self._reset()
 
     def read(self, waited: float) -> Perf:
-        """Speed and memory since the last call. `waited`: seconds that the host waited for data."""
-        passed = max(time.perf_counter() - self._last, 1e-9)
+        """Return speed and memory since the last call, and add them to the tally.
+
+        `waited`: seconds that the host waited for data.
+        """
+        elapsed = max(time.perf_counter() - self._last, 1e-9)
         idle, others = self._core_seconds()
-        idle_before, others_before = self._cores
-        now = Tally(
+        idle_before, others_before = self._core_seconds_before
+        since_last = Tally(
             updates=self._updates,
             images=self._images,
-            seconds=passed,
+            seconds=elapsed,
             waited=waited,
             stages=self._stages.take(),
             idle=idle - idle_before,
             others=others - others_before,
         )
-        if self._started:
-            self._later += now
+        if self._has_first:
+            self._later += since_last
         else:
-            self._first = now
-            self._started = True
+            self._first = since_last
+            self._has_first = True
         perf = Perf(
-            images_per_second=now.images / passed,
-            data_wait_percent=now.waited_percent,
+            images_per_second=since_last.images / elapsed,
+            data_wait_percent=since_last.waited_percent,
             peak_memory_gb=peak_memory_gb(self._device),
             seconds=self.total,
-            stages=now.stages,
+            stages=since_last.stages,
         )
         self._reset()
         return perf
 
     @property
     def tally(self) -> Tally:
-        """Totals of the run; if the rest is enough, without the time up to the first report, which includes set-up."""
+        """Totals of the run without the time up to the first report, which includes set-up.
+
+        That time is included as long as too few updates came after it.
+        """
         return self._later if self._later.updates >= MIN_UPDATES else self._first + self._later
 
     def _reset(self) -> None:
         self._last = time.perf_counter()
         self._images = 0
         self._updates = 0
-        self._cores = self._core_seconds()
+        self._core_seconds_before = self._core_seconds()
 
     def _core_seconds(self) -> tuple[float, float]:
+        """Return the idle core seconds and those of other programs; zeros where a GPU trains."""
         return core_seconds() if self._device.type == "cpu" else (0.0, 0.0)
 
     @property
@@ -216,13 +232,14 @@ LOOP = "loop"
 COMPUTE = "compute"
 THRESHOLDS = {INPUT: 15.0, COPYING: 10.0, OPTIMISING: 25.0, LOOP: 20.0}
 """Percent of the time above which a stage is a bottleneck; of several, the largest is reported."""
-# Of the time of this process's cores: other programs slow it if they take at least that, and no more is left idle.
+# Fractions of the time of this process's cores. Other programs slow it if they take at least TAKEN, and at most IDLE is
+# left idle.
 TAKEN = 0.1
 IDLE = 0.2
 STAGE_OF = {INPUT: DATA, COPYING: COPY, OPTIMISING: OPTIMISER, LOOP: OTHER}
 
 
-_OTHERWISE = {
+_TEXTS = {
     COPYING: "the {} waited {:.0f} % of the time for images to be copied to it. Use smaller images, or a data set that "
     "fits into the GPU's memory",
     OPTIMISING: "the optimiser's step took {1:.0f} % of the time. A larger DATA.BATCH_SIZE or TRAIN.ACCUM_ITER means "
@@ -239,7 +256,7 @@ class Setting:
     amp: bool
     """AMP is on, or the device gains nothing from it."""
     compiled: bool
-    """It is compiled, or `auto` has found that it cannot be or would not gain"""
+    """The model is compiled, or `auto` has found that it cannot be or would not gain."""
     workers: int | None
     """Loading processes; None if the images are in memory."""
     cores: int
@@ -247,16 +264,19 @@ class Setting:
     stored: StorageKind = "files"
     remote: bool = False
     threads: int = 1
-    """Of this process's computing on a CPU."""
+    """Threads that this process computes with on a CPU."""
     several: bool = False
-    """Several labels per image, which packed images cannot have"""
+    """Images have several labels, which packed images cannot have."""
     faster: tuple[str, ...] = ()
     """Settings with which this model may compute faster"""
 
 
 @dataclass(frozen=True)
 class Bottleneck:
+    """The stage that limits the speed of a training, with advice."""
+
     bound: str
+    """INPUT, COPYING, OPTIMISING, LOOP or COMPUTE"""
     percent: float
     """Percent of the time that the bottleneck took."""
     images_per_second: float
@@ -273,42 +293,47 @@ class Bottleneck:
 
 
 def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bottleneck | None:
-    """The bottleneck, or None after too few updates.
+    """Find the stage that limits the speed, with advice; None after too few updates.
 
-    `waited`: of each rank, the percent spent waiting for data; a slow loader on one makes the others wait for it.
+    `setting`: the settings that the advice depends on.
+    `waited`: the percent that each rank spent waiting for data. A slow loader on one rank makes the others wait for it,
+    so the longest wait counts.
     """
     if tally.updates < MIN_UPDATES:
         return None
-    longest = max(waited)
+    longest_wait = max(waited)
     stages = tally.stages.percent()
     percents = {bound: stages.get(stage, 0.0) for bound, stage in STAGE_OF.items()}
-    percents[INPUT] = longest
-    over = [bound for bound, percent in percents.items() if percent >= THRESHOLDS[bound]]
-    bound = max(over, key=lambda name: percents[name]) if over else COMPUTE
+    percents[INPUT] = longest_wait
+    too_long = [bound for bound, percent in percents.items() if percent >= THRESHOLDS[bound]]
+    bound = max(too_long, key=lambda name: percents[name]) if too_long else COMPUTE
+
     rate = tally.images / max(tally.seconds, 1e-9)
-    could_take = rate / max(1 - longest / 100, 0.01)
+    could_take = rate / max(1 - longest_wait / 100, 0.01)
     device = "GPU" if setting.device in ("cuda", "mps") else "CPU"
     if bound == INPUT:
-        slowest = f" of rank {waited.index(longest)}" if len(waited) > 1 else ""
+        slowest_rank = f" of rank {waited.index(longest_wait)}" if len(waited) > 1 else ""
         text = (
-            f"input-bound: the {device}{slowest} waited for data {longest:.0f} % of the time. The loader delivers "
-            f"{shown_rate(rate)} images/s; the model could train on {shown_rate(could_take)}. "
+            f"input-bound: the {device}{slowest_rank} waited for data {longest_wait:.0f} % of the time. The loader "
+            f"delivers {shown_rate(rate)} images/s; the model could train on {shown_rate(could_take)}. "
             f"{advise_faster_loading(setting)}."
         )
     elif bound == COMPUTE:
-        text = f"compute-bound: the {device} waited for data {longest:.0f} % of the time"
+        text = f"compute-bound: the {device} waited for data {longest_wait:.0f} % of the time"
         if stages:
             text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
-        others = _used_by_others(tally, setting.cores) if len(waited) == 1 else ""
+        # With several processes on a machine, they are each other's other programs.
+        others = _describe_other_programs(tally, setting.cores) if len(waited) == 1 else ""
         text += f". {advise_faster_computing(setting, others)}; see docs/performance.md."
     else:
-        text = f"{bound}-bound: {_OTHERWISE[bound].format(device, percents[bound])}; see docs/performance.md."
+        text = f"{bound}-bound: {_TEXTS[bound].format(device, percents[bound])}; see docs/performance.md."
+
     if stages:
         shares = stages
         computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0)
     else:
-        shares = {"computing": 100 - longest, "waiting for data": longest}
-        computed = 100 - longest
+        shares = {"computing": 100 - longest_wait, "waiting for data": longest_wait}
+        computed = 100 - longest_wait
     return Bottleneck(
         bound=bound,
         percent=percents.get(bound, computed),
@@ -319,22 +344,26 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bott
     )
 
 
-def _used_by_others(tally: Tally, cores: int) -> str:
-    """What other programs took of this process's cores; '' if it was little, or others were left idle."""
-    every = tally.seconds * cores
-    if tally.others < max(TAKEN * every, 1e-9) or tally.idle > IDLE * every:
+def _describe_other_programs(tally: Tally, cores: int) -> str:
+    """Describe how much of this process's cores other programs used; '' if it was little, or enough was left idle."""
+    core_time = tally.seconds * cores
+    if tally.others < max(TAKEN * core_time, 1e-9) or tally.idle > IDLE * core_time:
         return ""
     used = f"{tally.others / tally.seconds:.1f} of the {counted(cores, 'core')}"
     return f"Other programs used {used}: without them, training is faster"
 
 
 def shown_rate(images_per_second: float) -> str:
-    """1234.5 -> '1,234', 0.31 -> '0.31'."""
+    """Round a rate for the log: 1234.5 -> '1,234', 0.31 -> '0.31'."""
     return f"{images_per_second:,.0f}" if images_per_second >= 10 else f"{images_per_second:.2g}"
 
 
 def advise_faster_computing(setting: Setting, others: str) -> str:
-    """`others`: what other programs took of the cores, which a smaller model would not change; '' for little."""
+    """Advise on faster computing, in one or two sentences without the last full stop.
+
+    `others`: a sentence on other programs that use the cores; '' if they use little. A smaller model would not help
+    against them, so it is not advised then.
+    """
     ways = list(setting.faster)
     if not setting.amp:
         ways.append(f"-amp ({started_as('scripts/choose_precision.py')} measures the gain)")
@@ -354,8 +383,8 @@ def advise_faster_loading(setting: Setting) -> str:
         return "The images are in memory already: try a larger DATA.BATCH_SIZE; see docs/performance.md"
     ways = []
     if setting.remote or setting.workers < setting.cores:
-        now = f"now {setting.workers}" if setting.workers else "now 0: the training process loads the images itself"
-        ways.append(f"more loading processes (-num_workers, {now})")
+        current = f"now {setting.workers}" if setting.workers else "now 0: the training process loads the images itself"
+        ways.append(f"more loading processes (-num_workers, {current})")
     if setting.stored == "files" and not setting.several:
         ways.append(f"packed images ({started_as('scripts/pack_images.py')})")
     elif setting.stored == "tar files":

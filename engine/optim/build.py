@@ -1,4 +1,7 @@
-"""The optimiser with its parameter groups, learning rates and clipping. timms.py has those that timm alone has."""
+"""Builds the optimiser with its parameter groups and learning rates, and clips gradients.
+
+timms.py builds the optimisers that only timm has.
+"""
 
 from fnmatch import fnmatch
 from itertools import chain
@@ -19,7 +22,7 @@ PADDLE_NAMES = {"sgd": "momentum"}
 
 
 def optimizer_name(name: str) -> str:
-    """timm's name of the optimiser; an unknown name is an error that lists the nearest ones."""
+    """Return timm's name of an optimiser. UserError for an unknown name, with the nearest ones."""
     wanted = PADDLE_NAMES.get(name.casefold(), name.casefold())
     if wanted not in OPTIMIZERS or not OPTIMIZERS[wanted].torch:
         from engine.optim.timms import check_name
@@ -31,7 +34,10 @@ def optimizer_name(name: str) -> str:
 def build_optimizer(
     model: nn.Module, train: TrainConfig, base_lr: float, device: torch.device, amp: bool = False
 ) -> Optimizer:
-    """The optimiser of TRAIN.OPTIMIZER. `amp`: whether training is in mixed precision."""
+    """Build the optimiser of TRAIN.OPTIMIZER for the weights of `model` that train.
+
+    `amp`: training is in mixed precision, so Muon may compute in bf16.
+    """
     settings = train.OPTIMIZER
     facts = settings.facts
     name = optimizer_name(settings.NAME)
@@ -55,6 +61,7 @@ def build_optimizer(
 
 
 def _sgd(groups: list[dict[str, Any]], lr: float, momentum: float | None, fused: bool, nesterov: bool) -> Optimizer:
+    """Build torch's SGD. `momentum`: None for the default. `fused`: use the fused kernel if the weights allow it."""
     momentum = DEFAULT_MOMENTUM if momentum is None else momentum
     weights = list(chain.from_iterable(group["params"] for group in groups))
     # torch's fused kernel does not support sharded weights.
@@ -69,22 +76,24 @@ def _sgd(groups: list[dict[str, Any]], lr: float, momentum: float | None, fused:
 
 
 def describe_optimizer(optimizer: Optimizer, name: str) -> str:
-    """Name of the optimiser and the values it uses: 'AdamW (betas 0.9 and 0.999, eps 1e-08)'."""
-    used = []
+    """Describe the optimiser with the values it uses: 'AdamW (betas 0.9 and 0.999, eps 1e-08)'."""
+    options = []
     for key in ("betas", "beta1", "momentum", "nesterov", "eps"):
         value = optimizer.defaults.get(key)
         if value is True:
-            used.append(key)
+            options.append(key)
         elif value is not None and value is not False:
             values = value if isinstance(value, tuple | list) else (value,)
-            used.append(f"{key} {' and '.join(f'{float(v):g}' for v in values)}")
-    return f"{name} ({', '.join(used)})" if used else name
+            numbers = " and ".join(f"{float(number):g}" for number in values)
+            options.append(f"{key} {numbers}")
+    return f"{name} ({', '.join(options)})" if options else name
 
 
 def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
-    """Parameter groups by learning-rate scale, weight decay and, with Muon, matrices per weight.
+    """Group the weights that train by learning-rate scale, weight decay and, with Muon, matrices per weight.
 
-    Biases, norms and the weights in the model's `no_weight_decay` do not decay, unless WEIGHT_DECAY_ALL says so.
+    Biases, norms and the weights in the model's `no_weight_decay` do not decay, unless WEIGHT_DECAY_ALL says so. The
+    groups are sorted, so that their order does not depend on that of the weights.
     """
     no_decay: Any = getattr(model, "no_weight_decay", set)()
     matrices: dict[str, int] = {}
@@ -106,16 +115,20 @@ def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
         exempt = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in no_decay)
         decay = train.WEIGHT_DECAY if train.WEIGHT_DECAY_ALL or not exempt else 0.0
         groups.setdefault((scales.get(name, 1.0), decay, matrices.get(name, 0)), []).append(weight)
-    return [
-        {"params": weights, "weight_decay": decay}
-        | ({SCALE: scale} if scales else {})
-        | ({uses_muon: number > 0, "matrices": number} if matrices else {})
-        for (scale, decay, number), weights in sorted(groups.items(), key=lambda item: item[0])
-    ]
+    settings: list[dict[str, Any]] = []
+    for (scale, decay, matrices_per_weight), weights in sorted(groups.items(), key=lambda item: item[0]):
+        group: dict[str, Any] = {"params": weights, "weight_decay": decay}
+        if scales:
+            group[SCALE] = scale
+        if matrices:
+            group[uses_muon] = matrices_per_weight > 0
+            group["matrices"] = matrices_per_weight
+        settings.append(group)
+    return settings
 
 
 def scaled_learning_rates(train: TrainConfig, global_batch: int) -> tuple[float, float, float]:
-    """BASE_LR, WARMUP_START_LR and END_LR, scaled with the global batch if LINEAR_SCALED_LR is set."""
+    """Return BASE_LR, WARMUP_START_LR and END_LR, scaled with the global batch if LINEAR_SCALED_LR is set."""
     rates = (train.BASE_LR, train.WARMUP_START_LR, train.END_LR)
     if train.scale_reference is None:
         return rates
@@ -124,7 +137,7 @@ def scaled_learning_rates(train: TrainConfig, global_batch: int) -> tuple[float,
 
 
 def describe_learning_rate(train: TrainConfig, global_batch: int) -> str:
-    """The learning rate after the warm-up, with its formula if it is scaled."""
+    """Describe the learning rate after the warm-up, with its formula if it is scaled."""
     rate = f"{scaled_learning_rates(train, global_batch)[0]:.3g}"
     reference = train.scale_reference
     if reference is None:
@@ -133,13 +146,16 @@ def describe_learning_rate(train: TrainConfig, global_batch: int) -> str:
 
 
 def clip_gradients(weights: list[nn.Parameter], limit: float | None) -> Tensor:
-    """Clip the unscaled gradients of `weights` to norm `limit`. Returns their norm before clipping."""
+    """Clip the unscaled gradients of `weights` to norm `limit`. Returns their norm before clipping.
+
+    `limit`: None to compute the norm only. A collective call for sharded weights.
+    """
     norm: Any = get_total_norm([p.grad for p in weights if p.grad is not None])
     if is_sharded(norm):
         norm = norm.full_tensor()
-    # Where clipping would multiply by exactly 1, it is skipped. Known without waiting on a CPU only. The factor is
-    # computed as torch does, to the last bit.
-    within = norm.device.type == "cpu" and limit and bool((limit / (norm + 1e-6)).float().numpy() >= 1)
-    if limit is not None and not within:
+    # Where clipping would multiply by exactly 1, it is skipped. Only on a CPU is this known without waiting. The factor
+    # is computed as torch does, to the last bit.
+    is_within = norm.device.type == "cpu" and limit and bool((limit / (norm + 1e-6)).float().numpy() >= 1)
+    if limit is not None and not is_within:
         clip_grads_with_norm_(weights, limit, norm)
     return torch.as_tensor(norm)

@@ -22,16 +22,19 @@ from vitamp.metrics import AVERAGE, WeightSet
 
 
 class Ema(Callback):
-    """TRAIN.MODEL_EMA. `module` has the averages."""
+    """Averages the weights of a model after each update (TRAIN.MODEL_EMA). `module` is a model with the averages."""
 
     def __init__(self, model: nn.Module, train: TrainConfig, device: torch.device) -> None:
         self.device = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
-        # Always in fp32: half precision rounds the average's small steps away.
-        # Weights that are frozen for good (MODEL.LORA) are shared with the model, if they are here, and in fp32.
+        # Weights that are frozen for good (MODEL.LORA) are shared with the model, if they are on the EMA's device and
+        # in fp32: deepcopy takes objects in its memo as they are.
         frozen = base_weights(model).values()
-        here = torch.empty(0, device=self.device).device
-        shared = all(w.device == here and w.dtype == torch.float32 for w in frozen)
-        memo = {id(weight): weight for weight in map(model.get_parameter, base_weights(model))} if shared else {}
+        numbered_device = torch.empty(0, device=self.device).device  # cuda:0 where `device` is cuda
+        shares_frozen = all(w.device == numbered_device and w.dtype == torch.float32 for w in frozen)
+        memo = {}
+        if shares_frozen:
+            memo = {id(weight): weight for weight in map(model.get_parameter, base_weights(model))}
+        # Always in fp32: half precision rounds the average's small steps away.
         self.module = copy.deepcopy(model, memo).to(self.device).float().eval().requires_grad_(False)
         self.decay = train.MODEL_EMA_DECAY
         self.warmup = train.MODEL_EMA_WARMUP
@@ -53,21 +56,14 @@ class Ema(Callback):
 
     @torch.no_grad()
     def after_update(self, update: int, stepped: bool | Tensor) -> None:
-        """Move the average one step towards the weights, unless the update was skipped."""
+        """Move the average one step towards the weights, unless the update was skipped.
+
+        `stepped`: whether the weights moved; a tensor of 0 or 1 where only the device knows.
+        """
         if stepped is False:
             return
-        if not self._averages:  # the first update: by now both models are sharded, and each rank averages its shard
-            pairs = zip(self._model.parameters(), self.module.parameters(), strict=True)
-            tensors = [(local_shard(p.detach()), local_shard(ours.detach())) for p, ours in pairs if p is not ours]
-            self._sources = [source for source, _ in tensors]
-            self._averages = [average for _, average in tensors]
-            # Running statistics are averages already, so they are copied: those of one dtype at once.
-            groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-            for ours, theirs in zip(self.module.buffers(), self._model.buffers(), strict=True):
-                group = groups.setdefault((ours.dtype, theirs.dtype), ([], []))
-                group[0].append(ours)
-                group[1].append(theirs)
-            self._buffers = list(groups.values())
+        if not self._averages:  # the first update
+            self._list_tensors()
         averages = self._averages
         sources = self._sources
         if sources[0].device != self.device or sources[0].dtype != averages[0].dtype:
@@ -80,11 +76,25 @@ class Ema(Callback):
         decay = min(self.decay, (1 + count) / (10 + count)) if self.warmup else self.decay
         torch._foreach_lerp_(averages, sources, 1 - decay)
         self.updates += 1
-        for ours, theirs in self._buffers:
-            torch._foreach_copy_(ours, theirs)
+        for ema_buffers, model_buffers in self._buffers:
+            torch._foreach_copy_(ema_buffers, model_buffers)
+
+    def _list_tensors(self) -> None:
+        """List the tensors of both models. Called late, when both are sharded: each rank averages its shard."""
+        pairs = zip(self._model.parameters(), self.module.parameters(), strict=True)
+        tensors = [(local_shard(p.detach()), local_shard(average.detach())) for p, average in pairs if p is not average]
+        self._sources = [source for source, _ in tensors]
+        self._averages = [average for _, average in tensors]
+        # Running statistics are averages already, so they are copied: those of one dtype at once.
+        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for ema_buffer, model_buffer in zip(self.module.buffers(), self._model.buffers(), strict=True):
+            ema_buffers, model_buffers = groups.setdefault((ema_buffer.dtype, model_buffer.dtype), ([], []))
+            ema_buffers.append(ema_buffer)
+            model_buffers.append(model_buffer)
+        self._buffers = list(groups.values())
 
     def _update_on_device(self, stepped: Tensor, averages: list[Tensor], sources: list[Tensor]) -> None:
-        """Update where only the device knows whether the weights moved: the step is multiplied by 0 or 1."""
+        """Update without asking the device whether the weights moved: the step is multiplied by `stepped`, 0 or 1."""
         stepped = stepped.to(self.device)
         self.updates = torch.as_tensor(self.updates, device=self.device)
         count = self.updates.double() if self.device.type != "mps" else self.updates.float()
@@ -94,8 +104,8 @@ class Ema(Callback):
         torch._foreach_mul_(steps, weight)
         torch._foreach_add_(averages, steps)
         self.updates = self.updates + stepped.reshape(()).long()
-        for ours, theirs in self._buffers:
-            new = _flatten_dense_tensors(theirs).to(self.device)
-            old = _flatten_dense_tensors(ours)
+        for ema_buffers, model_buffers in self._buffers:
+            new = _flatten_dense_tensors(model_buffers).to(self.device)
+            old = _flatten_dense_tensors(ema_buffers)
             chosen = torch.where(stepped.reshape(()).bool(), new, old)
-            torch._foreach_copy_(ours, list(_unflatten_dense_tensors(chosen, ours)))
+            torch._foreach_copy_(ema_buffers, list(_unflatten_dense_tensors(chosen, ema_buffers)))

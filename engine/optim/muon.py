@@ -35,41 +35,43 @@ USES_MUON = "use_muon"
 
 
 def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
-    """Names of the weights that Muon updates: linear layers in blocks. The number is that of matrices in the weight.
+    """Return the names of the weights that Muon updates, each with the number of matrices in it.
 
-    `every`: linear layers anywhere, and convolutions that mix all channels, as matrices with a row per output.
+    These are the linear layers in blocks. UserError if none of them trains.
+    `every`: also linear layers elsewhere, and convolutions that mix all channels, as matrices with a row per output.
     """
     blocks = [name for name, _ in blocks_of(model)]
     heads = classifiers(model)
     modules = dict(model.named_modules())
 
-    def chosen(name: str, module: nn.Module) -> bool:
+    def is_chosen(name: str, module: nn.Module) -> bool:
         if every and isinstance(module, nn.Conv2d):
             return module.groups == 1
         return isinstance(module, nn.Linear) and (every or (is_inside(name, blocks) and not is_inside(name, heads)))
 
-    def number_in(name: str, layer: nn.Module) -> int:
+    def matrices_in(name: str, layer: nn.Module) -> int:
         number = len(parts_of(name)) if isinstance(layer, nn.Linear) else 1
         # timm's attention with `head_first` keeps q, k and v of a head together: its thirds are not q, k and v.
-        by_head = getattr(modules[name.rpartition(".")[0]], "head_first", False)
+        parent = modules[name.rpartition(".")[0]]
+        by_head = getattr(parent, "head_first", False)
         return 1 if by_head or cast(Tensor, layer.weight).shape[0] % number else number
 
-    found = {
-        f"{name}.weight": number_in(name, module)
+    matrices = {
+        f"{name}.weight": matrices_in(name, module)
         for name, module in modules.items()
         # A vector has no directions to make orthogonal.
-        if chosen(name, module) and min(cast(Tensor, module.weight).flatten(1).shape) > 1
+        if is_chosen(name, module) and min(cast(Tensor, module.weight).flatten(1).shape) > 1
     }
-    if not any(model.get_parameter(name).requires_grad for name in found):
+    if not any(model.get_parameter(name).requires_grad for name in matrices):
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: Muon finds no matrix to train in {type(model).__name__}: it updates only the "
             "linear layers of blocks, and there are none, or all are frozen (MODEL.FREEZE). Use AdamW."
         )
-    return found
+    return matrices
 
 
 def describe_muon(optimizer: Optimizer) -> str:
-    """Parameters that Muon and that AdamW updates, for the banner."""
+    """Describe for the banner how many parameters Muon updates, and how many AdamW."""
 
     def size(groups: Sequence[dict[str, Any]]) -> str:
         weights = list(chain.from_iterable(group["params"] for group in groups))
@@ -99,17 +101,18 @@ class Muon(Optimizer):
         eps: float = 1e-8,
         fused: bool = False,
     ) -> None:
-        """`dtype`: that of the Newton-Schulz steps. `fused`: use torch's fused AdamW."""
+        """`momentum`: None for MOMENTUM. `dtype`: of the Newton-Schulz steps. `fused`: use torch's fused AdamW."""
         self.dtype = dtype
         # `fused` is in the groups because torch, when it loads a state, then moves AdamW's step to the device.
         momentum = MOMENTUM if momentum is None else momentum
-        of_muon = {"momentum": momentum, "nesterov": True, "ns_steps": NS_STEPS, MATRICES: 0}
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": fused, "weight_decay": 0.0, **of_muon})
+        muon = {"momentum": momentum, "nesterov": True, "ns_steps": NS_STEPS, MATRICES: 0}
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": fused, "weight_decay": 0.0, **muon})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights. `closure`: torch's type hints want it; nothing gives one."""
+        """Update the weights. `closure` is never used: torch's type hints want it."""
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
+        """Shape -> (matrix, the direction to make orthogonal, learning rate) of each matrix"""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if not weights:
@@ -123,21 +126,23 @@ class Muon(Optimizer):
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-            ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # as Nesterov looks
-            for weight, update in zip(weights, ahead, strict=True):
+            nesterov_updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
+            for weight, update in zip(weights, nesterov_updates, strict=True):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 matrices = weight.chunk(group[MATRICES])
                 directions = update.chunk(group[MATRICES])
                 for matrix, direction in zip(matrices, directions, strict=True):
-                    rows = direction.flatten(1)  # of a convolution: one per output
+                    rows = direction.flatten(1)  # of a convolution: one row per output
                     by_shape.setdefault(rows.shape, []).append((matrix, rows, group["lr"]))
-        for shape, same in by_shape.items():  # one batch for all matrices of a shape: few, large products
-            directions = torch.stack([direction for _, direction, _ in same])
+        for shape, of_shape in by_shape.items():  # one batch for all matrices of a shape: few, large products
+            directions = torch.stack([direction for _, direction, _ in of_shape])
             orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
-            for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
+            for (matrix, _, rate), change in zip(of_shape, orthogonal.unbind(), strict=True):
+                # 0.2 sqrt(max(rows, columns)) gives the update the RMS of AdamW's.
                 matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
 
     def _step_adamw(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
+        """Update the weights of a group by torch's AdamW; its state is made at the first step."""
         for weight in weights:
             state = self.state[weight]
             if state:

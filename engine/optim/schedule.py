@@ -24,35 +24,42 @@ SCALE = "lr_scale"
 
 
 def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float, float, float], per_epoch: int):
-    """timm's schedule of the name in TRAIN.LR_SCHEDULER, in updates."""
+    """Build timm's schedule of the name in TRAIN.LR_SCHEDULER, whose unit is an update.
+
+    `rates`: BASE_LR, WARMUP_START_LR and END_LR, scaled. `per_epoch`: updates per epoch.
+    """
     _, start_lr, end_lr = rates
-    shape = train.LR_SCHEDULER
+    settings = train.LR_SCHEDULER
     total = train.epochs_of_schedule * per_epoch  # after it, timm's stay at END_LR
-    warmup = min(max(round(train.WARMUP_EPOCHS * per_epoch), train.WARMUP_EPOCHS > 0), total)
+    shortest_warmup = train.WARMUP_EPOCHS > 0  # one update, even if the fraction of an epoch is less
+    warmup = min(max(round(train.WARMUP_EPOCHS * per_epoch), shortest_warmup), total)
     common = {"warmup_t": warmup, "warmup_lr_init": start_lr, "t_in_epochs": False}
-    if shape.NAME == "step":
-        decay = shape.DECAY_EPOCHS * per_epoch
-        return StepLRScheduler(optimizer, decay, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
-    if shape.NAME == "multi-step":
+    if settings.NAME == "step":
+        decay = settings.DECAY_EPOCHS * per_epoch
+        return StepLRScheduler(optimizer, decay, decay_rate=settings.DECAY_RATE, warmup_prefix=False, **common)
+    if settings.NAME == "multi-step":
         # timm applies a milestone one step early, which in updates would be before the end of the epoch.
-        milestones = sorted(epoch * per_epoch + 1 for epoch in shape.MILESTONES)
-        return MultiStepLRScheduler(optimizer, milestones, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
-    if shape.NAME == "wsd":
+        milestones = sorted(epoch * per_epoch + 1 for epoch in settings.MILESTONES)
+        factor = settings.DECAY_RATE
+        return MultiStepLRScheduler(optimizer, milestones, decay_rate=factor, warmup_prefix=False, **common)
+    if settings.NAME == "wsd":
         # Its decay is 1 - sqrt, the best shape of those compared in https://arxiv.org/abs/2405.18392. Where the warm-up
         # leaves no epoch for a decay, timm still asks for one step of it, which comes after the last update.
         decay = max(1, total - round(train.epochs_before_decay * per_epoch))
         return WSDLRScheduler(optimizer, max(1, total - warmup), decay, lr_min=end_lr, **common)
-    if shape.NAME == "cosine" or shape.NAME == "warmupcosine":
+    if settings.NAME == "cosine" or settings.NAME == "warmupcosine":
         # timm warns about a length of 1. A cosine of one update only uses its first value.
         return CosineLRScheduler(optimizer, max(2, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)
-    assert_never(shape.NAME)
+    assert_never(settings.NAME)
 
 
 def describe_schedule(train: TrainConfig, end_lr: float) -> str:
-    """Shape after the warm-up, for the banner: 'cosine to 0'."""
+    """Describe the schedule after the warm-up, for the banner: 'cosine to 0'."""
     name = train.LR_SCHEDULER.NAME.removeprefix("warmup")
-    last = train.NUM_EPOCHS - train.epochs_of_schedule
-    end = f"{end_lr:.3g}" + (f" at epoch {train.epochs_of_schedule}, then constant" if last else "")
+    constant_epochs = train.NUM_EPOCHS - train.epochs_of_schedule
+    end = f"{end_lr:.3g}"
+    if constant_epochs:
+        end += f" at epoch {train.epochs_of_schedule}, then constant"
     if name == "wsd" and train.epochs_before_decay >= train.epochs_of_schedule:
         return "wsd: the warm-up leaves no epoch for the constant learning rate or the decay"
     if name == "wsd":
@@ -64,39 +71,46 @@ class Schedule:
     """Sets the optimiser's learning rates before each update, by the number of updates that moved the weights."""
 
     def __init__(self, scheduler: Scheduler, optimizer: Optimizer, total: int) -> None:
+        """`total`: number of updates after which the learning rate stays as it is."""
         self._scheduler = scheduler
         self._optimizer = optimizer
         self._total = total
         self._last: float | Tensor = 0.0
+        # Reports take the learning rate of a group that TRAIN.LAYER_DECAY does not scale, or undo its scale.
         scales = [float(group.get(SCALE, 1.0)) for group in optimizer.param_groups]
         self._reported = scales.index(1.0) if 1.0 in scales else 0
         self._reported_scale = scales[self._reported]
         self.restore(0)
 
     def _rates(self, update: int) -> list[float]:
+        """Set and return the learning rates of all groups after `update` updates that moved the weights."""
         self._scheduler.step_update(min(update, self._total))
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def advance(self, stepped: bool | Tensor) -> None:
+        """Set the learning rates for the next update. `stepped`: whether the last one moved the weights."""
         self._moved += int(stepped)
         self._apply()
 
     def _apply(self) -> None:
-        """Set the learning rates for the next update, and remember that of the last one."""
+        """Set the learning rates for the next update, and keep the reported one of the last update."""
         self._last = self._optimizer.param_groups[self._reported]["lr"]
         self._scheduler.step_update(self._moved)
 
     def last_rate(self) -> float | Tensor:
-        """Learning rate of the last update, before layer-wise factors; a tensor if it is on the device."""
+        """Return the learning rate of the last update, before layer-wise factors; a tensor if it is on the device."""
         return self._last if self._reported_scale == 1.0 else self._last / self._reported_scale
 
     def rate_at(self, stepped: int) -> float:
-        """Learning rate after so many updates, for messages."""
+        """Return the learning rate after `stepped` updates that moved the weights, for messages.
+
+        The learning rates of the optimiser stay as they are.
+        """
         groups = self._optimizer.param_groups
-        now = [group["lr"] for group in groups]
+        current_rates = [group["lr"] for group in groups]
         rate = self._rates(stepped)[self._reported] / self._reported_scale
-        for group, lr in zip(groups, now, strict=True):
-            group["lr"] = lr
+        for group, current_rate in zip(groups, current_rates, strict=True):
+            group["lr"] = current_rate
         return rate
 
     @property
@@ -110,11 +124,14 @@ class Schedule:
 
 
 TABLE_UPDATES = 10_000
-"""Updates whose learning rates are on the device at a time."""
+"""Number of updates whose learning rates are copied to the device at a time"""
 
 
 class DeviceSchedule(Schedule):
-    """For fp16 on a GPU, where only the device knows which updates moved the weights: the host does not wait for it."""
+    """Schedule for fp16 on a GPU, where only the device knows which updates moved the weights.
+
+    The device counts these updates, and takes the learning rates from a table. So the host need not wait for it.
+    """
 
     def __init__(self, scheduler: Scheduler, optimizer: Optimizer, total: int, device: torch.device) -> None:
         self._device = device
@@ -122,7 +139,10 @@ class DeviceSchedule(Schedule):
         super().__init__(scheduler, optimizer, total)
 
     def _fill_table(self, first: int) -> None:
-        """Copy the rates of the next updates, from `first` on, to the device, before it needs them."""
+        """Copy the learning rates of the next updates, from `first` on, to the device, before it needs them.
+
+        Each group's learning rate becomes a new tensor, to be filled from the table.
+        """
         rows = [self._rates(update) for update in range(first, first + TABLE_UPDATES)]
         self._table = torch.tensor(rows, dtype=torch.float32, device=self._device)
         self._first = first
@@ -147,7 +167,7 @@ class DeviceSchedule(Schedule):
 
     @property
     def stepped(self) -> int:
-        """It waits for the device, so it is for saving only."""
+        """Number of updates that moved the weights. Reading it waits for the device, so it is for saving only."""
         return int(self._count)
 
     def restore(self, stepped: int) -> None:

@@ -1,4 +1,7 @@
-"""timm's optimisers, and learning rates by layer as timm groups the weights. Imported where a run asks for them."""
+"""Builds timm's optimisers, and learning rates by layer as timm groups the weights.
+
+It is imported only where a run asks for one of them.
+"""
 
 import math
 from inspect import signature
@@ -13,7 +16,10 @@ from utils.log import log
 
 
 def check_name(wanted: str, name: str) -> None:
-    """Raise UserError unless timm has an optimiser `wanted`, which TRAIN.OPTIMIZER.NAME calls `name`."""
+    """Raise UserError unless timm has an optimiser `wanted` that works with first derivatives.
+
+    `name`: TRAIN.OPTIMIZER.NAME as the user gave it, for messages.
+    """
     from timm.optim._optim_factory import get_optimizer_info, list_optimizers
 
     known = [str(known_name) for known_name in list_optimizers()]
@@ -30,6 +36,7 @@ def check_name(wanted: str, name: str) -> None:
 
 
 def build_timms(name: str, groups: list[dict[str, Any]], settings: OptimizerConfig, base_lr: float) -> Optimizer:
+    """Build timm's optimiser `name`. Logs settings that have no effect with it."""
     # The registry imports sixty optimisers, and torch's compiler with them.
     from timm.optim._optim_factory import create_optimizer_v2, default_registry, get_optimizer_info
 
@@ -37,10 +44,11 @@ def build_timms(name: str, groups: list[dict[str, Any]], settings: OptimizerConf
     momentum = settings.MOMENTUM
     parameters = signature(default_registry.get_optimizer_class(info, bind_defaults=False)).parameters
     if momentum is None:
-        momentum = (parameters["momentum"].default if "momentum" in parameters else None) or DEFAULT_MOMENTUM
+        default = parameters["momentum"].default if "momentum" in parameters else None
+        momentum = default or DEFAULT_MOMENTUM
     options = settings.arguments()  # the factory drops those that the optimiser does not take
-    for key, taken in {"EPS": info.has_eps, "BETAS": info.has_betas, "MOMENTUM": info.has_momentum}.items():
-        if not taken and getattr(settings, key) is not None:
+    for key, is_used in {"EPS": info.has_eps, "BETAS": info.has_betas, "MOMENTUM": info.has_momentum}.items():
+        if not is_used and getattr(settings, key) is not None:
             log.info("TRAIN.OPTIMIZER.%s has no effect with TRAIN.OPTIMIZER.NAME %s", key, settings.NAME)
     if "max_grad_norm" in parameters:  # LAMB's own clipping, at 1 if not set; not None, which apex's LAMB cannot take
         options["max_grad_norm"] = math.inf
@@ -51,12 +59,15 @@ def build_timms(name: str, groups: list[dict[str, Any]], settings: OptimizerConf
 
 
 def rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """TRAIN.LAYER_DECAY: factors of the learning rate by weight name."""
+    """Return the factor of the learning rate of each weight, by name (TRAIN.LAYER_DECAY).
+
+    It is 1 in the last layer, and each layer further from the output multiplies it by `decay`.
+    """
     from timm.models import group_parameters
     from timm.optim._param_groups import auto_group_layers
 
     matcher: Any = getattr(model, "group_matcher", None)
-    # Number of each weight's layer, from the input on
+    # Weight name -> number of its layer, counted from the input
     layers: Any = auto_group_layers(model) if matcher is None else group_parameters(model, matcher(), reverse=True)
     last = max(layers.values())
     return {name: decay ** (last - layers.get(name, last)) for name, _ in model.named_parameters()}

@@ -336,7 +336,7 @@ class Trainer:
     def _measure(self) -> dict[WeightSet, Metrics]:
         """Metrics of all weights that the run keeps. If that fails, the training so far is saved."""
         metrics = {}
-        check = partial(self._stopping.check, what="batches")
+        check = partial(self._stopping.check, step_kind="batches")
         try:
             for which, weights in self.parts.weights.items():
                 model = on_device(weights, self.ready.precision.device)

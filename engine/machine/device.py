@@ -1,4 +1,4 @@
-"""`Run`, which each step of a run needs; the device: choice, settings, description, a notice of an unasked CPU."""
+"""Chooses, sets up and describes the device of a run, and defines `Run`, the object that each step of a run needs."""
 
 import contextlib
 import os
@@ -24,7 +24,10 @@ PROCESSORS = Path("/proc/cpuinfo")
 
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
-    """The device asked for, else the best one available; each local rank gets its own GPU."""
+    """Return the device that -device asks for, or the best one available. Each local rank gets its own GPU.
+
+    `wanted`: 'cuda', 'mps', 'cpu', or None to choose. UserError if the device is not available to this rank.
+    """
     if wanted:
         kind = wanted
     elif torch.cuda.is_available():
@@ -39,9 +42,9 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
         return torch.device("mps")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible == 0:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        why = f" (CUDA_VISIBLE_DEVICES is {hidden!r})" if hidden is not None else ""
-        raise UserError(f"-device cuda: torch {torch.__version__} sees no GPU here{why}; use -device cpu.")
+        variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+        reason = f" (CUDA_VISIBLE_DEVICES is {variable!r})" if variable is not None else ""
+        raise UserError(f"-device cuda: torch {torch.__version__} sees no GPU here{reason}; use -device cpu.")
     if visible == 1 and world.launcher in SHOW_ONE_GPU:
         return torch.device("cuda", 0)  # join_run finds two ranks on one GPU
     if world.local_rank >= visible:
@@ -53,7 +56,10 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
 
 
 def set_up_device(config: Config, device: torch.device, world: World) -> int:
-    """Set device, threads and determinism. Returns the threads, which are always set: sums depend on their number."""
+    """Set torch's current device, its threads and its determinism. Returns the number of threads.
+
+    The number is always set, because sums depend on it.
+    """
     threads = threads_of(config, world)
     torch.set_num_threads(threads)
     if device.type == "cuda":
@@ -69,21 +75,23 @@ def set_up_device(config: Config, device: torch.device, world: World) -> int:
 
 
 def threads_of(config: Config, world: World) -> int:
-    """THREADS, else OMP_NUM_THREADS, else a process's share of the cores."""
+    """Return the number of CPU threads: THREADS, else OMP_NUM_THREADS, else this process's share of the cores."""
     if config.THREADS:
         return config.THREADS
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if world.launcher == TORCHRUN and given == "1":  # torchrun sets that where it is not set
-        given = ""
+    # The variable may be a list, with a number for each level of nested threads: the first counts.
+    variable = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    # torchrun sets it to 1 for its ranks where the user has not set it. Its own environment shows whether they have.
+    if world.launcher == TORCHRUN and variable == "1":
+        variable = ""
         with contextlib.suppress(OSError):
             if b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes():
-                given = "1"
-    number = int(given) if given.isdecimal() else 0
+                variable = "1"
+    number = int(variable) if variable.isdecimal() else 0
     return number or world.own_cores
 
 
 def describe_devices(device: torch.device, world: World, threads: int) -> str:
-    """Devices of all ranks: 'cuda x 8: NVIDIA H200, 140 GiB, ...'."""
+    """Describe the devices of all ranks: 'cuda x 8: NVIDIA H200, 140 GiB, ...'."""
     name = describe_device(device)
     if device.type == "cuda":
         name += f", CUDA {torch.version.cuda}"
@@ -100,6 +108,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def processor() -> str:
+    """Return the name of the CPU, or at least its architecture."""
     with contextlib.suppress(OSError), PROCESSORS.open(encoding="ascii", errors="replace") as lines:
         for line in lines:
             if line.startswith("model name"):
@@ -114,13 +123,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def visible_gpus(config: Config) -> int:
-    """Number of visible GPUs; 0 if the settings ask for another device."""
+    """Return the number of visible GPUs; 0 if the settings ask for another device."""
     on_gpus = config.DEVICE in (None, "cuda") and torch.cuda.is_available()
     return torch.cuda.device_count() if on_gpus else 0
 
 
 def visible_devices(config: Config) -> int:
-    """Number of processes that main_multi_gpu.py starts: -ngpus, or one per visible GPU."""
+    """Return the number of processes that main_multi_gpu.py starts: -ngpus, or one per visible GPU.
+
+    UserError if fewer GPUs are visible than asked for.
+    """
     visible = visible_gpus(config)
     if config.DEVICE == "cuda" and not visible:
         pick_device("cuda", ALONE)  # raises an error that says why there is none
@@ -134,44 +146,49 @@ def visible_devices(config: Config) -> int:
 
 
 def why_one_process(config: Config) -> str:
+    """Say for the log why main_multi_gpu.py starts only one process."""
     if config.NGPUS == 1:
         return "-ngpus 1"
     return "one GPU is visible" if visible_gpus(config) else "no CUDA GPU is used; -ngpus N starts N processes"
 
 
 def no_gpu_notice(config: Config, device: torch.device, dry: bool, env: Mapping[str, str] = os.environ) -> str | None:
-    """One line for the log; None if a GPU is used, or if -device cpu was given."""
+    """Return a line for the log that says why the run uses the CPU, and what may be wrong.
+
+    None if a GPU is used, or if -device cpu was given. `dry`: this is a dry run, so the line does not suggest one.
+    """
     if device.type != "cpu" or config.DEVICE is not None:
         return None
-    hidden = env.get("CUDA_VISIBLE_DEVICES")
+    variable = env.get("CUDA_VISIBLE_DEVICES")
     facts = []
-    if hidden is not None:
-        facts.append(f"CUDA_VISIBLE_DEVICES is {hidden!r}")
+    if variable is not None:
+        facts.append(f"CUDA_VISIBLE_DEVICES is {variable!r}")
     if NVIDIA_DRIVER.exists():
         facts.append("an NVIDIA driver is installed, and nvidia-smi shows whether it works")
         if torch.version.cuda is None and torch.version.hip is None:
-            new = "pip install torch torchvision in a new environment installs them with CUDA"
-            facts.append(f"torch {torch.__version__} is built for CPUs only, and {new}")
-    why = f" ({'; '.join(facts)})" if facts else ""
+            remedy = "pip install torch torchvision in a new environment installs them with CUDA"
+            facts.append(f"torch {torch.__version__} is built for CPUs only, and {remedy}")
+    reasons = f" ({'; '.join(facts)})" if facts else ""
     slow = ", on which training on ImageNet takes weeks" if config.DATA.DATASET == "imagenet2012" else ""
     estimate = "" if dry else "-dry_run estimates the time of training; "
-    return f"No GPU is visible{why}: this run uses the CPU{slow}. {estimate}-device cpu silences this."
+    return f"No GPU is visible{reasons}: this run uses the CPU{slow}. {estimate}-device cpu silences this."
 
 
 def libraries() -> dict[str, str]:
-    """Versions of Python, torch and the libraries that compute and communicate."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, **versions("torchvision", "timm")}
+    """Return the versions of Python, torch and the libraries that compute and communicate."""
+    library_versions = {"python": platform.python_version(), "torch": torch.__version__}
+    library_versions.update(versions("torchvision", "timm"))
     if torch.cuda.is_available():
-        found["CUDA"] = str(torch.version.cuda)
-        number = torch.backends.cudnn.version() or 0  # such as 90100
-        found["cuDNN"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
-        found["NCCL"] = ".".join(map(str, nccl.version()))
+        library_versions["CUDA"] = str(torch.version.cuda)
+        number = torch.backends.cudnn.version() or 0  # such as 90100 for 9.1.0
+        library_versions["cuDNN"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
+        library_versions["NCCL"] = ".".join(map(str, nccl.version()))
         with contextlib.suppress(OSError):
             text = NVIDIA_DRIVER.read_text(encoding="ascii", errors="replace")
-            driver = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+            driver = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)  # such as 550.54.15
             if driver:
-                found["driver"] = driver[0]
-    return found
+                library_versions["driver"] = driver[0]
+    return library_versions
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Join the processes of a run, check them against each other, and log a table of machines and devices."""
+"""Joins the processes of a run, checks that they are consistent, and logs a table of machines and devices."""
 
 import os
 import socket
@@ -46,40 +46,42 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
 
 
 def _check_devices(members: list[dict[str, Any]]) -> None:
-    """Reject ranks that share a GPU. All ranks get the same result."""
-    taken: dict[tuple[str, str], int] = {}
+    """Raise AllRanksUserError if two ranks share a GPU. All ranks have the same `members`, so all raise it."""
+    rank_of_gpu: dict[tuple[str, str], int] = {}
     for member in members:
         if member["gpu"] is None:
             continue
-        before = taken.setdefault((member["host"], member["gpu"]), member["rank"])
-        if before != member["rank"]:
+        first_rank = rank_of_gpu.setdefault((member["host"], member["gpu"]), member["rank"])
+        if first_rank != member["rank"]:
             raise AllRanksUserError(
-                f"ranks {before} and {member['rank']} on {member['host']} were given the same GPU; start one process "
-                "per GPU. Ranks started by hand or by a script each need LOCAL_RANK, their number on the machine, and "
-                "LOCAL_WORLD_SIZE, how many it runs, in the environment."
+                f"ranks {first_rank} and {member['rank']} on {member['host']} were given the same GPU; start one "
+                "process per GPU. Ranks started by hand or by a script each need LOCAL_RANK, their number on the "
+                "machine, and LOCAL_WORLD_SIZE, how many it runs, in the environment."
             )
 
 
 def check_images(ready: Ready, world: World) -> None:
-    """Reject ranks whose copy of the data set is not that of rank 0. A collective call."""
-    found: dict[str, tuple[int, Any]] = {"validation": (len(ready.val_set), data_identity(ready.val_set))}
+    """Raise AllRanksUserError if a rank's copy of the data set differs from that of rank 0. A collective call."""
+    # Split -> number of images, and a hash of their names and labels
+    splits: dict[str, tuple[int, Any]] = {"validation": (len(ready.val_set), data_identity(ready.val_set))}
     if isinstance(ready, ReadyToTrain):
-        found["training"] = len(ready.train_set), identity_of(ready.train_set, ready.train_loader.order)
+        splits["training"] = len(ready.train_set), identity_of(ready.train_set, ready.train_loader.order)
     if ready.neighbours is not None:
-        for split, each in (("training", ready.neighbours.bank), ("validation", ready.neighbours.images)):
-            found[f"TRAIN.KNN's {split}"] = len(each), data_identity(each)
-    known = all_gather([found], world)
-    for rank, other in enumerate(known):
-        for split, first in known[0].items():
-            if other[split] != first:
+        for split, images in (("training", ready.neighbours.bank), ("validation", ready.neighbours.images)):
+            splits[f"TRAIN.KNN's {split}"] = len(images), data_identity(images)
+    splits_of_ranks = all_gather([splits], world)
+    for rank, splits_of_rank in enumerate(splits_of_ranks):
+        for split, of_rank_0 in splits_of_ranks[0].items():
+            of_rank = splits_of_rank[split]
+            if of_rank != of_rank_0:
                 raise AllRanksUserError(
-                    f"rank {rank} has other {split} images than rank 0, by their names and labels ({other[split][0]} "
-                    f"and {first[0]}). Each machine needs the same copy of the data set, complete."
+                    f"rank {rank} has other {split} images than rank 0, by their names and labels ({of_rank[0]} "
+                    f"and {of_rank_0[0]}). Each machine needs the same copy of the data set, complete."
                 )
 
 
 def environment_table(config: Config, world: World, device: torch.device, members: list[dict[str, Any]]) -> str:
-    """Table of processes, machines, devices and libraries."""
+    """Format a table of processes, machines, devices and libraries. `members`: what each rank said of itself."""
     rows: list[tuple[str, ...]] = [("rank", "machine", "local rank", "process", "threads", "device")]
     keys = ("rank", "host", "local_rank", "pid", "threads", "device")
     for member in members[:MAX_ROWS]:

@@ -28,32 +28,37 @@ def import_compiler_late() -> None:
 
 
 def compiler_is_imported() -> bool:
+    """Return whether torch's real compiler is imported, not only the stand-in."""
     return COMPILER in sys.modules and not isinstance(sys.modules[COMPILER], _StandIn)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Inside this context, compiled code runs in eager mode."""
+    """Return a context in which compiled code runs in eager mode."""
     import torch  # not at the top: torch must be imported after the stand-in is installed
 
     return torch.compiler.set_stance("force_eager") if compiler_is_imported() else nullcontext()
 
 
 class _StandIn(ModuleType):
-    def __init__(self, name: str, **known: Callable[..., Any]) -> None:
+    """Module with a few functions of its own that imports the real one when any other name is used."""
+
+    def __init__(self, name: str, **functions: Callable[..., Any]) -> None:
         super().__init__(name)
-        vars(self).update(known)
+        vars(self).update(functions)
 
     def __getattr__(self, name: str) -> Any:
+        """Import the real module and return the attribute from it."""
         # Code that walks over sys.modules reads __file__ and the like, which must not trigger the import.
         # Importing a submodule reads __path__; the helpers are a module without one.
-        special = name.startswith("__") and name.endswith("__")
-        if special and (name != "__path__" or self.__name__ != COMPILER):
+        is_special = name.startswith("__") and name.endswith("__")
+        if is_special and (name != "__path__" or self.__name__ != COMPILER):
             raise AttributeError(name)
         _import_compiler()
         return getattr(importlib.import_module(self.__name__), name)
 
 
 def _import_compiler() -> ModuleType:
+    """Replace the stand-ins by torch's real compiler, and return it."""
     for name in (COMPILER, HELPERS):
         if isinstance(sys.modules.get(name), _StandIn):
             del sys.modules[name]
@@ -61,7 +66,10 @@ def _import_compiler() -> ModuleType:
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """Stands in for `disable`: the function itself, until the compiler is imported."""
+    """Replace `torch._dynamo.disable`: call the function as it is, until the compiler is imported.
+
+    From then on, call it as the real `disable` wraps it. Anything but a function goes to the real one at once.
+    """
     if not isinstance(function, FunctionType):
         return _import_compiler().disable(function, recursive, **options)
     disabled: list[Any] = []

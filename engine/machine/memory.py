@@ -1,4 +1,4 @@
-"""Memory of a device: total, limited and at the peak; and which errors mean out of memory."""
+"""Reads the memory of a device, in total and at the peak, and recognises errors that mean out of memory."""
 
 import contextlib
 import resource
@@ -26,12 +26,14 @@ IN_VALIDATION = "in a validation"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that the memory of a device or of the host ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in MARKS)
 
 
 def in_gib(size: float) -> str:
+    """Format a number of bytes: '1.5 GiB', or MiB or KiB for a small one."""
     if size >= GIB / 2:
         return f"{size / GIB:.1f} GiB"
     if size >= 2**19:
@@ -40,20 +42,20 @@ def in_gib(size: float) -> str:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Total bytes of `device`; on a CPU, at most the limit of this process's control group."""
+    """Return the total bytes of `device`; None if unknown. On a CPU, at most the limit of this process's cgroups."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    known = [limit for limit, _ in cgroups()]
+    limits = [limit for limit, _ in cgroups()]
     installed = meminfo("MemTotal")
     if installed is not None:
-        known.append(installed)
-    return min(known, default=None)
+        limits.append(installed)
+    return min(limits, default=None)
 
 
 def take_peak(device: torch.device) -> int:
-    """Bytes held at the peak since the last call. Returns unused memory."""
+    """Return the bytes held at the peak since the last call, free unused memory, and begin a new peak."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
         torch.cuda.empty_cache()
@@ -65,13 +67,14 @@ def take_peak(device: torch.device) -> int:
         return peak
     peak = meminfo("VmHWM", STATUS) or round(1e9 * peak_memory_gb(device))
     return_freed_memory()
-    with contextlib.suppress(OSError):  # then the peak is that since the process began
+    # Where this is not allowed, the peak remains that since the process began.
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
     return peak
 
 
 def meminfo(name: str, file: Path | None = None) -> int | None:
-    """Bytes of an entry of /proc/meminfo, or of `file`; None if unknown."""
+    """Return the bytes in the entry `name` of /proc/meminfo, or of `file` if one is given; None if unknown."""
     try:
         lines = (file or MEMINFO).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -83,7 +86,7 @@ def meminfo(name: str, file: Path | None = None) -> int | None:
 
 
 def cgroups() -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of every control group with a limit that this process is in."""
+    """Yield (limit, bytes in use) of every control group with a memory limit that this process is in."""
     for folder in control_groups():
         try:
             limit = int((folder / "memory.max").read_text())  # 'max' means no limit, and raises ValueError
@@ -95,8 +98,8 @@ def cgroups() -> Iterator[tuple[int, int]]:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory in GB: of tensors on a GPU, of the process on a CPU."""
+    """Return the peak memory in GB (10^9 bytes): of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    bytes_per_unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / 1e9

@@ -42,7 +42,8 @@ WORDS = {
 SECONDS_BETWEEN_EXCHANGES = 0.05
 MOST_UPDATES_BETWEEN_EXCHANGES = 8
 
-_WHAT_IS_LEFT = {
+# Words of the last message, by `Signals.saved`
+_SAVED_WORDS = {
     True: "; earlier checkpoints are intact, and -resume continues from the newest",
     False: "; nothing was saved yet",
     None: "",
@@ -63,6 +64,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.request = NOTHING
+        """The request of highest priority so far"""
         self.deferred = False
         """Signals only set `request`, because there is something to save or to log first."""
         self.saved: bool | None = None
@@ -72,6 +74,7 @@ class Signals:
         self._owner = os.getpid()
 
     def listen(self) -> None:
+        """Install the handler for the signals in REQUESTS, unless this process was started to ignore them."""
         self._owner = os.getpid()
         for number in REQUESTS:
             is_ignored = signal.getsignal(number) == signal.SIG_IGN
@@ -81,7 +84,7 @@ class Signals:
                 signal.signal(number, self._handle)
 
     def failure_was_reported(self) -> None:
-        """The reason of a failure was logged: from now on a signal ends this process without another message."""
+        """Let signals end this process without a message from now on, because the reason of a failure was logged."""
         self._failed = True
         self.deferred = False
 
@@ -92,22 +95,24 @@ class Signals:
             _exit(EXIT_CODES[self.request])
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal: exit, or if signals are deferred only record the request. A second Ctrl-C always exits."""
         if os.getpid() != self._owner:  # a loading process that was just forked and does not ignore signals yet
             return
         if number == signal.SIGINT:
             self._interrupts += 1
         # torchrun turns the second Ctrl-C into SIGTERM.
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "VITAMP_LAUNCHER_PID" not in os.environ
-        again = self._interrupts > 1 or (self._interrupts == 1 and number == signal.SIGTERM and by_torchrun)
-        if again or not self.deferred:
-            self._leave(number)
+        is_second_ctrl_c = self._interrupts > 1 or (self._interrupts == 1 and number == signal.SIGTERM and by_torchrun)
+        if is_second_ctrl_c or not self.deferred:
+            self._log_and_exit(number)
         self.request = max(self.request, REQUESTS[signal.Signals(number)])
 
     def leave(self) -> NoReturn:
-        """Do at once what was asked for."""
-        self._leave(signal.SIGINT if self.request == CTRL_C else signal.SIGTERM)
+        """Exit now, as the recorded request asks for."""
+        self._log_and_exit(signal.SIGINT if self.request == CTRL_C else signal.SIGTERM)
 
-    def _leave(self, number: int) -> NoReturn:
+    def _log_and_exit(self, number: int) -> NoReturn:
+        """Log why this process ends, unless the reason of a failure was logged, and exit without any cleaning up."""
         if not self._failed:
             # A launcher ends a rank by SIGTERM because another has failed: that is the reason to log.
             group: Any = sys.modules.get("utils.distributed.group")
@@ -121,7 +126,7 @@ class Signals:
                         bar.leave = False
                         bar.close()
             name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-            log.warning("%s%s", name, _WHAT_IS_LEFT[self.saved])
+            log.warning("%s%s", name, _SAVED_WORDS[self.saved])
         _exit(EXIT_CODES[REQUESTS[signal.Signals(number)]])
 
 
@@ -132,23 +137,23 @@ class Deadline:
     """-max_time: stop early enough for the current update and the last checkpoint."""
 
     def __init__(self, seconds: float | None, to_save: Callable[[], float]) -> None:
-        """`to_save` returns the seconds that saving takes."""
+        """`seconds`: since the program began; None for no limit. `to_save`: returns the seconds that saving takes."""
         self._end = None if seconds is None else BEGAN + seconds
-        self._to_save = to_save
+        self._seconds_to_save = to_save
         self.restart()
 
     def restart(self) -> None:
-        """Leave what was no update, such as compiling or saving, out of the measured time."""
+        """Restart the measurement of an update, after something else that took time, such as compiling or saving."""
         self._last_call = time.monotonic()
 
     def passed(self) -> bool:
-        """Whether it is time to stop. Call it once per update, whose duration it measures."""
+        """Return whether it is time to stop. It measures the time between calls, so call it once per update."""
         now = time.monotonic()
         last_update = now - self._last_call
         self._last_call = now
         # Doubled: ranks stop shortly after the first request, and an earlier checkpoint may still be being written.
-        ahead = 2 * (last_update + SECONDS_BETWEEN_EXCHANGES + self._to_save())
-        return self._end is not None and now + ahead >= self._end
+        still_needed = 2 * (last_update + SECONDS_BETWEEN_EXCHANGES + self._seconds_to_save())
+        return self._end is not None and now + still_needed >= self._end
 
 
 class Stopping:
@@ -160,13 +165,19 @@ class Stopping:
     """
 
     def __init__(self, world: World, time_is_up: Callable[[], bool], timeout: datetime.timedelta) -> None:
-        """`timeout`: how long the ranks wait for each other, also while rank 0 writes the last checkpoint."""
+        """`time_is_up`: returns whether -max_time is over, on this rank.
+
+        `timeout`: how long the ranks wait for each other, also while rank 0 writes the last checkpoint.
+        """
         self._world = world
         self._time_is_up = time_is_up
         self._in_flight: tuple[torch.distributed.Work, torch.Tensor] | None = None
-        self._what = ""
-        self._every = 1
+        """The all-reduce that has begun, and its tensor: the request, and the number of steps between exchanges"""
+        self._step_kind = ""
+        self._interval = 1
+        """Steps between exchanges, the same on all ranks"""
         self._left = 1
+        """Steps until the next exchange"""
         self._last_exchange = time.monotonic()
         if world.size > 1:
             import torch.distributed
@@ -175,49 +186,53 @@ class Stopping:
             assert isinstance(group, torch.distributed.ProcessGroup)
             self._group = group
 
-    def check(self, what: str = "updates") -> None:
-        """Raise `Stopped`, on all ranks at once, if one was asked to stop. `what`: the steps between two calls."""
+    def check(self, step_kind: str = "updates") -> None:
+        """Raise `Stopped`, on all ranks at once, if one was asked to stop. Call it on all ranks after each step.
+
+        `step_kind`: names the steps between calls. Where it changes, their time is measured anew.
+        """
         request = max(signals.request, TIME_IS_UP if self._time_is_up() else NOTHING)
-        agreed = request if self._world.size == 1 else self._exchanged(request, what)
+        agreed = request if self._world.size == 1 else self._exchange(request, step_kind)
         if agreed:
             raise Stopped(agreed)
 
-    def _exchanged(self, request: int, what: str) -> int:
-        """The largest request of all ranks at the previous exchange."""
-        if what != self._what:  # other steps may take another time
-            self._what = what
-            self._every = 1
+    def _exchange(self, request: int, step_kind: str) -> int:
+        """Begin to all-reduce `request`, if it is time to. Returns the largest request of the previous exchange."""
+        if step_kind != self._step_kind:  # other steps may take another time
+            self._step_kind = step_kind
+            self._interval = 1
             self._left = 1
         self._left -= 1
         if self._left:
             return NOTHING
         now = time.monotonic()
-        each = (now - self._last_exchange) / self._every
+        seconds_per_step = (now - self._last_exchange) / self._interval
         self._last_exchange = now
-        before = self._received()
-        if before == NOTHING:
+        previous_request = self._receive()
+        if previous_request == NOTHING:
             import torch.distributed
 
-            every = min(int(SECONDS_BETWEEN_EXCHANGES / max(each, 1e-6)), MOST_UPDATES_BETWEEN_EXCHANGES)
-            flag = torch.tensor([request, max(every, 1)], dtype=torch.int32)
+            steps = min(int(SECONDS_BETWEEN_EXCHANGES / max(seconds_per_step, 1e-6)), MOST_UPDATES_BETWEEN_EXCHANGES)
+            flag = torch.tensor([request, max(steps, 1)], dtype=torch.int32)
             work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
             assert work is not None
             self._in_flight = work, flag
-        self._left = self._every
-        return before
+        self._left = self._interval
+        return previous_request
 
-    def _received(self) -> int:
+    def _receive(self) -> int:
+        """Finish the exchange in flight: return its largest request, and set its interval. NOTHING without one."""
         if self._in_flight is None:
             return NOTHING
         work, flag = self._in_flight
         self._in_flight = None
         work.wait()
-        request, self._every = flag.numpy().tolist()
+        request, self._interval = flag.numpy().tolist()
         return request
 
     def wait_for_all(self) -> None:
-        """Keep every rank until rank 0 has saved: when one exits, a launcher may end the others."""
-        self._received()
+        """Wait until all ranks call this: if one exited before rank 0 has saved, a launcher might end the others."""
+        self._receive()
         if self._world.size > 1:
             import torch.distributed
 

@@ -1,4 +1,4 @@
-"""TRAIN.COMPILE: decide what to compile on this device: nothing, each block, or the whole update."""
+"""Decides what to compile on this device (TRAIN.COMPILE): nothing, each block, or whole micro-batches."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ FRACTION_SAVED = 0.2
 SAVED_PER_MICRO_BATCH = 0.002
 """Least number of seconds saved, even with small models: kernels are no longer launched one by one."""
 FLOPS_PER_SECOND = {False: 4e13, True: 2e14}
-"""Speed of training on a large GPU, in fp32 and in half precision."""
+"""Whether AMP is on -> speed of training on a large GPU"""
 REQUIRED_RATIO = 2.0
 """Time saved divided by compile time, above which `auto` compiles."""
 
@@ -46,9 +46,10 @@ def choose_compiling(
     previous: Mapping[str, Any],
     of_trial: tuple[str, str] | None = None,
 ) -> tuple[str, str]:
-    """Choose what the callback compiles; the reason comes with it. A collective call.
+    """Choose what to compile, and tell the callback. Returns the choice and the reason. A collective call.
 
-    `updates`: number of updates left. `previous`: choices of the run that is resumed. `of_trial`: `Run.compiling`.
+    `updates`: number of updates left. `previous`: choices of the run that is resumed.
+    `of_trial`: choice and reason of the trial that found TRAIN.NUM_EPOCHS (`Run.compiling`); None without one.
     """
     wanted = config.TRAIN.COMPILE
     device = parts.precision.device
@@ -56,7 +57,7 @@ def choose_compiling(
         how = wanted
         reason = "as asked for"
     else:
-        choice = _previous_choice(previous, device) or of_trial or _by_gain(config, parts, updates)
+        choice = _previous_choice(previous, device) or of_trial or _choose_by_gain(config, parts, updates)
         how, reason = broadcast(choice, world)
     if how == WHOLE and world.size > 1 and (parts.sharding is not None or not parts.precision.computes_in_copy):
         how = BLOCKS
@@ -80,29 +81,35 @@ def choose_compiling(
 
 
 def _check_possible(how: str, parts: TrainState, world: World) -> None:
+    """Raise UserError if this machine or model cannot compile in this way."""
     if how == NONE:
         return
     missing = _missing_tool(parts.precision.device)
     if missing:
         raise UserError(f"TRAIN.COMPILE {how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
     if how == BLOCKS and not has_blocks(parts.model):
-        others = "none" if world.size > 1 else "whole or none"
+        possible = "none" if world.size > 1 else "whole or none"
         raise UserError(
-            f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use {others}."
+            f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use {possible}."
         )
 
 
 def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple[str, str] | None:
-    """The choice of the run that is resumed; None if it has none, or one for another kind of machine."""
+    """Return the choice of the run that is resumed, with the reason; None if it has none, or none that fits here."""
     how = previous.get("compile")
     if how is None:
         return None
-    device_before = str(previous.get("computed_in", device.type)).partition(" ")[0]
-    works_here = device_before == device.type and (how == NONE or _missing_tool(device) is None)
+    # The first word of "computed_in" is the type of the device.
+    previous_device = str(previous.get("computed_in", device.type)).partition(" ")[0]
+    works_here = previous_device == device.type and (how == NONE or _missing_tool(device) is None)
     return (how, "as before the resume") if works_here else None
 
 
-def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]:
+def _choose_by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]:
+    """Choose to compile if the remaining `updates` save much more time than compiling takes. The reason comes with it.
+
+    Only on a GPU: on a CPU, compiling takes longer than it saves.
+    """
     device = parts.precision.device
     data = config.DATA
     train = config.TRAIN
@@ -116,28 +123,31 @@ def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]
     # Each size of images, with all tokens or fewer, is compiled by itself.
     epochs = range(1, train.NUM_EPOCHS + 1)
     graphs = {(train.size_in(epoch, data.IMAGE_SIZE), train.drops_tokens_in(epoch)) for epoch in epochs}
-    cost = SECONDS_TO_COMPILE * len(graphs)
-    share = work_until(config, [len(epochs)])[0] / max(1, len(epochs))
-    micro_batch = share * flops * data.BATCH_SIZE / FLOPS_PER_SECOND[parts.precision.level != "O0"]
-    seconds = max(FRACTION_SAVED * micro_batch, SAVED_PER_MICRO_BATCH) * train.ACCUM_ITER * updates
-    is_worthwhile = seconds > REQUIRED_RATIO * cost
-    more = "more" if is_worthwhile else "no more"
-    words = (
-        f"auto: about {seconds:,.0f} s saved in {counted(updates, 'update')}, {more} than {REQUIRED_RATIO:g} times the "
-        f"{cost:.0f} s of compiling"
+    seconds_to_compile = SECONDS_TO_COMPILE * len(graphs)
+    # Mean work of an epoch, as a fraction of one with images of full size and all tokens.
+    mean_work = work_until(config, [len(epochs)])[0] / max(1, len(epochs))
+    uses_amp = parts.precision.level != "O0"
+    seconds_per_micro_batch = mean_work * flops * data.BATCH_SIZE / FLOPS_PER_SECOND[uses_amp]
+    saved_per_micro_batch = max(FRACTION_SAVED * seconds_per_micro_batch, SAVED_PER_MICRO_BATCH)
+    seconds_saved = saved_per_micro_batch * train.ACCUM_ITER * updates
+    is_worthwhile = seconds_saved > REQUIRED_RATIO * seconds_to_compile
+    comparison = "more" if is_worthwhile else "no more"
+    reason = (
+        f"auto: about {seconds_saved:,.0f} s saved in {counted(updates, 'update')}, {comparison} than "
+        f"{REQUIRED_RATIO:g} times the {seconds_to_compile:.0f} s of compiling"
     )
     if not is_worthwhile:
-        return NONE, words
+        return NONE, reason
     if train.GRAD_CHECKPOINT != "none" and has_blocks(parts.model):
-        return BLOCKS, words
-    return WHOLE, words
+        return BLOCKS, reason
+    return WHOLE, reason
 
 
 def training_flops(model: nn.Module, shape: tuple[int, int, int]) -> float | None:
-    """FLOPs in training of one image of this shape; None if unknown. `model` is on the meta device."""
+    """Count the FLOPs of training on one image of this shape; None if unknown. `model` is on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    images = torch.empty(2, *shape, device="meta")  # batch norm cannot train on one
+    images = torch.empty(2, *shape, device="meta")  # batch norm cannot train on one image
     try:
         with FlopCounterMode(display=False) as counter:
             model.train()(images).sum().backward()
@@ -152,10 +162,17 @@ def has_blocks(model: nn.Module) -> bool:
 
 
 def _missing_tool(device: torch.device) -> str | None:
-    """What torch.compile needs and this machine lacks; checked here, since its own errors come late and are long."""
-    of_cpu = ("clang++" if sys.platform == "darwin" else "g++",)
-    variable, usual = ("CXX", of_cpu) if device.type == "cpu" else ("CC", ("gcc", "clang"))
-    names = (os.environ[variable],) if variable in os.environ else usual
+    """Return a message about what torch.compile needs and this machine lacks; None if nothing is missing.
+
+    torch's own errors come late and are long.
+    """
+    if device.type == "cpu":
+        variable = "CXX"
+        compilers = ("clang++" if sys.platform == "darwin" else "g++",)
+    else:
+        variable = "CC"
+        compilers = ("gcc", "clang")
+    names = (os.environ[variable],) if variable in os.environ else compilers
     if not any(map(shutil.which, names)):
         return f"torch.compile needs a compiler, and there is no {' or '.join(names)}"
     headers = Path(sysconfig.get_path("include", "posix_prefix"))  # Debian's default scheme has another folder

@@ -1,4 +1,4 @@
-"""torch.compile for the forward and backward pass of a micro-batch.
+"""Compiles the forward and backward pass of a micro-batch by torch.compile.
 
 Calls are compiled, and no module is wrapped, so names in checkpoints and in the EMA do not change.
 """
@@ -44,44 +44,47 @@ WHOLE = "whole"
 
 
 class Compiling(Callback):
-    """Compiles the forward and backward pass of whole micro-batches, once `how` says so.
+    """Compiles the forward and backward pass of whole micro-batches, in the way that `how` names.
 
-    Each image size, and each fraction of tokens that is left out, is compiled when it first occurs.
+    Each image size, and each fraction of dropped tokens, is compiled when it first occurs.
 
     The last micro-batch of an epoch may be smaller. It runs in eager mode, as it is not worth another graph.
     """
 
     def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
         self.how = NONE
+        """NONE, BLOCKS or WHOLE; set by `choose_compiling`"""
         self.auto = False
         """Whether `how` was chosen for the user: then code that cannot be compiled is no error"""
         self._gave_up = False
+        """Whether torch could not compile the model, so that it runs in eager mode"""
         self.seconds = 0.0
         """Time spent compiling so far."""
         self._data = data
         self._precision = precision
         self._world = world
         self._sharded = sharded
-        self._left_out = 0.0
-        self._done: set[tuple[torch.Size, float]] = set()
+        self._token_drop = 0.0
+        self._compiled: set[tuple[torch.Size, float]] = set()
+        """Shapes of images, with the fraction of dropped tokens, that are compiled"""
 
     def attach(self, to: Computing) -> None:
-        """Compile the modules that compute now, and compute in their place."""
+        """Compile the modules of `to`, and replace its `compute`."""
         if self.how == NONE:
             return
         _configure_compiler(self._data, self._precision, self._world)
         self._to = to
-        self._done.clear()
+        self._compiled.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
         if self.how == BLOCKS:
             self._compute = to.eager
             self._compile_blocks(to.forward, options)
         else:
-            self._compute = self._one_graph(options)
+            self._compute = self._compile_whole(options)
         to.compute = self
 
     def _compile_blocks(self, model: nn.Module, options: dict[str, Any]) -> None:
-        """Each block by itself, so that the last blocks' gradients are all-reduced during the backward pass."""
+        """Compile each block by itself, so that the last blocks' gradients are all-reduced during the backward pass."""
         for _, block in blocks_of(model):
             if self._sharded:  # only the block's own code: FSDP's hooks around it gather and free the weights
                 block.forward = torch.compile(block.forward, **options)
@@ -89,54 +92,63 @@ class Compiling(Callback):
                 block.compile(**options)
 
     def enter(self, epoch: int, *models: nn.Module) -> None:
-        """After `TokenDrop`, which sets what is left out."""
-        self._left_out = 0.0
+        """Read the fraction of dropped tokens from the models. Called after `TokenDrop` has set it."""
+        self._token_drop = 0.0
         for model in models:
             for module in model.modules():
                 if isinstance(module, PatchDropout):
-                    self._left_out = max(self._left_out, module.prob)
+                    self._token_drop = max(self._token_drop, module.prob)
 
     def __call__(self, batch: Batch) -> ForwardResult:
+        """Compute a micro-batch: compiled, or in eager mode if it is smaller or the model cannot be compiled."""
         if self._gave_up or len(batch.images) != self._data.BATCH_SIZE:
             with uncompiled():
                 return self._to.eager(batch)
-        kind = batch.images.shape, self._left_out
-        return self._compute(batch) if kind in self._done else self._compile_for(batch, kind)
+        kind = batch.images.shape, self._token_drop
+        return self._compute(batch) if kind in self._compiled else self._compile_for(batch, kind)
 
     def _compile_for(self, batch: Batch, kind: tuple[torch.Size, float]) -> ForwardResult:
-        """Forward pass of the first micro-batch of its kind. It compiles the backward pass too."""
+        """Compute the first micro-batch of its kind, which compiles the forward and the backward pass.
+
+        UserError or TrainingError if torch cannot compile the model and TRAIN.COMPILE asked for it.
+        """
         from torch._dynamo.exc import TorchDynamoException
 
         began = perf_counter()
-        size, left_out = kind
-        high, wide = size[-2:]
-        what = "each block" if self.how == BLOCKS else "the forward and backward pass"
+        shape, token_drop = kind
+        height, width = shape[-2:]
+        compiled_part = "each block" if self.how == BLOCKS else "the forward and backward pass"
         duration = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
-        special = f", {100 * left_out:g} % of the patches left out" if left_out else ""
-        log.info("Compiling %s for %d x %d pixels%s: this update takes %s.", what, high, wide, special, duration)
+        dropped = f", {100 * token_drop:g} % of the patches left out" if token_drop else ""
+        message = "Compiling %s for %d x %d pixels%s: this update takes %s."
+        log.info(message, compiled_part, height, width, dropped, duration)
         try:
-            computed = self._compute(batch)
+            result = self._compute(batch)
         except TorchDynamoException as error:
             if self.auto:
-                words = "TRAIN.COMPILE auto: torch cannot compile this model (%s), so it is not compiled."
-                log.warning(words, first_line(error))
+                warning = "TRAIN.COMPILE auto: torch cannot compile this model (%s), so it is not compiled."
+                log.warning(warning, first_line(error))
                 self._gave_up = True
                 return self(batch)
-            others = "none" if self.how == BLOCKS else "none, or blocks"
-            failure = TrainingError if self.seconds else UserError  # UserError before the first update is done
-            raise failure(
-                f"TRAIN.COMPILE: torch cannot compile this model ({first_line(error)}). Set TRAIN.COMPILE={others}. "
-                f"If a run was killed while it compiled, remove the incomplete files in {os.environ[CACHE]} first."
+            alternatives = "none" if self.how == BLOCKS else "none, or blocks"
+            error_class = TrainingError if self.seconds else UserError  # UserError before the first update is done
+            raise error_class(
+                f"TRAIN.COMPILE: torch cannot compile this model ({first_line(error)}). Set "
+                f"TRAIN.COMPILE={alternatives}. If a run was killed while it compiled, remove the incomplete files in "
+                f"{os.environ[CACHE]} first."
             ) from error
-        took = perf_counter() - began
-        self.seconds += took
-        self._done.add(kind)
-        log.info("Compiled in %.1f s; cached in %s for other runs.", took, os.environ[CACHE])
+        seconds = perf_counter() - began
+        self.seconds += seconds
+        self._compiled.add(kind)
+        log.info("Compiled in %.1f s; cached in %s for other runs.", seconds, os.environ[CACHE])
         self._to.after_pause()
-        return computed
+        return result
 
-    def _one_graph(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
-        """Compile from uint8 images to loss; if a batch transform draws random numbers on the host, after it."""
+    def _compile_whole(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
+        """Compile one graph from uint8 images to the loss, and return the function that computes with it.
+
+        A batch transform draws random numbers on the host, which a graph cannot: with one, the graph begins after it.
+        """
         forward = self._to.forward
         inputs = self._to.inputs
         criterion = self._to.criterion
@@ -166,6 +178,7 @@ class Compiling(Callback):
 
 
 def _configure_compiler(data: DataConfig, precision: Precision, world: World) -> None:
+    """Set torch's compiler up for this run: its cache, the key of its graphs, its threads, and numbers as in eager mode."""
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
@@ -181,11 +194,13 @@ def _configure_compiler(data: DataConfig, precision: Precision, world: World) ->
     autograd.force_non_lazy_backward_lowering = True  # else the backward pass is compiled at its first call
     autograd.backward_pass_autocast = "off"  # as in eager mode
     # torch's key for cached graphs lacks the kind of attention, and autocast's dtype: torch 2.11 only distinguishes
-    # autocast on and off, so blocks compiled in bf16 would be reused in fp16.
+    # autocast on and off, so blocks compiled in bf16 would be reused in fp16. Our part is at the end of the tag, and
+    # replaces that of an earlier run in this process.
     kinds = ("flash", "mem_efficient", "cudnn", "math")
-    allowed = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()]
-    others = torch.compiler.config.cache_key_tag.partition(ATTENTION)[0]
-    torch.compiler.config.cache_key_tag = f"{others}{ATTENTION}{','.join(allowed)} precision={precision.name}"
+    allowed_kinds = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()]
+    tag_of_others = torch.compiler.config.cache_key_tag.partition(ATTENTION)[0]
+    our_tag = f"{ATTENTION}{','.join(allowed_kinds)} precision={precision.name}"
+    torch.compiler.config.cache_key_tag = f"{tag_of_others}{our_tag}"
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it advises a switch other than AMP.TF32
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch ignores other ranks and a CPU quota
         inductor.compile_threads = min(inductor.compile_threads or 1, world.own_cores)

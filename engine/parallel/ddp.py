@@ -1,4 +1,4 @@
-"""DistributedDataParallel with gradients summed, not averaged, over ranks; batch norms over all of them."""
+"""Runs DistributedDataParallel with gradients summed, not averaged, over ranks, and synchronises batch norms."""
 
 # No `from __future__ import annotations` here: DDP compares the annotations of its hooks with real types.
 
@@ -16,7 +16,7 @@ from utils.log import log
 
 
 class Ddp(Callback):
-    """Wraps the model so that its backward pass all-reduces gradients."""
+    """Wraps the model in torch's DDP, so that its backward pass all-reduces gradients."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,18 +31,21 @@ class Ddp(Callback):
 
 
 def settle_batch_norms(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Compute the statistics of batch norms over all processes, if DIST.SYNC_BATCHNORM is set; log whose they are."""
+    """Make batch norms compute their statistics over all processes if DIST.SYNC_BATCHNORM is set, and log it.
+
+    Nothing is logged without batch norms, or if they are frozen.
+    """
     norms = (module for module in model.modules() if isinstance(module, BATCH_NORM))
-    if not any(norm.training for norm in norms):  # frozen: their statistics stay
+    if not any(norm.training for norm in norms):  # frozen norms do not change their statistics
         return
-    whose = "each process normalises its own images"
+    scope = "each process normalises its own images"
     if config.DIST.SYNC_BATCHNORM and device.type == "cuda":
         convert_sync_batchnorm(model)
-        whose = "all processes together normalise their images"
+        scope = "all processes together normalise their images"
     elif config.DIST.SYNC_BATCHNORM:
         log.warning("DIST.SYNC_BATCHNORM has no effect on %s: torch's SyncBatchNorm needs GPUs.", device.type)
-    images = f"{whose} ({config.DATA.BATCH_SIZE} per process and micro-batch)"
-    log.info("Batch norm: %s; validation and checkpoints use the running statistics of rank 0.", images)
+    description = f"{scope} ({config.DATA.BATCH_SIZE} per process and micro-batch)"
+    log.info("Batch norm: %s; validation and checkpoints use the running statistics of rank 0.", description)
 
 
 def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

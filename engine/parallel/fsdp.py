@@ -1,4 +1,4 @@
-"""DIST.STRATEGY fsdp: torch's FSDP2 shards weights, gradients and optimiser state over the ranks.
+"""Shards weights, gradients and optimiser state over the ranks by torch's FSDP2 (DIST.STRATEGY fsdp).
 
 Each rank holds rows of every tensor. A block's weights are gathered while the block computes and freed after it.
 """
@@ -30,20 +30,22 @@ COPIES = "replicate"
 
 
 def check_sharding(config: Config) -> None:
-    """Reject settings that FSDP does not support with any model or machine."""
+    """Raise UserError for an optimiser that FSDP does not support, whatever the model and machine."""
     optimizer = config.TRAIN.OPTIMIZER
     if not optimizer.facts.shards:
-        whole = optimizer.facts.by_matrix
-        why = "orthogonalises whole matrices, which is not possible" if whole else "was not tested"
+        needs_whole_matrices = optimizer.facts.by_matrix
+        reason = "was not tested"
+        if needs_whole_matrices:
+            reason = "orthogonalises whole matrices, which is not possible"
         tested = sorted(name for name, facts in OPTIMIZERS.items() if facts.shards)
         raise UserError(
-            f"TRAIN.OPTIMIZER.NAME {optimizer.NAME} {why} with DIST.STRATEGY fsdp, where each rank holds only rows of "
-            f"a tensor. Use one of {', '.join(tested)}, or DIST.STRATEGY ddp."
+            f"TRAIN.OPTIMIZER.NAME {optimizer.NAME} {reason} with DIST.STRATEGY fsdp, where each rank holds only rows "
+            f"of a tensor. Use one of {', '.join(tested)}, or DIST.STRATEGY ddp."
         )
 
 
 def build_sharding(config: Config, world: World, device: torch.device) -> Sharding | None:
-    """The sharding that DIST asks for; None with one process. A collective call."""
+    """Build the sharding that DIST asks for; None with one process. A collective call."""
     if world.size == 1:
         return None
     if config.DIST.HSDP:
@@ -56,7 +58,10 @@ def build_sharding(config: Config, world: World, device: torch.device) -> Shardi
 
 
 class Sharding:
-    """This rank's shard: number `nth` of `count`. Where several ranks hold the same shard, one of them `writes` it."""
+    """Shards models over the ranks. This rank holds shard number `nth` of `count`.
+
+    With DIST.HSDP several ranks hold the same shard: `writes` is true for the one that saves it.
+    """
 
     def __init__(self, world: World, device: torch.device, dist: DistConfig) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -75,17 +80,20 @@ class Sharding:
         self.count = sizes[-1]
         self.nth = self._mesh.get_local_rank(SHARDS)
         self.writes = not by_machine or self._mesh.get_local_rank(COPIES) == 0
-        self._gathered = ""
+        self._gathering = ""
+        """Words on the precision that weights are gathered in; '' before `shard`, and in fp32"""
 
     def words(self) -> str:
+        """Describe the sharding for the banner."""
         machines = self._world.size // self.count
-        each = f" on each of {machines} machines" if machines > 1 else ""
-        return f"fsdp: weights sharded over {self.count} processes{each}{self._gathered}"
+        copies = f" on each of {machines} machines" if machines > 1 else ""
+        return f"fsdp: weights sharded over {self.count} processes{copies}{self._gathering}"
 
     def shard(self, model: nn.Module, precision: Precision, computing: bool = True) -> None:
-        """Shard the weights of `model`, before an optimiser is made for them.
+        """Shard the weights of `model`. Called before an optimiser is built for them.
 
         `computing`: true for the model that is trained, which computes as AMP.LEVEL says; false for the EMA, in fp32.
+        UserError if FSDP cannot shard the model.
         """
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -108,11 +116,12 @@ class Sharding:
                 module.set_force_sum_reduction_for_comms(True)
 
     def _half_policy(self, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
-        """Gather in half precision what the level computes so, and reduce gradients in fp32.
+        """Return the policy that gathers weights in half precision and reduces gradients in fp32.
 
-        At O1 that is what autocast would cast: each use under autocast of a weight in fp32 keeps its half-precision
-        copy for the backward pass, whereas FSDP frees the weights that it gathers. At O2 and NAIVE, all but norms and
-        the modules that stay in fp32.
+        At O1 it gathers so the weights that autocast would cast: each use of an fp32 weight under autocast keeps its
+        half-precision copy for the backward pass, whereas FSDP frees the weights that it gathers. At O2 and NAIVE, it
+        gathers so all weights but those of norms and of modules that stay in fp32. An older torch cannot choose single
+        weights: then O1 gathers all in fp32, and other levels raise UserError.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -121,45 +130,46 @@ class Sharding:
         if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
             if level != "O1":
                 raise UserError(f"AMP.LEVEL {level} with DIST.STRATEGY fsdp needs torch 2.15 or later; use O1, or ddp.")
-            self._gathered = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
+            self._gathering = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
             return MixedPrecisionPolicy(cast_forward_inputs=False)
-        self._gathered = f", gathered in {half}"
+        self._gathering = f", gathered in {half}"
         if level == "O1":
-            halved = {id(weight) for weight in cast_weights(model, precision.black_list)}
-            kept = {id(weight) for weight in model.parameters() if id(weight) not in halved}
-            self._gathered += " where autocast casts them"
+            in_half = {id(weight) for weight in cast_weights(model, precision.black_list)}
+            in_fp32 = {id(weight) for weight in model.parameters() if id(weight) not in in_half}
+            self._gathering += " where autocast casts them"
         else:
-            kept: set[int] = set()
+            in_fp32: set[int] = set()
             classes = NORMS if level == "O2" else BATCH_NORM  # as in `HalfCopy`
-            forced = forced_modules(model)
+            forced_names = forced_modules(model)
             for name, module in model.named_modules():
-                if name in forced or isinstance(module, classes):
-                    kept.update(id(weight) for weight in module.parameters())
+                if name in forced_names or isinstance(module, classes):
+                    in_fp32.update(id(weight) for weight in module.parameters())
         # To a type checker with an older torch, the last argument is unknown.
         return cast(Any, MixedPrecisionPolicy)(
             param_dtype=precision.choice.dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=level == "NAIVE",
-            param_dtype_override_fn=lambda weight: weight.dtype if id(weight) in kept else None,
+            param_dtype_override_fn=lambda weight: weight.dtype if id(weight) in in_fp32 else None,
         )
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
-        """Set whether the next backward pass reduces gradients across machines (DIST.HSDP): the `last` of an update.
+        """Set whether the next backward pass reduces gradients across machines (DIST.HSDP).
 
-        Within the machine each one does, so that each rank only holds gradients of its shard.
+        Only the `last` one of an update does. Within the machine each one does, so that each rank only holds gradients
+        of its shard.
         """
         # An FSDPModule; importing the class takes half a second.
         cast(Any, model).set_requires_all_reduce(last)
 
     def rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor, split as FSDP does."""
+        """Return this rank's rows of a tensor, split as FSDP splits it; no rows if there are fewer than ranks."""
         chunks = whole.chunk(self.count, dim=0)
         if self.nth < len(chunks):
             return chunks[self.nth]
         return whole.new_empty((0, *whole.shape[1:]))
 
     def like(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Shard a whole tensor as `parameter` is sharded."""
+        """Shard a whole tensor as `parameter` is sharded; one of another shape is returned as it is."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:

@@ -178,7 +178,7 @@ class Compiling(Callback):
 
 
 def _configure_compiler(data: DataConfig, precision: Precision, world: World) -> None:
-    """Set torch's compiler up for this run: its cache, the key of its graphs, its threads, and numbers as in eager mode."""
+    """Set up torch's compiler for this run: its cache, the key of its graphs, its threads, and eager mode's numbers."""
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor

@@ -118,10 +118,10 @@ class Sharding:
     def _half_policy(self, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
         """Return the policy that gathers weights in half precision and reduces gradients in fp32.
 
-        At O1 it gathers so the weights that autocast would cast: each use of an fp32 weight under autocast keeps its
-        half-precision copy for the backward pass, whereas FSDP frees the weights that it gathers. At O2 and NAIVE, it
-        gathers so all weights but those of norms and of modules that stay in fp32. An older torch cannot choose single
-        weights: then O1 gathers all in fp32, and other levels raise UserError.
+        At O1, half precision is for the weights that autocast would cast. Each use of an fp32 weight under autocast
+        would keep a half-precision copy for the backward pass, whereas FSDP frees the weights that it gathers. At O2
+        and NAIVE, it is for all weights but those of norms and of modules that stay in fp32. An older torch cannot
+        choose single weights: then O1 gathers all in fp32, and other levels raise UserError.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -169,7 +169,7 @@ class Sharding:
         return whole.new_empty((0, *whole.shape[1:]))
 
     def like(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Shard a whole tensor as `parameter` is sharded; one of another shape is returned as it is."""
+        """Shard a whole tensor as `parameter` is; return it whole if that is not sharded, or has another shape."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:

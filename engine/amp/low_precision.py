@@ -1,4 +1,4 @@
-"""Changes that AMP makes to the model: half-precision copies and weights, modules in fp32, fp8 layers."""
+"""Changes the model for AMP: half-precision copies and weights, modules in fp32, fp8 layers."""
 
 # torch's own optimisers use torch._foreach_*; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
@@ -34,10 +34,10 @@ Pairs = list[tuple[nn.Parameter, nn.Parameter]]
 
 
 class HalfCopy(Callback):
-    """O2 and NAIVE: a copy in half precision computes forward and backward, in place of the fp32 master weights.
+    """Computes forward and backward by a copy of the model in half precision (O2 and NAIVE).
 
-    It gives the masters its gradients, and takes up their new values. The optimiser, the EMA, checkpoints and clipping
-    use the masters only.
+    The model keeps the fp32 master weights. After each backward pass they get the copy's gradients, and after each
+    update the copy gets their new values. The optimiser, the EMA, checkpoints and clipping use the masters only.
     """
 
     def __init__(self, precision: Precision, world: World) -> None:
@@ -45,7 +45,7 @@ class HalfCopy(Callback):
         self._world = world
 
     def attach(self, to: Computing) -> None:
-        """A new copy has fp32 weights only where the model computes in fp32 now."""
+        """Make the copy, and let it compute. Called again when modules move to fp32: the new copy follows them."""
         self._master = to.model
         self._copy, self._pairs = half_copy_of(to.model, self._precision)
         to.forward = self._copy
@@ -54,14 +54,15 @@ class HalfCopy(Callback):
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
         """Add the copy's gradients to the masters' in fp32, where sums of many micro-batches lose no small terms."""
         pairs = [(master, half.grad) for master, half in self._pairs if half.grad is not None]
-        first = [(master, gradient) for master, gradient in pairs if master.grad is None]
-        later = [(master.grad, gradient) for master, gradient in pairs if master.grad is not None]
-        if later:
-            torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later])
-        if first:  # copied, not added to zeros: of mixed dtypes, only copies are fused into few kernels on a GPU
-            for master, _ in first:
+        without_sum = [(master, gradient) for master, gradient in pairs if master.grad is None]
+        with_sum = [(master.grad, gradient) for master, gradient in pairs if master.grad is not None]
+        if with_sum:
+            torch._foreach_add_([total for total, _ in with_sum], [gradient for _, gradient in with_sum])
+        if without_sum:  # copied, not added to zeros: of mixed dtypes, only copies are fused into few kernels on a GPU
+            for master, _ in without_sum:
                 master.grad = torch.empty_like(master)
-            torch._foreach_copy_([m.grad for m, _ in first if m.grad is not None], [gradient for _, gradient in first])
+            sums = [master.grad for master, _ in without_sum if master.grad is not None]
+            torch._foreach_copy_(sums, [gradient for _, gradient in without_sum])
         for _, half in self._pairs:
             half.grad = None
 
@@ -83,35 +84,39 @@ class HalfCopy(Callback):
 
 
 def half_copy_of(master: nn.Module, precision: Precision) -> tuple[nn.Module, Pairs]:
-    """The copy of `master` that AMP.LEVEL O2 or NAIVE computes with, and its trained weights with their masters.
+    """Make the copy of `master` that AMP.LEVEL O2 or NAIVE computes with.
 
-    Norms (NAIVE: only batch norms) and forced modules share the master's fp32 weights. All modules share its buffers,
-    except in NAIVE floating ones of 16-bit modules: without autocast, a mask in fp32 makes the activations fp32.
+    Norms (NAIVE: only batch norms) and modules that are forced to fp32 share the master's fp32 weights. All modules
+    share its buffers, with one exception: NAIVE copies floating buffers of 16-bit modules to half precision. It has no
+    autocast, so a mask in fp32 would make the activations fp32.
+
+    Returns the copy, and each trained weight that has a half-precision copy, with that copy.
     """
-    model = copy.deepcopy(master)
-    in_fp32 = forced_modules(master)
+    half_model = copy.deepcopy(master)
+    forced_names = forced_modules(master)
     norms_in_fp32 = precision.level == "O2"
+    dtype = precision.choice.dtype
     if not norms_in_fp32:
-        cast_inputs_to_half(model)
-    halves: dict[nn.Parameter, nn.Parameter] = {}
-    for (name, ours), theirs in zip(model.named_modules(), master.modules(), strict=True):
-        shared = is_inside(name, in_fp32) or isinstance(ours, NORMS if norms_in_fp32 else BATCH_NORM)
-        for own, parameter in theirs.named_parameters(recurse=False, remove_duplicate=False):
-            if shared or not parameter.is_floating_point():
-                ours._parameters[own] = parameter
+        cast_inputs_to_half(half_model)
+    half_weights: dict[nn.Parameter, nn.Parameter] = {}
+    for (name, module), master_module in zip(half_model.named_modules(), master.modules(), strict=True):
+        shares_weights = is_inside(name, forced_names) or isinstance(module, NORMS if norms_in_fp32 else BATCH_NORM)
+        for key, weight in master_module.named_parameters(recurse=False, remove_duplicate=False):
+            if shares_weights or not weight.is_floating_point():
+                module._parameters[key] = weight
                 continue
-            if parameter not in halves:  # tied weights have one copy, whose gradient is that of all their uses
-                half = parameter.detach().to(precision.choice.dtype)
-                halves[parameter] = nn.Parameter(half, requires_grad=parameter.requires_grad)
-            ours._parameters[own] = halves[parameter]
-        for own, buffer in theirs.named_buffers(recurse=False):
-            half = buffer.is_floating_point() and not (shared or norms_in_fp32)
-            ours._buffers[own] = buffer.to(precision.choice.dtype) if half else buffer
-    return model, [(weight, half) for weight, half in halves.items() if weight.requires_grad]
+            if weight not in half_weights:  # tied weights have one copy, whose gradient is that of all their uses
+                half = weight.detach().to(dtype)
+                half_weights[weight] = nn.Parameter(half, requires_grad=weight.requires_grad)
+            module._parameters[key] = half_weights[weight]
+        for key, buffer in master_module.named_buffers(recurse=False):
+            in_half = buffer.is_floating_point() and not (shares_weights or norms_in_fp32)
+            module._buffers[key] = buffer.to(dtype) if in_half else buffer
+    return half_model, [(weight, half) for weight, half in half_weights.items() if weight.requires_grad]
 
 
 def cast_inputs_to_half(model: nn.Module) -> None:
-    """Cast the images to the dtype of the first weights, which autocast would do if it were on."""
+    """Make the model cast its images to the dtype of its first weights, as autocast would if it were on."""
 
     def cast(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0].to(next(module.parameters()).dtype), *args[1:])
@@ -125,13 +130,13 @@ TENSOR_CORE_TILE = 8
 def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> None:
     """Apply AMP.FP32_MODULES, fp8 and O3 (half-precision weights without fp32 masters) to `model`, in place."""
     if amp.FP32_MODULES:
-        forced = force_fp32(model, amp.FP32_MODULES, precision.device.type)
-        log.info("AMP.FP32_MODULES: modules in fp32: %s", ", ".join(forced) or "none")
+        forced_names = force_fp32(model, amp.FP32_MODULES, precision.device.type)
+        log.info("AMP.FP32_MODULES: modules in fp32: %s", ", ".join(forced_names) or "none")
     if precision.fp8:
-        left_out = convert_to_fp8(model, precision.device)
+        names_in_bf16 = convert_to_fp8(model, precision.device)
         log.info(
             "fp8: linear layers left in bf16 (the classifier, adapters, or sizes not multiples of 16): %s",
-            ", ".join(left_out) or "none",
+            ", ".join(names_in_bf16) or "none",
         )
     if precision.level == "O3":
         model.to(precision.choice.dtype)
@@ -143,15 +148,17 @@ def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> Non
 
 
 def tile_size_hint(model: nn.Module, batch: int) -> str | None:
-    """Advice where sizes are not multiples of a tensor core's tile, which leaves part of each tile unused.
+    """Advise against sizes that are not multiples of a tensor core's tile, as they leave part of each tile unused.
 
-    The number of classes is left out: users cannot choose it, and the classifier takes hardly any time.
+    None if all sizes are. The number of classes is left out: users cannot choose it, and the classifier takes hardly
+    any time.
     """
     sizes = {"DATA.BATCH_SIZE": batch, "MODEL.EMBED_DIM": getattr(model, "embed_dim", None)}
-    odd = ", ".join(f"{key} {size}" for key, size in sizes.items() if isinstance(size, int) and size % TENSOR_CORE_TILE)
-    return (
-        f"Mixed precision is fastest with sizes that are multiples of {TENSOR_CORE_TILE}, unlike {odd}" if odd else None
-    )
+    unsuitable = [f"{key} {size}" for key, size in sizes.items() if isinstance(size, int) and size % TENSOR_CORE_TILE]
+    if not unsuitable:
+        return None
+    listed = ", ".join(unsuitable)
+    return f"Mixed precision is fastest with sizes that are multiples of {TENSOR_CORE_TILE}, unlike {listed}"
 
 
 # AMP.FP32_MODULES: modules that compute in fp32 while the rest of the model runs under autocast.
@@ -161,10 +168,11 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> list[str]:
-    """Make modules that match `patterns` compute in fp32, forward and backward. Returns the names newly forced.
+    """Make modules that match `patterns` compute in fp32, forward and backward.
 
-    A pattern is a glob over module names (`blocks.11.*`, `head`) or class names (`*Norm*`). Modules inside a forced one
-    compute in fp32 with it. Works in the middle of training too; parameters, their names and dtypes do not change.
+    Returns the names of the modules that this call has forced. Modules inside a forced one compute in fp32 with it, and
+    are not listed. A pattern is a glob over module names (`blocks.11.*`, `head`) or class names (`*Norm*`); UserError
+    if one matches nothing. Works in the middle of training too; parameters, their names and dtypes do not change.
     """
     patterns = tuple(patterns)
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
@@ -177,21 +185,22 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
                 f"{', '.join(name for name in modules if '.' not in name)}. Classes: {', '.join(sorted(classes))}."
             )
     newly_forced: list[str] = []
-    outermost = ""
-    containers = set[str]()  # what matches a container is done to its members
+    last_forced = ""
+    matching_containers = set[str]()  # a container that matches has all its members forced in its place
     for name, module in modules.items():
-        if outermost and name.startswith(outermost + "."):
+        if last_forced and name.startswith(last_forced + "."):
             continue
         if not is_forced(module):
-            inherits = name.rpartition(".")[0] in containers
-            if not inherits and not any(_matches(name, module, pattern) for pattern in patterns):
+            parent = name.rpartition(".")[0]
+            is_member = parent in matching_containers
+            if not is_member and not any(_matches(name, module, pattern) for pattern in patterns):
                 continue
             if type(module) in CONTAINERS:
-                containers.add(name)
+                matching_containers.add(name)
                 continue
             _force(module, device_type)
             newly_forced.append(name)
-        outermost = name
+        last_forced = name
     if newly_forced:
         # Unlike an eager backward pass, a compiled one runs under the autocast around its forward call. That would
         # compute these modules' gradients in low precision.
@@ -200,6 +209,7 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
 
 
 def _force(module: nn.Module, device_type: str) -> None:
+    """Replace the module's forward method by `_forward_in_fp32`."""
     # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to it.
     module.fp32_on = device_type  # pyright: ignore[reportArgumentType]
     # The user may have given this module a forward of its own, in place of its class's.
@@ -208,11 +218,12 @@ def _force(module: nn.Module, device_type: str) -> None:
 
 
 def forced_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that compute in fp32."""
+    """Return the names of the modules that `force_fp32` made compute in fp32."""
     return [name for name, module in model.named_modules() if is_forced(module)]
 
 
 def is_forced(module: nn.Module) -> bool:
+    """Return whether `force_fp32` made this module itself compute in fp32, not only one around it."""
     return getattr(module.forward, "__func__", None) is _forward_in_fp32
 
 
@@ -221,8 +232,10 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
 
 
 def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward pass of a forced module, with inputs cast to fp32. Under autocast it returns fp32, as autocast's fp32
-    operators do.
+    """Run the forward pass of a forced module in fp32: the method that replaces its `forward`.
+
+    Inputs are cast to fp32. Under autocast it returns fp32, as autocast's fp32 operators do; without, the dtype of its
+    first input.
     """
     device_type: str = self.fp32_on  # pyright: ignore[reportAssignmentType]
     under_autocast = torch.is_autocast_enabled(device_type)
@@ -254,9 +267,10 @@ def hardware_has_fp8(device: torch.device) -> bool:
 
 
 def convert_to_fp8(model: nn.Module, device: torch.device) -> list[str]:
-    """Convert linear layers of suitable size to fp8, one scale per tensor, in place. Returns the names of the others.
+    """Convert linear layers of suitable size to fp8, one scale per tensor, in place.
 
-    Modules that compute in fp32 are left alone, with everything inside them.
+    Returns the names of the linear layers that were not converted. Modules that compute in fp32 are left alone, with
+    everything inside them.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -266,25 +280,26 @@ def convert_to_fp8(model: nn.Module, device: torch.device) -> list[str]:
             "fp8 is EMULATED on this device: the results are those of fp8, but training is slower than in fp32. "
             "Real fp8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell)."
         )
-    left_out: list[str] = []
-    in_fp32 = forced_modules(model)
+    not_converted: list[str] = []
+    forced_names = forced_modules(model)
     heads = classifiers(model)
 
     def is_convertible(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or is_inside(name, in_fp32):
+        if not isinstance(module, nn.Linear) or is_inside(name, forced_names):
             return False
-        suits = module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
-        suits = suits and not is_inside(name, heads) and not has_adapters(module)  # which conversion would remove
-        if not suits:
-            left_out.append(name)
-        return suits
+        has_suitable_size = module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+        # Conversion would remove adapters.
+        is_suitable = has_suitable_size and not is_inside(name, heads) and not has_adapters(module)
+        if not is_suitable:
+            not_converted.append(name)
+        return is_suitable
 
     config = Float8LinearConfig.from_recipe_name("tensorwise")
     object.__setattr__(config, "emulate", emulated)
     # A weight's gradient is summed over the tokens of a batch, whose number must be a multiple of 16 as well.
     object.__setattr__(config, "pad_inner_dim", True)
     convert_to_float8_training(model, config=config, module_filter_fn=is_convertible)
-    return left_out
+    return not_converted
 
 
 OPERATORS_OF: dict[type[nn.Module], tuple[str, ...]] = {
@@ -293,23 +308,24 @@ OPERATORS_OF: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Conv2d: ("conv2d",),
     nn.Conv3d: ("conv3d",),
 }
-"""Layers, and the only operators that use their weights. Subclasses may use them otherwise: to standardise them, say.
+"""Class of a layer -> the only operators that use its weights.
 
-A class of our own says so in its attribute `autocast_operators`.
+It does not apply to subclasses, which may use the weights otherwise, for example to standardise them. A class of our
+own names its operators in the attribute `autocast_operators`.
 """
 
 
 def cast_weights(model: nn.Module, black_list: Iterable[str]) -> list[nn.Parameter]:
-    """The weights of `model` that autocast always casts. `black_list`: AMP.CUSTOM_BLACK_LIST."""
-    forced = forced_modules(model)
-    in_fp32 = set(operators_named(black_list))
+    """Return the weights of `model` that autocast casts at every use. `black_list`: AMP.CUSTOM_BLACK_LIST."""
+    forced_names = forced_modules(model)
+    fp32_operators = set(operators_named(black_list))
     cast: list[nn.Parameter] = []
     used_otherwise: set[int] = set()
     for name, module in model.named_modules():
         operators = getattr(module, "autocast_operators", OPERATORS_OF.get(type(module)))
-        casts = operators and in_fp32.isdisjoint(operators) and not is_inside(name, forced)
-        for own, weight in module.named_parameters(recurse=False):
-            if casts and own in ("weight", "bias"):  # weight_norm and its like compute the weight from others
+        is_cast = operators and fp32_operators.isdisjoint(operators) and not is_inside(name, forced_names)
+        for key, weight in module.named_parameters(recurse=False):
+            if is_cast and key in ("weight", "bias"):  # weight_norm and its like compute the weight from others
                 cast.append(weight)
             else:
                 used_otherwise.add(id(weight))

@@ -1,4 +1,4 @@
-"""Watch for updates that the loss scaler skipped, and replay them to name the operation that overflowed.
+"""Watches for updates that the loss scaler skipped, and replays them to name the operation that overflowed.
 
 A normal update costs a reference to its batch and a copy of the loss scale on the device. If only the GPU knows whether
 an update was skipped, the host does not wait: an asynchronous copy brings the flag, and later updates look at it. A
@@ -76,6 +76,7 @@ class Overflow:
     module: str = ""
     """Name of the module in the model, or the model's class, or `loss`, `inputs`, `batch`."""
     direction: str = ""
+    """FORWARD or BACKWARD"""
     dtype: str = ""
     kernel: str = ""
     """Kernel that torch ran, such as aten::addmm."""
@@ -93,17 +94,24 @@ Found = tuple[Overflow, tuple[int, ...]]
 
 @dataclass
 class _Record:
+    """Output of one kernel during a replay."""
+
     kernel: str
     place: Place
     direction: str
     dtype: torch.dtype
     parameter: str
+    """Name of the parameter that the kernel cast, if it did"""
     extremes: Tensor
     """Minimum and maximum of the output."""
 
     def is_bad(self, least: float, greatest: float) -> bool:
-        masks = not self.parameter and self.kernel.rpartition("::")[2].rstrip("_") in MASKING
-        if masks and self.direction == FORWARD and least == -inf and greatest < inf:
+        """Return whether the output is not finite, unless it is a mask of minus infinities.
+
+        `least`, `greatest`: the extremes, read from the device.
+        """
+        writes_masks = not self.parameter and self.kernel.rpartition("::")[2].rstrip("_") in MASKING
+        if writes_masks and self.direction == FORWARD and least == -inf and greatest < inf:
             return False
         return not (isfinite(least) and isfinite(greatest))
 
@@ -125,12 +133,15 @@ class _CallTracker(TorchFunctionMode):
         self._places: list[Place] = []
 
     def here(self) -> tuple[Place, str]:
-        if torch._C._current_graph_task_id() == -1:
+        """Return the place whose code runs now, and FORWARD or BACKWARD."""
+        is_forward = torch._C._current_graph_task_id() == -1  # no backward pass is running
+        if is_forward:
             return self._here, FORWARD
         node = torch._C._current_autograd_node()
         if node is not None:  # None while the engine adds gradients of a tensor that was used twice
-            at = bisect_right(self._numbers, node._sequence_nr()) - 1
-            self._last_backward = self._places[max(at, 0)]
+            # The last change of place before the node was created.
+            change = bisect_right(self._numbers, node._sequence_nr()) - 1
+            self._last_backward = self._places[max(change, 0)]
         return self._last_backward, BACKWARD
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,7 +150,7 @@ class _CallTracker(TorchFunctionMode):
 
     @contextlib.contextmanager
     def at(self, **place: str) -> Iterator[None]:
-        """Inside another `module`, or calling another `function`."""
+        """Run the body of this context at another place: in another `module`, or calling another `function`."""
         outer = self._here
         self._here = self._here._replace(**place)
         self._mark()
@@ -150,22 +161,23 @@ class _CallTracker(TorchFunctionMode):
     @contextlib.contextmanager
     def hooked(self, on_output: Callable[[Any], None]) -> Iterator[None]:
         """Track the model's modules by global hooks; `on_output` receives the output of each."""
-        inside: list[AbstractContextManager[None]] = []
+        entered: list[AbstractContextManager[None]] = []
 
         def before(module: nn.Module, _: Any) -> None:
             if id(module) in self._names:
-                inside.append(self.at(module=self._names[id(module)]))
-                inside[-1].__enter__()
+                entered.append(self.at(module=self._names[id(module)]))
+                entered[-1].__enter__()
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
             if id(module) in self._names:
                 on_output(output)
-                inside.pop().__exit__(None, None, None)
+                entered.pop().__exit__(None, None, None)
 
         with register_module_forward_pre_hook(before), register_module_forward_hook(after):
             yield
 
     def _mark(self) -> None:
+        """Record a change of place, with the number of the next autograd node."""
         self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         self._places.append(self._here)
 
@@ -174,6 +186,7 @@ class _ExtremesRecorder(TorchDispatchMode):
     """Records minimum and maximum of every floating output, on the device. Both are NaN if a value is."""
 
     def __init__(self, tracker: _CallTracker, parameters: dict[int, str], rows: int) -> None:
+        """`parameters`: id of each parameter -> its name. `rows`: number of images in the micro-batch."""
         super().__init__()
         self._tracker = tracker
         self._parameters = parameters
@@ -193,13 +206,16 @@ class _ExtremesRecorder(TorchDispatchMode):
         place, direction = self._tracker.here()
         results = out if isinstance(out, tuple | list) else (out,)
         # Attention's forward pass also returns the logsumexp, whose padding may hold anything.
-        for result in results[:1] if "attention" in kernel and direction == FORWARD else results:
+        if "attention" in kernel and direction == FORWARD:
+            results = results[:1]
+        for result in results:
             if _is_checkable(result):
-                cast = self._parameters.get(id(args[0]), "") if kernel == "aten::_to_copy" else ""
-                self.records.append(_Record(kernel, place, direction, result.dtype, cast, _extremes(result)))
+                parameter = self._parameters.get(id(args[0]), "") if kernel == "aten::_to_copy" else ""
+                self.records.append(_Record(kernel, place, direction, result.dtype, parameter, _extremes(result)))
         return out
 
     def module_output(self, output: Any) -> None:
+        """Keep the norm of each row of a module's output, if it has a row per image."""
         if _is_checkable(output) and output.dim() > 1 and len(output) == self._rows:
             self._paused = True
             norms = torch.linalg.vector_norm(output.detach().flatten(1), float("inf"), dim=1)
@@ -214,31 +230,35 @@ class _ExtremesRecorder(TorchDispatchMode):
             self.module_output(images)
 
     def first_overflow(self, loss: Tensor, records_before_loss: int) -> Found | None:
-        """Only this method waits for the device. Rows are those of the first module output after the operation."""
+        """Return the first overflow, and the rows of the micro-batch that it is in; None if there was none.
+
+        The rows are those of the first module output after the operation; () if they are unknown. Only this method
+        waits for the device. `records_before_loss`: number of records of the forward pass.
+        """
         if not self.records:
             return None
         extremes = torch.stack([record.extremes for record in self.records] + [loss.detach().float().expand(2)])
         *values, (loss_value, _) = extremes.tolist()
         # If the loss is finite, infinities in the forward pass did no harm.
         begin = records_before_loss if isfinite(loss_value) else 0
-        bad_ones = (number for number in range(begin, len(values)) if self.records[number].is_bad(*values[number]))
-        at = next(bad_ones, None)
-        if at is None:
+        bad_numbers = (number for number in range(begin, len(values)) if self.records[number].is_bad(*values[number]))
+        first_bad = next(bad_numbers, None)
+        if first_bad is None:
             return None
-        bad = self.records[at]
+        record = self.records[first_bad]
         rows = ()
-        norms = next((norms for count, norms in self._outputs if count > at), None)
-        if norms is not None and bad.direction == FORWARD:
+        norms = next((norms for records_before, norms in self._outputs if records_before > first_bad), None)
+        if norms is not None and record.direction == FORWARD:
             rows = tuple(norms.isfinite().logical_not().nonzero().flatten().tolist())
-        found = Overflow(
-            operation=bad.place.function or bad.kernel.rpartition("::")[2].strip("_"),
-            module=bad.place.module,
-            direction=bad.direction,
-            dtype=dtype_name(bad.dtype),
-            kernel=bad.kernel,
-            parameter=bad.parameter,
+        overflow = Overflow(
+            operation=record.place.function or record.kernel.rpartition("::")[2].strip("_"),
+            module=record.place.module,
+            direction=record.direction,
+            dtype=dtype_name(record.dtype),
+            kernel=record.kernel,
+            parameter=record.parameter,
         )
-        return found, rows
+        return overflow, rows
 
 
 def _call_with_copied_buffers(module: nn.Module, images: Tensor) -> Tensor:
@@ -247,6 +267,7 @@ def _call_with_copied_buffers(module: nn.Module, images: Tensor) -> Tensor:
 
 
 def _is_checkable(value: Any) -> bool:
+    """Return whether this is a floating tensor that can overflow, and not empty."""
     # 8-bit floats are left out: they have no infinity, and torch computes no norm of them.
     return isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > 1 and value.numel() > 0
 
@@ -285,18 +306,20 @@ class Blame(Overflow):
 
     def words(self) -> str:
         """One line for the log."""
-        parts = [self._what()]
+        parts = [self._describe_cause()]
         if self.operation:
-            parts.append(self._samples())
+            parts.append(self._describe_samples())
         parts.append(f"loss scale {self.scale:g}")
-        late = self.noticed_at - self.update
-        if late:
-            parts.append(f"noticed {counted(late, 'update')} later, and replayed with the weights of that later update")
+        delay = self.noticed_at - self.update
+        if delay:
+            later = counted(delay, "update")
+            parts.append(f"noticed {later} later, and replayed with the weights of that later update")
         if self.passed_over:
             parts.append(f"{self.passed_over} skipped updates before it were not replayed")
         return f"update {self.update} was skipped: " + "; ".join(parts)
 
-    def _what(self) -> str:
+    def _describe_cause(self) -> str:
+        """Describe the operation that overflowed, or say why it is unknown."""
         if not self.operation:
             return self.reason
         if self.module == BATCH:
@@ -310,12 +333,13 @@ class Blame(Overflow):
             return f"{where} overflowed: {self.parameter} does not fit {self.dtype}"
         return f"{where} produced the first value that is not finite"
 
-    def _samples(self) -> str:
+    def _describe_samples(self) -> str:
+        """Describe which samples overflowed, or only which micro-batch if they are unknown."""
         count = len(self.sample_indices)
         if self.bad_samples and len(self.bad_samples) < count:
-            return f"in {len(self.bad_samples)} of {count} samples: {_some(self.bad_samples)}"
-        every = f"all {count} samples of a micro-batch" if self.bad_samples else f"a micro-batch of {count} samples"
-        return f"in {every}: {_some(self.sample_indices)}"
+            return f"in {len(self.bad_samples)} of {count} samples: {_list_first(self.bad_samples)}"
+        samples = f"all {count} samples of a micro-batch" if self.bad_samples else f"a micro-batch of {count} samples"
+        return f"in {samples}: {_list_first(self.sample_indices)}"
 
 
 @dataclass
@@ -329,7 +353,7 @@ class _Pending:
 
 
 class KeptStatistics(Callback):
-    """Undoes what skipped updates did to the running statistics of batch norm, which infinity would spoil for good."""
+    """Restores the running statistics of batch norms after a skipped update, since an infinity would stay in them."""
 
     def attach(self, to: Computing) -> None:
         self._statistics: list[Tensor] = []
@@ -340,6 +364,7 @@ class KeptStatistics(Callback):
         self._kept = torch.cat(self._statistics) if self._statistics else None
 
     def after_update(self, update: int, stepped: bool | Tensor) -> None:
+        """Keep the statistics if the weights moved, else restore those kept. Nothing waits for the device."""
         if self._kept is None:
             return
         if isinstance(stepped, Tensor):
@@ -350,7 +375,7 @@ class KeptStatistics(Callback):
 
 
 class OverflowWatch(Callback):
-    """Holds the micro-batches of recent updates and replays those that were skipped. Other updates cost nothing.
+    """Holds the micro-batches of recent updates, and replays some of the updates that were skipped.
 
     Call `take` for each report. `seed` is that of the updates.
     """
@@ -359,41 +384,44 @@ class OverflowWatch(Callback):
         self._seed = seed
         self._precision = precision
         self.skips = SkipRecord()
-        self._now: MicroBatches | None = []
+        self._micro_batches: MicroBatches | None = []
+        """Of the current update; None if they are too large to hold"""
         self._pending: deque[_Pending] = deque()
         self._blames: list[Blame] = []
         self._update = 0
         self._limit_was_logged = False
 
     def attach(self, to: Computing) -> None:
-        """What computes now is replayed. It must be neither compiled nor wrapped by DDP."""
+        """Take the modules that a replay runs. They must be neither compiled nor wrapped by DDP."""
         self._to = to
         self._model = to.forward
 
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
-        """Hold a micro-batch; none of the current update once these alone exceed MAX_BYTES.
+        """Hold a micro-batch for a replay, within MAX_BYTES of images.
 
-        Earlier updates give up their images first; they can no longer be replayed.
+        Where they exceed it, earlier updates give up their images first, and can no longer be replayed. If those of the
+        current update alone exceed it, none of them is held.
         """
-        if self._now is None:
+        if self._micro_batches is None:
             return
-        self._now.append((share, batch))
-        size = _size(self._now) + sum(_size(earlier.micro_batches) for earlier in self._pending)
+        self._micro_batches.append((share, batch))
+        size = _size(self._micro_batches) + sum(_size(earlier.micro_batches) for earlier in self._pending)
         for earlier in self._pending:
             if size <= MAX_BYTES:
                 break
             size -= _size(earlier.micro_batches)
             earlier.micro_batches = []
         if size > MAX_BYTES:
-            self._now = None
+            self._micro_batches = None
 
     def before_step(self, update: int) -> None:
-        """Hold what a replay needs, before the scaler's step changes the scale in place."""
-        self._pending.append(_Pending(update, self._now or [], self._precision.scale_tensor().detach().clone()))
-        self._now = []
+        """Hold the micro-batches with the loss scale, before the scaler's step changes the scale in place."""
+        scale = self._precision.scale_tensor().detach().clone()
+        self._pending.append(_Pending(update, self._micro_batches or [], scale))
+        self._micro_batches = []
 
     def after_update(self, update: int, stepped: bool | Tensor) -> None:
-        """Record whether the update moved the weights."""
+        """Record whether the update moved the weights, and replay updates that are known to have been skipped."""
         self._update = update
         self._pending[-1].answer = send_to_host(stepped) if isinstance(stepped, Tensor) else lambda: stepped
         self._check_pending()
@@ -405,20 +433,24 @@ class OverflowWatch(Callback):
         self.skips = SkipRecord(**state.get("skips", {}))
 
     def begin_anew(self) -> None:
-        """Replay the next overflows like the first ones: what computes has changed."""
+        """Replay the next overflows like the first ones, because the precision of a module has changed."""
         self.skips = SkipRecord(blamed=self.skips.blamed)
         self._pending.clear()
         self._blames.clear()
 
     def take(self) -> list[Blame]:
-        """Causes found since the last call."""
+        """Return the causes found since the last call."""
         self._check_pending()
         blames = self._blames
         self._blames = []
         return blames
 
     def _check_pending(self) -> None:
-        """Go through the updates in order, up to the first whose answer has not arrived."""
+        """Go through the pending updates in order, up to the first that may still be skipped.
+
+        Drop those that moved the weights. Of skipped ones, replay the first few and later one in a while; only count
+        the others.
+        """
         while self._pending and self._pending[0].answer is not None:
             stepped = self._pending[0].answer()
             if stepped is None:
@@ -436,8 +468,8 @@ class OverflowWatch(Callback):
                     skipped.update,
                     MAX_BYTES / 2**30,
                 )
-            due = skips.replays < FIRST_REPLAYS or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS
-            if not skipped.micro_batches or not due:
+            is_due = skips.replays < FIRST_REPLAYS or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS
+            if not skipped.micro_batches or not is_due:
                 skips.passed_over += 1
                 continue
             skips.replays += 1
@@ -446,14 +478,16 @@ class OverflowWatch(Callback):
             skips.passed_over = 0
 
     def _find_cause(self, skipped: _Pending) -> Blame:
+        """Replay the micro-batches of a skipped update until one overflows. The blame says so if none does."""
         batches = skipped.micro_batches
         overflow = Overflow()
         rows = ()
         reason = ""
         device = self._precision.device
-        generators = [] if device.type == "cpu" else [device.index or 0]  # the CPU's is kept in any case
+        # The random state of these GPUs is restored after the replays; that of the CPU always is.
+        gpu_indices = [] if device.type == "cpu" else [device.index or 0]
         try:
-            with fork_host_rng(), torch.random.fork_rng(generators, device_type=device.type):
+            with fork_host_rng(), torch.random.fork_rng(gpu_indices, device_type=device.type):
                 for share, batch in skipped.micro_batches:
                     seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
                     found = self._replay(batch, share.weight, skipped.scale)
@@ -466,29 +500,31 @@ class OverflowWatch(Callback):
                     if len(skipped.micro_batches) > 1:
                         reasons.append("only the sum of the micro-batches overflowed")
                     reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
-                    listed = f"{', '.join(reasons)}, or the overflow was on another rank (with several processes)"
-                    reason = f"the replay did not overflow; possible reasons: {listed}"
+                    all_reasons = f"{', '.join(reasons)}, or the overflow was on another rank (with several processes)"
+                    reason = f"the replay did not overflow; possible reasons: {all_reasons}"
         except RuntimeError as error:  # such as out of memory: the training itself can continue
-            reason = f"cause unknown, the replay failed ({str(error).strip().partition(chr(10))[0]})"
+            first_line_of_error = str(error).strip().partition("\n")[0]
+            reason = f"cause unknown, the replay failed ({first_line_of_error})"
             log.debug("The replay of update %d failed.", skipped.update, exc_info=True)
-        samples: list[int] = []
+        sample_indices: list[int] = []
         for _, batch in batches:
-            samples += batch.indices.tolist()
+            sample_indices += batch.indices.tolist()
         return Blame(
             **vars(overflow),
             update=skipped.update,
             noticed_at=self._update,
-            sample_indices=tuple(index for index in samples if index != PADDING),
+            sample_indices=tuple(index for index in sample_indices if index != PADDING),
             scale=float(skipped.scale),
-            bad_samples=tuple(samples[row] for row in rows if samples[row] != PADDING),
+            bad_samples=tuple(sample_indices[row] for row in rows if sample_indices[row] != PADDING),
             passed_over=self.skips.passed_over,
             reason=reason,
         )
 
     def _replay(self, batch: Batch, weight: float, scale: Tensor) -> Found | None:
-        """Replay a micro-batch, forward and backward, and find its overflow.
+        """Replay a micro-batch, forward and backward, and find its overflow; None if there is none.
 
         It has no side effects on gradients, buffers and hooks. Callers protect random generators.
+        `weight`: the fraction of the update that the micro-batch is. `scale`: the loss scale of the update.
         """
         model = self._model
         teacher = getattr(self._to.batch_transform, "teacher", None)  # set in distillation
@@ -516,11 +552,12 @@ class OverflowWatch(Callback):
 
 
 def _size(micro_batches: MicroBatches) -> int:
+    """Return the bytes of the images."""
     return sum(batch.images.nbytes for _, batch in micro_batches)
 
 
 def send_to_host(stepped: Tensor) -> Answer:
-    """Start an asynchronous copy of a flag to the host; the result tells its value once it has arrived."""
+    """Start an asynchronous copy of a flag to the host. Returns a function that reads it, None until it has arrived."""
     flag = torch.empty((), dtype=torch.bool, pin_memory=stepped.device.type == "cuda")
     flag.copy_(stepped.detach().reshape(()), non_blocking=True)
     arrived = torch.Event(stepped.device)
@@ -528,6 +565,7 @@ def send_to_host(stepped: Tensor) -> Answer:
     return lambda: bool(flag.numpy()) if arrived.query() else None
 
 
-def _some(indices: tuple[int, ...]) -> str:
+def _list_first(indices: tuple[int, ...]) -> str:
+    """List the first SHOWN_SAMPLES indices: '3, 1, 2, ...'."""
     shown = ", ".join(map(str, indices[:SHOWN_SAMPLES]))
     return shown + (", ..." if len(indices) > SHOWN_SAMPLES else "")

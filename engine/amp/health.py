@@ -1,4 +1,4 @@
-"""Watches a training for NaN and for skipped updates: reports them, and ends a run that no longer learns."""
+"""Reports skipped updates, and ends a run whose gradients became NaN or whose updates are all skipped."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ TIMES_TO_BLAME = 2
 
 @dataclass
 class Health:
-    """Watches for NaN, and where the loss is scaled for skipped updates."""
+    """Reports the updates that loss scaling skipped, and makes the errors that end a run which no longer learns."""
 
     amp: AmpConfig
     parts: TrainState
     world: World
     reporter: Reporter
     op_lists: OpLists | None = None
-    """AMP's lists, until the operators in them that the model never calls are reported."""
+    """AMP's lists; None once the operators in them that the model never calls are reported"""
     _last: Blame | None = None
+    """Cause of the skipped update that was reported last"""
 
     def report(self, position: Position, together: bool) -> None:
-        """Report what was found since the last call. `together`: all ranks call it now, since any may have found one.
+        """Report the causes of skipped updates that were found since the last call.
 
-        One process reports skips at once; several ranks only when all of them call it.
+        A module that overflowed often moves to fp32 (AMP.AUTO_FP32).
+        `together`: all ranks call it now. A single process reports at once, but several ranks only together, because
+        any of them may have found a cause.
         """
         if self.op_lists is not None and not together:  # after an update: the model has been computed
             self.op_lists.warn_uncalled()
@@ -50,10 +53,11 @@ class Health:
         watch = self.parts.callback(OverflowWatch)
         if watch is None:
             return
-        clearest: dict[int, Blame] = {}  # one report per update: of a rank that found the operation, if one did
+        # One report per update: from a rank that found the operation, if one did. Such blames are sorted first.
+        blame_of_update: dict[int, Blame] = {}
         for blame in sorted(all_gather(watch.take(), self.world), key=lambda blame: not blame.operation):
-            clearest.setdefault(blame.update, blame)
-        for _, blame in sorted(clearest.items()):
+            blame_of_update.setdefault(blame.update, blame)
+        for _, blame in sorted(blame_of_update.items()):
             log.info("%s", blame.words())
             report_skip(self.reporter, position, blame)
             self._last = blame
@@ -63,7 +67,7 @@ class Health:
                 self._count(blame.module, watch)
 
     def _count(self, name: str, watch: OverflowWatch) -> None:
-        """Count an overflow of a module, which computes in fp32 after several."""
+        """Count an overflow of the module `name`. After TIMES_TO_BLAME of them it computes in fp32."""
         blamed = watch.skips.blamed
         blamed[name] = blamed.get(name, 0) + 1
         if blamed[name] == TIMES_TO_BLAME:
@@ -77,17 +81,22 @@ class Health:
         return blame.module != "" and blame.module in dict(self.parts.model.named_modules())
 
     def too_many_skips(self, reading: Reading, update: int) -> AllRanksError | None:
-        """The error that ends the run, if too many updates in a row were skipped, up to `update`."""
+        """Return the error that ends the run if too many updates in a row were skipped, else None.
+
+        `update`: number of the last update.
+        """
         if reading.skipped_in_a_row < MOST_SKIPS:
             return None
         blame = self._last
+        can_use_auto_fp32 = (
+            self.amp.LEVEL not in ("NAIVE", "O3") and self.parts.sharding is None and not self.amp.AUTO_FP32
+        )
         advice = "Use bf16, or lower TRAIN.BASE_LR"
         if not self.amp.USE_DYNAMIC_LOSS_SCALING:
             advice = "The scale is fixed (AMP.USE_DYNAMIC_LOSS_SCALING false): set a smaller AMP.INIT_LOSS_SCALING"
         elif blame is not None and blame.module.startswith("teacher."):
             advice = "The teacher overflows, whatever the loss scale: use bf16, or another TRAIN.TEACHER_MODEL"
-        elif self.amp.LEVEL not in ("NAIVE", "O3") and self.parts.sharding is None and not self.amp.AUTO_FP32:
-            # It may be switched on.
+        elif can_use_auto_fp32:
             advice += "; AMP.AUTO_FP32=true moves modules that overflow to fp32"
             if blame is not None and blame.is_forward and self._is_in_model(blame):
                 keep = f"AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true"
@@ -99,10 +108,13 @@ class Health:
         )
 
     def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
-        """Raise AllRanksError for the gradient that was NaN: without loss scaling, no bad update is skipped."""
+        """Raise AllRanksError for the first gradient that was NaN. Without loss scaling, no bad update is skipped.
+
+        `reading`: its `first_bad` is that update. `folder`: of the run, to name the last checkpoint.
+        """
         update = reading.first_bad
-        since = position.update - update  # in the same epoch: the device is read at the end of each
-        rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - since - 1)
+        updates_since = position.update - update  # in the same epoch: the device is read at the end of each
+        rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - updates_since - 1)
         amp = ""
         if self.parts.precision.level != "O0":
             amp = "; or use -amp off to see whether the precision is the cause"
@@ -112,15 +124,16 @@ class Health:
             where = f"The last checkpoint is {last}; resume from it with -resume."
         raise AllRanksError(
             f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
-            f"{position.step - since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
+            f"{position.step - updates_since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
             f"lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, or TRAIN.GRAD_CLIP=1.0{amp}. {where}"
         )
 
 
 def report_skip(reporter: Reporter, position: Position, blame: Blame) -> None:
-    """Write the line of a skipped update in its own epoch; a GPU may report it only in the next one."""
-    before = blame.update <= position.update - position.step
+    """Write the line of a skipped update, with the epoch that it was in: a GPU may report it only in the next one."""
+    was_in_previous_epoch = blame.update <= position.update - position.step
+    epoch = position.epoch - 1 if was_in_previous_epoch else position.epoch
     fields = {"update": blame.update, "samples": list(blame.sample_indices), **vars(blame)}
     perf = {"noticed_at": fields.pop("noticed_at")}
     del fields["sample_indices"]
-    reporter.event("skip", replace(position, epoch=position.epoch - before), perf, **fields)
+    reporter.event("skip", replace(position, epoch=epoch), perf, **fields)

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: torch's GradScaler, plus two settings that Paddle has and torch lacks.
+"""Scales the loss for fp16: torch's GradScaler, plus two settings that Paddle has and torch lacks.
 
 `DECR_EVERY_N_NAN_OR_INF` lowers the scale only after several overflows in a row, and
 `USE_DYNAMIC_LOSS_SCALING: false` keeps the scale fixed. Counting stays on the device, so the host never waits.
@@ -16,6 +16,8 @@ SMALLEST_SCALE = 1.0
 
 
 class LossScaler(torch.amp.GradScaler):
+    """torch's GradScaler with the settings of AMP, which include the two of Paddle."""
+
     def __init__(self, device: str, amp: AmpConfig, half_gradients: bool = False) -> None:
         """`half_gradients`: the weights are fp16 (O3), so their gradients are too."""
         super().__init__(
@@ -34,14 +36,21 @@ class LossScaler(torch.amp.GradScaler):
         self._restored_overflows = 0
 
     def overflow(self, optimizer: Optimizer) -> Tensor:
-        """Above 0 if a gradient of this update is not finite; valid only after `unscale_`."""
+        """Return a number on the device, above 0 if a gradient of this update is not finite.
+
+        It is valid only after `unscale_`.
+        """
         (flag,) = self._found_inf_per_device(optimizer).values()  # one device
         return flag.clone()
 
     def update(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no scale is given from outside
+        """Adapt the scale after an update: lower it after enough overflows in a row, raise it after good updates.
+
+        A fixed scale stays. All is computed on the device.
+        """
         scale, _ = self._check_scale_growth_tracker("update")
         if not self._dynamic:
-            super().update(scale)  # which keeps it, and forgets this update's overflows
+            super().update(scale)  # a given scale is kept, and this update's overflows are forgotten
             return
         if self._backoff_after == 1:
             super().update()
@@ -60,10 +69,11 @@ class LossScaler(torch.amp.GradScaler):
         if self._overflows_in_a_row is None:
             count = self._restored_overflows
             self._overflows_in_a_row = torch.full((), count, dtype=torch.int32, device=scale.device)
+        # One more if this update overflowed, else 0; and 0 again once the scale is lowered.
         self._overflows_in_a_row.add_(1).mul_(overflowed)
-        enough = self._overflows_in_a_row >= self._backoff_after
-        self._overflows_in_a_row.mul_(~enough)
-        scale.copy_(torch.where(enough, (scale * backoff).clamp(min=self._floor), scale))
+        lowers = self._overflows_in_a_row >= self._backoff_after
+        self._overflows_in_a_row.mul_(~lowers)
+        scale.copy_(torch.where(lowers, (scale * backoff).clamp(min=self._floor), scale))
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -73,7 +83,7 @@ class LossScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore scale and counts. The factors are those of the current settings, and so is a fixed scale."""
+        """Restore the scale and the counts. Factors, and a scale that is fixed, stay as the current settings say."""
         current = super().state_dict()
         if not current or not self._dynamic:
             return

@@ -1,4 +1,4 @@
-"""AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: operators that run in low precision, or in fp32.
+"""Makes listed operators run in low precision (AMP.CUSTOM_WHITE_LIST) or in fp32 (AMP.CUSTOM_BLACK_LIST).
 
 Autocast is a dispatch key: under it, torch calls the kernel registered at AutocastCPU or AutocastCUDA before the one
 that computes. The lists register their own kernels there. So they act wherever autocast acts: in eager and compiled
@@ -86,13 +86,14 @@ PADDLE: dict[str, tuple[str, ...]] = {
 
 
 def check_names(white: Sequence[str], black: Sequence[str]) -> None:
-    """Reject unknown operators, and operators that are on both lists."""
+    """Raise UserError for unknown operators, and for operators that are on both lists."""
     lists = {"AMP.CUSTOM_WHITE_LIST": white, "AMP.CUSTOM_BLACK_LIST": black}
     known = list(OPERATORS | PADDLE)
     for key, names in lists.items():
-        for one in names:
-            if one not in known:
-                raise UserError(f"{key}: no operator {one!r}.{nearest(one, known)} Known: {', '.join(sorted(known))}.")
+        for name in names:
+            if name not in known:
+                known_names = ", ".join(sorted(known))
+                raise UserError(f"{key}: no operator {name!r}.{nearest(name, known)} Known: {known_names}.")
         if "mul" in names:
             log.warning("%s: mul is torch's elementwise product; Paddle's mul is called linear here.", key)
     both = operators_named(white).keys() & operators_named(black).keys()
@@ -116,6 +117,7 @@ class OpLists:
         self.white = operators_named(white)
         self.black = operators_named(black)
         self._called: set[str] = set()
+        """Listed operators that the model has called under autocast"""
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -140,6 +142,7 @@ class OpLists:
     def _override(
         self, library: torch.library.Library, key: str, operators: Mapping[str, Sequence[str]], low: bool
     ) -> None:
+        """Register our kernels for `operators` at the dispatch key `key`. `low`: in low precision, else in fp32."""
         for name, overloads in operators.items():
             for overload in overloads:
                 library.impl(overload, _kernel(name, overload, self.device_type, low, self._called), key)
@@ -159,12 +162,12 @@ class OpLists:
 
 
 def operators_named(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Map torch's names to overloads, after translating Paddle's names."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the overloads of the listed operators by torch's names, after translating Paddle's names."""
+    overloads: dict[str, tuple[str, ...]] = {}
     for name in names:
-        for own in PADDLE.get(name, (name,)):
-            found[own] = OPERATORS[own]
-    return found
+        for torch_name in PADDLE.get(name, (name,)):
+            overloads[torch_name] = OPERATORS[torch_name]
+    return overloads
 
 
 def _reset_compiler() -> None:
@@ -174,14 +177,15 @@ def _reset_compiler() -> None:
 
 
 def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[str]) -> Callable[..., Any]:
-    """Autocast kernel for an operator: it casts the inputs, then calls the operator without autocast.
+    """Make the autocast kernel of an operator: it casts the inputs, then calls the operator without autocast.
 
-    The kernel adds the operator's name to `called`.
+    `low`: cast to autocast's low precision, else to fp32. The kernel adds the operator's name to `called`.
     """
     base, _, variant = overload.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), variant or "default")
-    # Of batch_norm only the images: it updates its running statistics in place, which would be lost in a cast copy.
-    castable = 1 if name == "batch_norm" else None
+    # Number of arguments to cast; None for all. Of batch_norm only the images are cast: it updates its running
+    # statistics in place, which would be lost in a cast copy.
+    cast_count = 1 if name == "batch_norm" else None
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         called.add(name)
@@ -190,9 +194,9 @@ def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[s
             # A dtype that the caller asks for is respected, as under torch's own lists.
             if any(isinstance(value, torch.dtype) for value in args + tuple(kwargs.values())):
                 return operator(*args, **kwargs)
-            cast = cast_floats(args[:castable], dtype, device_type)
-            if castable:
-                cast += args[castable:]
+            cast = cast_floats(args[:cast_count], dtype, device_type)
+            if cast_count:
+                cast += args[cast_count:]
             return operator(*cast, **cast_floats(kwargs, dtype, device_type))
 
     return kernel
@@ -203,7 +207,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def cast_floats(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Cast the device's floating tensors inside tuples, lists and dicts; fp64 is left alone, as autocast does."""
+    """Cast the device's floating tensors, also inside tuples, lists and dicts. Like autocast, leave fp64 as it is."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype in FLOATS and value.device.type == device_type else value
     if isinstance(value, list | tuple):

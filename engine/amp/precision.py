@@ -1,4 +1,4 @@
-"""Mixed precision: the dtype that `-amp` means on this device, and autocast and loss scaling for it.
+"""Chooses the dtype that `-amp` means on this device, and applies autocast and loss scaling for it.
 
 `Precision` is one object for every precision. With AMP off, its autocast and its scaler do nothing, so the update
 needs no branch.
@@ -43,7 +43,7 @@ DEPTHWISE = "depthwise convolutions with batch norms are faster in fp32 on CPUs;
 PRECISION = "precision"
 """Key under which a run's choices keep the name of its precision"""
 
-# First compute capability of each GPU generation, newest first, its gain from half precision, and a warning.
+# Each GPU generation, newest first: first compute capability, name, gain from half precision, and a warning or None.
 GENERATIONS = (
     ((10, 0), "Blackwell", "tensor cores for fp16 and bf16", None),
     ((9, 0), "Hopper", "tensor cores for fp16 and bf16", None),
@@ -65,7 +65,10 @@ class DtypeChoice:
 
 
 def choose(amp: AmpConfig, device: torch.device, model: nn.Module | None = None) -> DtypeChoice:
-    """The dtype that -amp means on `device`, for `model` if it is known."""
+    """Choose the dtype that -amp means on `device`, with the reason.
+
+    `model`: None if it is not built yet; then its kind of convolutions does not count.
+    """
     if not amp.ENABLED or amp.LEVEL == "O0":
         return DtypeChoice(torch.float32, OFF)
     if amp.DTYPE != "auto":
@@ -74,7 +77,7 @@ def choose(amp: AmpConfig, device: torch.device, model: nn.Module | None = None)
     if amp.LEVEL == "O3":
         return DtypeChoice(torch.bfloat16, "without fp32 master weights, only bf16 has enough range", emulated)
     if device.type == "cuda":
-        return _of_gpu(torch.cuda.get_device_capability(device))
+        return _choose_for_gpu(torch.cuda.get_device_capability(device))
     if device.type != "cpu":
         return DtypeChoice(torch.float16, f"fp16 is the fast dtype on {device.type}")
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -89,17 +92,19 @@ def choose(amp: AmpConfig, device: torch.device, model: nn.Module | None = None)
 
 
 def _why_slow(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return a warning if the device emulates this dtype; None if it computes in it."""
     if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         return "this GPU emulates bf16, which is slow; fp16 is faster"
     if device.type != "cpu":
         return None
     if dtype is torch.bfloat16:
         return None if cpu_computes_in_bf16() else EMULATED_BF16
-    slow = "this CPU has no fp16 arithmetic: expect fp16 to be many times slower than fp32; use bf16 on CPUs"
-    return None if torch.ops.mkldnn._is_mkldnn_fp16_supported() else slow
+    warning = "this CPU has no fp16 arithmetic: expect fp16 to be many times slower than fp32; use bf16 on CPUs"
+    return None if torch.ops.mkldnn._is_mkldnn_fp16_supported() else warning
 
 
-def _of_gpu(capability: tuple[int, int]) -> DtypeChoice:
+def _choose_for_gpu(capability: tuple[int, int]) -> DtypeChoice:
+    """Choose fp16 for a GPU of this compute capability, with its generation as the reason."""
     number = f"compute capability {capability[0]}.{capability[1]}"
     for first, name, gain, warning in GENERATIONS:
         if capability >= first:
@@ -108,7 +113,10 @@ def _of_gpu(capability: tuple[int, int]) -> DtypeChoice:
 
 
 def cpu_computes_in_bf16() -> bool:
-    """Whether torch computes in bf16 on this CPU. The libraries decide: they may be limited to older instructions."""
+    """Return whether torch computes in bf16 on this CPU, and does not emulate it.
+
+    torch's libraries are asked, because they may be limited to older instructions than the CPU has.
+    """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     features = torch.cpu.get_capabilities()
@@ -120,7 +128,7 @@ def cpu_computes_in_bf16() -> bool:
 
 
 def amp_may_gain(device: torch.device, model: nn.Module | None = None) -> bool:
-    """Whether -amp is worth a try on `device`: it is not where it computes in fp32."""
+    """Return whether -amp is worth a try on `device`. It is not on a CPU where it computes in fp32."""
     return device.type != "cpu" or choose(AmpConfig(ENABLED=True), device, model).dtype is not torch.float32
 
 
@@ -133,12 +141,12 @@ class Precision:
     """Autocast and loss scaling of one run, with the same calls whether or not either is on."""
 
     def __init__(self, amp: AmpConfig, device: torch.device, choice: DtypeChoice | None = None) -> None:
-        """`choice`: that of rank 0, if there are several."""
+        """`choice`: the dtype that rank 0 has chosen; None to choose it here."""
         self.choice = choice or choose(amp, device)
         self.device = device
-        low = self.choice.dtype is not torch.float32
-        self.level = amp.LEVEL if low else "O0"
-        self.fp8 = low and amp.DTYPE == "fp8"
+        uses_half = self.choice.dtype is not torch.float32
+        self.level = amp.LEVEL if uses_half else "O0"
+        self.fp8 = uses_half and amp.DTYPE == "fp8"
         self.tf32 = amp.TF32
         self.black_list = amp.CUSTOM_BLACK_LIST
         # bf16 has fp32's range: gradients do not underflow, so the loss is not scaled.
@@ -175,9 +183,10 @@ class Precision:
         self.scaler.scale(loss).backward()
 
     def step(self, optimizer: Optimizer) -> bool | Tensor:
-        """Step the optimiser unless a gradient overflowed. Returns whether it did, without waiting for a GPU.
+        """Step the optimiser unless a gradient overflowed. Returns whether the weights moved.
 
-        The result is a bool where the host knows it without a copy, else a tensor of 0 or 1 on the device.
+        The result is a bool where the host knows it, else a tensor of 0 or 1 on the device: a fused optimiser on a GPU
+        skips the step without the host's knowledge, and asking would wait for the device.
         """
         if self._loss_scaler is None or not self.scaler.is_enabled():
             optimizer.step()
@@ -192,20 +201,20 @@ class Precision:
         return not overflow.item()  # an optimiser that is not fused: GradScaler has already waited for this value
 
     def hides_skips(self, optimizer: Optimizer) -> bool:
-        """Whether only the device knows of a skipped update, because a fused optimiser skips it there."""
-        on_host = self.device.type == "cpu" or not self.scaler.is_enabled()
-        return not on_host and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        """Return whether only the device knows of a skipped update, because a fused optimiser skips it there."""
+        host_knows = self.device.type == "cpu" or not self.scaler.is_enabled()
+        return not host_knows and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def scale_tensor(self) -> Tensor:
-        """The loss scale, on the device; 1 without loss scaling."""
+        """Return the loss scale, on the device; 1 without loss scaling."""
         scale = self.scaler._scale if self.scaler.is_enabled() else None
         return torch.tensor(self.scaler.get_scale()) if scale is None else scale.detach()
 
     def line(self) -> str:
-        """One line for the banner."""
+        """Describe the precision in one line for the banner."""
         if self.level == "O0":
             return self._line_of_fp32()
-        how = {
+        method = {
             "O1": "by autocast",
             "O2": "copy of fp32 master weights, norms in fp32",
             "NAIVE": "copy of fp32 master weights, only batch norms in fp32",
@@ -213,9 +222,10 @@ class Precision:
         }[self.level]
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
         listed = f" with {', '.join(self.black_list)} in fp32" if self.black_list else ""
-        return f"{self.name} {how}{listed}, {scaling} ({self.choice.reason})"
+        return f"{self.name} {method}{listed}, {scaling} ({self.choice.reason})"
 
     def _line_of_fp32(self) -> str:
+        """Describe fp32, with TF32 and the reason if -amp computes in fp32 here."""
         if self.device.type == "cuda":
             switch = "on" if self.tf32 else "off"
             return f"{self.name}, TF32 {switch}"
@@ -234,12 +244,15 @@ def switch_tf32(on: bool) -> None:
     # products, for which compiling sets a value of its own. Exporting sets one for all of cuDNN.
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
-    for place in (torch.backends, torch.backends.cudnn):
-        place.fp32_precision = "tf32" if on else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+    for backend in (torch.backends, torch.backends.cudnn):
+        backend.fp32_precision = "tf32" if on else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
-    """Reject AMP settings that work on no device; called before processes start. `train`: None without training."""
+    """Raise UserError for AMP settings that work on no device. Called before processes start.
+
+    `train`: None for an evaluation.
+    """
     if amp.CUSTOM_WHITE_LIST or amp.CUSTOM_BLACK_LIST:
         from engine.amp.op_lists import check_names
 

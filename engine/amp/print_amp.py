@@ -1,4 +1,4 @@
-"""`-print_amp`: a table of the precision that each module computes in, recorded in one forward pass."""
+"""Makes the table of -print_amp: the precision that each module computes in, recorded in one forward pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CONVOLUTIONS = {3: "conv1d", 4: "conv2d", 5: "conv3d"}
 
 @dataclass
 class ModuleDtypes:
-    """Dtypes of a module's inputs, outputs and own operations, in order and without repeats."""
+    """Dtypes of a module's inputs, outputs and own operations. The keys of each dict are a set that keeps its order."""
 
     inputs: dict[str, None] = field(default_factory=dict)
     outputs: dict[str, None] = field(default_factory=dict)
@@ -54,7 +54,10 @@ class ModuleDtypes:
 
 @dataclass(frozen=True)
 class Row:
-    """A module of the table, or several numbered ones with equal rows. `label` is the last part of their names."""
+    """Row of the table for one module, or for several numbered modules with equal rows.
+
+    `label` is the last part of the module's name, or a range such as 0-11.
+    """
 
     label: str
     cells: tuple[str, ...]
@@ -62,7 +65,7 @@ class Row:
 
 
 def show_precisions(config: Config) -> str:
-    """The table for -print_amp."""
+    """Return the table of -print_amp for the model of these settings."""
     device = pick_device(config.DEVICE, ALONE)
     set_up_device(config, device, ALONE)
     tuned = tuned_model(config, device)
@@ -82,11 +85,14 @@ def show_precisions(config: Config) -> str:
 
 
 def amp_table(model: nn.Module, run_forward: Callable[[], object]) -> str:
-    """The table for `model`. `run_forward` runs the model once, as training does: under autocast, but not compiled."""
+    """Return the table for `model`.
+
+    `run_forward`: runs the model once, as training does: under autocast, but not compiled.
+    """
     with _DtypeRecorder(model) as recorder:
         run_forward()
-    whole = _row("(model)", model, recorder.dtypes)
-    lines = aligned([HEADINGS, (whole.label, *whole.cells), *_lines(whole.inside)])
+    model_row = _row("(model)", model, recorder.dtypes)
+    lines = aligned([HEADINGS, (model_row.label, *model_row.cells), *_lines(model_row.inside)])
     if any(is_forced(module) for module in model.modules()):
         lines.append("* kept in fp32 by AMP.FP32_MODULES: inputs are cast on entry")
     return "\n".join(lines)
@@ -133,7 +139,7 @@ class _DtypeRecorder(TorchDispatchMode):
 
 
 def _name(name: str, module: nn.Module, args: Sequence[Any]) -> str:
-    """Name on AMP's lists for an operator as it is dispatched."""
+    """Return the name on AMP's lists of an operator, by its name as it is dispatched below autocast."""
     if name == "mm" and isinstance(module, nn.Linear):
         return "linear"
     if "convolution" in name:
@@ -146,21 +152,23 @@ def _name(name: str, module: nn.Module, args: Sequence[Any]) -> str:
 
 
 def _dtypes(values: Any, floating: bool = False) -> list[str]:
+    """List the dtypes of all tensors in nested `values`. `floating`: leave out integers and booleans."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return [dtype_name(t.dtype) for t in tensors if t.is_floating_point() or not floating]
 
 
 def _row(label: str, module: nn.Module, dtypes: dict[nn.Module, ModuleDtypes]) -> Row:
-    own = dtypes[module]
-    by_name = dict[str, list[str]]()
-    for name, dtype in own.operations:
-        by_name.setdefault(name, []).append(dtype)
+    """Make the row of a module, with the rows of the modules inside it. `dtypes`: what was recorded of each module."""
+    recorded = dtypes[module]
+    dtypes_of_operation = dict[str, list[str]]()
+    for name, dtype in recorded.operations:
+        dtypes_of_operation.setdefault(name, []).append(dtype)
     parameters = dict.fromkeys(dtype_name(p.dtype) for p in module.parameters())
-    operations = ", ".join(f"{name} {'+'.join(used)}" for name, used in by_name.items())
-    inputs = _joined(own.inputs)
+    operations = ", ".join(f"{name} {'+'.join(names)}" for name, names in dtypes_of_operation.items())
+    inputs = _joined(recorded.inputs)
     if is_forced(module):
         inputs += "*"
-    cells = (type(module).__name__, _joined(parameters), inputs, _joined(own.outputs), operations)
+    cells = (type(module).__name__, _joined(parameters), inputs, _joined(recorded.outputs), operations)
     children = [_row(name, child, dtypes) for name, child in module.named_children()]
     return Row(label, cells, inside=tuple(_fold(children)))
 
@@ -171,20 +179,22 @@ def _joined(dtypes: Iterable[str]) -> str:
 
 def _fold(rows: Iterable[Row]) -> Iterator[Row]:
     """Merge equal numbered rows into one (blocks.0-11), and leave out Identity modules."""
-    alike: dict[Row | str, tuple[Row, list[int]]] = {}
+    # A numbered row without its label, or the label of another row -> the row, and the numbers of equal rows
+    groups: dict[Row | str, tuple[Row, list[int]]] = {}
     for row in rows:
         if row.cells[0] == "Identity":
             continue
         if row.label.isdecimal():
-            alike.setdefault(replace(row, label=""), (row, []))[1].append(int(row.label))
+            _, numbers = groups.setdefault(replace(row, label=""), (row, []))
+            numbers.append(int(row.label))
         else:
-            alike[row.label] = row, []
-    for row, numbers in alike.values():
+            groups[row.label] = row, []
+    for row, numbers in groups.values():
         yield replace(row, label=_ranges(numbers)) if numbers else row
 
 
 def _ranges(numbers: list[int]) -> str:
-    """0, 1, 2, 4 -> 0-2,4"""
+    """Write ascending numbers as ranges: 0, 1, 2, 4 -> '0-2,4'."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -194,7 +204,8 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _lines(rows: Iterable[Row], under: str = "") -> Iterator[tuple[str, ...]]:
+def _lines(rows: Iterable[Row], prefix: str = "") -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each row and of those inside it. `prefix`: the start of their names, with its last dot."""
     for row in rows:
-        yield (under + row.label, *row.cells)
-        yield from _lines(row.inside, f"{under}{row.label}.")
+        yield (prefix + row.label, *row.cells)
+        yield from _lines(row.inside, f"{prefix}{row.label}.")

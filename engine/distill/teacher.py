@@ -49,9 +49,10 @@ from vitamp.weights import chosen_at, read_header
 
 
 class DistillationLoss(nn.Module):
-    """(1 - alpha) x the loss for the labels + alpha x the loss for the teacher's logits.
+    """Computes (1 - alpha) x the loss for the labels + alpha x the loss for the teacher's logits.
 
-    Of two classifiers, the first learns the labels and the second the teacher's logits; a single one learns both.
+    In a model with two classifiers, the first learns the labels and the second the teacher's logits. A single
+    classifier learns both.
     """
 
     def __init__(self, label_loss: Callable[[Tensor, Tensor], Tensor], train: TrainConfig) -> None:
@@ -62,12 +63,17 @@ class DistillationLoss(nn.Module):
         self.tau = train.DISTILLATION_TAU
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a batch.
+
+        `logits`: (images, classes), or (images, 2, classes) of two classifiers. `targets`: (images, 2, classes) with
+        the label and the teacher's logits of each image, or without a teacher's logits those of the label loss.
+        """
         if logits.ndim == 3:
             label_logits, distilled_logits = logits.unbind(1)
         else:
             label_logits = logits
             distilled_logits = logits
-        if targets.ndim < 3:  # labels alone: the teacher was not asked
+        if targets.ndim < 3:  # labels alone, without the teacher's logits
             return self.label_loss(label_logits, targets)
         labels, teacher_logits = targets.unbind(1)
         if self.hard:
@@ -89,16 +95,18 @@ class StackedHeads(nn.Module):
 
 
 class Distillation(Callback):
-    """TRAIN.DISTILLATION_TYPE: the model learns from a teacher too.
+    """Lets the model learn from a teacher too (TRAIN.DISTILLATION_TYPE).
 
-    It is a `BatchTransform` after the run's own, and adds the teacher's logits for the same images to the targets.
+    It is a `BatchTransform` that calls the run's own one, and adds the teacher's logits for the same images to the
+    targets.
     """
 
     def __init__(
         self, config: Config, model: nn.Module, precision: Precision, names: list[str] | None, saved: Mapping[str, Any]
     ) -> None:
-        """`names`, `saved`: classes and saved choices, as in `check_teacher_matches`."""
-        if hasattr(model, "set_distilled_training"):  # timm's; in validation, the mean of both is returned as before
+        """`names`, `saved`: classes of the data, and choices of the resumed run, as in `check_teacher_matches`."""
+        # timm's models with two classifiers. In validation, they return the mean of both as before.
+        if hasattr(model, "set_distilled_training"):
             model.set_distilled_training(True)  # pyright: ignore[reportCallIssue]
             mix_in(model, StackedHeads)
         self.teacher = load_teacher(config, precision)
@@ -108,20 +116,21 @@ class Distillation(Callback):
 
     def attach(self, to: Computing) -> None:
         if to.batch_transform is not self:  # else it is attached anew
-            self._before: BatchTransform = to.batch_transform
+            self._own_transform: BatchTransform = to.batch_transform
             self._stages = to.stages
             to.batch_transform = self
             to.criterion = DistillationLoss(to.criterion, self._train)
 
     def __call__(self, images: Tensor, labels: Tensor) -> TransformedBatch:
-        seen = self._before(images, labels)
+        """Erase and mix, and stack the teacher's logits under the targets: (images, 2, classes)."""
+        batch = self._own_transform(images, labels)
         self._stages.mark(FORWARD)
-        teacher_logits = self.teacher(seen.images)
+        teacher_logits = self.teacher(batch.images)
         self._stages.mark(TEACHER)
-        targets = seen.targets
+        targets = batch.targets
         if targets.ndim == 1:
             targets = (targets.unsqueeze(1) == self._classes).to(teacher_logits.dtype)  # one-hot
-        return seen._replace(targets=torch.stack((targets, teacher_logits), dim=1))
+        return batch._replace(targets=torch.stack((targets, teacher_logits), dim=1))
 
     def rows(self) -> dict[str, str]:
         source = self.teacher.source
@@ -129,7 +138,7 @@ class Distillation(Callback):
         return {"teacher": f"{source.where}, {total:,} parameters, frozen; images of {one_line(source.image_size)}"}
 
     def noted(self) -> dict[str, str]:
-        """For run.json and checkpoints; `check_teacher_matches` compares it."""
+        """Return the entries for run.json and checkpoints, which `check_teacher_matches` compares in a resumed run."""
         source = self.teacher.source.where
         return {"teacher_model": self.teacher.setting, "teacher": source, "teacher_sha256": self.teacher.fingerprint}
 
@@ -139,7 +148,7 @@ EXAMPLE = "regnety_160.deit_in1k"
 PADDLEVIT = "regnety_160"
 """Architecture of PaddleViT's default teacher, for files that do not say which model they are of"""
 PADDLEVIT_FILE = "regnety_160.pdparams"
-"""Where PaddleViT looks for its weights"""
+"""Path where PaddleViT looks for the weights of its default teacher"""
 FORMS = (
     f"Give a model of timm that has pretrained weights (for example {EXAMPLE}), a run or checkpoint, or "
     "NAME=FILE: timm's name of the model, and the file of its weights."
@@ -174,18 +183,20 @@ class Teacher:
             digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         self.fingerprint = digest.hexdigest()
         data = config.DATA
-        mine = _mean_and_std(data.IMAGENET_MEAN, data.IMAGENET_STD, data.IMAGE_CHANNELS)
-        theirs = _mean_and_std(source.mean, source.std, data.IMAGE_CHANNELS)
+        students = _mean_and_std(data.IMAGENET_MEAN, data.IMAGENET_STD, data.IMAGE_CHANNELS)
+        teachers = _mean_and_std(source.mean, source.std, data.IMAGE_CHANNELS)
+        student_mean, student_std = students
+        teacher_mean, teacher_std = teachers
         # Undo the student's normalisation and apply the teacher's, in one step.
-        factor = mine[1] / theirs[1]
-        offset = (mine[0] - theirs[0]) / theirs[1]
-        self._same_normalisation = torch.equal(mine, theirs)
+        factor = student_std / teacher_std
+        offset = (student_mean - teacher_mean) / teacher_std
+        self._same_normalisation = torch.equal(students, teachers)
         self._factor = factor.float().reshape(1, -1, 1, 1).to(precision.device)
         self._offset = offset.float().reshape(1, -1, 1, 1).to(precision.device)
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits in fp32."""
+        """Return the logits in fp32, of images that are normalised for the student."""
         size = sides(self.source.image_size)
         if images.shape[-2:] != size:
             images = F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
@@ -199,11 +210,15 @@ class Teacher:
 
 
 def _mean_and_std(mean: tuple[float, ...], std: tuple[float, ...], channels: int) -> Tensor:
+    """Return a tensor with two rows, mean and std, with a column per channel."""
     return torch.tensor([per_channel(mean, channels), per_channel(std, channels)], dtype=torch.float64)
 
 
 def check_teacher(config: Config) -> None:
-    """Check a teacher or a DISTILLATION_TYPE that is set, as far as possible before any model is built."""
+    """Raise UserError if the settings of distillation are incomplete, or the teacher's weights cannot be found.
+
+    Called before any model is built.
+    """
     train = config.TRAIN
     if config.EVAL:
         return
@@ -214,19 +229,22 @@ def check_teacher(config: Config) -> None:
         )
     if train.TEACHER_MODEL is None:
         raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher: set {KEY}. {FORMS}")
-    name, place = _parse(train.TEACHER_MODEL, config.MODEL.TYPE.casefold() in TAUGHT)
-    if name is not None:  # of a run, the files are checked when they are loaded
+    name, weights = _parse(train.TEACHER_MODEL, config.MODEL.TYPE.casefold() in TAUGHT)
+    if name is not None:  # the files of a run are checked when they are loaded
         try:
             with _errors_name_teacher():
-                locate(place, download=False)
+                locate(weights, download=False)
         except UserError as error:
-            if place != EXAMPLE:
+            if weights != EXAMPLE:
                 raise
             raise UserError(f"{error}\n  or give PaddleViT's file: -teacher_model {PADDLEVIT_FILE}") from None
 
 
 def default_teacher(config: Config) -> tuple[str, str] | None:
-    """TRAIN.TEACHER_MODEL of a family that PaddleViT distils, and a note; None where a user has to choose."""
+    """Return PaddleViT's teacher for TRAIN.TEACHER_MODEL, and a note for the log.
+
+    None where a user has to choose: for models of a family that PaddleViT does not distil, or if one is chosen already.
+    """
     if config.EVAL or config.TRAIN.TEACHER_MODEL is not None or config.MODEL.TYPE.casefold() not in TAUGHT:
         return None
     teacher = PADDLEVIT_FILE if Path(PADDLEVIT_FILE).is_file() else EXAMPLE
@@ -260,15 +278,18 @@ def load_teacher(config: Config, precision: Precision) -> Teacher:
 
 
 def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choices: Mapping[str, Any]) -> None:
-    """Check that the teacher has the data's classes, and that a resumed run still has the teacher it began with."""
+    """Raise UserError if the teacher has other classes than the data, or other weights than the run began with.
+
+    `names`: classes of the data; None if unknown. `saved_choices`: of the run that is resumed; empty for a new one.
+    """
     source = teacher.source
     same_setting = saved_choices.get("teacher_model") == teacher.setting
     if same_setting and saved_choices.get("teacher_sha256") != teacher.fingerprint:
-        before = saved_choices.get("teacher")
-        if before == source.where:
+        previous = saved_choices.get("teacher")
+        if previous == source.where:
             change = "the teacher's weights have changed since this run began"
         else:
-            change = f"the teacher's weights are now {source.where}, but this run began with {before}"
+            change = f"the teacher's weights are now {source.where}, but this run began with {previous}"
         raise UserError(
             f"{KEY} {teacher.setting}: {change}. Restore the former weights; or, to resume with the changed teacher, "
             "copy its weights to another path and name that path."
@@ -282,9 +303,13 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
 
 
 def _load_source(setting: str, config: Config, precision: Precision) -> TeacherModel:
+    """Load the model that TRAIN.TEACHER_MODEL (`setting`) names, with its preprocessing.
+
+    UserError if weights are missing in the file, or if the teacher was trained on another kind of images.
+    """
     name, place = _parse(setting, config.MODEL.TYPE.casefold() in TAUGHT)
     if name is None:
-        return _of_run(setting, place, config, precision)
+        return _load_from_run(setting, place, config, precision)
     pretrained = timm_weights(name)
     channels = config.DATA.IMAGE_CHANNELS
     if pretrained is None:
@@ -292,6 +317,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     classes = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES
     header = {}
     model = timm.create_model(name, num_classes=classes, in_chans=channels)
+    # Weights that the file lacks are still NaN after loading.
     for parameter in model.parameters():
         parameter.detach().fill_(torch.nan)
     try:
@@ -302,7 +328,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     except UserError as error:
         if name != PADDLEVIT or name in setting:
             raise
-        raise UserError(f"{error}\n{_unnamed(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
+        raise UserError(f"{error}\n{_unknown_model(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
     if any(parameter.isnan().any() for parameter in model.parameters()):
         raise UserError(
             f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
@@ -311,69 +337,84 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     size = size_of(header.get("image_size", pretrained.input_size[1:]))
     mean = tuple(header.get("mean", pretrained.mean))
     std = tuple(header.get("std", pretrained.std))
-    colours = channels if config.DATA.is_plain else len(mean)
-    _check_values(setting, config, (colours, header.get("bits", 8), tuple(header.get("range", (0, 255)))))
+    # For plain images, weights are converted to their number of channels. Other images need a teacher of their own.
+    trained_channels = channels if config.DATA.is_plain else len(mean)
+    _check_images(setting, config, (trained_channels, header.get("bits", 8), tuple(header.get("range", (0, 255)))))
     if len(mean) != channels:  # grey images, and a teacher trained on colour
         mean = (sum(mean) / len(mean),)
         std = (sum(std) / len(std),)
     return TeacherModel(model, where=setting, image_size=size, mean=mean, std=std, classes=classes)
 
 
-def _of_run(setting: str, place: str, config: Config, precision: Precision) -> TeacherModel:
-    """The model of a run or checkpoint; its precision follows from the student's settings."""
+def _load_from_run(setting: str, place: str, config: Config, precision: Precision) -> TeacherModel:
+    """Load the model of the run or checkpoint at `place`; its precision follows from the student's settings."""
     with _errors_name_teacher():
-        chosen = chosen_at(Path(place))
-        theirs = config_of_weights(chosen)
-        own = own_named("model", theirs.MODEL.NAME)  # if the model to train is this one too
-        values = own.values if own else {}
-        if theirs.USE:
+        weights = chosen_at(Path(place))
+        teacher_config = config_of_weights(weights)
+        teacher_model = teacher_config.MODEL
+        # A model of the user's own code that is registered already, because the student uses it, too. Building the
+        # teacher must not change its values.
+        own_model = own_named("model", teacher_model.NAME)
+        values = own_model.values if own_model else {}
+        if teacher_config.USE:
             from engine.trained.own_code import use_of_weights
 
-            run = run_folder_of(chosen.place)
-            noted = noted_of(chosen.meta.get(FIELD), chosen.place)
-            use_of_weights([] if own else noted, theirs, run, kinds=("model",))
-            used = {one["sha256"] for one in noted_files() if theirs.MODEL.NAME in one["registers"]}
-            if own and used.isdisjoint(one.sha256 for one in noted):
-                log.warning("Teacher %s: %s has changed since; the new file builds the teacher.", setting, own.file)
-    if theirs.task != ONE_LABEL:
-        raise UserError(f"{KEY} {setting}: trained {theirs.task.words}; a teacher needs one label per image.")
-    data = theirs.DATA
-    _check_values(setting, config, (data.IMAGE_CHANNELS, data.BITS, data.value_range))
-    model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    if own:
-        own.values = values
-    load_weights(model, read_weights(chosen), f"{chosen.file}")
-    log.info("Teacher %s: %s", setting, chosen.words)
+            run = run_folder_of(weights.place)
+            recorded_files = noted_of(weights.meta.get(FIELD), weights.place)
+            use_of_weights([] if own_model else recorded_files, teacher_config, run, kinds=("model",))
+            used = {file["sha256"] for file in noted_files() if teacher_model.NAME in file["registers"]}
+            if own_model and used.isdisjoint(file.sha256 for file in recorded_files):
+                message = "Teacher %s: %s has changed since; the new file builds the teacher."
+                log.warning(message, setting, own_model.file)
+    if teacher_config.task != ONE_LABEL:
+        raise UserError(f"{KEY} {setting}: trained {teacher_config.task.words}; a teacher needs one label per image.")
+    data = teacher_config.DATA
+    _check_images(setting, config, (data.IMAGE_CHANNELS, data.BITS, data.value_range))
+    model = build_model(teacher_model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+    if own_model:
+        own_model.values = values
+    load_weights(model, read_weights(weights), f"{weights.file}")
+    log.info("Teacher %s: %s", setting, weights.words)
     if precision.level != "O0":
-        in_fp32 = list(theirs.AMP.FP32_MODULES) + fp32_modules(chosen)
-        force_fp32(model, in_fp32, precision.device.type)
+        names_in_fp32 = list(teacher_config.AMP.FP32_MODULES) + fp32_modules(weights)
+        force_fp32(model, names_in_fp32, precision.device.type)
     return TeacherModel(
         model,
-        where=f"{theirs.MODEL.NAME} of {chosen.file}",
+        where=f"{teacher_model.NAME} of {weights.file}",
         image_size=data.IMAGE_SIZE,
         mean=data.IMAGENET_MEAN,
         std=data.IMAGENET_STD,
-        classes=theirs.MODEL.NUM_CLASSES,
-        names=chosen.classes,
+        classes=teacher_model.NUM_CLASSES,
+        names=weights.classes,
     )
 
 
-def _unnamed(setting: str) -> str:
+def _unknown_model(setting: str) -> str:
+    """Begin an error about a file of weights whose model is unknown."""
     return f"{KEY} {setting}: neither the file's header nor its name says which timm model it is"
 
 
-def _check_values(setting: str, config: Config, theirs: tuple[Any, ...]) -> None:
-    """Raise UserError if the teacher has learned from other channels, bits, or range of values (`theirs`)."""
-    ours = (config.DATA.IMAGE_CHANNELS, config.DATA.BITS, config.DATA.value_range)
-    for key, its, mine in zip(("IMAGE_CHANNELS", "BITS", "RANGE"), theirs, ours, strict=True):
-        if its != mine:
-            raise UserError(f"{KEY} {setting}: trained with DATA.{key} {its}, but here it is {mine}.")
+def _check_images(setting: str, config: Config, teacher_values: tuple[Any, ...]) -> None:
+    """Raise UserError if the teacher was trained on images of another kind than the student's.
+
+    `teacher_values`: the teacher's number of channels, bits per value, and range of values.
+    """
+    student_values = (config.DATA.IMAGE_CHANNELS, config.DATA.BITS, config.DATA.value_range)
+    keys = ("IMAGE_CHANNELS", "BITS", "RANGE")
+    for key, teacher_value, student_value in zip(keys, teacher_values, student_values, strict=True):
+        if teacher_value != student_value:
+            raise UserError(
+                f"{KEY} {setting}: trained with DATA.{key} {teacher_value}, but here it is {student_value}."
+            )
 
 
 def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
-    """timm's name of the model, and the place of its weights: a file, or that name again. No name for a run.
+    """Parse TRAIN.TEACHER_MODEL: return timm's name of the model, and the place of its weights.
 
-    `taught`: whether the student is of a family that PaddleViT distils, always from the same teacher.
+    The place is a file, or timm's name again for timm's own weights. For a run or checkpoint the name is None, and the
+    place is its path. UserError if the setting is none of these.
+    `taught`: the student is of a family that PaddleViT distils, always from the same teacher. Then a file that does not
+    say its model is taken for that teacher's.
     """
     name, separator, file = setting.partition("=")
     if separator and is_timm_name(name):
@@ -387,7 +428,7 @@ def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
         candidates = [str(header.get("model", "")), path.stem, path.name.partition(".")[0]]
         model = next(filter(is_timm_name, filter(None, candidates)), None)
         if model is None and not taught:
-            raise UserError(f"{_unnamed(setting)}. {FORMS}")
+            raise UserError(f"{_unknown_model(setting)}. {FORMS}")
         return model or PADDLEVIT, str(path)
     if path.exists():
         return None, str(path)
@@ -399,7 +440,7 @@ def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
 
 @contextlib.contextmanager
 def _errors_name_teacher() -> Iterator[None]:
-    """Replace the student's setting by the teacher's in errors: both kinds of weights are found by the same code."""
+    """Replace MODEL.PRETRAINED by TRAIN.TEACHER_MODEL in errors, because the same code finds both kinds of weights."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Time the kinds of attention on this GPU, forward and backward at this model's shape, and choose the fastest."""
+"""Times the kinds of attention on this GPU, forward and backward at this model's shape, and chooses the fastest."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,13 +29,14 @@ from utils.errors import UserError
 ROUNDS = 5
 WARM_UPS = 2
 CALLS = 4
-"""Timed together."""
+"""Number of calls that are timed together"""
 MIN_SPEEDUP = 1.02
-"""Needed to replace torch's own choice."""
+"""Speed-up that another kind needs to replace torch's own choice"""
 MAX_TOKENS_OF_PLAIN = 64
 """With more, plain attention saves large matrices. A batch size that `auto` found without them may then not fit."""
 
 Timer = Callable[[Callable[[], None]], float]
+"""Calls a function several times, and returns the seconds of one call."""
 
 
 class _LayerReached(Exception):
@@ -44,7 +45,7 @@ class _LayerReached(Exception):
 
 @dataclass
 class Call:
-    """One call of an attention layer, with the model's inputs."""
+    """A call of an attention layer with the inputs that it gets in the model, to be repeated with each kind."""
 
     layer: Any
     inputs: tuple[Any, ...]
@@ -58,8 +59,8 @@ class Call:
         return self.inputs[0].shape[-2]
 
     def run(self, kind: str) -> None:
-        """Forward and backward by this kind alone; raises RuntimeError if it does not support this call."""
-        before = self.layer.fused_attn
+        """Run forward and backward by this kind alone. RuntimeError if it does not support this call."""
+        previous = self.layer.fused_attn
         self.layer.fused_attn = kind != PLAIN
         try:
             with self._only(kind):
@@ -67,20 +68,20 @@ class Call:
                     output: Tensor = self.layer(*self.inputs, **self.named)
                 leaves = list(self.layer.parameters())
                 leaves += [value for value in self.inputs if isinstance(value, Tensor)]
-                wanted = [leaf for leaf in leaves if leaf.requires_grad]
-                torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+                trained_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+                torch.autograd.grad(output, trained_leaves, torch.ones_like(output), allow_unused=True)
         finally:
-            self.layer.fused_attn = before
+            self.layer.fused_attn = previous
 
     def _only(self, kind: str) -> AbstractContextManager[Any]:
-        """Context in which any other kind raises RuntimeError."""
+        """Return a context in which attention raises RuntimeError where this kind cannot compute it."""
         if kind == PACKED:
             from engine.speed.packed_attention import packed_only
 
-            x: Tensor = self.inputs[0]
+            features: Tensor = self.inputs[0]
             is_cast = self.precision.level not in ("O0", "O3")
-            dtype = self.precision.choice.dtype if is_cast else x.dtype
-            return packed_only(self.layer, self.tokens, dtype=dtype, device=x.device)
+            dtype = self.precision.choice.dtype if is_cast else features.dtype
+            return packed_only(self.layer, self.tokens, dtype=dtype, device=features.device)
         from torch.nn.attention import sdpa_kernel
 
         backends = backends_of(kind, strictly=True, left_out=self.left_out)
@@ -88,9 +89,13 @@ class Call:
 
 
 def race_attention(built: BuiltModel) -> Choice:
-    """The fastest kind, or the one asked for, or that of the resumed run, if it works here."""
+    """Choose a kind of attention by trying it on this GPU.
+
+    With a kind that SPEED asks for, UserError if it does not work here. Under `auto`, the kind of the resumed run if it
+    works here, else the fastest.
+    """
     wanted = built.config.attention
-    before = built.before.get("attention")
+    previous = built.before.get("attention")
     precision = built.precision
     data = built.config.DATA
     device = precision.device
@@ -102,28 +107,31 @@ def race_attention(built: BuiltModel) -> Choice:
     torch.ones((), device=device, requires_grad=True).square().backward()
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         call = first_call(built.model, images, precision, built.left_out)
-        known = [kind for kind in KINDS["cuda"] if built.config.wants(kind) is not False]
-        if PACKED in known and not packed_is_possible(built.listed):
-            known.remove(PACKED)
-        if wanted == "auto" and before in known and _works(call, before):
-            return Choice(before, "as before the resume")
-        kinds = [kind for kind in known if _works(call, kind)]
-        if not kinds:
+        candidates = [kind for kind in KINDS["cuda"] if built.config.wants(kind) is not False]
+        if PACKED in candidates and not packed_is_possible(built.listed):
+            candidates.remove(PACKED)
+        if wanted == "auto" and previous in candidates and _works(call, previous):
+            return Choice(previous, "as before the resume")
+        working = [kind for kind in candidates if _works(call, kind)]
+        if not working:
             call.run(FUSED)  # raises the error that stopped all kinds: out of memory
         if wanted == "auto":
-            if call.tokens > MAX_TOKENS_OF_PLAIN and PLAIN in kinds:
-                kinds.remove(PLAIN)
-            return winner(race(call.run, kinds, _time_by_events))
-    if wanted not in kinds:
+            if call.tokens > MAX_TOKENS_OF_PLAIN and PLAIN in working:
+                working.remove(PLAIN)
+            return winner(race(call.run, working, _time_by_events))
+    if wanted not in working:
         raise UserError(
             f"SPEED +{wanted} does not support this GPU, model and precision "
-            f"({precision.name}); use {', '.join(kinds)}, or leave it out."
+            f"({precision.name}); use {', '.join(working)}, or leave it out."
         )
     return Choice(wanted, "as asked for")
 
 
 def first_call(model: nn.Module, images: Tensor, precision: Precision, left_out: Sequence[str] = ()) -> Call:
-    """The call of the first attention layer, which is the largest: later layers have as many tokens or fewer."""
+    """Record the call of the model's first attention layer, by a forward pass that ends there.
+
+    It is the largest: later layers have as many tokens or fewer.
+    """
     calls: list[Call] = []
 
     def as_leaf(value: Any) -> Any:
@@ -145,17 +153,18 @@ def first_call(model: nn.Module, images: Tensor, precision: Precision, left_out:
 
 
 def race(run: Callable[[str], None], kinds: list[str], seconds_of: Timer) -> dict[str, float]:
-    """Median seconds of each kind, timed in alternation."""
+    """Return the median seconds of each kind. The kinds are timed in alternation; the first rounds warm up."""
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for nth in range(WARM_UPS + ROUNDS):
+    for round_number in range(WARM_UPS + ROUNDS):
         for kind in kinds:
             seconds = seconds_of(partial(run, kind))
-            if nth >= WARM_UPS:
+            if round_number >= WARM_UPS:
                 times[kind].append(seconds)
     return {kind: median(seconds) for kind, seconds in times.items()}
 
 
 def winner(seconds: dict[str, float]) -> Choice:
+    """Choose the fastest kind, or torch's own choice (FUSED) unless another is clearly faster."""
     fastest = min(seconds, key=lambda kind: seconds[kind])
     if FUSED not in seconds:
         return Choice(fastest, "the fastest that works here")
@@ -167,6 +176,7 @@ def winner(seconds: dict[str, float]) -> Choice:
 
 
 def _works(call: Call, kind: str) -> bool:
+    """Return whether a kind can compute this call, in the memory that there is."""
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns why a kernel does not support a call
             call.run(kind)
@@ -176,6 +186,7 @@ def _works(call: Call, kind: str) -> bool:
 
 
 def _time_by_events(work: Callable[[], None]) -> float:
+    """Call `work` CALLS times, and return the seconds per call by the GPU's clock."""
     begin = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     begin.record()

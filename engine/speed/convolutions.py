@@ -1,4 +1,4 @@
-"""Convolutions that compute faster (SPEED): patches by a matrix product, and the memory format channels_last."""
+"""Makes convolutions faster (SPEED): patches by a matrix product, and the memory format channels_last."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"
 
 
 class PatchesAsProduct(nn.Module):
-    """A convolution without overlap, computed as a matrix product. The shape of its weights does not change."""
+    """Mixin for a convolution without overlap: computes it as a matrix product, with the same weights."""
 
     autocast_operators = ("linear", "conv2d")
     """As in `engine/amp/low_precision.py`."""
@@ -38,7 +38,7 @@ class PatchesAsProduct(nn.Module):
 
 
 class LinearPatches(Speedup):
-    """`auto`: where it was faster in measurements."""
+    """Computes the patch embedding as a matrix product. `auto` does so where it was faster in measurements."""
 
     key = "linear_patches"
     title = "patches by a matrix product"
@@ -61,7 +61,7 @@ class LinearPatches(Speedup):
 
 
 def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
-    """Those of the patch embedding whose windows are adjacent and do not overlap."""
+    """List the convolutions of the patch embedding whose windows are adjacent and do not overlap."""
     return [
         module
         for name, module in model.named_modules()
@@ -75,9 +75,10 @@ def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
 
 
 class ChannelsLast(Speedup):
-    """The memory format for which convolutions have faster kernels.
+    """Uses the memory format channels_last, for which convolutions have faster kernels.
 
-    `auto`: on a GPU in half precision, and on a CPU for ResNet, EfficientNet and the like; docs/dev/kernels.md.
+    `auto` uses it on a GPU in half precision, and on a CPU for ResNet, EfficientNet and the like
+    (docs/dev/kernels.md).
     """
 
     key = "channels_last"

@@ -1,6 +1,7 @@
-"""Bias and GELU of a transformer's MLP in one kernel, forward and backward (SPEED).
+"""Computes bias and GELU of a transformer's MLP in one kernel, forward and backward (SPEED).
 
-Between an MLP's products only memory is moved, and torch reads it once more than needed. torch computes the products.
+Between the two matrix products of an MLP, the time goes into moving memory, and torch reads it once more than needed.
+The products themselves stay torch's.
 """
 
 import importlib.util
@@ -23,12 +24,16 @@ from utils.log import log
 LISTED = frozenset({"linear", "fc", "addmm", "mm", "matmul", "matmul_v2", "fused_gemm_epilogue", "gelu"})
 """Names of linear layers and GELU on AMP's lists, which would have no effect inside the fused operator."""
 ADAPTED = "MODEL.LORA has adapters in fc1 or fc2, which its kernels would leave out"
+"""Obstacle that is logged under `auto`, too"""
 FIRST_CAPABILITY = (8, 0)
 """First GPUs with bf16, and with tensor cores so fast that memory is the MLP's bottleneck between products."""
 
 
 class FusedMlp(nn.Module):
-    """timm's Mlp with its first bias and GELU as one operator. In fp32, or with hooks on its layers, timm's forward."""
+    """Mixin for timm's Mlp that computes its first bias and GELU as one operator.
+
+    In fp32, or where its layers must be called by themselves, timm's own forward computes.
+    """
 
     fc1: nn.Linear
     act: nn.Module
@@ -40,13 +45,13 @@ class FusedMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not _in_half(x) or any(_has_own_call(part) for part in (self.fc1, self.act)):
             return super().forward(x)
-        h = F.linear(x, self.fc1.weight)
-        y = torch.ops.vitamp.gelu_with_bias(h, self.fc1.bias)
-        return self.drop2(self.fc2(self.norm(self.drop1(y))))
+        without_bias = F.linear(x, self.fc1.weight)
+        activations_of_fc1 = torch.ops.vitamp.gelu_with_bias(without_bias, self.fc1.bias)
+        return self.drop2(self.fc2(self.norm(self.drop1(activations_of_fc1))))
 
 
 class FusedMlps(Speedup):
-    """`auto`: on a GPU in half precision if the kernels work."""
+    """Fuses bias and GELU in all plain MLPs. `auto` does so on a GPU in half precision if the kernels work."""
 
     key = "fused_mlp"
     title = "bias and GELU in one kernel"
@@ -56,9 +61,10 @@ class FusedMlps(Speedup):
         if built.precision.level == "O0":
             log.info("SPEED +fused_mlp has no effect: AMP is off")
             return Choice(False)
-        known = _obstacle(built)
-        obstacle = known or _why_kernels_fail(built.precision)
-        if wanted is None and obstacle and known in ("", ADAPTED):
+        obstacle_in_model = _obstacle(built)
+        obstacle = obstacle_in_model or _why_kernels_fail(built.precision)
+        # Under auto, only what a user would not expect is logged: adapters, and kernels that fail.
+        if wanted is None and obstacle and obstacle_in_model in ("", ADAPTED):
             log.info("SPEED auto leaves out fused_mlp: %s", obstacle)
         if obstacle and wanted:
             raise UserError(f"SPEED +fused_mlp: {obstacle}; leave it out.")
@@ -72,6 +78,7 @@ class FusedMlps(Speedup):
 
 
 def _obstacle(built: BuiltModel) -> str:
+    """Say why this model, device or precision cannot use the kernels; '' if nothing is known before trying them."""
     precision = built.precision
     for mlp in built.model.modules():
         if type(mlp) is Mlp and (has_adapters(mlp.fc1) or has_adapters(mlp.fc2)):
@@ -91,7 +98,10 @@ def _obstacle(built: BuiltModel) -> str:
 
 
 def _why_kernels_fail(precision: Precision) -> str:
-    """Try the kernels: Triton needs a driver, a C compiler and headers, and finds out only when it runs."""
+    """Try the kernels, and say why they fail; '' if they work.
+
+    Triton needs a driver, a C compiler and headers, and finds out only when it runs.
+    """
     if torch.cuda.get_device_capability(precision.device) < FIRST_CAPABILITY:
         return "this GPU is older than compute capability 8.0"
     if importlib.util.find_spec("triton") is None:
@@ -107,7 +117,8 @@ def _why_kernels_fail(precision: Precision) -> str:
 
 
 def _plain_mlps(model: nn.Module) -> list[Mlp]:
-    found = []
+    """List the MLPs that the kernels can compute: two linear layers, a bias, exact GELU and no norm."""
+    mlps = []
     for mlp in model.modules():
         if type(mlp) is not Mlp:
             continue
@@ -115,15 +126,16 @@ def _plain_mlps(model: nn.Module) -> list[Mlp]:
         is_exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
         is_linear = type(mlp.fc1) is nn.Linear and type(mlp.fc2) is nn.Linear
         if is_exact and is_linear and mlp.fc1.bias is not None and type(mlp.norm) is nn.Identity:
-            found.append(mlp)
-    return found
+            mlps.append(mlp)
+    return mlps
 
 
 def _in_half(x: Tensor) -> bool:
+    """Return whether a layer computes in half precision on a GPU with this input: by its dtype, or by autocast."""
     return x.is_cuda and (x.dtype in HALVES or torch.is_autocast_enabled("cuda"))
 
 
 def _has_own_call(part: nn.Module) -> bool:
-    """Whether a layer must be called by itself: it is forced to fp32, or has hooks, if only those of all modules."""
+    """Return whether a layer must be called by itself: it is forced to fp32, or it or all modules have hooks."""
     hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or modules._global_forward_hooks
     return is_forced(part) or bool(hooks)

@@ -1,4 +1,7 @@
-"""TRAIN.GRAD_CHECKPOINT: activation checkpointing; blocks save their input only and recompute in the backward pass."""
+"""Applies activation checkpointing (TRAIN.GRAD_CHECKPOINT).
+
+Blocks save only their input, and recompute the rest in the backward pass.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,17 +17,19 @@ from utils.errors import UserError
 
 
 class Recomputed(nn.Module):
-    """A block with activation checkpointing. Dropout draws the same numbers in both passes."""
+    """Mixin for a block with activation checkpointing. Dropout draws the same numbers in both passes."""
 
     recomputed: bool
+    """Whether this block is checkpointed; blocks that are not have the mixin, too"""
     frozen: bool
-    """It stays in eval mode during training, and may still pass on gradients."""
+    """Whether none of its weights train: it stays in eval mode during training, and may still pass on gradients."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        trains = self.training or (self.frozen and inputs[0].requires_grad)
-        if not (self.recomputed and trains and torch.is_grad_enabled()):
+        needs_gradients = self.training or (self.frozen and inputs[0].requires_grad)
+        if not (self.recomputed and needs_gradients and torch.is_grad_enabled()):
             return super().forward(*inputs, **named)
-        # torch.compile cannot trace it, and its recomputation does not update the statistics again.
+        # Not in compiled code: torch.compile cannot trace these contexts, and its own recomputation does not update
+        # the running statistics again.
         if not torch.compiler.is_compiling() and any(isinstance(module, BATCH_NORM) for module in self.modules()):
             named["context_fn"] = self._contexts
         return checkpoint(self._eager_forward, *inputs, use_reentrant=False, **named)
@@ -37,7 +42,7 @@ class Recomputed(nn.Module):
 
 
 class RecomputedBlocks(Speedup):
-    """All blocks (`blocks`), or the first of every N."""
+    """Checkpoints all blocks (`blocks`), or the first of every N blocks (a number)."""
 
     def choose(self, built: BuiltModel) -> Choice:
         wanted = built.config.TRAIN.GRAD_CHECKPOINT
@@ -47,32 +52,34 @@ class RecomputedBlocks(Speedup):
                 f"TRAIN.GRAD_CHECKPOINT {wanted}: {built.name} has no sequence of equal blocks to recompute; set it to "
                 "none."
             )
-        return Choice(wanted, f"{len(range(0, count, _every(wanted)))} of {count} blocks")
+        checkpointed = len(range(0, count, _interval(wanted)))
+        return Choice(wanted, f"{checkpointed} of {count} blocks")
 
     def apply(self, built: BuiltModel, value: str | int) -> None:
         blocks = [block for _, block in blocks_of(built.model)]
         for number, block in enumerate(blocks):
             mix_in(block, Recomputed)  # all of them, so that blocks keep a common class
-            block.recomputed = number % _every(value) == 0  # pyright: ignore[reportArgumentType]
+            block.recomputed = number % _interval(value) == 0  # pyright: ignore[reportArgumentType]
             block.frozen = not any(weight.requires_grad for weight in block.parameters())  # pyright: ignore[reportArgumentType]
 
     def words(self, choice: Choice) -> str:
         return f"{choice.why} recomputed in the backward pass"
 
 
-def _every(wanted: str | int) -> int:
+def _interval(wanted: str | int) -> int:
+    """Return the N of which every Nth block is checkpointed."""
     return 1 if wanted == "blocks" else int(wanted)
 
 
 @contextmanager
 def _running_statistics_kept(block: nn.Module) -> Iterator[None]:
-    """Update copies of the running statistics while a batch is recomputed: the first pass has updated the real ones."""
+    """Let batch norms update copies of their running statistics: the first pass has updated the real ones already."""
     norms = [module for module in block.modules() if isinstance(module, BATCH_NORM)]
-    real = [dict(norm._buffers) for norm in norms]
-    for norm, buffers in zip(norms, real, strict=True):
+    real_buffers = [dict(norm._buffers) for norm in norms]
+    for norm, buffers in zip(norms, real_buffers, strict=True):
         norm._buffers.update({name: value if value is None else value.clone() for name, value in buffers.items()})
     try:
         yield
     finally:
-        for norm, buffers in zip(norms, real, strict=True):
+        for norm, buffers in zip(norms, real_buffers, strict=True):
             norm._buffers.update(buffers)

@@ -1,6 +1,7 @@
-"""SPEED +packed: timm's attention by kernels that read queries, keys and values from the packed qkv tensor.
+"""Computes timm's attention by kernels that read queries, keys and values from the packed qkv tensor (SPEED +packed).
 
-torch's kernels take three tensors. In the backward pass of each layer, their three gradients are copied into one.
+torch's kernels take three tensors. In the backward pass of each layer, their three gradients are copied into one,
+which these kernels avoid.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,10 @@ from engine.speed.speedup import mix_in
 
 
 class PackedAttention(nn.Module):
-    """timm's attention by packed kernels; by torch's choice where they do not work, such as in fp32 on a GPU."""
+    """Mixin for timm's attention that computes by packed kernels.
+
+    Where they do not work, such as in fp32 on a GPU, it computes by torch's choice of kernel.
+    """
 
     packed: bool = False
     strict: bool = False
@@ -43,25 +47,28 @@ class PackedAttention(nn.Module):
             output = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return self.proj_drop(self.proj(output))
 
-    def _raise_if_strict(self, what: str) -> None:
+    def _raise_if_strict(self, unsupported: str) -> None:
         if self.strict:
-            raise RuntimeError(f"packed attention has no kernel for {what}")
+            raise RuntimeError(f"packed attention has no kernel for {unsupported}")
 
 
 def supports_call(qkv: Tensor, heads: int) -> bool:
+    """Return whether the kernels support this tensor, by its device, number of tokens, width of a head and dtype."""
     return qkv.is_cuda and supports(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype)
 
 
 def can_be_packed(layer: Any) -> bool:
-    """Whether it is timm's own attention layer, with nothing between its products and attention."""
+    """Return whether this is timm's own attention layer, with nothing between its products and attention."""
     if type(layer).forward not in (TimmAttention.forward, PackedAttention.forward):
         return False
-    between = [getattr(layer, name, None) for name in ("q_norm", "k_norm", "norm")]
-    plain = all(part is None or isinstance(part, nn.Identity) for part in between)
-    return plain and getattr(layer, "gate", None) is None and layer.scale == cast(int, layer.head_dim) ** -0.5
+    norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm", "norm")]
+    has_no_norm = all(norm is None or isinstance(norm, nn.Identity) for norm in norms)
+    has_no_gate = getattr(layer, "gate", None) is None
+    return has_no_norm and has_no_gate and layer.scale == cast(int, layer.head_dim) ** -0.5
 
 
 def use_packed(layer: nn.Module) -> None:
+    """Let a layer compute by packed kernels, if it can; others stay as they are."""
     if can_be_packed(layer):
         mix_in(layer, PackedAttention)
         layer.packed = True  # pyright: ignore[reportArgumentType]
@@ -69,25 +76,28 @@ def use_packed(layer: nn.Module) -> None:
 
 @contextmanager
 def packed_only(layer: Any, tokens: int, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Compute this layer by packed kernels; raises RuntimeError if they do not support it or fail their self-test."""
+    """Let this layer compute by packed kernels inside this context, and as before after it.
+
+    RuntimeError if they do not support the layer, or fail their self-test.
+    """
     if not can_be_packed(layer):
         raise RuntimeError("packed attention does not support this attention layer")
     _check_kernels(tokens, layer.head_dim, dtype, device)
-    own = type(layer)
-    before = getattr(layer, "packed", False)
+    previous_class = type(layer)
+    was_packed = getattr(layer, "packed", False)
     mix_in(layer, PackedAttention)
     layer.packed = layer.strict = True
     try:
         yield
     finally:
-        layer.packed = before
+        layer.packed = was_packed
         layer.strict = False
-        layer.__class__ = own
+        layer.__class__ = previous_class
 
 
 @cache
 def _check_kernels(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Run the kernels' self-test, once for each shape; raises RuntimeError if they do not work here."""
+    """Run the kernels' self-test, once for each shape. RuntimeError if they do not work here."""
     if device.type != "cuda" or not supports(tokens, width, dtype):
         raise RuntimeError(f"packed attention has no kernel for {dtype} with heads {width} wide on {device.type}")
     try:

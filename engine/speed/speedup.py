@@ -1,6 +1,6 @@
-"""How a built model's layers compute (SPEED): the mathematics is the same; results change in the last bits only.
+"""Defines what a speed-up (SPEED) is: it changes how a model's layers compute, and results in the last bits only.
 
-Speed-ups change the model itself, for training, evaluation and tools. tuning.py names them all, in their order.
+Speed-ups change the model itself, for training, evaluation and tools. tuning.py lists them all, in their order.
 """
 
 from abc import ABC, abstractmethod
@@ -50,43 +50,51 @@ class BuiltModel:
 
 
 class Choice(NamedTuple):
+    """The value that a speed-up has chosen for a model, and the reason for the banner."""
+
     value: Any
     """False: the layers compute as they are built."""
     why: str = ""
 
 
 class Speedup(ABC):
+    """A way to compute some layers faster, which is chosen for a model and then applied to it."""
+
     key = ""
-    """Of its value in a run's choices; empty where the settings alone decide."""
+    """Key of its value in a run's choices; empty where the settings alone decide."""
     title = ""
-    """Its words, unless they depend on the choice"""
+    """Its words in the banner, unless they depend on the choice"""
 
     @abstractmethod
     def choose(self, built: BuiltModel) -> Choice:
-        """Called on every rank; the choice of rank 0 counts. Raises UserError if it cannot be as the setting says."""
+        """Choose a value for this model. UserError if the model or device does not support what SPEED asks for.
+
+        Called on every rank; the choice of rank 0 counts.
+        """
 
     @abstractmethod
     def apply(self, built: BuiltModel, value: Any) -> None:
-        """Change the model. Not called for False."""
+        """Change the model as the chosen value says. Not called for False."""
 
     def words(self, choice: Choice) -> str:
-        """For the banner, which shows no empty words. Not called for False."""
+        """Return the words for the banner; '' for none. Not called for False."""
         return self.title
 
 
-def mix_in(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Put `kind` before the module's own class; its methods may call `super()`.
+def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Let a module's methods be those of the class `mixin`, which may call the module's own by `super()`.
 
     Weights, names in the state dict and the class name do not change. Whatever wraps the module later
     (AMP.FP32_MODULES, FSDP, a compiled call) finds the new forward where it looks for it: in the class.
     """
-    if not isinstance(module, kind):
-        module.__class__ = _mixed(kind, type(module))
+    if not isinstance(module, mixin):
+        module.__class__ = _mixed_class(mixin, type(module))
 
 
 @cache
-def _mixed(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    return type(own.__name__, (kind, own), {"__module__": own.__module__, "__doc__": kind.__doc__})
+def _mixed_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of modules of class `base` with `mixin`, under the name of `base`; always the same one."""
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": mixin.__doc__})
 
 
 # The kinds of kernels for attention, and what they can compute.
@@ -105,34 +113,36 @@ FUSED_OPERATOR = frozenset({"scaled_dot_product_attention", "fused_attention", "
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
-    """timm's attention layers, whose kernel can be chosen."""
+    """List timm's attention layers, whose kernel can be chosen."""
     return [module for module in model.modules() if hasattr(module, "fused_attn")]
 
 
 def packed_is_possible(listed: frozenset[str]) -> bool:
+    """Return whether packed attention may work: triton is installed, and AMP's lists do not name torch's operator."""
     return not FUSED_OPERATOR & listed and find_spec("triton") is not None
 
 
 def backends_of(kind: str, strictly: bool = False, left_out: Sequence[str] = ()) -> list[Any]:
-    """torch's backends for a kind, by preference; empty for torch's own choice, which takes none that is `left_out`.
+    """Return torch's backends for a kind of attention, in order of preference; [] to let torch choose among all.
 
-    The others are fallbacks: flash and cuDNN do not support fp32, in which a run may validate.
+    `strictly`: only the backend of this kind. Else others follow as fallbacks: flash and cuDNN do not support fp32, in
+    which a run may validate. `left_out`: kinds that torch's own choice (FUSED) must not take.
     """
     if kind not in (FLASH, EFFICIENT, CUDNN) and not (kind == FUSED and left_out):
         return []
     from torch.nn.attention import SDPBackend
 
-    named = {
+    backend_of_kind = {
         FLASH: SDPBackend.FLASH_ATTENTION,
         EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
         CUDNN: SDPBackend.CUDNN_ATTENTION,
     }
     if kind == FUSED:
-        backends = [backend for name, backend in named.items() if name not in left_out]
+        backends = [backend for name, backend in backend_of_kind.items() if name not in left_out]
         return backends + [SDPBackend.MATH]
-    backends = [named[kind]]
+    backends = [backend_of_kind[kind]]
     if not strictly:
         if kind != EFFICIENT:
-            backends.append(named[EFFICIENT])
+            backends.append(backend_of_kind[EFFICIENT])
         backends.append(SDPBackend.MATH)
     return backends

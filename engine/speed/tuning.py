@@ -1,4 +1,4 @@
-"""Choose and apply the speed-ups of a model; see speedup.py. That of attention, which every model may have, is here.
+"""Chooses and applies the speed-ups of a model (see speedup.py), and defines the one of attention.
 
 The choices are shown in the banner, saved in run.json and checkpoints, and used again by a resumed run.
 
@@ -40,6 +40,8 @@ _sdpa_kernel = ExitStack()
 
 
 class AttentionKernel(Speedup):
+    """Chooses the kernel that timm's attention layers compute with."""
+
     key = "attention"
 
     def choose(self, built: BuiltModel) -> Choice:
@@ -57,7 +59,7 @@ class AttentionKernel(Speedup):
         return race_attention(built)
 
     def apply(self, built: BuiltModel, value: str) -> None:
-        """Use a kind for every pass of this process, recomputation and validation included."""
+        """Use the kind `value` for every pass of this process, recomputation and validation included."""
         for layer in attention_layers(built.model):
             layer.fused_attn = value not in (PLAIN, OWN)
             if value == PACKED:
@@ -74,14 +76,14 @@ class AttentionKernel(Speedup):
             _sdpa_kernel.enter_context(sdpa_kernel(backends, set_priority=True))
 
     def words(self, choice: Choice) -> str:
-        why = f" ({choice.why})" if choice.why else ""
-        return f"attention {choice.value}{why}"
+        reason = f" ({choice.why})" if choice.why else ""
+        return f"attention {choice.value}{reason}"
 
 
 def attention_by_rule(built: BuiltModel) -> Choice | None:
-    """The choice that needs no timing; None if kernels must be timed or tried on this GPU."""
+    """Choose a kind of attention without timing; None if kernels must be timed or tried on this GPU."""
     config = built.config
-    before = built.before.get("attention")
+    previous = built.before.get("attention")
     device = built.precision.device.type
     wanted = config.attention
     kinds = KINDS.get(device, KINDS_ELSEWHERE)
@@ -94,9 +96,9 @@ def attention_by_rule(built: BuiltModel) -> Choice | None:
     if wanted != "auto":  # a GPU has some kinds for some models only
         must_try = device == "cuda" and (wanted == PACKED or backends_of(wanted))
         return None if must_try else Choice(wanted, "as asked for")
-    # packed must be tried on this GPU
-    if before in kinds and before != PACKED and config.wants(str(before)) is not False:
-        return Choice(before, "as before the resume")
+    # A previous choice is kept, unless it is PACKED, which must be tried on this GPU, or SPEED now leaves it out.
+    if previous in kinds and previous != PACKED and config.wants(str(previous)) is not False:
+        return Choice(previous, "as before the resume")
     if device == "cuda":
         return None
     # The fastest in measurements from 17 to 197 tokens; see docs/dev/kernels.md.
@@ -108,26 +110,26 @@ def attention_by_rule(built: BuiltModel) -> Choice | None:
 
 
 def _check_forced(wanted: str, built: BuiltModel, kinds: Sequence[str]) -> None:
-    """Raise UserError for a kind of attention that SPEED forces, and that this model or device does not have."""
-    named = f"SPEED +{wanted}"
+    """Raise UserError if SPEED asks for a kind of attention that this model or device does not support."""
+    setting = f"SPEED +{wanted}"
     listed = built.listed
     device = built.precision.device.type
     if not attention_layers(built.model):
-        raise UserError(f"{named}: {built.name} has no attention layer whose kernel can be chosen; leave it out.")
+        raise UserError(f"{setting}: {built.name} has no attention layer whose kernel can be chosen; leave it out.")
     if wanted not in kinds:
-        raise UserError(f"{named}: {device} supports only {' and '.join(kinds)}; leave it out.")
-    inside = ", ".join(sorted(INSIDE_FUSED & listed))
-    if inside:
+        raise UserError(f"{setting}: {device} supports only {' and '.join(kinds)}; leave it out.")
+    without_effect = ", ".join(sorted(INSIDE_FUSED & listed))
+    if without_effect:
         raise UserError(
-            f"{named}: AMP's lists would have no effect on {inside} inside a fused operator; use -fused, or leave it "
-            "out."
+            f"{setting}: AMP's lists would have no effect on {without_effect} inside a fused operator; use -fused, or "
+            "leave it out."
         )
     if wanted == PACKED and not packed_is_possible(listed):
         operators = ", ".join(sorted(FUSED_OPERATOR & listed))
-        why = "it needs the package triton, which is not installed"
+        reason = "it needs the package triton, which is not installed"
         if operators:
-            why = f"AMP's lists, which affect torch's operators only, name {operators}"
-        raise UserError(f"{named}: {why}; use +fused, or leave it out.")
+            reason = f"AMP's lists, which affect torch's operators only, name {operators}"
+        raise UserError(f"{setting}: {reason}; use +fused, or leave it out.")
 
 
 RECORDED = ("attention", "linear_patches", "fused_mlp", "channels_last")
@@ -135,27 +137,29 @@ RECORDED = ("attention", "linear_patches", "fused_mlp", "channels_last")
 
 
 def speedups(config: Config, precision: Precision) -> Iterator[Speedup]:
-    """Those that the settings, or for `auto` this device, can choose; in the order in which they are applied.
+    """Yield the speed-ups that may be chosen in this run, in the order in which they are applied.
 
-    Other files are not imported.
+    A speed-up may be chosen if SPEED asks for it, or under `auto` if it suits this device. The files of others are not
+    imported.
     """
     on_cpu = precision.device.type == "cpu"
     half_on_gpu = precision.device.type == "cuda" and precision.level != "O0"
 
-    def may_be(name: str, auto: bool) -> bool:
+    def may_be_chosen(name: str, suits_device: bool) -> bool:
         wanted = config.wants(name)
-        return auto if wanted is None else wanted
+        is_auto = wanted is None
+        return suits_device if is_auto else wanted
 
     yield AttentionKernel()
-    if may_be("linear_patches", on_cpu or half_on_gpu):
+    if may_be_chosen("linear_patches", on_cpu or half_on_gpu):
         from engine.speed.convolutions import LinearPatches
 
         yield LinearPatches()
-    if may_be("fused_mlp", half_on_gpu):
+    if may_be_chosen("fused_mlp", half_on_gpu):
         from engine.speed.fused_mlp import FusedMlps
 
         yield FusedMlps()
-    if may_be("channels_last", on_cpu or half_on_gpu):
+    if may_be_chosen("channels_last", on_cpu or half_on_gpu):
         from engine.speed.convolutions import ChannelsLast
 
         yield ChannelsLast()
@@ -168,9 +172,11 @@ def speedups(config: Config, precision: Precision) -> Iterator[Speedup]:
 def speed_up(
     config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World, previous: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
-    """Choose and apply. `previous`: choices of the run that is resumed. A collective call.
+    """Choose the speed-ups of a model and apply them to it. A collective call.
 
-    Returns entries for run.json and for checkpoints, from which a resumed run reads them, and a line for the banner.
+    Returns the choices, for run.json and for checkpoints, from which a resumed run reads them, and a line for the
+    banner. `previous`: choices of the run that is resumed; they do not count on another kind of device or in another
+    precision.
     """
     computed_in = f"{precision.device.type} {precision.name.replace('-', ' ')}"  # a blank, as in the oldest checkpoints
     if previous.get("computed_in") != computed_in:

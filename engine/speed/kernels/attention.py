@@ -21,30 +21,32 @@ LOG2_E = log2(2.718281828459045)
 
 
 def forward_options(tokens: int, heads: int, width: int) -> dict[str, Any]:
-    """How to launch it: a program computes one head, up to 64 queries at a time, against all its keys."""
+    """Return how to launch the forward kernel: a program computes a head, 64 queries at a time, with all its keys."""
     first, second, third = key_blocks(tokens)
     sizes = {"N": tokens, "H": heads, "D": width, "ROWS": min(64, _next_power_of_2(tokens))}
     return sizes | {"K1": first, "K2": second, "K3": third, "num_warps": 4, "num_stages": 3}
 
 
 def backward_options(tokens: int, heads: int, width: int) -> dict[str, Any]:
-    """How to launch it: a program computes one head, all its keys at once, and for them up to 32 queries at a time."""
+    """Return how to launch the backward kernel: a program computes a head, all its keys with 32 queries at a time."""
     keys = _next_power_of_2(tokens)
     sizes = {"N": tokens, "H": heads, "D": width, "ROWS": min(32, keys), "KEYS": keys}
     return sizes | {"num_warps": 8 if keys == MAX_TOKENS else 4, "num_stages": 3}
 
 
 def supports(tokens: int, width: int, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for this number of tokens, width of a head, and dtype."""
     return tokens <= MAX_TOKENS and width in WIDTHS and dtype in HALVES
 
 
 def key_blocks(tokens: int) -> tuple[int, int, int]:
-    """Up to three block sizes, powers of two, that hold all keys with little padding; unused ones are 0."""
-    left = -(-tokens // MIN_DOT_SIZE) * MIN_DOT_SIZE
+    """Return three block sizes, powers of two, that together hold all keys with little padding; unused ones are 0."""
+    left = -(-tokens // MIN_DOT_SIZE) * MIN_DOT_SIZE  # rounded up
     blocks = []
     while left > 0:
-        last = len(blocks) == 2
-        blocks.append(_next_power_of_2(left) if last else 1 << (left.bit_length() - 1))
+        is_last = len(blocks) == 2
+        # The largest power of two within `left`; the last block must hold all that is left.
+        blocks.append(_next_power_of_2(left) if is_last else 1 << (left.bit_length() - 1))
         left -= blocks[-1]
     if sum(blocks) == _next_power_of_2(tokens):
         blocks = [sum(blocks)]
@@ -58,7 +60,7 @@ def _next_power_of_2(number: int) -> int:
 
 @torch.library.custom_op("vitamp::packed_attention", mutates_args=())
 def packed_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Attention of `qkv`, [batch, tokens, 3 * heads * width].
+    """Compute attention of `qkv`, [batch, tokens, 3 * heads * width].
 
     Returns the output, [batch, tokens, heads * width], and for the backward pass the logsumexp of each query to base 2,
     [batch, heads, tokens].
@@ -77,6 +79,7 @@ def packed_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("vitamp::packed_attention_backward", mutates_args=())
 def packed_attention_backward(grad: Tensor, qkv: Tensor, out: Tensor, logsumexp: Tensor, heads: int) -> Tensor:
+    """Compute the gradient of `qkv` from that of the output (`grad`) and from the results of the forward pass."""
     grad = grad.contiguous()
     qkv = qkv.contiguous()
     batch, tokens, width = _sizes(qkv, heads)
@@ -128,7 +131,7 @@ packed_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def self_test(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> None:
-    """Run both passes once, for two heads; raises an error if that fails or differs from torch's result."""
+    """Run both passes once, for two heads. Raises an error if they fail or differ from torch's result."""
     random = torch.Generator().manual_seed(0)
     qkv = torch.randn(2, tokens, 3 * 2 * width, generator=random).to(device, dtype).requires_grad_()
     grad = torch.randn(2, tokens, 2 * width, generator=random).to(device, dtype)

@@ -49,7 +49,7 @@ class Call:
 
     layer: Any
     inputs: tuple[Any, ...]
-    named: dict[str, Any]
+    keywords: dict[str, Any]
     precision: Precision
     left_out: Sequence[str]
     """See `backends_of`"""
@@ -65,7 +65,7 @@ class Call:
         try:
             with self._only(kind):
                 with self.precision.autocast(training=False):
-                    output: Tensor = self.layer(*self.inputs, **self.named)
+                    output: Tensor = self.layer(*self.inputs, **self.keywords)
                 leaves = list(self.layer.parameters())
                 leaves += [value for value in self.inputs if isinstance(value, Tensor)]
                 trained_leaves = [leaf for leaf in leaves if leaf.requires_grad]
@@ -139,9 +139,9 @@ def first_call(model: nn.Module, images: Tensor, precision: Precision, left_out:
             return value.detach().clone().requires_grad_()
         return value
 
-    def record(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> NoReturn:
+    def record(layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> NoReturn:
         leaves = tuple(as_leaf(value) for value in inputs)
-        calls.append(Call(layer, inputs=leaves, named=named, precision=precision, left_out=left_out))
+        calls.append(Call(layer, inputs=leaves, keywords=keywords, precision=precision, left_out=left_out))
         raise _LayerReached
 
     # In eval mode: layers before attention must not update running statistics.

@@ -91,9 +91,9 @@ def _obstacle(built: BuiltModel) -> str:
         return "fp8 has its own linear layers"
     if built.sharded:
         return "it was not tested with DIST.STRATEGY fsdp"
-    named = ", ".join(sorted(LISTED & built.listed))
-    if named:
-        return f"AMP's lists would have no effect on {named} inside a fused operator"
+    operators = ", ".join(sorted(LISTED & built.listed))
+    if operators:
+        return f"AMP's lists would have no effect on {operators} inside a fused operator"
     return ""
 
 

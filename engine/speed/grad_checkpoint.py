@@ -24,18 +24,18 @@ class Recomputed(nn.Module):
     frozen: bool
     """Whether none of its weights train: it stays in eval mode during training, and may still pass on gradients."""
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         needs_gradients = self.training or (self.frozen and inputs[0].requires_grad)
         if not (self.recomputed and needs_gradients and torch.is_grad_enabled()):
-            return super().forward(*inputs, **named)
+            return super().forward(*inputs, **keywords)
         # Not in compiled code: torch.compile cannot trace these contexts, and its own recomputation does not update
         # the running statistics again.
         if not torch.compiler.is_compiling() and any(isinstance(module, BATCH_NORM) for module in self.modules()):
-            named["context_fn"] = self._contexts
-        return checkpoint(self._eager_forward, *inputs, use_reentrant=False, **named)
+            keywords["context_fn"] = self._contexts
+        return checkpoint(self._eager_forward, *inputs, use_reentrant=False, **keywords)
 
-    def _eager_forward(self, *inputs: Any, **named: Any) -> Any:
-        return super().forward(*inputs, **named)
+    def _eager_forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return super().forward(*inputs, **keywords)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _running_statistics_kept(self)

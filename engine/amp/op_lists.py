@@ -112,6 +112,7 @@ class OpLists:
     """
 
     def __init__(self, device_type: str, white: Sequence[str], black: Sequence[str]) -> None:
+        """`white`: operators to run in low precision. `black`: in fp32. Both by torch's or Paddle's names."""
         self.device_type = device_type
         self._names = tuple(white) + tuple(black)
         self.white = operators_named(white)
@@ -121,6 +122,7 @@ class OpLists:
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
+        """Register the lists' kernels at autocast's dispatch key, and let the compiler know of the lists."""
         if not (self.white or self.black):
             return self
         self._undo.callback(_reset_compiler)

@@ -124,6 +124,7 @@ class _CallTracker(TorchFunctionMode):
     """
 
     def __init__(self, model: nn.Module, teacher: nn.Module | None) -> None:
+        """`teacher`: the model of a distillation's teacher, whose modules are tracked too; None without one."""
         super().__init__()
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         if teacher is not None:
@@ -197,6 +198,7 @@ class _ExtremesRecorder(TorchDispatchMode):
         self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a kernel, and record the extremes of its floating outputs with the place that called it."""
         out = func(*args, **(kwargs or {}))
         if self._paused or func.is_view:
             return out

@@ -127,6 +127,7 @@ class _DtypeRecorder(TorchDispatchMode):
         self.dtypes[module].outputs.update(dict.fromkeys(_dtypes(outputs)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a kernel. If its operator can be on AMP's lists, record the output's dtype for the innermost module."""
         outputs = func(*args, **(kwargs or {}))
         if self._inside:
             module = self._inside[-1]

@@ -52,6 +52,7 @@ class Compiling(Callback):
     """
 
     def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
+        """`sharded`: FSDP shards the model."""
         self.how = NONE
         """NONE, BLOCKS or WHOLE; set by `choose_compiling`"""
         self.auto = False

@@ -173,6 +173,7 @@ class Teacher:
     """Frozen model that takes images as the student gets them: normalised for the student, mixed, of any size."""
 
     def __init__(self, source: TeacherModel, config: Config, precision: Precision) -> None:
+        """Freeze the teacher, move it to the device, and hash its weights. `config`: of the student."""
         self.source = source
         self._precision = precision
         self.setting = f"{config.TRAIN.TEACHER_MODEL}"

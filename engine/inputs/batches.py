@@ -43,6 +43,7 @@ class Inputs(nn.Module):
     offset: Tensor
 
     def __init__(self, data: DataConfig) -> None:
+        """Compute the factor and the offset per channel from mean, std and range, in fp64."""
         super().__init__()
         mean = torch.tensor(per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS), dtype=torch.float64)
         std = torch.tensor(per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS), dtype=torch.float64)

@@ -54,6 +54,7 @@ class ImageSizes(Callback):
         return {"image_height": Figure(height, f"Height: {height}"), "image_width": Figure(width, f"Width: {width}")}
 
     def rows(self) -> dict[str, str]:
+        """Return the words for the banner: each image size, with its first epoch."""
         changes = []
         previous_size = None
         for epoch in range(1, max(1, self._train.NUM_EPOCHS) + 1):

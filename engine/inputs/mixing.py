@@ -52,6 +52,7 @@ class Mixing(Mixup):
     """
 
     def __init__(self, train: TrainConfig, task: Task) -> None:
+        """Take the settings of mixup and CutMix. `task`: mixes the labels."""
         self._task = task
         super().__init__(
             mixup_alpha=train.MIXUP_ALPHA,

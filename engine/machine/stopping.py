@@ -63,6 +63,7 @@ class Signals:
     """Handles the signals of this process. A signal ends it at once, unless `deferred` is set."""
 
     def __init__(self) -> None:
+        """Handle no signals yet; `listen` begins to."""
         self.request = NOTHING
         """The request of highest priority so far"""
         self.deferred = False

@@ -150,6 +150,7 @@ class Throughput:
     """Counts images, time and waiting for data between two reports, and over the run in a tally."""
 
     def __init__(self, device: torch.device, stages: Stages | None = None) -> None:
+        """`stages`: measures the stages of updates; None if they are not measured."""
         self._device = device
         self._stages = stages or Stages()
         self._began = time.perf_counter()

@@ -25,6 +25,7 @@ class Ema(Callback):
     """Averages the weights of a model after each update (TRAIN.MODEL_EMA). `module` is a model with the averages."""
 
     def __init__(self, model: nn.Module, train: TrainConfig, device: torch.device) -> None:
+        """Copy the model in fp32, to the CPU if MODEL_EMA_FORCE_CPU is set, else to `device`."""
         self.device = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
         # Weights that are frozen for good (MODEL.LORA) are shared with the model, if they are on the EMA's device and
         # in fp32: deepcopy takes objects in its memo as they are.

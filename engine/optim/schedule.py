@@ -151,6 +151,7 @@ class DeviceSchedule(Schedule):
             group["lr"] = torch.zeros((), device=self._device)
 
     def advance(self, stepped: bool | Tensor) -> None:
+        """Count an update on the device, and set the learning rates for the next one."""
         self._count += stepped
         self._left -= 1
         if self._left == 0:  # waits for the device, once in thousands of updates

@@ -64,6 +64,7 @@ class Sharding:
     """
 
     def __init__(self, world: World, device: torch.device, dist: DistConfig) -> None:
+        """Build the mesh of ranks. With DIST.HSDP, each machine holds all shards. A collective call."""
         from torch.distributed.device_mesh import init_device_mesh
 
         self._world = world
@@ -81,7 +82,7 @@ class Sharding:
         self.nth = self._mesh.get_local_rank(SHARDS)
         self.writes = not by_machine or self._mesh.get_local_rank(COPIES) == 0
         self._gathering = ""
-        """Words on the precision that weights are gathered in; '' before `shard`, and in fp32"""
+        """Words on the precision that weights are gathered in; '' without AMP"""
 
     def words(self) -> str:
         """Describe the sharding for the banner."""

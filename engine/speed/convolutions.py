@@ -24,6 +24,7 @@ class PatchesAsProduct(nn.Module):
     bias: Tensor | None
 
     def forward(self, images: Tensor) -> Tensor:
+        """Compute the patch embedding. Images that patches do not divide evenly go to the convolution itself."""
         batch, channels, height, width = images.shape
         down, across = self.kernel_size
         if height % down or width % across:
@@ -44,6 +45,7 @@ class LinearPatches(Speedup):
     title = "patches by a matrix product"
 
     def choose(self, built: BuiltModel) -> Choice:
+        """Choose True if the model has such an embedding, and SPEED asks for it or it was faster in measurements."""
         convolutions = _patch_convolutions(built.model)
         if built.config.wants("linear_patches"):
             if not convolutions:
@@ -85,6 +87,7 @@ class ChannelsLast(Speedup):
     title = "channels last"
 
     def choose(self, built: BuiltModel) -> Choice:
+        """Choose True if SPEED asks for it, else what the resumed run chose, else whether it gains on this device."""
         obstacle = ""
         wanted = built.config.wants("channels_last")
         if not overlapping_convolutions(built.model):

@@ -57,6 +57,7 @@ class FusedMlps(Speedup):
     title = "bias and GELU in one kernel"
 
     def choose(self, built: BuiltModel) -> Choice:
+        """Choose True if the model has MLPs that the kernels can compute, and the kernels work here."""
         wanted = built.config.wants("fused_mlp")
         if built.precision.level == "O0":
             log.info("SPEED +fused_mlp has no effect: AMP is off")

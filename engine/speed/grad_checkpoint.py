@@ -25,6 +25,7 @@ class Recomputed(nn.Module):
     """Whether none of its weights train: it stays in eval mode during training, and may still pass on gradients."""
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Compute the block, with activation checkpointing if gradients are needed."""
         needs_gradients = self.training or (self.frozen and inputs[0].requires_grad)
         if not (self.recomputed and needs_gradients and torch.is_grad_enabled()):
             return super().forward(*inputs, **keywords)
@@ -45,6 +46,7 @@ class RecomputedBlocks(Speedup):
     """Checkpoints all blocks (`blocks`), or the first of every N blocks (a number)."""
 
     def choose(self, built: BuiltModel) -> Choice:
+        """Choose what the setting says. UserError if the model has no blocks."""
         wanted = built.config.TRAIN.GRAD_CHECKPOINT
         count = len(list(blocks_of(built.model)))
         if not count:

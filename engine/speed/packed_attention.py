@@ -34,6 +34,7 @@ class PackedAttention(nn.Module):
     proj_drop: nn.Module
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, **others: Any) -> Tensor:
+        """Compute attention by packed kernels, else by torch's operator; with a mask or dropout, as timm does."""
         drops = self.training and self.attn_drop.p > 0
         if not self.packed or attn_mask is not None or any(others.values()) or drops:
             self._raise_if_strict("dropout or a mask")

@@ -45,6 +45,7 @@ class AttentionKernel(Speedup):
     key = "attention"
 
     def choose(self, built: BuiltModel) -> Choice:
+        """Choose a kind by rule where one applies, else by trying and timing the kinds on rank 0."""
         wanted = built.config.attention
         by_rule = attention_by_rule(built)
         if by_rule is not None:

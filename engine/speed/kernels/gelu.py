@@ -136,6 +136,7 @@ def gelu_with_bias(h: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.custom_op("vitamp::gelu_with_bias_backward", mutates_args=())
 def gelu_with_bias_backward(dy: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `h` and `bias` from that of the output (`dy`)."""
     dy = dy.contiguous()
     h = h.contiguous()
     bias = bias.contiguous()

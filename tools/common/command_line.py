@@ -1,4 +1,7 @@
-"""Command line of the tools in scripts/: exit codes, and own flags beside those of the entry scripts."""
+"""Read the command lines of the tools in scripts/, and turn their errors into exit codes.
+
+A tool has flags of its own beside those of the entry scripts.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,11 @@ PAGES = {
     "pack_images.py": "shards",
     "show_batch.py": "augmentation",
 }
-"""Documentation page of a tool, where it has another name."""
+"""Documentation page of a tool whose page is not named like the tool."""
 SECONDS_FOR_RANK_0 = 5
-"""In which it prints an error that all ranks have"""
+"""Time that the other ranks leave rank 0 to print an error that all ranks have"""
 SAY = {CLASSES: 1000, IMAGE_SIZE: 224, PATCH_SIZE: 16, **dict.fromkeys(MEASURED, 0.5), MEASURED[0]: "0,4095"}
-"""Numbers to suggest in place of `auto` to tools that read no data"""
+"""Values that an error suggests in place of `auto`, in tools that do not read the data"""
 WEIGHTS = Flag("weights", CHOICES_IN_WORDS, "|".join(CHOICES), default=BETTER, choices=CHOICES)
 """For tools that load a trained model."""
 PART = Flag(
@@ -83,7 +86,7 @@ MODES = Flag(
 )
 """For tools that measure what a precision gains"""
 NO_CALIBRATION = Flag("no_calibration", "leave out the temperature that evaluate.py -calibrate fitted to the weights")
-"""For tools that apply it."""
+"""For tools that apply this temperature."""
 POOL = Flag(
     "pool",
     "what the classifier sees (pooled), the class token, the mean of all patches, both, class tokens of the last 4 "
@@ -99,15 +102,18 @@ OVERWRITE = Flag("overwrite", "replace existing output files")
 """For tools that write a file named by the user."""
 
 
-def number(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """For `Flag.kind`: a number that `fits`."""
+def number(condition: str, is_allowed: Callable[[float], bool]) -> Callable[[str], float]:
+    """Make a `Flag.kind` that converts the flag's text to a number and checks it with `is_allowed`.
+
+    `condition` describes the allowed numbers in the error, such as 'above 0'.
+    """
 
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):
             value = float(text)
-            if fits(value):
+            if is_allowed(value):
                 return value
-        raise ValueError(f"takes a number {words}")
+        raise ValueError(f"takes a number {condition}")
 
     return convert
 
@@ -116,27 +122,30 @@ above_zero = number("above 0", lambda value: 0 < value < math.inf)
 
 
 def tool(work: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """For the main function of a tool: it reports an error as one line of text, and returns an exit code."""
+    """Decorate the main function of a tool: errors are printed as one line, and an exit code is returned."""
     return partial(_run, work)
 
 
 def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run the main function `work` of a tool and return its exit code, or that of the error that it raised."""
     die_with_starting_tool()
     import_compiler_late()
     watch_standard_output()
     start_log(to_terminal=True)
-    written.clear()  # of another tool in this process
+    # Both lists may still be filled by another tool that ran in this process.
+    written.clear()
     if_interrupted.clear()
     try:
         return flush_after(lambda: work(argv))
     except (UserError, TrainingError) as error:
         rank = (world_from_launcher() or ALONE).rank
         if rank and isinstance(error, AllRanksUserError | AllRanksError):
-            time.sleep(SECONDS_FOR_RANK_0)  # a launcher ends all ranks once the first has exited
+            # Rank 0 prints this error. A launcher ends all ranks once the first has exited, so give rank 0 time.
+            time.sleep(SECONDS_FOR_RANK_0)
         else:
             log.error("%s%s", f"rank {rank}: " if rank else "", error)
         return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
-    except PermissionError as error:  # such as of a folder that others may not enter
+    except PermissionError as error:  # for example, a folder that this user may not enter
         if error.filename is None:
             raise
         log.error("%s: no permission.", error.filename)
@@ -145,23 +154,31 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
         log.error("%s; the output is incomplete.", error)
         discard_output()
         return EXIT_USAGE
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `| head`, has closed it
         discard_output()
         return EXIT_DONE
     except KeyboardInterrupt as error:
-        files = f"already written and complete: {', '.join(map(str, written))}" if written else "no result was written"
-        log.warning("interrupted; %s", if_interrupted[-1] if if_interrupted else files)
-        return getattr(error, "exit_code", EXIT_INTERRUPTED)  # SIGTERM has a code of its own
+        results = (
+            f"already written and complete: {', '.join(map(str, written))}" if written else "no result was written"
+        )
+        log.warning("interrupted; %s", if_interrupted[-1] if if_interrupted else results)
+        return getattr(error, "exit_code", EXIT_INTERRUPTED)  # SIGTERM has an exit code of its own
 
 
 def model_at(text: str) -> Path:
-    """For `Positional.kind`: a run, a checkpoint, which RUN/best and RUN/last are too, or a file."""
+    """Convert a positional argument (`Positional.kind`) to the path of a run, a checkpoint or a file.
+
+    RUN/best and RUN/last become the folder of that checkpoint.
+    """
     return located(Path(text).expanduser())
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Command line of `folder`/`name`. -h shows `about`, the positional arguments and the tool's own flags."""
+    """Describe the command line that the script `folder`/`name` accepts.
+
+    -h shows `about`, the positional arguments and the tool's own flags.
+    """
 
     name: str
     about: str | None
@@ -170,12 +187,13 @@ class Tool:
     settings: bool = True
     """Whether the flags and settings of the entry scripts are accepted too."""
     command: str = ""
-    """Name of the subcommand, if the tool has several; `read` gets the words behind it."""
+    """Name of the subcommand, if the tool has several; `read` gets the words after it."""
     one_label: str = ""
-    """Why it needs one label per image; empty if it can have several (DATA.MULTI_LABEL)."""
+    """The reason why the tool needs one label per image; empty if images may have several (DATA.MULTI_LABEL)."""
     folder: str = "scripts"
 
     def read(self, argv: Sequence[str]) -> ToolLine:
+        """Parse the words `argv`: the tool's own flags and positional arguments, and those of the entry scripts."""
         parser = Parser(
             f"{self.folder}/{self.name} {self.command}".rstrip(),
             about_tool(self.about, self.name),
@@ -184,25 +202,27 @@ class Tool:
             self.places,
             self.settings,
         )
-        given, words = parser.read(argv)
+        given, settings = parser.read(argv)
         allow(given.get("use"), "trust" in given)
+
         defaults = {place.name: None for place in self.places} | {flag.name: flag.default for flag in self.flags}
-        own = {name: value for name, value in given.items() if name in defaults}
-        run = command_line({name: value for name, value in given.items() if name not in own}, words)
+        own_values = {name: value for name, value in given.items() if name in defaults}
+        of_entry_scripts = {name: value for name, value in given.items() if name not in own_values}
+        run = command_line(of_entry_scripts, settings)
         if run.action != "train":
             raise UserError(
                 f"{self.name} has no -{run.action}; use {started_as('main_single_gpu.py')}, which has it and takes the "
                 "same flags."
             )
-        return ToolLine(run, Namespace(**{**defaults, **own}), frozenset(own), self.one_label)
+        return ToolLine(run, Namespace(**{**defaults, **own_values}), frozenset(own_values), self.one_label)
 
 
 @dataclass(frozen=True)
 class ToolLine:
-    """A tool's parsed command line."""
+    """Hold a tool's parsed command line."""
 
     run: CommandLine
-    """Flags and settings of the entry scripts, not checked yet."""
+    """Flags and settings of the entry scripts, which `load` checks."""
     asked: Namespace = field(default_factory=Namespace)
     """Values of the tool's own flags and positional arguments, by name; defaults for those not given."""
     given: frozenset[str] = frozenset()
@@ -211,31 +231,36 @@ class ToolLine:
     """As in `Tool`."""
 
     def load(self, more: dict[str, tuple[Any, str]] | None = None, resolved: bool = True) -> Loaded:
-        """Checked settings. `more`: further settings, by key, with their source. Does not initialise CUDA.
+        """Load and check the settings of this command line, without initialising CUDA.
 
-        `resolved`: with what the data and the weights say (engine/preflight.py), for a tool that reads them.
+        `more`: further settings, key -> (value, source).
+        `resolved`: replace `auto` by what the data and the weights say (engine/preflight.py). A tool that reads
+        neither passes False: then an `auto` that only the data could resolve is an error.
         """
         flags = {**self.run.flags, **(more or {})}
-        if getattr(self.asked, "use", None) and not self.asked.path:  # otherwise it is the file of that run
+        # With a path, -use names the file with the code of that run, which `read` has allowed; else it sets USE.
+        if getattr(self.asked, "use", None) and not self.asked.path:
             flags["USE"] = (self.asked.use, "-use")
         loaded = load_config(self.run.cfg, flags, self.run.words)
-        if loaded.config.DATA.BATCH_SIZE == AUTO:
-            where = loaded.sources["DATA.BATCH_SIZE"]
+        config = loaded.config
+        if config.DATA.BATCH_SIZE == AUTO:
+            source = loaded.sources["DATA.BATCH_SIZE"]
             raise UserError(
-                f"{where}: DATA.BATCH_SIZE auto does not work in this tool; give a number, say -batch_size 64."
+                f"{source}: DATA.BATCH_SIZE auto does not work in this tool; give a number, say -batch_size 64."
             )
-        if loaded.config.USE:
+        if config.USE:
             from engine.trained.own_code import use_own_code
 
-            use_own_code(loaded.config, loaded.sources["USE"].kind is not Kind.RUN, self.run.trust)
-        if self.one_label and loaded.config.task != ONE_LABEL:
-            key = "MODEL.MAE_PRETRAIN" if loaded.config.task == NO_LABELS else "DATA.MULTI_LABEL"
+            use_own_code(config, loaded.sources["USE"].kind is not Kind.RUN, self.run.trust)
+        if self.one_label and config.task != ONE_LABEL:
+            key = "MODEL.MAE_PRETRAIN" if config.task == NO_LABELS else "DATA.MULTI_LABEL"
             raise UserError(f"{loaded.sources[key]}: {key} true: {self.one_label}.")
         if resolved:
             from engine.preflight import fill_in  # imports torch, which takes seconds, so only for valid settings
 
             return fill_in(loaded, of_run=False)
-        measured = [key for key in MEASURED if value_of(loaded.config, key) == AUTO and loaded.is_default(key)]
+
+        measured = [key for key in MEASURED if value_of(config, key) == AUTO and loaded.is_default(key)]
         loaded = loaded.with_values(dict.fromkeys(measured, 0.5), "not measured: no speed depends on it")
         for key in AUTO_BY_DATA:
             if value_of(loaded.config, key) == AUTO:
@@ -246,19 +271,23 @@ class ToolLine:
         return loaded
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise UserError if one of these own flags is given. `why`: with {} in place of its name."""
+        """Raise UserError if one of the tool's own flags `names` is given. `why`: the error, with {} for its name."""
         for name in names:
             if name in self.given:
                 raise UserError(why.format(name))
 
     def given_by(self, key: str) -> str:
-        """The flag that gave a setting, or 'on the command line'; '' if neither did."""
-        return "on the command line" if key in self.run.words else self.run.flags.get(key, ("", ""))[1]
+        """Return the flag that gave a setting, or 'on the command line' for KEY=VALUE; '' if it was not given."""
+        if key in self.run.words:
+            return "on the command line"
+        _, flag = self.run.flags.get(key, ("", ""))
+        return flag
 
     def file(self, name: str, *endings: str) -> Path | None:
-        """The file given by the own flag `name`, after checking that it can be written; None without the flag.
+        """Return the file given by the own flag `name`, after checking that it can be written; None without the flag.
 
-        Of a tool with -overwrite, an existing file is an error without that flag.
+        `endings`: the file must have one of these suffixes, if any are listed.
+        If the tool has the flag -overwrite, an existing file is an error unless that flag is given.
         """
         text = getattr(self.asked, name)
         flag = f"-{name}"
@@ -267,39 +296,46 @@ class ToolLine:
         path = Path(text).expanduser()
         if endings and path.suffix.lower() not in endings:
             stem = path.stem or "result"
-            such = f"{stem}{endings[0]}"
-            raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}, such as {such}.")
+            example = f"{stem}{endings[0]}"
+            raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}, such as {example}.")
         return check_output_file(path, flag, fresh=not getattr(self.asked, "overwrite", True))
 
 
 def first_word(argv: Sequence[str], tool: str, about: str | None, known: Mapping[str, str], kind: str) -> str:
-    """The subcommand: the first word, which must be one of `known` (name -> description). `kind` is the word for it.
+    """Return the subcommand, which is the first word and must be one of `known` (name -> description).
 
-    -h prints `about` and the list, and exits with 0.
+    `kind`: what the error calls it, such as 'command'. -h prints `about` with the list, and exits with 0.
     """
-    asked = argv[0] if argv else ""
-    if asked.lstrip("-") in ("h", "help"):
+    word = argv[0] if argv else ""
+    if word.lstrip("-") in ("h", "help"):
         print(f"{about_tool(about, tool)}\n")
-        for name, what in known.items():
-            print(textwrap.fill(f"  {name:<12}{what}", WIDTH, subsequent_indent=" " * 14))
+        for name, description in known.items():
+            print(textwrap.fill(f"  {name:<12}{description}", WIDTH, subsequent_indent=" " * 14))
         sys.exit(EXIT_DONE)
-    if asked not in known:
-        what = f"unknown {kind} {asked!r}.{nearest(asked, known)}" if asked else f"the {kind} is missing."
-        raise UserError(f"{what} The first word must be one of {', '.join(known)}; -h describes them.")
-    return asked
+    if word not in known:
+        problem = f"unknown {kind} {word!r}.{nearest(word, known)}" if word else f"the {kind} is missing."
+        raise UserError(f"{problem} The first word must be one of {', '.join(known)}; -h describes them.")
+    return word
 
 
 def about_tool(about: str | None, tool: str) -> str:
-    """A tool's docstring for -h, wrapped but for its command lines, followed by the page of the docs."""
-    parts = help_here(about or "").strip("\n").split("\n\n")
+    """Return the help text of a tool: its docstring `about`, and a link to its page of the docs.
+
+    Paragraphs are wrapped, except those with indented lines, which are commands to type.
+    """
+    paragraphs = help_here(about or "").strip("\n").split("\n\n")
     page = f"docs/{PAGES.get(Path(tool).name, Path(tool).stem)}.md"
     if page not in (about or ""):
-        parts.append(f"More: {page}.")
-    return "\n\n".join(part if "\n " in f"\n{part}" else textwrap.fill(part, WIDTH) for part in parts)
+        paragraphs.append(f"More: {page}.")
+    wrapped = []
+    for paragraph in paragraphs:
+        has_indented_line = "\n " in f"\n{paragraph}"
+        wrapped.append(paragraph if has_indented_line else textwrap.fill(paragraph, WIDTH))
+    return "\n\n".join(wrapped)
 
 
 def about_one_device(loaded: Loaded) -> list[str]:
-    """The note that a tool which measures one device ignores -ngpus, if it was given."""
+    """Return the note that -ngpus has no effect in a tool that measures one device; none if it was not given."""
     number = loaded.config.NGPUS
     if number > 1 or (number == -1 and loaded.sources["NGPUS"] == "-ngpus"):
         return [
@@ -310,25 +346,29 @@ def about_one_device(loaded: Loaded) -> list[str]:
 
 
 def check_one_training(loaded: Loaded, tool: str) -> None:
-    """Refuse settings that the tool does not have, and a launch in several processes: it starts its own."""
+    """Raise UserError for settings that a training tool does not have, and for a launch in several processes.
+
+    The tool starts its own processes.
+    """
     config = loaded.config
-    resume = "give -pretrained RUN to start from its weights"
-    for key, given, instead in (
+    for_resume = "give -pretrained RUN to start from its weights"
+    for setting, is_given, advice in (
         ("EVAL", config.EVAL, "leave it out, since the tool trains"),
-        ("MODEL.RESUME", config.MODEL.RESUME, resume),
+        ("MODEL.RESUME", config.MODEL.RESUME, for_resume),
         ("TRAIN.NUM_EPOCHS auto", config.TRAIN.NUM_EPOCHS == AUTO and tool != "compare.py", "give a number"),
     ):
-        if given:
-            raise UserError(f"{loaded.sources[key.split()[0]]}: {tool} has no {key}; {instead}.")
+        if is_given:
+            key = setting.removesuffix(" auto")
+            raise UserError(f"{loaded.sources[key]}: {tool} has no {setting}; {advice}.")
     check_one_process(tool)
 
 
 def check_one_process(tool: str) -> None:
-    """Refuse a launch in several processes, each of which would do all the work."""
+    """Raise UserError if a launcher started the tool in several processes: each would do all the work."""
     world = world_from_launcher()
     if world is not None and world.size > 1:
-        rank = VARIABLES[world.launcher][0] if world.launcher in VARIABLES else "RANK"
+        rank_variable = VARIABLES[world.launcher][0] if world.launcher in VARIABLES else "RANK"
         raise UserError(
-            f"{tool} is one process, but {rank} says that this is one of {world.size} ({world.launcher}). Start one; "
-            f"if this is the only one, put env -u {rank} before the command."
+            f"{tool} is one process, but {rank_variable} says that this is one of {world.size} ({world.launcher}). "
+            f"Start one; if this is the only one, put env -u {rank_variable} before the command."
         )

@@ -1,4 +1,4 @@
-"""The metric that decides, and the verdict on runs of several contenders."""
+"""Choose the metric that decides a comparison, and give the verdict on the runs of several contenders."""
 
 import math
 import statistics
@@ -38,105 +38,121 @@ ByName = dict[str, dict[int, Metrics]]
 Images = Mapping[tuple[str, int], PerImage | None]
 """(contender, seed) -> what each validation image adds to the metric of that run."""
 Paired = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Of two contenders, for `over_images`: seeds x images of each, contenders x seeds of all that have these seeds, and
-the groups of the images"""
+"""Values of two contenders, for `crossed_interval`: seeds x images of the one, seeds x images of the other, means of
+all contenders that have these seeds (contenders x seeds), and the groups of the images"""
 
 LEAST_MEMORY = 0.01
-"""Smaller differences are not reported."""
+"""Smaller relative differences in memory are not reported."""
 
 
 LEAST_PROCESS_MEMORY = 0.1
-"""The same of a process: its memory jumps by itself, often equally in several runs."""
+"""The same limit for the memory of a process, which varies by itself, often equally in several runs."""
 WIDEST_SPEED = 10
-"""Bounds of a speed that are further apart, as factors, say nothing."""
+"""An interval of speeds whose upper bound is more than this multiple of the lower bound is not shown."""
 MANY_SKIPPED = 0.05
+"""Fraction of skipped updates above which they are reported as a problem"""
 
 
 @dataclass(frozen=True)
 class Judged:
+    """The metric and the weights by which runs are compared."""
+
     metric: Metric
     weights: WeightSet
-    """Runs without them are judged by their plain weights."""
+    """Runs that do not have these weights are judged by their plain ones."""
 
     @property
     def words(self) -> str:
-        """In sentences."""
+        """Name of the metric, as sentences call it."""
         return "accuracy" if self.metric is ONE_LABEL.best else self.metric.words
 
     @property
     def whose(self) -> str:
-        """Of which weights, where that is not plain."""
+        """Phrase that names the weights, to follow the metric in a sentence; '' for plain weights."""
         return f", of the {self.weights.label} in runs that have one" if self.weights is not PLAIN else ""
 
     @property
     def digits(self) -> int:
-        """After the point, in a mean."""
+        """Number of decimals with which a mean is shown."""
         return 1 if self.metric.percent else 4
 
     def signed(self, value: float, sign: str = "+") -> str:
-        """A difference without its unit."""
+        """Format a difference without its unit. `sign`: '+' shows the sign of positive values, too; '' does not."""
         digits = 2 if self.metric.percent else 4
         return f"{value:{sign}.{digits}f}"
 
     def difference(self, value: float, sign: str = "") -> str:
+        """Format a difference with its unit, such as '0.30 points'. `sign`: see `signed`."""
         return self.signed(value, sign) + (" points" if self.metric.percent else "")
 
     def compared(self, value: float) -> str:
-        """A difference in words: '0.30 points higher'."""
+        """Describe a difference: '0.30 points higher', or 'equal' for 0."""
         if not value:
             return "equal"
         how = "higher" if value > 0 else "lower"
         return f"{self.difference(abs(value))} {how}"
 
     def of(self, row: Mapping[str, Any]) -> float | None:
-        """Its value after the last epoch of a run."""
-        of_set = row.get(f"last_{self.weights.prefix}{self.metric.name}")
-        return row.get(f"last_{self.metric.name}") if of_set is None else of_set
+        """Return the metric after the last epoch of a run; None if it was not measured.
+
+        A run that does not have the judged weights is judged by its plain ones.
+        """
+        value = row.get(f"last_{self.weights.prefix}{self.metric.name}")
+        return row.get(f"last_{self.metric.name}") if value is None else value
 
     def values(self, rows: Iterable[Mapping[str, Any]]) -> list[float]:
+        """Return the metric of each run that has measured it."""
         return [value for value in map(self.of, rows) if value is not None]
 
 
 def judged_of(about: Mapping[str, Any]) -> Judged:
-    """Of what compare.json holds."""
+    """Return the metric and the weights that compare.json, read as `about`, was judged by."""
     return Judged(metric_named(about["metric"]), set_named(about["weights"]))
 
 
 def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) -> Judged:
-    """-metric and -weights. By default the task's best metric; of the EMA if settings vary that change it alone."""
+    """Choose the metric and the weights by the values of -metric and -weights, which are None if not given.
+
+    The default metric is the task's best one. The default weights are those of the EMA if the runs differ in settings
+    that only change the EMA, else the plain ones.
+    """
     metric = _metric_of(name, configs)
-    averaging = any(value_of(config, AVERAGE.setting) for config in configs)
-    if weights == AVERAGE.name and not averaging:
+    has_average = any(value_of(config, AVERAGE.setting) for config in configs)
+    if weights == AVERAGE.name and not has_average:
         raise UserError(f"-weights {weights}: no run has an {AVERAGE.label}; it needs {AVERAGE.setting}=true.")
     if weights:
         return Judged(metric, set_named(weights))
-    of_average = [key for key in settings() if key.startswith(AVERAGE.setting)]
-    varies = any(value_of(config, key) != value_of(configs[0], key) for key in of_average for config in configs)
-    return Judged(metric, AVERAGE if averaging and varies else PLAIN)
+    average_settings = [key for key in settings() if key.startswith(AVERAGE.setting)]
+    varies = any(value_of(config, key) != value_of(configs[0], key) for key in average_settings for config in configs)
+    return Judged(metric, AVERAGE if has_average and varies else PLAIN)
 
 
 def _metric_of(name: str | None, configs: Sequence[Config]) -> Metric:
-    kind, *others = dict.fromkeys(config.task for config in configs)
-    if others:
-        raise UserError(f"the metrics of runs {kind.words} and {others[0].words} differ: compare runs of one task.")
-    every = list(kind.metrics)
+    """Return the metric called `name`, or the task's best for None; an error if not all runs can have it."""
+    task, *other_tasks = dict.fromkeys(config.task for config in configs)
+    if other_tasks:
+        raise UserError(
+            f"the metrics of runs {task.words} and {other_tasks[0].words} differ: compare runs of one task."
+        )
+    measured = list(task.metrics)
     for config in configs:
-        every += map(metric_named, config.VALIDATE_METRICS)
+        measured += map(metric_named, config.VALIDATE_METRICS)
     has_knn = all(config.measures_knn for config in configs)
     classes = max(config.MODEL.NUM_CLASSES for config in configs)
-    known = dict[str, Metric]()
-    for metric in every:
+    allowed = dict[str, Metric]()
+    for metric in measured:
         if metric.trivial < classes and (has_knn or metric is not KNN):
-            known[metric.name] = metric
-    name = name or kind.best.name
-    if name not in known:
+            allowed[metric.name] = metric
+    name = name or task.best.name
+    if name not in allowed:
         raise UserError(
-            f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."
+            f"-metric {name}: not a metric of these runs.{nearest(name, allowed)} It takes {', '.join(allowed)}."
         )
-    return known[name]
+    return allowed[name]
 
 
 def by_name(rows: Iterable[Metrics]) -> ByName:
+    """Group finished runs by contender, and by seed or fold."""
     runs: ByName = {}
     for row in rows:
         runs.setdefault(row["mode"], {})[number_of(row)] = row
@@ -144,17 +160,20 @@ def by_name(rows: Iterable[Metrics]) -> ByName:
 
 
 def number_of(row: Metrics) -> int:
-    """Fold of a run of a cross-validation, else its seed."""
+    """Return the fold of a run of a cross-validation, or else its seed."""
     return int(row["fold"].partition("/")[0]) if "fold" in row else row["seed"]
 
 
 def unit(rows: Iterable[Metrics]) -> str:
-    """By what runs are paired, as a word."""
+    """Name what distinguishes the runs of a contender: 'fold' or 'seed'."""
     return "fold" if any("fold" in row for row in rows) else "seed"
 
 
 def overlap_of(rows: Iterable[Metrics]) -> float:
-    """Validation images per training image in a cross-validation, else 0: see `student_interval`."""
+    """Return the number of validation images per training image in a cross-validation, else 0.
+
+    `student_interval` needs it, because the training images of folds overlap.
+    """
     for row in rows:
         if "fold" in row:
             folds = int(row["fold"].partition("/")[2])
@@ -163,30 +182,34 @@ def overlap_of(rows: Iterable[Metrics]) -> float:
 
 
 def variation(rows: Iterable[Metrics]) -> float:
-    """Largest over smallest speed of runs of the same contender."""
+    """Return the largest speed over the smallest, of runs of one contender; 1 without a speed."""
     values = values_of(rows, "images_per_second")
     return max(values) / min(values) if values else 1.0
 
 
 def times_as_fast(ours: dict[int, Metrics], theirs: dict[int, Metrics], comparisons: int) -> Difference | None:
-    """Ratio of speeds. It is seen if the interval excludes 1 and it exceeds the variation between equal runs.
+    """Compare the speeds of two contenders by their ratio, over runs of the same seed or fold.
 
-    None if runs are so short that their speed is that of the slow first updates.
+    It counts as seen if the interval excludes 1 and the ratio exceeds the variation between equal runs.
+    Returns None if there is no such pair, or if runs are so short that their speed is that of the slow first updates.
     """
     pairs = _pairs(ours, theirs, lambda row: None if row["start_up_counted"] else row["images_per_second"])
     if not pairs:
         return None
-    difference = student_interval([math.log(one / other) for one, other in pairs], comparisons)
+    difference = student_interval([math.log(our_speed / their_speed) for our_speed, their_speed in pairs], comparisons)
     noise = max(variation(rows.values()) for rows in (ours, theirs))
     seen = difference.seen and math.exp(abs(difference.value)) > noise
     return replace(difference.as_ratio(), seen=seen)
 
 
 def times_the_memory(runs: ByName, name: str, against: str, comparisons: int) -> Difference | None:
-    """Ratio of the mean peak memories. Runs are few, so the noise is that of all contenders around their means."""
+    """Compare the mean peak memories of the contenders `name` and `against` by their ratio; None if one is unknown.
+
+    A contender has few runs, so the noise is estimated from all contenders, each around its mean.
+    """
     logs = dict[str, list[float]]()
-    for each, rows in runs.items():
-        logs[each] = [math.log(memory) for memory in values_of(rows.values(), "peak_memory_gb")]
+    for contender, rows in runs.items():
+        logs[contender] = [math.log(memory) for memory in values_of(rows.values(), "peak_memory_gb")]
     ours = logs.get(name)
     theirs = logs.get(against)
     if not ours or not theirs:
@@ -205,61 +228,66 @@ def difference_in_metric(
     judged: Judged,
     of_images: Paired | None = None,
 ) -> Difference | None:
-    """Difference in the metric after the last epoch; in percentage points, if it is in percent.
+    """Compare the metric of two contenders after the last epoch; in percentage points, if it is in percent.
 
-    `of_images`: of `paired_images`; None: it holds for these images alone.
-    Images of folds are counted already: each validates once, so the folds vary by their images, too.
+    `of_images`: from `paired_images`; with None, the interval holds for these validation images alone.
+    It is not used for folds: each image validates once, so the variation between folds already includes the images.
+    Returns None without runs of the same seed or fold.
     """
-    values = [one - other for one, other in _pairs(ours, theirs, judged.of)]
+    values = [our_value - their_value for our_value, their_value in _pairs(ours, theirs, judged.of)]
     if not values:
         return None
     overlap = overlap_of(ours.values())
     if of_images is not None and len(values) > 1 and not overlap:
-        found = crossed_interval(statistics.fmean(values), *of_images, comparisons=comparisons)
+        difference = crossed_interval(statistics.fmean(values), *of_images, comparisons=comparisons)
     else:
         images = next((row["validation_images"] for row in ours.values() if row.get("validation_images")), None)
+        # The metric changes in steps of one image.
         grain = 100 / images if images and judged.metric.counts_images else 0.0
-        found = student_interval(values, comparisons, grain, overlap)
-        found = replace(found, holds_for=LIKE_THESE if overlap else THESE_ALONE)
-    if judged.metric.percent and found.low is not None and found.high is not None:
-        # Of few seeds, Student's interval can be wider than any difference of two percentages.
-        return replace(found, low=max(found.low, -100.0), high=min(found.high, 100.0))
-    return found
+        difference = student_interval(values, comparisons, grain, overlap)
+        difference = replace(difference, holds_for=LIKE_THESE if overlap else THESE_ALONE)
+    if judged.metric.percent and difference.low is not None and difference.high is not None:
+        # With few seeds, Student's interval can be wider than any difference of two percentages.
+        return replace(difference, low=max(difference.low, -100.0), high=min(difference.high, 100.0))
+    return difference
 
 
 def images_of(runs: ByName, judged: Judged, parent: Path = Path()) -> Images:
-    """`parent`: of the runs' folders."""
-    found = dict[tuple[str, int], PerImage | None]()
-    for name, of_one in runs.items():
-        for seed, row in of_one.items():
-            found[name, seed] = per_image(parent / row["folder"], judged.metric, judged.weights)
-    return found
+    """Read what each validation image adds to the metric of each run. `parent`: folder that holds the run folders."""
+    images = dict[tuple[str, int], PerImage | None]()
+    for name, rows in runs.items():
+        for number, row in rows.items():
+            images[name, number] = per_image(parent / row["folder"], judged.metric, judged.weights)
+    return images
 
 
 def paired_images(images: Images, name: str, against: str, seeds: Sequence[int]) -> Paired | None:
-    """None unless all runs of the two were validated on the same images."""
+    """Collect the values per image of two contenders, for `crossed_interval`.
+
+    Returns None unless all their runs with these seeds or folds were validated on the same images.
+    """
     ours = of_rounds(images, name, seeds)
     theirs = of_rounds(images, against, seeds)
     if not ours or not theirs:
         return None
-    first = ours[0]
-    if any(not np.array_equal(one.names, first.names) for one in ours + theirs):
+    first_run = ours[0]
+    if any(not np.array_equal(run.names, first_run.names) for run in ours + theirs):
         return None
     means = list[list[float]]()
-    for contender in dict.fromkeys(who for who, _ in images):
-        known = of_rounds(images, contender, seeds)
-        if known:
-            means.append([float(one.values.mean()) for one in known])
-    our_values = np.stack([one.values for one in ours])
-    their_values = np.stack([one.values for one in theirs])
-    return our_values, their_values, np.array(means), first.groups
+    for contender in dict.fromkeys(contender for contender, _ in images):
+        runs = of_rounds(images, contender, seeds)
+        if runs:
+            means.append([float(run.values.mean()) for run in runs])
+    our_values = np.stack([run.values for run in ours])
+    their_values = np.stack([run.values for run in theirs])
+    return our_values, their_values, np.array(means), first_run.groups
 
 
 def of_rounds(images: Images, contender: str, rounds: Iterable[int]) -> list[PerImage]:
-    """Those of a contender by these seeds or folds; empty if one of them is unknown."""
-    found = [images.get((contender, each)) for each in rounds]
-    known = [one for one in found if one is not None]
-    return known if len(known) == len(found) else []
+    """Return the values per image of a contender's runs with these seeds or folds; empty if one run has none."""
+    runs = [images.get((contender, number)) for number in rounds]
+    known = [run for run in runs if run is not None]
+    return known if len(known) == len(runs) else []
 
 
 def judge(
@@ -267,96 +295,113 @@ def judge(
 ) -> list[dict[str, Any]]:
     """Compare each contender with the first one; of three or more, also the two with the best means.
 
-    `named`: say in every sentence what it is compared with.
-    `images`: see `images_of`; without them, the verdicts hold for these images alone.
+    `named`: every sentence names the contender that it compares with, not only that of the best two.
+    `images`: from `images_of`; without them, the verdicts hold for these validation images alone.
     """
     base, *others = names
-    found = Compared(runs, judged, images or {})
-    verdicts = [found.verdict(name, base, len(others), named) for name in others]
+    compared = Compared(runs, judged, images or {})
+    verdicts = [compared.verdict(name, base, len(others), named) for name in others]
     best = best_two(runs, names, judged)
     if len(names) > 2 and len(best) == 2 and base not in best:
         # Any two of them could have been the best: the interval allows for all pairs.
-        verdicts.append(found.verdict(best[0], best[1], math.comb(len(names), 2), named=True))
+        verdicts.append(compared.verdict(best[0], best[1], math.comb(len(names), 2), named=True))
     return verdicts
 
 
 def known_values(runs: ByName, names: Sequence[str], judged: Judged) -> dict[str, dict[int, float]]:
-    """Of each contender by seed or fold, where they are known."""
-    found = dict[str, dict[int, float]]()
+    """Return the metric by contender, and by seed or fold, without runs and contenders that have not measured it."""
+    of_contenders = dict[str, dict[int, float]]()
     for name in names:
-        values = {each: judged.of(row) for each, row in runs.get(name, {}).items()}
-        known = {each: value for each, value in values.items() if value is not None}
+        values = {number: judged.of(row) for number, row in runs.get(name, {}).items()}
+        known = {number: value for number, value in values.items() if value is not None}
         if known:
-            found[name] = known
-    return found
+            of_contenders[name] = known
+    return of_contenders
 
 
 def best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
-    """By the means over the seeds or folds that all have; over all, if they have none in common."""
-    known = known_values(runs, names, judged)
-    common = set(next(iter(known.values()), ())).intersection(*known.values())
+    """Return the two contenders with the best means of the metric, the best first; fewer if fewer have measured it.
+
+    Means are over the seeds or folds that all contenders have. If there are none, each is over all runs of its own.
+    """
+    of_contenders = known_values(runs, names, judged)
+    common = set(next(iter(of_contenders.values()), ())).intersection(*of_contenders.values())
     means = dict[str, float]()
-    for name, ours in known.items():
-        values = [ours[each] for each in common or ours]
+    for name, by_number in of_contenders.items():
+        values = [by_number[number] for number in common or by_number]
         means[name] = statistics.fmean(values)
     return sorted(means, key=lambda name: means[name], reverse=judged.metric.higher)[:2]
 
 
 class Compared(NamedTuple):
+    """Hold the runs of a comparison, to give verdicts on pairs of contenders."""
+
     runs: ByName
     judged: Judged
     images: Images
 
     def verdict(self, name: str, against: str, comparisons: int, named: bool) -> dict[str, Any]:
+        """Compare speed, memory and metric of the contender `name` with `against`, as compare.json stores it.
+
+        `comparisons`: the number of pairs that the intervals must allow for. `named`: the sentence names `against`.
+        """
         judged = self.judged
         ours = self.runs.get(name, {})
         theirs = self.runs.get(against, {})
-        # Without the numbers of processes and threads, which settings choose.
+
+        # Speed and memory are compared on one kind of machine only: "cpu x 2: AMD EPYC, 8 threads" -> "AMD EPYC",
+        # because settings choose the numbers of processes and threads.
         rows = list(ours.values()) + list(theirs.values())
         machines = {row.get("device", "").partition(": ")[2].rpartition(", ")[0] for row in rows}
-        speed = memory = None
-        other = "speed and memory not compared, because the devices differ"
+        speed = None
+        memory = None
+        why_not_compared = "speed and memory not compared, because the devices differ"
         if len(machines) < 2:
             speed = times_as_fast(ours, theirs, comparisons)
             memory = times_the_memory(self.runs, name, against, comparisons)
-            other = ""
+            why_not_compared = ""
+
         seeds = [
             seed for seed in ours if seed in theirs and None not in (judged.of(ours[seed]), judged.of(theirs[seed]))
         ]
-        paired = paired_images(self.images, name, against, seeds)
-        metric = difference_in_metric(ours, theirs, comparisons, judged, paired)
+        of_images = paired_images(self.images, name, against, seeds)
+        metric = difference_in_metric(ours, theirs, comparisons, judged, of_images)
         if metric or speed:
-            of_metric = _metric_words(metric, ours, theirs, judged)
-            said = ", ".join(filter(None, (_speed_words(speed), _memory_words(memory, ours), of_metric, other)))
+            metric_words = _metric_words(metric, ours, theirs, judged)
+            phrases = (_speed_words(speed), _memory_words(memory, ours), metric_words, why_not_compared)
+            sentence = ", ".join(filter(None, phrases))
         else:
             lack = "no finished run with the same seed or fold"
             if ours.keys() & theirs:
                 lack = "neither a speed nor a metric"
-            said = f"no verdict, because {name} and {against} have {lack}"
-        who = f"{name} against {against}" if named else name
+            sentence = f"no verdict, because {name} and {against} have {lack}"
+        subject = f"{name} against {against}" if named else name
         return {
             "mode": name,
             "against": against,
             "speed": speed and asdict(speed),
             "memory": memory and asdict(memory),
             "accuracy": metric and asdict(metric),
-            "text": f"{who}: {said}",
+            "text": f"{subject}: {sentence}",
             "details": _details(speed, metric, unit(ours.values()), judged),
         }
 
 
 def in_words(verdicts: Sequence[dict[str, Any]]) -> list[str]:
-    """The sentences, each with its details."""
+    """Return the sentence of each verdict, followed by a line with its details if it has any."""
     lines = list[str]()
-    for each in verdicts:
-        lines.append(each["text"])
-        if each["details"]:
-            lines.append(f"  ({each['details']})")
+    for verdict in verdicts:
+        lines.append(verdict["text"])
+        if verdict["details"]:
+            lines.append(f"  ({verdict['details']})")
     return lines
 
 
 def troubles(runs: ByName, failed: dict[str, list[str]], names: Sequence[str]) -> list[str]:
-    """Problems of the contenders: failed runs, diverged losses, many skipped updates."""
+    """Describe problems of the contenders: failed runs, diverged losses, many skipped updates.
+
+    `failed`: contender -> the reason why each of its failed runs failed.
+    """
     problems = []
     for name in names:
         rows = runs.get(name, {})
@@ -364,80 +409,85 @@ def troubles(runs: ByName, failed: dict[str, list[str]], names: Sequence[str]) -
         if reasons:
             count = len(rows) + len(reasons)
             problems.append(f"{name}: {len(reasons)} of {count} runs failed: {reasons[0]}")
-        by = unit(rows.values())
+
+        seed_or_fold = unit(rows.values())
         diverged = [str(number) for number, row in rows.items() if row["diverged"]]
         if diverged:
-            noun = f"{by}s" if len(diverged) > 1 else by
-            which = ", ".join(diverged)
-            problems.append(f"{name}: diverged with {noun} {which}: the loss ended as NaN or well above its start")
+            noun = f"{seed_or_fold}s" if len(diverged) > 1 else seed_or_fold
+            numbers = ", ".join(diverged)
+            problems.append(f"{name}: diverged with {noun} {numbers}: the loss ended as NaN or well above its start")
+
         for number, row in rows.items():
             fraction = row["skipped"] / max(row["updates"], 1)
             if fraction > MANY_SKIPPED:
                 problems.append(
-                    f"{name}: with {by} {number}, {row['skipped']} of {row['updates']} updates were skipped "
+                    f"{name}: with {seed_or_fold} {number}, {row['skipped']} of {row['updates']} updates were skipped "
                     f"({100 * fraction:.0f} %); docs/amp.md says what to do"
                 )
     return problems
 
 
 def _speed_words(speed: Difference | None) -> str:
+    """Describe a ratio of speeds, such as '1.25x faster'; '' for None. Without an interval, there is one run each."""
     if speed is None:
         return ""
     if speed.low is not None and not speed.seen:
         return f"speed within noise ({speed.value:.2f}x)"
     times = max(speed.value, 1 / speed.value)
-    shown = f"{times:.2f}" if times < 1.5 else f"{times:.1f}"
+    factor = f"{times:.2f}" if times < 1.5 else f"{times:.1f}"
     how = "faster" if speed.value >= 1 else "slower"
-    words = f"{shown}x {how}"
+    words = f"{factor}x {how}"
     return words if speed.seen else f"{words} in one run each"
 
 
 def _memory_words(memory: Difference | None, rows: dict[int, Metrics]) -> str:
+    """Describe a ratio of memories, such as '12 % less memory'; '' for None. `rows`: runs of one of the two."""
     if memory is None:
         return ""
-    of = "process memory" if next(iter(rows.values()))["device"].startswith("cpu") else "memory"
+    noun = "process memory" if next(iter(rows.values()))["device"].startswith("cpu") else "memory"
     if abs(memory.value - 1) < LEAST_MEMORY:
-        return f"the same {of}"
+        return f"the same {noun}"
     if memory.low is not None and not memory.seen:
-        return f"{of} within noise ({memory.value:.2f}x)"
+        return f"{noun} within noise ({memory.value:.2f}x)"
     how = "less" if memory.value < 1 else "more"
-    words = f"{100 * abs(1 - memory.value):.0f} % {how} {of}"
+    words = f"{100 * abs(1 - memory.value):.0f} % {how} {noun}"
     return words if memory.seen else f"{words} in one run each"
 
 
 def _metric_words(
     difference: Difference | None, ours: dict[int, Metrics], theirs: dict[int, Metrics], judged: Judged
 ) -> str:
+    """Describe the metric of two contenders and whether its difference is more than noise; '' for None."""
     if difference is None:
         return ""
-    pairs = _pairs(ours, theirs, judged.of)  # of which the difference is the mean
-    mine = spread([one for one, _ in pairs], judged.digits)
-    other = spread([one for _, one in pairs], judged.digits)
-    text = f"{judged.words} {mine} against {other}: "
+    pairs = _pairs(ours, theirs, judged.of)  # the difference is the mean over these
+    our_spread = spread([our_value for our_value, _ in pairs], judged.digits)
+    their_spread = spread([their_value for _, their_value in pairs], judged.digits)
+    values = f"{judged.words} {our_spread} against {their_spread}: "
     if difference.low is None:
-        return text + f"one {unit(ours.values())} is too few to compare {judged.words}"
+        return values + f"one {unit(ours.values())} is too few to compare {judged.words}"
     if not difference.seen:
-        return text + "difference within noise"
-    return text + f"{judged.compared(difference.value)} on {difference.holds_for}"
+        return values + "difference within noise"
+    return values + f"{judged.compared(difference.value)} on {difference.holds_for}"
 
 
-def _details(speed: Difference | None, metric: Difference | None, by: str, judged: Judged) -> str:
-    """Confidence intervals, and the loss that these seeds or folds could not have shown."""
+def _details(speed: Difference | None, metric: Difference | None, seed_or_fold: str, judged: Judged) -> str:
+    """List the confidence intervals, and how large a loss in the metric could have stayed hidden in the noise."""
     details = []
     if metric is not None and metric.low is not None and metric.high is not None:
         low = judged.signed(metric.low)
         high = judged.difference(metric.high, "+")
-        details.append(
-            f"difference in {judged.words} {low} to {high} (95 % interval for {metric.holds_for}, {metric.runs} {by}s)"
-        )
+        basis = f"95 % interval for {metric.holds_for}, {metric.runs} {seed_or_fold}s"
+        details.append(f"difference in {judged.words} {low} to {high} ({basis})")
         if not metric.seen:
-            worse = -metric.low if judged.metric.higher else metric.high
+            largest_loss = -metric.low if judged.metric.higher else metric.high
             change = "a drop" if judged.metric.higher else "a rise"
-            hidden = judged.difference(max(0.0, worse))
+            hidden = judged.difference(max(0.0, largest_loss))
             details.append(f"{change} in {judged.words} of up to {hidden} could be hidden in the noise")
         if metric.runs_needed is not None:
-            more = metric.runs_needed - metric.runs
-            details.append(f"too few {by}s to tell: {more} more would probably show a difference as large as this one")
+            missing = metric.runs_needed - metric.runs
+            more = f"{missing} more would probably show a difference as large as this one"
+            details.append(f"too few {seed_or_fold}s to tell: {more}")
         if metric.images_needed is not None:
             more = f"about {metric.images_needed} times as many would probably show a difference as large as this one"
             details.append(f"too few images to tell: {more}")
@@ -447,7 +497,7 @@ def _details(speed: Difference | None, metric: Difference | None, by: str, judge
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """`97.8 ± 0.3`: mean and standard deviation."""
+    """Format mean and standard deviation of values, `97.8 ± 0.3`; of a single value, only the value."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     if len(values) < 2:
         return mean
@@ -457,10 +507,18 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 def _pairs(
     ours: dict[int, Metrics], theirs: dict[int, Metrics], value_of: Callable[[Metrics], float | None]
 ) -> list[tuple[float, float]]:
-    """A value of both, paired by seed or fold: the effect of it is the same in both."""
-    values = [(value_of(ours[each]), value_of(theirs[each])) for each in ours if each in theirs]
-    return [(one, other) for one, other in values if one is not None and other is not None]
+    """Pair a value of our runs and of theirs by seed or fold, whose effect is the same in both.
+
+    Pairs in which `value_of` gives None for one of the runs are left out.
+    """
+    values = [(value_of(ours[number]), value_of(theirs[number])) for number in ours if number in theirs]
+    return [
+        (our_value, their_value)
+        for our_value, their_value in values
+        if our_value is not None and their_value is not None
+    ]
 
 
 def values_of(rows: Iterable[Metrics], key: str) -> list[float]:
+    """Return the value of `key` of each run that has it."""
     return [row[key] for row in rows if row.get(key) is not None]

@@ -1,4 +1,7 @@
-"""Finished runs of any origin by their settings, as contenders of a comparison; and the verdict on them."""
+"""Group finished runs into contenders by their settings, and give the verdict on them.
+
+The runs may come from anywhere, not only from compare.py.
+"""
 
 import math
 from collections.abc import Sequence
@@ -31,16 +34,19 @@ from utils.statistics.differences import of_different_images
 from vitamp.metrics import NO_LABELS, metric_named
 
 PAIRED_BY = ("SEED", "DATA.FOLD")
+"""Settings that distinguish the runs of one contender"""
 PLACES = deciding("nothing")
-"""Settings that do not make another contender of a run, beside those of one start."""
+"""Settings that do not make a run another contender, like those that hold for one start of a run only"""
 FOUND_IN = deciding("source")
+"""Settings that say where the images are"""
 HIDDEN = deciding("patches")
+"""Settings that say which patches are hidden from the model"""
 MOST_NAMED = 3
-"""Contenders that differ in more settings are called by a run's folder."""
+"""Most settings in a contender's name; contenders that differ in more are named after the folder of a run."""
 
 
 def validation_keys(config: Config) -> list[str]:
-    """Settings that may choose what a run is validated on, but for its fold."""
+    """Return the settings that may change what a run is validated on, except its fold."""
     keys = deciding("source", "images", "split", "random split")
     if config.task == NO_LABELS:
         keys += HIDDEN
@@ -48,44 +54,50 @@ def validation_keys(config: Config) -> list[str]:
 
 
 class Finished(NamedTuple):
+    """A finished run: its folder, settings and metrics."""
+
     folder: Path
     config: Config
     metrics: Metrics
 
 
 def verdict_of(folders: Sequence[Path]) -> list[str]:
-    """Sentences about these runs, the first of which is the baseline; none about a single run.
+    """Write the verdict on these runs, the first of which is the baseline; no sentence for a single run.
 
-    By the task's metric, and by those of SAVE_BEST_BY. Of three or more contenders, the first compares the best two.
+    It is by the task's metric, and then by the metrics of SAVE_BEST_BY. Of three or more contenders, the first
+    sentence compares the best two.
     """
     if len(folders) < 2:
         return []
-    found = contenders_of(folders)
-    if isinstance(found, str):
-        return [f"No verdict: {found}"]
-    judged = found.judged
-    lines = _verdict_by(found.runs, found.names, judged)
+    contenders = contenders_of(folders)
+    if isinstance(contenders, str):
+        return [f"No verdict: {contenders}"]
+    judged = contenders.judged
+    lines = _verdict_by(contenders.runs, contenders.names, judged)
+
+    # The verdicts by further metrics do not repeat speed and memory.
     without_speed = dict[str, dict[int, Metrics]]()
-    every = list[Metrics]()
-    for name, rows in found.runs.items():
+    all_rows = list[Metrics]()
+    for name, rows in contenders.runs.items():
         without_speed[name] = {}
         for number, row in rows.items():
-            every.append(row | {"images_per_second": None, "peak_memory_gb": None, "device": ""})
-            without_speed[name][number] = every[-1]
-    for metric in dict.fromkeys(metric_named(config_of_run(folder).SAVE_BEST_BY) for folder in found.of):
-        own = replace(judged, metric=metric)
-        if metric != judged.metric and all(own.of(row) is not None for row in every):
-            lines += _verdict_by(without_speed, found.names, own)
+            all_rows.append(row | {"images_per_second": None, "peak_memory_gb": None, "device": ""})
+            without_speed[name][number] = all_rows[-1]
+    for metric in dict.fromkeys(metric_named(config_of_run(folder).SAVE_BEST_BY) for folder in contenders.of):
+        judged_by_metric = replace(judged, metric=metric)
+        if metric != judged.metric and all(judged_by_metric.of(row) is not None for row in all_rows):
+            lines += _verdict_by(without_speed, contenders.names, judged_by_metric)
     return lines
 
 
 def _verdict_by(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
+    """Compare the contenders by one metric: each with the first, and the best two, which come before the others."""
     images = images_of(runs, judged)
     base, *others = names
     best = best_two(runs, names, judged) if len(others) > 1 else []
-    if any(len(of_one) > 1 for of_one in runs.values()):
+    if any(len(rows) > 1 for rows in runs.values()):
         verdicts = judge(runs, names, judged, named=True, images=images)
-        return in_words(sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)))
+        return in_words(sorted(verdicts, key=lambda verdict: {verdict["mode"], verdict["against"]} != set(best)))
     pairs = [(name, base) for name in others]
     if len(best) == 2 and base not in best:
         pairs.insert(0, (best[0], best[1]))
@@ -95,6 +107,8 @@ def _verdict_by(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]
 
 
 class Contenders(NamedTuple):
+    """Finished runs as the contenders of a comparison, with the metric by which they are compared."""
+
     runs: ByName
     names: list[str]
     """The baseline first"""
@@ -104,7 +118,10 @@ class Contenders(NamedTuple):
 
 
 def contenders_of(folders: Sequence[Path]) -> Contenders | str:
-    """Finished runs by their settings, seeds and folds aside; or why they cannot be compared."""
+    """Group the finished ones of these runs by their settings, except seed and fold.
+
+    Returns a sentence with the reason if they cannot be compared.
+    """
     try:
         runs = [Finished(each, config_of_run(each), metrics_of(each)) for each in folders if is_finished(each)]
         if len(runs) < 2:
@@ -118,23 +135,28 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
     problem = _not_comparable(runs)
     if problem:
         return problem
+
     rows = list[Metrics]()
-    folder_of = dict[tuple[str, int], Path]()
+    folders_by_run = dict[tuple[str, int], Path]()
     for name, run in zip(names, runs, strict=True):
         row: Metrics = {"mode": name, "seed": run.config.SEED}
         if run.config.DATA.FOLD is not None:
             row["fold"] = str(run.config.DATA.FOLD)
         row |= {"folder": f"{run.folder}", **run.metrics}
         rows.append(row)
-        other = folder_of.setdefault((name, number_of(row)), run.folder)
-        if other is not run.folder:
-            return f"{other} and {run.folder} have the same settings, and the same {unit([row])}."
-    of = {folder: name for (name, _), folder in folder_of.items()}
-    return Contenders(by_name(rows), list(dict.fromkeys(names)), judged, of)
+        first_folder = folders_by_run.setdefault((name, number_of(row)), run.folder)
+        if first_folder is not run.folder:
+            return f"{first_folder} and {run.folder} have the same settings, and the same {unit([row])}."
+    contender_of = {folder: name for (name, _), folder in folders_by_run.items()}
+    return Contenders(by_name(rows), list(dict.fromkeys(names)), judged, contender_of)
 
 
 def _names(runs: Sequence[Finished]) -> list[str]:
-    """The settings in which each run differs from others, without seed and fold; runs with equal names are paired."""
+    """Name the contender of each run by the settings in which runs differ, except seed and fold.
+
+    Runs with equal names are runs of one contender. The name is the precision if runs differ in nothing else, and
+    the folder of a contender's first run if they differ in too many settings.
+    """
     varied = _varied(runs)
     contenders = list(zip(*varied.values(), strict=True)) if varied else [() for _ in runs]
     if varied and all(key.startswith("AMP.") for key in varied):
@@ -142,52 +164,57 @@ def _names(runs: Sequence[Finished]) -> list[str]:
         if len(set(precisions)) == len(set(contenders)):
             return precisions
     if len(varied) <= MOST_NAMED:
-        tails = [key.rpartition(".")[2] for key in varied]
+        short_keys = [key.rpartition(".")[2] for key in varied]
         names = []
-        for texts in contenders:
-            names.append(", ".join(f"{tail}={text}" for tail, text in zip(tails, texts, strict=True)))
+        for values in contenders:
+            names.append(", ".join(f"{key}={value}" for key, value in zip(short_keys, values, strict=True)))
         return names
-    first = dict[tuple[str, ...], Path]()
-    for texts, run in zip(contenders, runs, strict=True):
-        first.setdefault(texts, run.folder)
-    unique = len({folder.name for folder in first.values()}) == len(first)
-    return [first[texts].name if unique else str(first[texts]) for texts in contenders]
+    first_folders = dict[tuple[str, ...], Path]()
+    for values, run in zip(contenders, runs, strict=True):
+        first_folders.setdefault(values, run.folder)
+    has_unique_names = len({folder.name for folder in first_folders.values()}) == len(first_folders)
+    return [first_folders[values].name if has_unique_names else str(first_folders[values]) for values in contenders]
 
 
 def _varied(runs: Sequence[Finished]) -> dict[str, list[str]]:
-    """Settings that make other contenders, with the text of each run."""
-    texts = differing_settings([run.config for run in runs], PAIRED_BY + PLACES)
-    # The batch is per process, so the same settings on more processes train otherwise.
+    """Return the settings in which contenders differ, with the value of each run as text."""
+    values = differing_settings([run.config for run in runs], PAIRED_BY + PLACES)
+    # DATA.BATCH_SIZE is per process, so equal settings on more processes are another global batch.
     processes = []
     for run in runs:
-        own = run.config.DATA.BATCH_SIZE * run.config.TRAIN.ACCUM_ITER
-        processes.append(str(run.metrics["global_batch"] // own))
+        batch_per_process = run.config.DATA.BATCH_SIZE * run.config.TRAIN.ACCUM_ITER
+        processes.append(str(run.metrics["global_batch"] // batch_per_process))
     if len(set(processes)) > 1:
-        texts["processes"] = processes
-    return texts
+        values["processes"] = processes
+    return values
 
 
 def _not_comparable(runs: Sequence[Finished]) -> str:
-    folds = {run.config.DATA.fold.folds if run.config.DATA.fold else None for run in runs}
-    if len(folds) > 1:
+    """Explain why the runs were not validated on the same images or patches; '' if they were."""
+    fold_counts = {run.config.DATA.fold.folds if run.config.DATA.fold else None for run in runs}
+    if len(fold_counts) > 1:
         return "they are on different numbers of folds (DATA.FOLD), and so on different images."
     varied = _varied(runs)
     different = [key for key in validation_keys(runs[0].config) if key in varied]
     validated_on = {last_meta(run.folder).get("val_data") for run in runs}  # hashes of names and labels of the images
     if len(validated_on) == 1 and None not in validated_on:
+        # Equal hashes show that the splits are equal, whatever chose them, but not that the pixels are.
         different = [key for key in different if key in FOUND_IN + HIDDEN]
-    by_fold = dict[object, set[object]]()
+    sizes_by_fold = dict[object, set[object]]()
     for run in runs:
-        by_fold.setdefault(run.config.DATA.FOLD, set()).add(run.metrics["validation_images"])
-    if not different and all(len(images) == 1 for images in by_fold.values()):
+        sizes_by_fold.setdefault(run.config.DATA.FOLD, set()).add(run.metrics["validation_images"])
+    if not different and all(len(sizes) == 1 for sizes in sizes_by_fold.values()):
         return ""
-    what = "patches" if set(different) & set(HIDDEN) else "images"
-    why = ", ".join(different) or "their number differs"
-    return f"the runs may validate on different {what} ({why})."
+    noun = "patches" if set(different) & set(HIDDEN) else "images"
+    reason = ", ".join(different) or "their number differs"
+    return f"the runs may validate on different {noun} ({reason})."
 
 
 def _one_run_each(name: str, against: str, runs: ByName, judged: Judged, comparisons: int, images: Images) -> str:
-    """What one run each can tell: whether the images alone could explain the difference, the largest of many pairs."""
+    """Compare two contenders that have one run each: say whether the choice of images could explain the difference.
+
+    `comparisons`: number of pairs of contenders, for which the interval allows, because the best pair is shown.
+    """
     our_row = next(iter(runs[name].values()))
     their_row = next(iter(runs[against].values()))
     ours = judged.of(our_row)
@@ -198,24 +225,25 @@ def _one_run_each(name: str, against: str, runs: ByName, judged: Judged, compari
     how = judged.compared(difference)
     same_seed = number_of(our_row) == number_of(their_row)
     runs_of = "one seed each" if same_seed else "one run each, of different seeds"
-    said = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with {runs_of}"
+    sentence = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with {runs_of}"
+
+    # The runs are paired by image even if their seeds differ, so both are entered with the same number, 0.
     number = our_row["validation_images"]
-    # Runs of two seeds are paired by image, too.
-    of_first = {(who, 0): images.get((who, next(iter(runs[who])))) for who in (name, against)}
-    paired = paired_images(of_first, name, against, [0])
+    images_by_run = {(who, 0): images.get((who, next(iter(runs[who])))) for who in (name, against)}
+    paired = paired_images(images_by_run, name, against, [0])
     if paired is not None and judged.metric.percent and not overlap_of([our_row, their_row]):
-        found = crossed_interval(difference, *paired, comparisons=comparisons)
+        interval = crossed_interval(difference, *paired, comparisons=comparisons)
         number = len(paired[0][0])
-        low = found.low or 0.0
-        high = found.high or 0.0
+        low = interval.low or 0.0
+        high = interval.high or 0.0
     elif judged.metric.counts_images and number and not our_row.get("grouped"):
         low, high = of_different_images((ours, theirs), number, comparisons)
     else:
-        return f"{said}. That is too few to tell: repeat both with more seeds."
+        return f"{sentence}. That is too few to tell: repeat both with more seeds."
     within = "within chance" if low <= 0 <= high else "more than the choice of images explains"
     by_image = "" if paired is None else ", paired,"
     of_all = f" for all {comparisons} pairs" if comparisons > 1 else ""
     return (
-        f"{said}. On {number:,} images{by_image} this is {within}: 95 % interval{of_all} {low:+.1f} to {high:+.1f} "
+        f"{sentence}. On {number:,} images{by_image} this is {within}: 95 % interval{of_all} {low:+.1f} to {high:+.1f} "
         "points. Whether another seed would give the same, only more seeds can tell."
     )

@@ -1,4 +1,4 @@
-"""Checks a tool's output file or folder before the work begins, and remembers which files were written."""
+"""Check a tool's output file or folder before the work begins, and remember which files were written."""
 
 import contextlib
 import os
@@ -12,32 +12,34 @@ from vitamp.files import kind_of_path, try_to_write
 from vitamp.meta import META
 
 written: list[Path] = []
-"""Files and folders that are complete"""
+"""Output files and folders that are complete"""
 if_interrupted: list[str] = []
-"""What a tool that can go on says then, in place of what is written"""
+"""Last entry: what a resumable tool says when it is interrupted, in place of the list of written files"""
 
 
 def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "file") -> Path:
-    """Expand `path`, the value of `flag`, and check that it can be written. `what`: file or folder.
+    """Expand `path`, the value of `flag`, and check that a file can be written there.
 
-    Its folder must exist: a folder created by mistake is harder to find than an error. `fresh`: the file must not
-    exist.
+    Its folder must exist: a folder created by mistake is harder to find than an error.
+    `fresh`: an existing file is an error. `what`: 'file' or 'folder', as the error calls it.
     """
     path = path.expanduser()
-    place = path.absolute().parent
+    parent = path.absolute().parent
     where = f"{flag} {path}".lstrip()
     kind = kind_of_path(path)
-    folder = kind_of_path(place)
+    parent_kind = kind_of_path(parent)
     if kind not in (None, "a file"):
         raise UserError(f"{where}: is {kind}; name a file.")
-    if kind is not None and (place.name == CHECKPOINTS or (place / META).is_file()):
+    if kind is not None and (parent.name == CHECKPOINTS or (parent / META).is_file()):
         raise UserError(f"{where}: belongs to a checkpoint, which could not be used without it; name another file.")
-    if kind is not None and path.name in FILES_OF_A_RUN + (DATA,) and is_run_folder(place):
+    if kind is not None and path.name in FILES_OF_A_RUN + (DATA,) and is_run_folder(parent):
         raise UserError(f"{where}: belongs to the run in this folder, which needs it; name another file.")
     if fresh and kind is not None:
         raise UserError(f"{where}: already exists; name another file, or give -overwrite to replace it.")
-    if folder != "a folder":
-        problem = f"{path.parent} is {folder}, not a folder" if folder else f"the folder {path.parent} does not exist"
+    if parent_kind != "a folder":
+        problem = f"the folder {path.parent} does not exist"
+        if parent_kind:
+            problem = f"{path.parent} is {parent_kind}, not a folder"
         raise UserError(f"{where}: {problem}; name a {what} in an existing folder.")
     try:
         if path.exists() and not os.access(path, os.W_OK):
@@ -82,11 +84,11 @@ def results_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def writing(path: Path, flag: str) -> Iterator[None]:
-    """Turn an OSError while `path` is written into a UserError; remember the path once it is written."""
+    """Turn an OSError while `path` is written into a UserError about `flag`; add the path to `written` at the end."""
     try:
         yield
     except OSError as error:
-        why = error.strerror or error
-        raise UserError(f"{flag} {path}: cannot be written ({why}).") from None
+        reason = error.strerror or error
+        raise UserError(f"{flag} {path}: cannot be written ({reason}).") from None
     if path not in written:
         written.append(path)

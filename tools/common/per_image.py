@@ -1,4 +1,4 @@
-"""What each validation image adds to a metric of a run: the noise of images comes from it."""
+"""Compute what each validation image adds to a metric of a run, from which the noise of images is estimated."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -13,35 +13,41 @@ from utils.statistics.ranking import ranking_of
 from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
 
 FEWEST_MORE = 4
-"""Images of the rarer kind, positives or negatives, beyond one per class: AUROC's variance is unknown with fewer"""
+"""AUROC needs this many images of a class's rarer kind, positives or negatives, beyond one per class: its variance is
+unknown with fewer."""
 
 
 class PerImage(NamedTuple):
+    """What each image of a validation split adds to a metric of a run, in ascending order of the images' hashes."""
+
     names: np.ndarray
-    """Hashes, in ascending order"""
+    """Hash of each image's name"""
     values: np.ndarray
     """In percent; their mean is the metric"""
     rows: np.ndarray
-    """Index of each in the run's validation split"""
+    """Index of each image in the run's validation split"""
     labels: np.ndarray
     groups: np.ndarray
     """Empty without DATA.GROUP"""
 
 
 def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | None:
-    """Of a run's last validation. None without its predictions, or for a metric that is not computed by image here."""
-    last = (History.of_run(folder).of("val") or [{}])[-1]
-    table = read_predictions(folder, last.get("update", -1))
+    """Read what each image adds to a metric in the last validation of the run in `folder`.
+
+    Returns None if the run did not store its predictions, and for a metric that cannot be divided among images.
+    """
+    last_validation = (History.of_run(folder).of("val") or [{}])[-1]
+    table = read_predictions(folder, last_validation.get("update", -1))
     if table is None:
         return None
     names = table.pop("names")
     labels = table.pop("labels").astype(np.int64)
     groups = table.pop(GROUPS, np.empty(0, np.uint64))
-    if not len(groups) and config_of_run(folder).DATA.GROUP is not None:  # of a run of an earlier version
-        return None
-    of_one = {name: column for name, column in table.items() if set_of(name)[0] is weights}
+    if not len(groups) and config_of_run(folder).DATA.GROUP is not None:
+        return None  # an earlier version, which did not store the groups
+    of_weights = {name: column for name, column in table.items() if set_of(name)[0] is weights}
     # A run without these weights is judged by its plain ones.
-    columns = {set_of(name)[1]: column for name, column in (of_one or table).items()}
+    columns = {set_of(name)[1]: column for name, column in (of_weights or table).items()}
     values = values_of_images(metric, labels, columns)
     if values is None:
         return None
@@ -50,35 +56,39 @@ def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | No
 
 
 def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.ndarray]) -> np.ndarray | None:
-    """`columns`: predictions of each image, as predictions.safetensors has them."""
+    """Compute what each image adds to a metric; None for a metric that cannot be divided among images.
+
+    `columns`: predictions of each image, under the names that predictions.safetensors uses.
+    """
     if metric is TOP5:
         return 100.0 * columns["in_top5"]
     if metric in (TOP1, BALANCED, MACRO_F1) and "guess" in columns:
         guesses = columns["guess"].astype(np.int64)
         if metric is TOP1:
             return 100.0 * (labels == guesses)
-        of_classes = balanced_accuracy_by_image if metric is BALANCED else macro_f1_by_image
-        return of_classes(labels, guesses)
+        by_image = balanced_accuracy_by_image if metric is BALANCED else macro_f1_by_image
+        return by_image(labels, guesses)
     if metric.name == "exact_match":
         return 100.0 * ((columns["logits"] >= 0) == labels).all(1)
     if metric is AUROC and too_few_for_auroc(labels > 0):
         return None
     if metric in (MAP, AUROC):
-        found = ranking_of(columns["logits"].astype(np.float32), labels > 0)
-        if found is None:
+        ranking = ranking_of(columns["logits"].astype(np.float32), labels > 0)
+        if ranking is None:
             return None
+        # The metric, plus the image's influence on it times the number of images, so that the mean is the metric.
         if metric is MAP:
-            return 100 * (found.precision + len(labels) * found.of_precision)
-        return 100 * (found.area + len(labels) * found.of_area)
+            return 100 * (ranking.precision + len(labels) * ranking.of_precision)
+        return 100 * (ranking.area + len(labels) * ranking.of_area)
     return None
 
 
 def too_few_for_auroc(truth: np.ndarray) -> bool:
-    """Whether AUROC, a mean over classes, has too few positives to compare two models. `truth`: images x classes.
+    """Whether classes have too few positives or negatives to compare two models by AUROC, a mean over classes.
 
-    The only positive of a class shows no variance at all, and would be taken for certain.
+    The only positive of a class shows no variance, so its result would be taken for certain. `truth`: images x classes.
     """
     positives = truth.sum(0)
-    rarer = np.minimum(positives, len(truth) - positives)
-    rarer = rarer[rarer > 0]
-    return bool((rarer == 1).any()) or int((rarer - 1).sum()) < FEWEST_MORE
+    of_rarer_kind = np.minimum(positives, len(truth) - positives)
+    of_rarer_kind = of_rarer_kind[of_rarer_kind > 0]
+    return bool((of_rarer_kind == 1).any()) or int((of_rarer_kind - 1).sum()) < FEWEST_MORE

@@ -1,4 +1,4 @@
-"""The precisions that the tools compare: names, settings, and the devices they are useful on."""
+"""Define the precisions that the tools compare: names, settings, and the devices they are useful on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +16,18 @@ from utils.precisions import AMP_WORDS, PRECISIONS, amp_settings_of
 
 @dataclass(frozen=True)
 class Mode:
+    """A precision that the tools compare, such as bf16 or O2-fp16."""
+
     name: str
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keys of the AMP section -> values."""
+        """Settings of the AMP section that select this precision."""
         return PRECISIONS[self.name]
 
     @property
     def level(self) -> str:
+        """The value of AMP.LEVEL; 'O0' for fp32 and tf32."""
         return self.settings.get("LEVEL", "O0")
 
     @property
@@ -37,20 +40,26 @@ class Mode:
         return self.settings.get("TF32", False)
 
     def amp(self, user: AmpConfig) -> AmpConfig:
-        """The user's AMP section with this precision; loss scaling and lists of modules stay, with auto the dtype."""
-        return user.changed(**self.settings | ({"DTYPE": user.DTYPE} if self.dtype == "auto" else {}))
+        """Return the user's AMP section with this precision.
+
+        Loss scaling and lists of modules stay; so does the dtype if this precision leaves it to the program (auto).
+        """
+        changes = self.settings
+        if self.dtype == "auto":
+            changes = changes | {"DTYPE": user.DTYPE}
+        return user.changed(**changes)
 
     def flags(self, user: AmpConfig) -> str:
-        """Flags that select this precision, given the user's other settings; they replace -amp."""
+        """Return the flags that select this precision, given the user's other settings; they replace -amp."""
         if not self.dtype:
             words = ["-amp off"]
             if self.tf32 or user.TF32:
                 words.append(f"AMP.TF32={str(self.tf32).lower()}")
-        else:  # -amp bf16 leaves the level to the other settings
+        else:
             words = [f"-amp {self.name}"]
-            if self.level == "O1" and user.LEVEL != "O1":
+            if self.level == "O1" and user.LEVEL != "O1":  # -amp bf16 leaves the level to the other settings
                 words.append("AMP.LEVEL=O1")
-            if self.dtype == "auto" and user.DTYPE != "auto":  # as `amp` keeps it
+            if self.dtype == "auto" and user.DTYPE != "auto":  # `amp` keeps the user's dtype
                 words.append(f"AMP.DTYPE={user.DTYPE}")
         return " ".join(words)
 
@@ -63,7 +72,10 @@ BY_NAME = {mode.name.casefold(): mode for mode in MODES}
 
 
 def mode_of(word: str, amp: AmpConfig, device: torch.device, model: nn.Module | None = None) -> Mode | None:
-    """Precision that `-amp WORD` selects for `model` on this device; None for an unknown word. O2:bf16 is O2-bf16."""
+    """Return the precision that `-amp WORD` selects for `model` on this device; None for an unknown word.
+
+    Names of precisions may be written with a colon: O2:bf16 is O2-bf16.
+    """
     name = word.replace(":", "-").casefold().removeprefix("o1-")
     if name in BY_NAME:
         return BY_NAME[name]
@@ -72,18 +84,19 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device, model: nn.Module | 
         return None
     if not settings["ENABLED"]:
         return REFERENCE
-    amp = amp.changed(**settings)  # which may leave the level or the dtype as it is
-    check_amp(amp, None)  # no level but O1 has fp8
-    chosen = choose(amp, device, model).dtype
-    if chosen is torch.float32:  # a CPU without 16-bit arithmetic, or a model that it slows down
+    amp = amp.changed(**settings)  # the word may leave the level or the dtype as it is
+    check_amp(amp, None)  # refuses fp8 at levels other than O1
+    chosen_dtype = choose(amp, device, model).dtype
+    if chosen_dtype is torch.float32:  # a CPU without 16-bit arithmetic, or a model that it slows down
         return REFERENCE
-    dtype = "fp8" if amp.DTYPE == "fp8" else dtype_name(chosen)
-    return BY_NAME[(dtype if amp.LEVEL == "O1" else f"{amp.LEVEL}-{dtype}").casefold()]
+    dtype = "fp8" if amp.DTYPE == "fp8" else dtype_name(chosen_dtype)
+    full_name = dtype if amp.LEVEL == "O1" else f"{amp.LEVEL}-{dtype}"
+    return BY_NAME[full_name.casefold()]
 
 
 def modes_named(text: str, config: Config, device: torch.device) -> list[tuple[str, Mode]]:
-    """Parse -modes, such as `bf16,O2-fp16`: each word and its precision."""
-    found = []
+    """Parse the value of -modes, such as `bf16,O2-fp16`, into each word and its precision."""
+    modes = []
     data = config.DATA
     model = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
     for word in filter(None, map(str.strip, text.split(","))):
@@ -91,35 +104,38 @@ def modes_named(text: str, config: Config, device: torch.device) -> list[tuple[s
         if mode is None:
             names = list(dict.fromkeys([mode.name for mode in MODES] + AMP_WORDS.split()))
             raise UserError(f"-modes: unknown {word!r}.{nearest(word, names)} It takes {', '.join(names)}.")
-        why = cannot(mode, config, device)
-        if why:
-            raise UserError(f"-modes {mode.name}: {why}")
-        found.append((word, mode))
-    return found
+        reason = cannot(mode, config, device)
+        if reason:
+            raise UserError(f"-modes {mode.name}: {reason}")
+        modes.append((word, mode))
+    return modes
 
 
 def modes_to_measure(text: str | None, config: Config, device: torch.device) -> tuple[tuple[Mode, ...], dict[str, str]]:
-    """What to compare with fp32, by -modes. Without it, also name -> why it is left out."""
+    """Return the precisions to compare with fp32, in order of preference, and why others are left out, by name.
+
+    `text`: the value of -modes. With None, all precisions that are useful on this device are chosen.
+    """
     if text is not None:
-        named = {mode for _, mode in modes_named(text, config, device)}
-        return tuple(mode for mode in MODES[1:] if mode in named), {}
+        listed = {mode for _, mode in modes_named(text, config, device)}
+        return tuple(mode for mode in MODES[1:] if mode in listed), {}
     left_out: dict[str, str] = {}
     for mode in MODES[1:]:
-        useless = emulated(mode, device)
-        if not useless and mode.name == "apex":
-            useless = "autocast with other operator lists"
-        elif not useless and mode.level == "O3":
-            useless = "keeps no fp32 master weights"
-        why = cannot(mode, config, device)
-        if not why and useless:
-            why = f"{useless} (list it in -modes to measure it anyway)"
-        if why:
-            left_out[mode.name] = why
+        why_useless = emulated(mode, device)
+        if not why_useless and mode.name == "apex":
+            why_useless = "autocast with other operator lists"
+        elif not why_useless and mode.level == "O3":
+            why_useless = "keeps no fp32 master weights"
+        reason = cannot(mode, config, device)
+        if not reason and why_useless:
+            reason = f"{why_useless} (list it in -modes to measure it anyway)"
+        if reason:
+            left_out[mode.name] = reason
     return tuple(mode for mode in MODES[1:] if mode.name not in left_out), left_out
 
 
 def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:
-    """Why this precision cannot run on this device; None if it can."""
+    """Explain why this precision cannot run on this device; None if it can."""
     if mode.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return "this device has no TF32, which needs an NVIDIA GPU of compute capability 8.0 (Ampere) or higher."
     amp = mode.amp(config.AMP)
@@ -131,7 +147,8 @@ def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:
 
 
 def emulated(mode: Mode, device: torch.device) -> str:
-    """Why its speed is meaningless here, though its results are right; '' if it is not."""
-    on_cpu = mode.dtype == "fp16" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    is_emulated = on_cpu or (mode.dtype == "fp8" and not hardware_has_fp8(device))
+    """Explain that this device only emulates the precision, so its speed says nothing; '' if it does not."""
+    is_fp16_on_cpu = mode.dtype == "fp16" and device.type == "cpu"
+    fp16_is_emulated = is_fp16_on_cpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    is_emulated = fp16_is_emulated or (mode.dtype == "fp8" and not hardware_has_fp8(device))
     return "emulated on this device, so it is slow, and its speed is meaningless" if is_emulated else ""

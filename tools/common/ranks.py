@@ -1,4 +1,4 @@
-"""The processes of torchrun, srun or mpirun share the work of a tool: each does its part, and rank 0 reports."""
+"""Share the work of a tool among the processes of torchrun, srun or mpirun: each does its part, and rank 0 reports."""
 
 import contextlib
 import itertools
@@ -18,15 +18,16 @@ from utils.log import log
 T = TypeVar("T")
 
 MINUTES = 7 * 24 * 60.0
-"""How long the ranks wait for the slowest. A rank that dies is found by its heartbeat."""
+"""Timeout for the slowest rank. It can be long, because a rank that dies is detected by its heartbeat."""
 SECONDS_TO_FIND_LOST_RANK = 12
 MISSING = object()
 
 
 @contextlib.contextmanager
 def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator[World]:
-    """This process among those that a launcher started with these words. An error of one of them ends them all.
+    """Join the processes that a launcher started, and give this process's rank among them; leave them at the end.
 
+    An error in one of them ends them all. `argv`: words of the command, which must be equal on all ranks.
     `given`: the flags -host, -port, -rank and -world_size.
     """
     world = read_world(given) or ALONE
@@ -47,8 +48,9 @@ def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator
         "torch": torch.__version__,
         "started": start_time_of(os.getpid()),
     }
-    same = {} if "rank" in given else {"the command": " ".join(argv)}
-    group.join(world, DistConfig(TIMEOUT=MINUTES), torch.device("cpu"), member, same)
+    # With -rank, the commands differ by it.
+    must_be_equal = {} if "rank" in given else {"the command": " ".join(argv)}
+    group.join(world, DistConfig(TIMEOUT=MINUTES), torch.device("cpu"), member, must_be_equal)
     if not world.first:
         log.setLevel("ERROR")  # rank 0 warns for all
     try:
@@ -57,8 +59,9 @@ def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator
         raise
     except Exception as error:
         if group.watchdog is not None and group.caused_by_lost_rank(error):
+            # The watchdog ends this process with the reason while it sleeps.
             group.watchdog.expect_lost_rank()
-            time.sleep(SECONDS_TO_FIND_LOST_RANK)  # in which the watchdog ends this process with the reason
+            time.sleep(SECONDS_TO_FIND_LOST_RANK)
         elif group.watchdog is not None:
             group.watchdog.report_failure(error)
             group.watchdog = None
@@ -68,12 +71,15 @@ def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator
 
 
 def gather(items: Sequence[T], world: World) -> list[T]:
-    """On rank 0 the items of all ranks, which were dealt to them in turn, in their order; none on the others."""
+    """Collect the items of all ranks on rank 0, in their original order; the other ranks get an empty list.
+
+    It assumes that rank r of n has the items r, r + n, r + 2n, and so on.
+    """
     if world.size == 1:
         return list(items)
     import torch.distributed
 
-    parts: list[Sequence[T]] = [() for _ in range(world.size)]
-    torch.distributed.gather_object(items, parts if world.first else None, dst=0)
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*parts, fillvalue=MISSING))
-    return [item for item in turns if item is not MISSING]  # pyright: ignore[reportReturnType]
+    by_rank: list[Sequence[T]] = [() for _ in range(world.size)]
+    torch.distributed.gather_object(items, by_rank if world.first else None, dst=0)
+    alternating = itertools.chain.from_iterable(itertools.zip_longest(*by_rank, fillvalue=MISSING))
+    return [item for item in alternating if item is not MISSING]  # pyright: ignore[reportReturnType]

@@ -1,4 +1,4 @@
-"""Metrics of a finished run, read from its folder."""
+"""Read the metrics of a finished run from its folder."""
 
 import math
 import statistics
@@ -16,37 +16,39 @@ from vitamp.metrics import BALANCED, PLAIN, metric_named
 Metrics = dict[str, Any]
 """Metrics of a finished run, as compare.json holds them."""
 DIVERGED = 1.2
-"""A run diverged if the mean of its last losses exceeds this multiple of that of the first, and their noise;"""
+"""A run diverged if the mean of its last losses is above this multiple of that of its first ones, and above noise."""
 FEWEST_BATCHES = 3
-"""of so many batches at least, and of a quarter of those that were reported."""
+"""Least number of reported losses in each of these means, which else take a quarter of the reported losses."""
 
 
 def is_finished(folder: Path) -> bool:
+    """Whether the run in `folder` has reached its end."""
     return is_end(last_line(folder))
 
 
 def last_meta(folder: Path) -> dict[str, Any]:
-    """meta.json of a run's last checkpoint; empty without one."""
+    """Read meta.json of a run's last checkpoint; empty if the run has none."""
     root = folder / CHECKPOINTS
     return unchecked_meta(root / (read_index(root)["last"] or "none"))
 
 
 def metrics_of(folder: Path) -> Metrics:
-    """Metrics of a finished run, as compare.json holds them."""
+    """Read the metrics of the finished run in `folder`, as compare.json stores them. Unknown ones are None."""
     about = read_about(folder)
     config = config_of_run(folder)
     history = History.of_run(folder)
     speed = history.images_per_second
     speeds = history.speeds
     batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * about["choices"]["world_size"]
-    # A run that went on with another number of processes accumulates otherwise than its config.yaml says.
+    # A run that was resumed with another number of processes accumulates otherwise than its config.yaml says.
     saved = last_meta(folder).get("batch")
     if saved:
         batch = saved["per_process"] * saved["accumulated"] * saved["processes"]
-    found: Metrics = {
+    metrics: Metrics = {
         "precision": about["choices"]["precision"],
         "global_batch": batch,
         "images_per_second": speed,
+        # The first and the third of the three quartiles.
         "images_per_second_quartiles": statistics.quantiles(speeds, n=4)[::2] if len(speeds) > 3 else None,
         "seconds_per_update": batch / speed if speed else None,
         "seconds_per_epoch": history.seconds_per_epoch,
@@ -57,21 +59,21 @@ def metrics_of(folder: Path) -> Metrics:
         "diverged": _diverged(history, config, about.get("largest_class_percent")),
     }
     for metric in history.metrics:
-        found[f"last_{PLAIN.prefix}{metric.name}"] = None
-        for which, value in history.last(metric).items():
-            found[f"last_{which.prefix}{metric.name}"] = value
+        metrics[f"last_{PLAIN.prefix}{metric.name}"] = None
+        for weights, value in history.last(metric).items():
+            metrics[f"last_{weights.prefix}{metric.name}"] = value
     for metric in history.metrics:
         best = history.best(metric)
         if best:
-            found[f"best_{metric.name}"] = best.value
-    found |= {
+            metrics[f"best_{metric.name}"] = best.value
+    metrics |= {
         "seconds": history.seconds,
         "starts": sum(map(is_start, history.lines)),
         "validation_images": about.get("samples", {}).get("val"),
     }
     if config.DATA.GROUP is not None:
-        found["grouped"] = True
-    return found | {
+        metrics["grouped"] = True
+    return metrics | {
         "largest_class_percent": about.get("largest_class_percent"),
         "device": about["device"],
         "versions": about["versions"],
@@ -82,31 +84,33 @@ def metrics_of(folder: Path) -> Metrics:
 def _diverged(history: History, config: Config, largest_class: float | None) -> bool:
     """Whether the loss ended as NaN, or its mean over several batches rose by more than their noise.
 
-    Not of a run whose metric did not fall and is above guessing: from a probe, augmentation alone raises the loss.
+    A rise does not count if the metric did not fall and is above guessing: a run that starts at a linear probe begins
+    with a low loss, which augmentation alone raises. `largest_class`: percent of the images in the largest class.
     """
     losses = [line["loss"] for line in history.of("train")]
     if losses and losses[-1] is None:
         return True
-    by = metric_named(config.SAVE_BEST_BY)
-    guess = largest_class or 0.0
-    if by is BALANCED:
-        guess = 100 / max(config.MODEL.NUM_CLASSES or 1, 1)
-    values = [line[by.name] for line in history.of("val") if line.get(by.name) is not None]
-    if len(values) > 1 and by.percent and values[-1] >= values[0] and values[-1] > guess:
+    metric = metric_named(config.SAVE_BEST_BY)
+    guessing = largest_class or 0.0
+    if metric is BALANCED:
+        guessing = 100 / max(config.MODEL.NUM_CLASSES or 1, 1)
+    values = [line[metric.name] for line in history.of("val") if line.get(metric.name) is not None]
+    if len(values) > 1 and metric.percent and values[-1] >= values[0] and values[-1] > guessing:
         return False
     logs = [math.log(loss) for loss in losses if loss is not None and loss > 0]
     return _rose(logs or [0.0])
 
 
 def _rose(logs: Sequence[float]) -> bool:
-    """Whether the last of these logarithms of losses are above the first, by DIVERGED and their noise."""
-    few = max(FEWEST_BATCHES, len(logs) // 4)
-    # How far each is from the middle of its neighbours: a trend is no noise, nor is a jump at the end.
-    steady = logs[:-few] if len(logs) > 2 * few - 1 else logs
-    apart = []
-    for left, one, right in zip(steady, steady[1:], steady[2:], strict=False):
-        apart.append(abs(one - (left + right) / 2))
-    # Of the difference of two means.
-    noise = min(3 * statistics.fmean(apart or [0.0]) * math.sqrt(2 / few), math.log(3))
-    rise = statistics.fmean(logs[-few:]) - statistics.fmean(logs[:few])
+    """Whether the mean of the last of these logarithms of losses is above that of the first, by DIVERGED and noise."""
+    count = max(FEWEST_BATCHES, len(logs) // 4)
+    # The noise of one loss is its distance from the middle of its neighbours. So neither a trend is noise, nor, since
+    # the last losses are left out, a jump at the end.
+    before_end = logs[:-count] if len(logs) > 2 * count - 1 else logs
+    distances = []
+    for left, middle, right in zip(before_end, before_end[1:], before_end[2:], strict=False):
+        distances.append(abs(middle - (left + right) / 2))
+    # Three times the noise of the difference of two means over `count` losses, but at most a factor of 3.
+    noise = min(3 * statistics.fmean(distances or [0.0]) * math.sqrt(2 / count), math.log(3))
+    rise = statistics.fmean(logs[-count:]) - statistics.fmean(logs[:count])
     return rise > max(math.log(DIVERGED), noise)

@@ -1,4 +1,4 @@
-"""Measurements: a process of its own, in which no setting of torch is left over, and a training that is only built."""
+"""Help to measure: a fresh process for each measurement, and a training that is built but not run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def own_process() -> ProcessPoolExecutor:
-    """A pool of one fresh process."""
+    """Create a pool of one fresh process, in which no setting of torch is left from other measurements."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     start_method = multiprocessing.get_start_method()
@@ -35,10 +35,10 @@ def own_process() -> ProcessPoolExecutor:
 
 
 def _begin_process(start_method: str) -> None:
-    """Let the parent end this process, also after Ctrl-C, and never outlive it.
+    """Prepare the process of a pool: only the parent ends it, also after Ctrl-C, and it never outlives the parent.
 
-    `start_method`: the one with which a run starts its loading processes. With that of this pool, each would import
-    torch.
+    `start_method`: the method by which runs start their data loading processes. With the pool's own method, each of
+    them would import torch.
     """
     multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -52,16 +52,17 @@ def silence_torchao() -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Why a measurement failed, in one line."""
+    """Describe in one line why a measurement failed."""
     return OUT_OF_MEMORY if is_out_of_memory(error) else first_line(error)
 
 
 @contextlib.contextmanager
 def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain, Iterator[Window]]]:
-    """Build everything that a run builds before its first update; close it afterwards.
+    """Build everything that a run builds before its first update, and close it afterwards.
 
-    With it come the windows of its updates, epoch after epoch, without end. `compiled`: compile as TRAIN.COMPILE says.
-    False: stay eager. `auto` compiles nothing: it might compile one precision and not another.
+    Gives what was built, and the windows of its updates, epoch after epoch, without end.
+    `compiled`: compile as TRAIN.COMPILE says; False: stay eager. With `auto`, nothing is compiled, because it might
+    compile one precision and not another.
     """
     train = config.TRAIN
     if train.COMPILE == "auto" or not compiled:
@@ -72,7 +73,7 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     threads = set_up_device(config, device, ALONE)
     with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
         run = Run(config, ALONE, device, threads)
-        ready = build_for_training(run, None, dry=True)  # of updates, not of a pass for features before them
+        ready = build_for_training(run, None, dry=True)  # updates are measured, so no pass for features comes before
         try:
             ready.parts.assemble()
             yield ready, _windows(ready)
@@ -81,8 +82,9 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
 
 
 def _windows(ready: ReadyToTrain) -> Iterator[Window]:
-    per_epoch = ready.train_loader.order.updates
-    for done, window in enumerate(ready.train_loader.epochs(itertools.count(1))):
-        if done % per_epoch == 0:
-            ready.parts.enter(done // per_epoch + 1)
+    """Yield the windows of all updates without end, and enter each epoch before its first window."""
+    updates_per_epoch = ready.train_loader.order.updates
+    for number, window in enumerate(ready.train_loader.epochs(itertools.count(1))):
+        if number % updates_per_epoch == 0:
+            ready.parts.enter(number // updates_per_epoch + 1)
         yield window

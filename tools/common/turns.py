@@ -1,4 +1,7 @@
-"""Progress bars, and alternating measurements: other load on the machine slows all contenders alike."""
+"""Progress bars, time limits, and the order of alternating measurements.
+
+Measurements alternate so that other load on the machine slows all contenders alike.
+"""
 
 import statistics
 import time
@@ -12,7 +15,10 @@ Round = TypeVar("Round")
 
 
 def progress_bar(of: int | Sequence[Item], unit: str, what: str | None = None) -> Progress:
-    """A bar over things or their number, or log lines. On a terminal, other log lines are printed above it."""
+    """Create a progress bar over `of`, a sequence or a number of items; without a terminal, it logs lines.
+
+    On a terminal, other log lines are printed above the bar.
+    """
     if isinstance(of, int):
         return Progress(None, of, unit, what)
     return Progress(of, len(of), unit, what)
@@ -27,23 +33,27 @@ class Budget:
         """Whether a measurement was refused; the results say so."""
 
     def allows(self, seconds: float) -> bool:
-        """Whether this much time is left."""
+        """Whether this much time is left. If not, the budget counts as cut from then on."""
         enough = self._end - time.monotonic() >= seconds
         self.cut = self.cut or not enough
         return enough
 
 
 def alternating_order(items: Sequence[Item], rounds: Iterable[Round]) -> Iterator[tuple[Round, Item]]:
-    """Every item in every round; every other round is reversed, so that none gains from a drift of the machine."""
-    for nth, each in enumerate(rounds):
-        for item in items[:: -1 if nth % 2 else 1]:
-            yield each, item
+    """Yield every item in every round, with the round.
+
+    The order is reversed in every other round, so that no item gains from a drift of the machine.
+    """
+    for number, this_round in enumerate(rounds):
+        ordered = items[::-1] if number % 2 else items
+        for item in ordered:
+            yield this_round, item
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Of two contenders: median, minimum and maximum over the rounds; '-' without a round of both.
+    """Format the ratio of two contenders: median, minimum and maximum over the rounds; '-' without a round of both.
 
-    Taken round by round, so that a slow moment of the machine is in both values.
+    It is computed round by round, so that a slow moment of the machine is in both values.
     """
-    pairs = [mine / other for mine, other in zip(ours, theirs, strict=False)]
-    return f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})" if pairs else "-"
+    ratios = [our_value / their_value for our_value, their_value in zip(ours, theirs, strict=False)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"

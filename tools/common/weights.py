@@ -36,7 +36,7 @@ from vitamp.tensors import JoinedShards, Merged, fp32_modules, open_tensors
 from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 
 OF_VALIDATION = ("metrics", "thresholds")
-"""Fields of meta.json that hold for the validated weights alone, not for a mean"""
+"""Fields of meta.json that hold for the validated weights only, not for an average of weights"""
 COPIED = (
     "model",
     "classes",
@@ -65,8 +65,9 @@ SECTIONS = (
     "DIST.STRATEGY",
     "SAVE_BEST_BY",
 )
+"""Beginnings of the names of the settings that the header gets"""
 PRIVATE = WITH_PATH.keys() - {"USE", DATASET} | {"teacher_model", "teacher"}
-"""Settings and choices with private paths, which the header does not get; of USE and the data set it gets a part."""
+"""Settings and choices with private paths, which the header does not get; it gets a part of USE and of the data set."""
 
 
 def list_checkpoints(path: Path) -> int:
@@ -74,24 +75,28 @@ def list_checkpoints(path: Path) -> int:
     folders = checkpoints_at(path)
     index = read_index(folders[0].parent)
     sizes = [_size(folder) for folder in folders]
+    # meta.json of each checkpoint, or what is wrong with the checkpoint.
     metas = list[dict[str, Any] | str]()
     for folder in folders:
         try:
             metas.append(inspect(folder).meta)
         except UserError as error:
             metas.append(str(error).removeprefix(f"{folder}: "))
+
+    # Columns: heading -> field of the metrics in meta.json, and the metric that formats it.
     best = task_of(meta.get("metrics") or {} for meta in metas if isinstance(meta, dict)).best
-    shown = {LOSS.words: (LOSS.name, LOSS)}
-    shown |= {which.marked(best.words): (which.prefix + best.name, best) for which in SETS}
-    rows = [["checkpoint", "epoch", "update"] + list(shown) + ["size", "written", ""]]
+    columns = {LOSS.words: (LOSS.name, LOSS)}
+    columns |= {weights.marked(best.words): (weights.prefix + best.name, best) for weights in SETS}
+
+    rows = [["checkpoint", "epoch", "update"] + list(columns) + ["size", "written", ""]]
     for folder, meta, size in zip(folders, metas, sizes, strict=True):
         if isinstance(meta, str):
-            unknown = ["-" for _ in shown]
+            unknown = ["-" for _ in columns]
             rows.append([folder.name, "-", "-"] + unknown + [size_words(size), "-", meta])
             continue
         metrics = meta.get("metrics", {})
         values = []
-        for key, metric in shown.values():
+        for key, metric in columns.values():
             values.append(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-")
         epoch = f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"
         saved = time.localtime((folder / META).stat().st_mtime)
@@ -104,11 +109,12 @@ def list_checkpoints(path: Path) -> int:
 
 
 def _size(folder: Path) -> int:
+    """Total size in bytes of the files in `folder`."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 def verify_checkpoints(paths: list[Path]) -> int:
-    """Verify every checkpoint, also after a damaged one. Exit code 1 if any is damaged."""
+    """Verify all checkpoints in `paths` and log the result of each. Returns exit code 1 if any is damaged."""
     damaged = 0
     folders = list(itertools.chain.from_iterable(map(checkpoints_at, paths)))
     for folder in progress_bar(folders, "checkpoints"):
@@ -121,7 +127,7 @@ def verify_checkpoints(paths: list[Path]) -> int:
             if folder.exists():
                 log.error("%s", error)
                 damaged += 1
-            else:  # of a run that trains
+            else:  # a run that trains meanwhile removes its older checkpoints
                 log.info("%s: removed by its run meanwhile", folder)
             continue
         log.info("%s: good, %s in %.1f s", folder, size_words(_size(folder)), time.perf_counter() - began)
@@ -129,56 +135,68 @@ def verify_checkpoints(paths: list[Path]) -> int:
 
 
 def strip(path: Path, out: Path, weights: str) -> int:
+    """Write the weights of a run or a checkpoint to the file `out`. `weights`: the value of -weights."""
     source = chosen_at(path, weights)
     if source.checkpoint is None:
         raise UserError(f"{path}: this file already holds only weights; name a run or a checkpoint.")
-    which = source.which
-    tensors = dict(open_tensors(verify(source.checkpoint), which.file))
+    weight_set = source.which
+    tensors = dict(open_tensors(verify(source.checkpoint), weight_set.file))
     log.info("%s", source.with_calibration(applied=True))
-    origin: dict[str, Any] = {"weights": which.words, "from": source.place.name}
+    origin: dict[str, Any] = {"weights": weight_set.words, "from": source.place.name}
     if source.calibration:
         origin["calibration"] = source.calibration.model_dump(include={"temperature", "images"})
     write_weights(out, tensors, _header(source, origin))
-    log.info("%s holds only %s of %s, without the optimiser's state", out, which.words, source.place)
+    log.info("%s holds only %s of %s, without the optimiser's state", out, weight_set.words, source.place)
     return EXIT_DONE
 
 
 def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
-    folders = _named(paths, last)
+    """Write the uniform average of the weights of several checkpoints to the file `out`.
+
+    `last`: average the last checkpoints of the run `paths[0]`, this many; None: the checkpoints that `paths` name.
+    `weights`: the value of -weights.
+    """
+    folders = _checkpoints_to_average(paths, last)
     sources = [chosen_at(folder, weights) for folder in folders]
     for folder, source in zip(folders, sources, strict=True):
         if source.checkpoint is None:
             raise UserError(f"{folder}: this file holds only weights; name runs or checkpoints.")
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
-    which = sources[0].which
-    why = f"-weights {weights}"
+
+    weight_set = sources[0].which
+    reason = f"-weights {weights}"
     if weights == BETTER:
-        which, why = _better_in_most(paths, sources)
-    log.info("%s weights%s", which.label, f" ({why})" if why else "")
-    files = [open_tensors(checkpoint, which.file) for checkpoint in checkpoints]
+        weight_set, reason = _better_in_most(paths, sources)
+    log.info("%s weights%s", weight_set.label, f" ({reason})" if reason else "")
+
+    files = [open_tensors(checkpoint, weight_set.file) for checkpoint in checkpoints]
     _check_alike(checkpoints, files)
     _warn_of_starts(sources)
     mean = {}
     for key in progress_bar(list(files[0]), "tensors"):
         mean[key] = _mean([file[key] for file in files])
     names = [source.place.name for source in sources]
-    header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
-    write_weights(out, mean, header)
-    log.info("%s: uniform average of %s of %d checkpoints:", out, which.words, len(sources))
+    origin = {"weights": f"average of {weight_set.words}", "from": names}
+    write_weights(out, mean, _header(sources[-1], origin, averaged=True))
+
+    log.info("%s: uniform average of %s of %d checkpoints:", out, weight_set.words, len(sources))
     log_lines(f"  {folder}" for folder in folders)
     settings = settings_of(sources[-1])
     if settings.get("MODEL.MAE_PRETRAIN"):
-        way = f"fine-tune it with -pretrained {out}"
+        advice = f"fine-tune it with -pretrained {out}"
     else:
-        path = settings.get("DATA.DATA_PATH")  # the header has no paths
-        data = f" -data_path {path}" if path else ""
-        way = f"validate it with `{started_as('scripts/evaluate.py')} {out}{data}`"
-    log.info("The accuracy of the average is unknown; %s.", way)
+        data_path = settings.get("DATA.DATA_PATH")  # the header has no paths, so the command names it
+        flag = f" -data_path {data_path}" if data_path else ""
+        advice = f"validate it with `{started_as('scripts/evaluate.py')} {out}{flag}`"
+    log.info("The accuracy of the average is unknown; %s.", advice)
     return EXIT_DONE
 
 
-def _named(paths: list[Path], last: int | None) -> list[Path]:
-    """The checkpoints, or files in them, that the command names."""
+def _checkpoints_to_average(paths: list[Path], last: int | None) -> list[Path]:
+    """Return the folders of the checkpoints that the command names, and files as they are.
+
+    `last`: the number of a run's last checkpoints to take; None or 0 takes the checkpoint of each path.
+    """
     if not last:
         return [path if path.is_file() else checkpoint_of(path)[0] for path in paths]
     folders = checkpoints_at(paths[0])[-last:]
@@ -191,24 +209,26 @@ def _named(paths: list[Path], last: int | None) -> list[Path]:
 
 
 def _better_in_most(paths: list[Path], sources: list[Chosen]) -> tuple[WeightSet, str]:
-    """The weights that validated better in most checkpoints, else the plain ones; and why."""
+    """Choose the weights that validated better in most checkpoints, else the plain ones; also return the reason."""
     votes = Counter(source.which for source in sources)
-    which = PLAIN
+    winner = PLAIN
     reasons = []
-    for one in SETS:
-        if one == PLAIN or not all(one in source.sets for source in sources):
+    for weight_set in SETS:
+        if weight_set == PLAIN or not all(weight_set in source.sets for source in sources):
             continue
-        reasons.append(f"{one.words} is better in {votes[one]} of {len(sources)} checkpoints")
-        if 2 * votes[one] > len(sources):
-            which = one
-    if any(path.is_file() and source.which != which for path, source in zip(paths, sources, strict=False)):
-        raise UserError(f"average: a file of other weights than {which.words} is named; choose by -weights.")
-    return which, "; ".join(reasons)
+        reasons.append(f"{weight_set.words} is better in {votes[weight_set]} of {len(sources)} checkpoints")
+        if 2 * votes[weight_set] > len(sources):
+            winner = weight_set
+    if any(path.is_file() and source.which != winner for path, source in zip(paths, sources, strict=False)):
+        raise UserError(f"average: a file of other weights than {winner.words} is named; choose by -weights.")
+    return winner, "; ".join(reasons)
 
 
 def _warn_of_starts(sources: list[Chosen]) -> None:
+    """Warn if the checkpoints are from several runs that did not begin with the same pretrained weights."""
     starts = {settings_of(source).get("MODEL.PRETRAINED") for source in sources}
-    if len({run_folder_of(source.place) for source in sources}) > 1 and (len(starts) > 1 or None in starts):
+    runs = {run_folder_of(source.place) for source in sources}
+    if len(runs) > 1 and (len(starts) > 1 or None in starts):
         log.warning(
             "These runs did not begin with the same pretrained weights. Unless one was resumed from the other, the "
             "mean of their weights is most likely useless. `%s RUN RUN` and predict.py average their predictions.",
@@ -217,39 +237,49 @@ def _warn_of_starts(sources: list[Chosen]) -> None:
 
 
 def _check_alike(checkpoints: list[Checkpoint], files: Sequence[JoinedShards | Merged]) -> None:
-    """Raise UserError for a checkpoint whose mean with the first one would be no model."""
+    """Raise UserError if the average of a checkpoint and the first one would not be a valid model.
+
+    `files`: the tensors of each checkpoint.
+    """
     first = checkpoints[0]
-    theirs = {key: files[0].shape(key) for key in files[0]}
-    for one, file in zip(checkpoints, files, strict=True):
-        both = f"{one.folder} and {first.folder}"
-        own = {key: file.shape(key) for key in file}
-        if own != theirs:
-            key = next(key for key in sorted(own | theirs) if own.get(key) != theirs.get(key))
-            words = f"the shape of {key} is {own.get(key, 'missing')} and {theirs.get(key, 'missing')}"
+    first_shapes = {key: files[0].shape(key) for key in files[0]}
+    for checkpoint, file in zip(checkpoints, files, strict=True):
+        both = f"{checkpoint.folder} and {first.folder}"
+        shapes = {key: file.shape(key) for key in file}
+        if shapes != first_shapes:
+            key = next(key for key in sorted(shapes | first_shapes) if shapes.get(key) != first_shapes.get(key))
+            words = f"the shape of {key} is {shapes.get(key, 'missing')} and {first_shapes.get(key, 'missing')}"
             raise UserError(f"{both} have different architectures and cannot be averaged: {words}.")
-        trained_on = {(each.meta.get("samples") or {}).get("data") for each in (one, first)}
-        split = () if len(trained_on) == 1 and None not in trained_on else deciding("split", "random split")
-        known = _besides_weights(first.meta, split)
-        for key, value in _besides_weights(one.meta, split).items():
-            if value != known.get(key, value):
-                words = f"{key} is {value} and {known[key]}"
+
+        # Equal hashes of the training data show that the splits are equal, whatever their settings are.
+        data_hashes = {(each.meta.get("samples") or {}).get("data") for each in (checkpoint, first)}
+        same_data = len(data_hashes) == 1 and None not in data_hashes
+        split_settings = () if same_data else deciding("split", "random split")
+        expected = _facts_that_must_match(first.meta, split_settings)
+        for key, value in _facts_that_must_match(checkpoint.meta, split_settings).items():
+            if key in expected and value != expected[key]:
+                words = f"{key} is {value} and {expected[key]}"
                 raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
 
 
-def _besides_weights(meta: dict[str, Any], split: tuple[str, ...]) -> dict[str, Any]:
-    """What makes two models different even if their weights have the same shapes, as far as it is known.
+def _facts_that_must_match(meta: dict[str, Any], split_settings: tuple[str, ...]) -> dict[str, Any]:
+    """Collect from meta.json what makes models different even if their weights have the same shapes.
 
-    `split`: settings of the split; with another, the mean would be validated on images that one was trained on.
+    These are the pooling, the input, facts about timm, the classes, and `split_settings`: with another split, the
+    average would be validated on images that one of the models was trained on. What is unknown is left out.
     """
-    found = {key: meta["settings"].get(key, default_of(key)) for key in ("MODEL.POOL",) + split}
+    facts = {key: meta["settings"].get(key, default_of(key)) for key in ("MODEL.POOL",) + split_settings}
     for field in ("input", "timm"):
-        found |= {f"{field}.{key}": value for key, value in (meta.get(field) or {}).items()}
-    return found | {f"class {label}": name for label, name in enumerate(meta.get("classes") or ())}
+        facts |= {f"{field}.{key}": value for key, value in (meta.get(field) or {}).items()}
+    return facts | {f"class {label}": name for label, name in enumerate(meta.get("classes") or ())}
 
 
 def _mean(tensors: list[Tensor]) -> Tensor:
-    """Uniform mean in double precision. Only this tensor of each checkpoint is in memory."""
-    if not tensors[-1].is_floating_point():  # the batch counter of batch norm cannot be averaged
+    """Compute the uniform mean of one tensor of several checkpoints, in double precision.
+
+    The last tensor is returned if they are not floating-point, such as batch norm's counter of batches.
+    """
+    if not tensors[-1].is_floating_point():
         return tensors[-1]
     total = torch.zeros_like(tensors[0], dtype=torch.float64)
     for tensor in tensors:
@@ -258,25 +288,32 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 
 
 def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
+    """Build the header of a file of weights: fields of the checkpoint's meta.json, and where the weights are from.
+
+    `averaged`: leave out what holds only for the weights that were validated.
+    """
     left_out = OF_VALIDATION if averaged else ()
-    known = {key: source.meta[key] for key in COPIED if key in source.meta and key not in left_out}
-    return {"format": "pt", **encoded(known | needed_by_tools(source) | origin | {"made_by": MADE_BY})}
+    copied = {key: source.meta[key] for key in COPIED if key in source.meta and key not in left_out}
+    return {"format": "pt", **encoded(copied | needed_by_tools(source) | origin | {"made_by": MADE_BY})}
 
 
 def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
-    """Settings that rebuild the model, and choices, for the header of a file that predict.py and other tools read.
+    """Return the settings and choices that predict.py and other tools need to rebuild the model from a file's header.
 
-    They are those of SECTIONS, without the paths of this machine.
+    Settings are those of SECTIONS, without the paths of this machine.
     """
     settings = settings_of(chosen)
     public = {key: value for key, value in settings.items() if key.startswith(SECTIONS) and key not in PRIVATE}
-    if public.get(CLASS_WEIGHTS) not in (None, BALANCED):  # a file
+    names_a_file = public.get(CLASS_WEIGHTS) not in (None, BALANCED)
+    if names_a_file:
         del public[CLASS_WEIGHTS]
-    if public.get("SAVE_BEST_BY") not in METRICS.keys() - {KNN.name}:  # a metric of own code, or of TRAIN.KNN
+    # A metric of the user's own code, or one that needs TRAIN.KNN.
+    if public.get("SAVE_BEST_BY") not in METRICS.keys() - {KNN.name}:
         public.pop("SAVE_BEST_BY", None)
     if settings.get("USE"):
-        words = (one if OWN_SETTING.fullmatch(one) else Path(one).name for one in settings["USE"])
-        public["USE"] = [one for one in words if not re.search(r"[\s=,\[('\"][~/]", one)]  # as in Net.root=/home/me
+        words = (word if OWN_SETTING.fullmatch(word) else Path(word).name for word in settings["USE"])
+        # A setting whose value is a path, as in Net.root=/home/me, is left out.
+        public["USE"] = [word for word in words if not re.search(r"[\s=,\[('\"][~/]", word)]
     dataset = str(public.get(DATASET))
     if dataset.startswith(HUB_PREFIX) and hub.is_path(dataset.removeprefix(HUB_PREFIX)):
         public[DATASET] = HUB_PREFIX  # without the key, the default would name another data set
@@ -287,6 +324,6 @@ def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
 
 
 def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
-    """Write the file; it gets its name only when it is complete."""
+    """Write a safetensors file, the value of -out; it gets its name only when it is complete."""
     with writing(out, "-out"), replacing(out) as unfinished, raising_os_errors(out):
         safetensors.torch.save_file(tensors, unfinished, metadata=header)

@@ -1,6 +1,6 @@
-"""One evaluation of a model: metrics with their intervals, and classes, as evaluate.py and the report show them.
+"""Evaluate a model on a split: metrics with their intervals, and classes, as evaluate.py and the report show them.
 
-One label per image is judged from a few numbers per image, so that memory does not depend on the number of classes.
+With one label per image, only a few numbers per image are kept: memory does not depend on the number of classes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ from utils.text import some_of
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
 
 ALL_SHOWN = 20
+"""Most classes that are all listed"""
 WORST_SHOWN = 10
+"""Number of classes listed if there are more"""
 MOST_IN_JSON = 1000
 """Most classes for which the JSON file has the confusion matrix"""
 BINS = 15
-"""Of the calibration error"""
+"""Number of bins of the calibration error"""
 DRAWS = 200
-"""Of labels, for the calibration error that chance alone gives"""
+"""Number of times that labels are drawn, for the calibration error that chance alone gives"""
 INTERVALS = (
     "In brackets: 95 % interval of the metric on other images like these. Where several show one thing, only "
     "DATA.GROUP makes it hold for other things."
@@ -56,7 +58,7 @@ INTERVALS = (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of a split. Arrays have one value per class; fractions are in percent."""
+    """Metrics of a model on a split. Arrays have one value per class; fractions are in percent."""
 
     images: int
     support: np.ndarray
@@ -64,6 +66,7 @@ class Evaluation:
     predicted: np.ndarray
     """Number of images for which it is predicted"""
     right: np.ndarray
+    """Number of images of the class for which it is predicted"""
     values: dict[Metric, float]
     """The metrics of a validation"""
     intervals: Mapping[str, Interval | None]
@@ -73,52 +76,61 @@ class Evaluation:
 
     @property
     def precision(self) -> np.ndarray:
-        """Of each class; 0 for a class that is never predicted."""
+        """Precision of each class; 0 for a class that is never predicted."""
         return 100 * self.right / np.maximum(self.predicted, 1)
 
     @property
     def recall(self) -> np.ndarray:
+        """Recall of each class; 0 for a class without images."""
         return 100 * self.right / np.maximum(self.support, 1)
 
     @property
     def f1(self) -> np.ndarray:
+        """F1 of each class, in percent, hence 200: twice the images that are right, over both counts of the class."""
         return 200 * self.right / np.maximum(self.predicted + self.support, 1)
 
     @property
     def present(self) -> list[int]:
-        """The classes that have images."""
+        """Labels of the classes that have images."""
         return np.flatnonzero(self.support).tolist()
 
     @property
     def shown(self) -> dict[Metric, float]:
-        """The metrics to list: without top-5, if that is always right."""
+        """The metrics to list: without top-5, if there are so few classes that it is always right."""
         return {metric: value for metric, value in self.values.items() if metric.trivial < len(self.support)}
 
     def remarks(self) -> list[str]:
-        """Sentences about the metrics without an interval, and about images whose logits are not finite."""
-        said = []
-        known = [metric for metric, value in self.values.items() if math.isfinite(value)]
-        names = [metric.words for metric in known if self.intervals[metric.name] is None]
-        if names:
-            said.append(f"No interval of {' and '.join(names)}: too few images per class.")
+        """Return sentences about metrics without an interval, and about images whose logits are not finite."""
+        sentences = []
+        finite = [metric for metric, value in self.values.items() if math.isfinite(value)]
+        without_interval = [metric.words for metric in finite if self.intervals[metric.name] is None]
+        if without_interval:
+            sentences.append(f"No interval of {' and '.join(without_interval)}: too few images per class.")
         if self.not_finite:
-            said.append(f"{self.not_finite} images have NaN or infinite logits.")
-        return said
+            sentences.append(f"{self.not_finite} images have NaN or infinite logits.")
+        return sentences
 
     def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
-        """What looks wrong with the images, and what it may be. `in_folds`: None: of the run's own probe."""
+        """Return sentences on what looks wrong with the images, and on likely causes.
+
+        `in_folds`: top-1 on training images that the classifier had not seen; None: that of the run's own probe.
+        """
         return []
 
     def _class_table(
         self, trained: Trained, worst: tuple[str, np.ndarray], cells: Callable[[int], dict[str, str]]
     ) -> list[str]:
-        """One line per class; of many, those that are lowest in `worst`."""
+        """Return a table with one line per class; if there are many, of the worst classes only.
+
+        `worst`: name and values of the metric that is lowest in the worst classes.
+        `cells`: returns the cells of a class by heading, beside its name and its number of images.
+        """
         labels = self.present
         head = "Each class:"
         if len(labels) > ALL_SHOWN:
-            what, values = worst
+            metric, values = worst
             labels = sorted(labels, key=lambda label: (float(values[label]), label))[:WORST_SHOWN]
-            head = f"The {WORST_SHOWN} classes with the lowest {what}:"
+            head = f"The {WORST_SHOWN} classes with the lowest {metric}:"
         rows = list[list[str]]()
         for label in labels:
             row = {"class": shown(trained.name_of(label)), "images": f"{self.support[label]}", **cells(label)}
@@ -128,13 +140,14 @@ class Evaluation:
         return [head] + in_columns(rows) if rows else []
 
     def _fields(self, of_class: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Of the JSON file, what every evaluation has."""
+        """Return the fields of the JSON file that every evaluation has. `of_class`: name -> value of each class."""
         classes = {name: values.tolist() for name, values in {"images": self.support, **of_class}.items()}
         intervals = {name: interval and list(interval) for name, interval in self.intervals.items()}
         values = {metric.name: value for metric, value in self.values.items()}
         return {"images": self.images, **values, "intervals": intervals, "per_class": classes}
 
     def _scores(self, label: int) -> dict[str, str]:
+        """Return precision, recall and F1 of a class as cells of a table, by heading."""
         columns = {"precision": self.precision, "recall": self.recall, "F1": self.f1}
         return {name: f"{of_class[label]:.1f} %" for name, of_class in columns.items()}
 
@@ -148,7 +161,10 @@ class Bin(NamedTuple):
 
 
 class Chance(NamedTuple):
-    """ECE in percent of perfectly calibrated models on as many images: their labels are drawn by the probabilities."""
+    """Calibration error (ECE) in percent that perfectly calibrated models have on as many images by chance.
+
+    Their labels are drawn by their probabilities.
+    """
 
     images: int
     mean: float
@@ -156,13 +172,14 @@ class Chance(NamedTuple):
 
     @classmethod
     def of(cls, confidence: Tensor) -> Chance:
+        """Simulate models that are as confident on each image. `confidence`: 0 to 1, one per image."""
         generator = torch.Generator().manual_seed(0)
         draws = (torch.rand(len(confidence), generator=generator) < confidence for _ in range(DRAWS))
         errors = torch.tensor([calibration(confidence, right)[0] for right in draws], dtype=torch.float64)
         return cls(len(confidence), float(errors.mean()), float(errors.quantile(0.95)))
 
     def words(self, ece: float) -> str:
-        """Whether `ece` is beyond chance; '' if it is not known."""
+        """Say whether the calibration error `ece` is beyond chance; '' if it is NaN."""
         if not math.isfinite(ece):
             return ""
         verdict = "is more than chance explains" if ece > self.percentile_95 else "may be chance"
@@ -173,17 +190,20 @@ class Chance(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Columns of values per image with one label, on the host."""
+    """Results for images with one label: a tensor on the host per kind of result, with one value per image."""
 
     label: Tensor
     guess: Tensor
     among_five: Tensor
+    """Whether the label is among the five most probable classes"""
     confidence: Tensor
+    """Probability of the guess"""
     nll: Tensor
     brier: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor) -> Rows:
+        """Compute the results of a batch."""
         _, among_five = correct(logits, labels)  # on the device, so that ties are resolved as in validation
         guess = guesses(logits)[:, 0].cpu()
         losses = F.cross_entropy(logits, labels, reduction="none").cpu().double()
@@ -203,10 +223,12 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class OneLabel(Evaluation):
+    """Metrics of a model for images with one label each."""
+
     rows: Rows
-    """Of the images, in their order"""
+    """Results of each image, in the order of the images"""
     groups: Sequence[str]
-    """Of the images, as `ImageDataset.groups`"""
+    """Group of each image, as `ImageDataset.groups`"""
     nll: float
     """Mean negative log-likelihood: the validation loss without label smoothing."""
     brier: float
@@ -216,6 +238,7 @@ class OneLabel(Evaluation):
 
     @classmethod
     def of(cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()) -> OneLabel:
+        """Evaluate a model from its logits and the labels, batch by batch. `groups`: group of each image, if known."""
         batches = [Rows.of(logits, labels) for logits, labels in outputs]
         rows = Rows._make(map(torch.cat, zip(*batches, strict=True)))
         images = len(rows.label)
@@ -223,6 +246,7 @@ class OneLabel(Evaluation):
         hit = rows.label == rows.guess
         label = rows.label.numpy()
         guess = rows.guess.numpy()
+
         support = np.bincount(label, minlength=classes)
         predicted = np.bincount(guess, minlength=classes)
         right = np.bincount(rows.label[hit].numpy(), minlength=classes)
@@ -258,6 +282,7 @@ class OneLabel(Evaluation):
 
     @cached_property
     def chance(self) -> Chance:
+        """Calibration error that chance alone gives on these images."""
         return Chance.of(self.rows.confidence)
 
     @property
@@ -267,45 +292,53 @@ class OneLabel(Evaluation):
 
     def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
         chosen = trained.chosen
+        # A run that selects by these metrics may give up top-1 for them, so a lower top-1 than the probe's is normal.
         lowers_top1 = trained.config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
-        folds = in_folds if in_folds is not None or lowers_top1 else chosen.choices.get(FOLDS)
+        if in_folds is not None or lowers_top1:
+            of_probe = in_folds
+        else:
+            of_probe = chosen.choices.get(FOLDS)
         labels = self.rows.label.numpy()
         guesses = self.rows.guess.numpy()
-        said = strange(labels, guesses, trained.names(), folds, groups=self.groups)
+        sentences = strange(labels, guesses, trained.names(), of_probe, groups=self.groups)
+
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
-        if in_folds is None and validated is not None:
-            images = (chosen.meta.get("val_images") or self.images, self.images)  # older checkpoints do not know theirs
-            times = variance_inflation(labels == guesses, self.groups)
-            independent = [one / times for one in images]  # as if groups there were as here
-            low, high = newcombe((validated, self.values[TOP1]), independent)
-            had = f"Validation had top-1 {validated:.1f} %,"
-            explained = "that here, more than chance explains:"
-            if low > 0:
-                said.append(
-                    f"{had} {low:.1f} to {high:.1f} points above {explained} the best of several validations flatters; "
-                    "those images may resemble the training images more than these do, as near copies or photographs "
-                    "of one place (DATA.GROUP keeps such images together); or these are from another source."
-                )
-            if high < 0 and trained.config.DATA.PART not in MEMORISED:
-                easier = "these images are easier, or training has seen them or near copies of them."
-                said.append(f"{had} {-high:.1f} to {-low:.1f} points below {explained} {easier}")
-        return said
+        if in_folds is not None or validated is None:
+            return sentences
+        # Older checkpoints do not store the number of their validation images.
+        images = (chosen.meta.get("val_images") or self.images, self.images)
+        # Validation images are taken to be grouped like these.
+        inflation = variance_inflation(labels == guesses, self.groups)
+        independent = [count / inflation for count in images]
+        low, high = newcombe((validated, self.values[TOP1]), independent)
+        had = f"Validation had top-1 {validated:.1f} %,"
+        explained = "that here, more than chance explains:"
+        if low > 0:
+            sentences.append(
+                f"{had} {low:.1f} to {high:.1f} points above {explained} the best of several validations flatters; "
+                "those images may resemble the training images more than these do, as near copies or photographs "
+                "of one place (DATA.GROUP keeps such images together); or these are from another source."
+            )
+        if high < 0 and trained.config.DATA.PART not in MEMORISED:
+            easier = "these images are easier, or training has seen them or near copies of them."
+            sentences.append(f"{had} {-high:.1f} to {-low:.1f} points below {explained} {easier}")
+        return sentences
 
     def words(self) -> str:
-        """What was evaluated."""
-        of = f"{self.images:,} images of {len(self.present)} classes; calibration in {len(self.bins)} bins"
-        return f"{of}; {always_guessing(self.largest_class_percent, self.values[TOP1])}"
+        """Describe what was evaluated, and what guessing would reach."""
+        images = f"{self.images:,} images of {len(self.present)} classes; calibration in {len(self.bins)} bins"
+        return f"{images}; {always_guessing(self.largest_class_percent, self.values[TOP1])}"
 
     def remarks(self) -> list[str]:
-        said = super().remarks()
+        sentences = super().remarks()
         absent = int(((self.predicted > 0) & (self.support == 0)).sum())
         if absent:
             are = "class without images is" if absent == 1 else "classes without images are"
-            said.append(f"{absent} {are} predicted: 0 in macro F1, and not in the other means.")
-        return said
+            sentences.append(f"{absent} {are} predicted: 0 in macro F1, and not in the other means.")
+        return sentences
 
     def cells(self) -> dict[str, str]:
-        """The metrics, for a table."""
+        """Return the metrics as cells of a table, by name."""
         return {
             **{metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.shown.items()},
             "precision, macro": f"{self._macro(self.precision):.2f} %",
@@ -318,15 +351,20 @@ class OneLabel(Evaluation):
         }
 
     def class_table(self, trained: Trained) -> list[str]:
+        """Return a table of the classes; if there are many, of those with the lowest recall."""
+
         def cells(label: int) -> dict[str, str]:
             return {**self._scores(label), "most often mistaken for": shown(self.mistaken_for(trained, label)) or "-"}
 
         return self._class_table(trained, ("recall", self.recall), cells)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the content of the JSON file; 'confusion' is None if there are too many classes."""
         of_class = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
-        whole = len(self.support) <= MOST_IN_JSON
-        found = {
+        confusion = None
+        if len(self.support) <= MOST_IN_JSON:
+            confusion = self.confusion(range(len(self.support))).tolist()
+        fields = {
             **self._fields(of_class),
             **{f"{name}_macro": self._macro(values) for name, values in of_class.items()},
             **{f"{name}_weighted": self._weighted(values) for name, values in of_class.items()},
@@ -336,12 +374,12 @@ class OneLabel(Evaluation):
             "ece_by_chance": self.chance._asdict(),
             "largest_class_percent": self.largest_class_percent,
             "bins": [bin._asdict() for bin in self.bins],
-            "confusion": self.confusion(range(len(self.support))).tolist() if whole else None,
+            "confusion": confusion,
         }
-        return plain(found)
+        return plain(fields)
 
     def confusion(self, chosen: Iterable[int]) -> np.ndarray:
-        """Number of images by true class (rows) and predicted class (columns), of the chosen classes."""
+        """Count images by true class (rows) and predicted class (columns), of the classes `chosen`."""
         labels = list(chosen)
         rows = []
         for label in labels:
@@ -350,42 +388,48 @@ class OneLabel(Evaluation):
         return torch.stack(rows).numpy()
 
     def mistaken_for(self, trained: Trained, label: int) -> str:
-        """The class most often predicted for images of this class by mistake, or several; how often. '' if never."""
+        """Name the class that is most often predicted for images of the class `label` by mistake, and how often.
+
+        Several classes are named if they are equally frequent; '' if there is no mistake.
+        """
         guess = self.rows.guess
         wrong = guess[(self.rows.label == label) & (guess != label)]
         counts = torch.bincount(wrong, minlength=len(self.support))
         most = int(counts.max())
-        if not most:
+        if most == 0:
             return ""
         names = [trained.name_of(other) for other in (counts == most).nonzero()[:, 0].tolist()]
         each = " each" if len(names) > 1 else ""
         return f"{some_of(names, 2)} ({most}{each})"
 
     def _macro(self, of_class: np.ndarray) -> float:
-        """Mean over classes that have images."""
+        """Mean over the classes that have images."""
         return float(of_class[self.support > 0].mean())
 
     def _weighted(self, of_class: np.ndarray) -> float:
-        """Mean over images."""
+        """Mean over classes, weighted by their number of images."""
         return float((of_class * self.support).sum() / self.support.sum())
 
 
 @dataclass(frozen=True)
 class SeveralLabels(Evaluation):
-    """A class is predicted where its probability reaches its threshold, the model's own from its last validation."""
+    """Metrics of a model for images with several labels each.
+
+    A class is predicted if its probability reaches its threshold, which is from the model's last validation.
+    """
 
     loss: float
     at_half: dict[str, float]
     """F1 and exact match at a threshold of 0.5"""
     at_thresholds: dict[str, float]
-    """The same at each class's threshold"""
+    """F1 and exact match at the threshold of each class"""
     average_precision: np.ndarray
     """NaN for a class without images"""
     aurocs: np.ndarray
     """NaN for a class that no image or every image has"""
     thresholds: np.ndarray
     unlabelled: int
-    """Images without a label"""
+    """Number of images without a label"""
     rows: tuple[np.ndarray, np.ndarray]
     """Probabilities and true labels, images x classes"""
 
@@ -393,6 +437,7 @@ class SeveralLabels(Evaluation):
     def of(
         cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()
     ) -> SeveralLabels:
+        """Evaluate a model from its logits and the labels, batch by batch. `groups`: group of each image, if known."""
         logits, labels = joined(outputs)
         logits = logits.double()
         labels = labels.double()
@@ -405,10 +450,11 @@ class SeveralLabels(Evaluation):
         exact = float((chosen == truth).all(1).mean())
         at_half = _in_percent(scores.f1_micro, scores.f1_macro, scores.exact_match)
         at_thresholds = _in_percent(micro, macro, exact)
-        exact_at_half = (probabilities >= HALF) == truth
-        independent_at_half = effective_images(exact_at_half.all(1), groups)
-        independent = effective_images((chosen == truth).all(1), groups)
-        of_map, of_auroc = ranking_intervals(probabilities, truth, groups)
+
+        right_at_half = (probabilities >= HALF) == truth
+        independent_at_half = effective_images(right_at_half.all(1), groups)
+        independent_at_thresholds = effective_images((chosen == truth).all(1), groups)
+        map_interval, auroc_interval = ranking_intervals(probabilities, truth, groups)
         return cls(
             images=len(truth),
             support=truth.sum(0),
@@ -416,10 +462,10 @@ class SeveralLabels(Evaluation):
             right=(chosen & truth).sum(0),
             values={MAP: 100 * scores.map, AUROC: 100 * scores.auroc},
             intervals={
-                MAP.name: of_map,
-                AUROC.name: of_auroc,
+                MAP.name: map_interval,
+                AUROC.name: auroc_interval,
                 "exact_match": wilson(at_half["exact_match"], independent_at_half),
-                "exact_match_at_thresholds": wilson(at_thresholds["exact_match"], independent),
+                "exact_match_at_thresholds": wilson(at_thresholds["exact_match"], independent_at_thresholds),
             },
             not_finite=int((~logits.isfinite().all(1)).sum()),
             loss=float(F.binary_cross_entropy_with_logits(logits, labels)),
@@ -433,30 +479,38 @@ class SeveralLabels(Evaluation):
         )
 
     def words(self) -> str:
+        """Describe what was evaluated."""
         labels = f"{int(self.support.sum())} labels of {len(self.present)} classes"
         return f"{self.images:,} images with {labels}; {self.unlabelled} images without a label"
 
     def cells(self) -> dict[str, str]:
-        found = {metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.values.items()}
-        both = (("0.5", self.at_half, ""), ("class thresholds", self.at_thresholds, "_at_thresholds"))
-        for words, name in (("F1 at {}, micro", "f1_micro"), ("F1 at {}, macro", "f1_macro")):
-            found |= {words.format(at): measured(values[name]) for at, values, _ in both}
-        for at, values, ending in both:
-            found[f"exact match at {at}"] = measured(values["exact_match"], self.intervals[f"exact_match{ending}"])
-        return {**found, LOSS.words: f"{self.loss:.4f}"}
+        """Return the metrics as cells of a table, by name."""
+        cells = {metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.values.items()}
+        both_thresholds = (("0.5", self.at_half, ""), ("class thresholds", self.at_thresholds, "_at_thresholds"))
+        for mean, key in (("micro", "f1_micro"), ("macro", "f1_macro")):
+            for threshold, values, _ in both_thresholds:
+                cells[f"F1 at {threshold}, {mean}"] = measured(values[key])
+        for threshold, values, ending in both_thresholds:
+            interval = self.intervals[f"exact_match{ending}"]
+            cells[f"exact match at {threshold}"] = measured(values["exact_match"], interval)
+        return {**cells, LOSS.words: f"{self.loss:.4f}"}
 
     def class_table(self, trained: Trained) -> list[str]:
+        """Return a table of the classes; if there are many, of those with the lowest average precision."""
+
         def cells(label: int) -> dict[str, str]:
-            ranked = {"AP": f"{self.average_precision[label]:.1f} %", "AUROC": self.auroc_text(label)}
-            return {**ranked, "threshold": f"{self.thresholds[label]:.3f}", **self._scores(label)}
+            ranking = {"AP": f"{self.average_precision[label]:.1f} %", "AUROC": self.auroc_text(label)}
+            return {**ranking, "threshold": f"{self.thresholds[label]:.3f}", **self._scores(label)}
 
         return self._class_table(trained, ("average precision", self.average_precision), cells)
 
     def auroc_text(self, label: int) -> str:
+        """Format the AUROC of a class; '-' if it is undefined."""
         auroc = self.aurocs[label]
         return f"{auroc:.1f} %" if math.isfinite(auroc) else "-"
 
     def as_json(self) -> dict[str, Any]:
+        """Return the content of the JSON file."""
         of_class = {
             "average_precision": self.average_precision,
             "auroc": self.aurocs,
@@ -465,54 +519,67 @@ class SeveralLabels(Evaluation):
             "recall": self.recall,
             "f1": self.f1,
         }
-        found = {
+        fields = {
             **self._fields(of_class),
             "images_without_label": self.unlabelled,
-            **dict.fromkeys((TOP1.name, TOP5.name)),  # those of one label
+            TOP1.name: None,  # with several labels, there is no top-1 and no top-5
+            TOP5.name: None,
             LOSS.name: self.loss,
             **self.at_half,
             **{f"{name}_at_thresholds": value for name, value in self.at_thresholds.items()},
         }
-        return plain(found)
+        return plain(fields)
 
 
 def _in_percent(f1_micro: float, f1_macro: float, exact_match: float) -> dict[str, float]:
+    """Return these fractions in percent, under the names of the JSON file."""
     return {"f1_micro": 100 * f1_micro, "f1_macro": 100 * f1_macro, "exact_match": 100 * exact_match}
 
 
 def evaluation_of(
     trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()
 ) -> OneLabel | SeveralLabels:
-    """`outputs`: logits and labels, batch by batch. `groups`: of the images."""
-    return (OneLabel if trained.task.kind == ONE_LABEL else SeveralLabels).of(trained, outputs, groups)
+    """Evaluate a model with one or several labels per image, as its task says.
+
+    `outputs`: logits and labels, batch by batch. `groups`: the group of each image; empty without DATA.GROUP.
+    """
+    kind = OneLabel if trained.task.kind == ONE_LABEL else SeveralLabels
+    return kind.of(trained, outputs, groups)
 
 
 def on_known_groups(trained: Trained, dataset: ImageDataset, found: OneLabel | SeveralLabels) -> str:
-    """Top-1 where training has the group of an image (DATA.GROUP), and elsewhere; '' where it has none of them."""
+    """Compare top-1 on images whose group (DATA.GROUP) is also in the training data with top-1 on the others.
+
+    Returns '' if there are no such images, and for data other than the run's.
+    """
     groups = np.array(dataset.groups())
     data = trained.config.DATA
     if not len(groups) or data.PART in MEMORISED or isinstance(found, SeveralLabels):
         return ""
     if whose_data(trained.config, trained.chosen) not in OF_RUN:
         return ""
-    training = open_dataset(data.changed(PART=AUTO), True, ANY_LABEL, 0, torch.device("cpu")).groups()
-    known = np.isin(groups, training)
-    if not known.any():
+    training_data = data.changed(PART=AUTO)
+    training = open_dataset(training_data, True, ANY_LABEL, 0, torch.device("cpu"))  # 0: any seed
+    is_known = np.isin(groups, training.groups())
+    if not is_known.any():
         return ""
     hit = (found.rows.guess == found.rows.label).numpy()
-    said = f"{known.sum():,} of {len(groups):,} images are of groups that training has: {_top1_of(hit, groups, known)}"
-    if not known.all():
-        said += f", on the others {_top1_of(hit, groups, ~known)}"
-    return f"{said}."
+    on_known = _top1_of(hit, groups, is_known)
+    sentence = f"{is_known.sum():,} of {len(groups):,} images are of groups that training has: {on_known}"
+    if not is_known.all():
+        sentence += f", on the others {_top1_of(hit, groups, ~is_known)}"
+    return f"{sentence}."
 
 
 def _top1_of(hit: np.ndarray, groups: np.ndarray, chosen: np.ndarray) -> str:
+    """Format top-1 and its interval on the images where `chosen` is True. `hit`: whether each image is right."""
     top1 = 100 * float(hit[chosen].mean())
-    return f"top-1 {measured(top1, wilson(top1, effective_images(hit[chosen], groups[chosen])))}"
+    independent = effective_images(hit[chosen], groups[chosen])
+    return f"top-1 {measured(top1, wilson(top1, independent))}"
 
 
 def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and labels batch by batch, on the device, in the order of the images, with a progress bar."""
+    """Yield logits and labels batch by batch, on the device, in the order of the images, with a progress bar."""
     with progress_bar(len(dataset), "images") as bar:
         for logits, labels, _ in batches_of(trained, dataset):
             yield logits, labels
@@ -520,41 +587,45 @@ def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, 
 
 
 def joined(batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Logits and labels of all images, on the host."""
-    every = [(logits.cpu(), labels.cpu()) for logits, labels in batches]
-    return torch.cat([logits for logits, _ in every]), torch.cat([labels for _, labels in every])
+    """Concatenate the logits and the labels of all batches on the host."""
+    on_host = [(logits.cpu(), labels.cpu()) for logits, labels in batches]
+    return torch.cat([logits for logits, _ in on_host]), torch.cat([labels for _, labels in on_host])
 
 
 def table_of(found: OneLabel | SeveralLabels, title: str) -> list[str]:
+    """Return the table of an evaluation's metrics, and the remarks on them. `title`: heading of the column."""
     rows = [["", title]] + [[name, cell] for name, cell in found.cells().items()]
     return in_columns(rows) + [INTERVALS] + found.remarks()
 
 
 def measured(percent: float, interval: Interval | None = None) -> str:
-    """'98.33 % (96.41 to 99.24)'"""
+    """Format a percentage and its interval: '98.33 % (96.41 to 99.24)'; '-' for NaN."""
     brackets = f" ({interval.words().removesuffix(' %')})" if interval else ""
     return f"{percent:.2f} %{brackets}" if math.isfinite(percent) else "-"
 
 
 def calibration(confidence: Tensor, right: Tensor) -> tuple[float, list[Bin]]:
-    """ECE in percent, and its bins of equal width; each includes its upper edge."""
-    number = (confidence.nan_to_num() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
+    """Compute the expected calibration error (ECE) in percent, and its bins of equal width.
 
-    def sum_of(values: Tensor) -> Tensor:
-        return torch.zeros(BINS, dtype=torch.float64).index_add_(0, number, values)
+    `confidence`: 0 to 1, one per image. `right`: whether the guess is right. Each bin includes its upper edge.
+    """
+    bin_of_image = (confidence.nan_to_num() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
 
-    images = sum_of(torch.ones_like(confidence))
-    sure = sum_of(confidence)
-    hits = sum_of(right.double())
-    ece = 100 * float((sure - hits).abs().sum() / len(confidence))
+    def sum_by_bin(values: Tensor) -> Tensor:
+        return torch.zeros(BINS, dtype=torch.float64).index_add_(0, bin_of_image, values)
+
+    images = sum_by_bin(torch.ones_like(confidence))
+    confidences = sum_by_bin(confidence)
+    hits = sum_by_bin(right.double())
+    ece = 100 * float((confidences - hits).abs().sum() / len(confidence))
     at_least_one = images.clamp(min=1)
-    means = zip(images, 100 * sure / at_least_one, 100 * hits / at_least_one, strict=True)
-    return ece, [Bin(int(n), float(c), float(a)) for n, c, a in means]
+    means = zip(images, 100 * confidences / at_least_one, 100 * hits / at_least_one, strict=True)
+    return ece, [Bin(int(count), float(mean), float(accuracy)) for count, mean, accuracy in means]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A split of a data set."""
+    """A split of a data set to evaluate, and how its labels correspond to the model's."""
 
     dataset: ImageDataset
     title: str
@@ -564,19 +635,19 @@ class Part:
     """Number of the model's classes"""
 
     def labels(self, labels: Tensor) -> Tensor:
-        """The model's labels for those of the data set: one per image, or rows of zeros and ones."""
+        """Convert labels of the data set to those of the model: one per image, or rows of zeros and ones."""
         if self.to_models is None:
             return labels
-        places = self.to_models.to(labels.device)
+        model_labels = self.to_models.to(labels.device)
         if labels.ndim == 1:
-            return places[labels]
+            return model_labels[labels]
         rows = labels.new_zeros(len(labels), self.classes)
-        rows[:, places] = labels[:, : len(places)]
+        rows[:, model_labels] = labels[:, : len(model_labels)]
         return rows
 
 
 def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
-    """Open the split to evaluate, without augmentation, and give notes on its choice."""
+    """Open the split to evaluate, without augmentation, and return it with notes on its choice."""
     config = trained.config
     device = trained.precision.device
     classes = int(config.MODEL.NUM_CLASSES)
@@ -585,7 +656,8 @@ def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
         check_dataset(data, classes, train=False)
         dataset = open_dataset(data, False, classes, config.SEED, device)
     except UserError as error:
-        # If there are more classes than the model has, and they have names, the error below names them.
+        # The data may have classes that the model does not have. Open it with any labels: if model and data have names,
+        # `_to_models` raises a better error, with the names of these classes.
         try:
             dataset = open_dataset(data, False, ANY_LABEL, config.SEED, device)
         except UserError:
@@ -599,25 +671,29 @@ def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
 
 
 def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:
-    """Match classes by name if both have names; otherwise labels stay as they are."""
-    theirs = dataset.classes
-    ours = trained.chosen.classes
-    if theirs is None or ours is None or theirs == ours:
+    """Return the model's label of each label of the data set, by matching names of classes.
+
+    Returns None, so that labels stay as they are, if one of the two has no names or if the names are equal.
+    """
+    data_classes = dataset.classes
+    model_classes = trained.chosen.classes
+    if data_classes is None or model_classes is None or data_classes == model_classes:
         return None
-    places = {name: label for label, name in enumerate(ours)}
-    unknown = [name for name in theirs if name not in places]
+    label_of = {name: label for label, name in enumerate(model_classes)}
+    unknown = [name for name in data_classes if name not in label_of]
     if unknown:
+        hint = nearest(unknown[0], model_classes)
         raise UserError(
-            f"{title}: {len(unknown)} of its {len(theirs)} classes are unknown to the model: "
-            f"{some_of(unknown, 10)}.{nearest(unknown[0], ours)} The model was trained on {some_of(ours, 10)}."
+            f"{title}: {len(unknown)} of its {len(data_classes)} classes are unknown to the model: "
+            f"{some_of(unknown, 10)}.{hint} The model was trained on {some_of(model_classes, 10)}."
         )
-    twice = [name for name, times in Counter(ours).items() if times > 1 and name in theirs]
-    if twice:
+    repeated = [name for name, count in Counter(model_classes).items() if count > 1 and name in data_classes]
+    if repeated:
         raise UserError(
-            f"{title}: classes are matched by name, but the model has several classes named {some_of(twice, 10)}. Use "
-            "a data set with the classes of the training data, in the same order."
+            f"{title}: classes are matched by name, but the model has several classes named {some_of(repeated, 10)}. "
+            "Use a data set with the classes of the training data, in the same order."
         )
-    absent = [name for name in ours if name not in theirs]
+    absent = [name for name in model_classes if name not in data_classes]
     if absent and trained.config.DATA.MULTI_LABEL:
         log.warning("%s has no class %s: predictions of it count as mistakes.", title, some_of(absent, 10))
-    return torch.tensor([places[name] for name in theirs])
+    return torch.tensor([label_of[name] for name in data_classes])

@@ -1,4 +1,7 @@
-"""Charts of a report, which templates/charts.html draws as SVG. Colours are CSS classes, for light and dark."""
+"""Prepare the charts of a report, which templates/charts.html draws as SVG.
+
+Colours are CSS classes, for light and dark screens.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,15 @@ if TYPE_CHECKING:
     from tools.common.evaluation import Bin
 
 HUES = 8
-"""Colours in style.html"""
+"""Number of colours in style.html"""
 SHADES = 4
-"""Variants of each: a shade and a marker shape"""
+"""Variants of each colour: a shade and a marker shape"""
 MOST_POINTS = 300
-"""Points of a line: more would not be visible."""
+"""Most points of a line: more would not be visible."""
 MOST_MARKERS = 60
+"""Most points of a curve of which each has a marker"""
 SPARSE_MARKERS = 12
+"""Number of markers on a curve with more points"""
 WIDTH = 360
 HEIGHT = 220
 LEFT = 50
@@ -32,7 +37,7 @@ RIGHT = 10
 TOP = 10
 BOTTOM = 36
 SIZES = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
-# Heights: a reliability diagram, and below it the bars of how many images each bin has.
+# Heights of a reliability diagram, of the gap below it, and of the bars below that, which count the images of each bin.
 PLOT = 200
 GAP = 10
 COUNTS = 34
@@ -46,29 +51,32 @@ class Style(NamedTuple):
 
     @property
     def css(self) -> str:
+        """CSS classes, as style.html defines them."""
         return f"hue{self.hue} shade{self.shade}"
 
 
 @dataclass(frozen=True)
 class Curve:
+    """A line of a chart: a metric of a run in training or in validation."""
+
     points: Points
     label: str
     style: Style
     faint: bool = False
-    """Thin and pale: training beside validation"""
+    """Thin and pale, for training beside validation"""
     dashed: bool = False
-    """Validation of other weights than the plain ones"""
+    """For validation of other weights than the plain ones"""
 
     @property
     def kind(self) -> str:
-        """Look of the line, for the legend."""
+        """CSS class for the look of the line, which the legend explains."""
         if self.faint:
             return "faint"
         return "dashed" if self.dashed else "strong"
 
 
 class Mark(NamedTuple):
-    """Symbols of a run at some points."""
+    """Symbols at some points of a run's curve."""
 
     symbol: str
     """cross: skipped updates; diamond: the best validation"""
@@ -79,88 +87,101 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
+    """A chart of curves over epochs or updates."""
+
     title: str
     curves: list[Curve]
     marks: list[Mark] = field(default_factory=list)
     resumed: list[float] = field(default_factory=list)
-    """Dotted vertical lines"""
+    """Epochs or updates at which a run was resumed, shown as dotted vertical lines"""
     x_name: str = "update"
     logarithmic: bool = False
 
     @property
     def drawn(self) -> list[Curve]:
+        """The curves that have points."""
         return [curve for curve in self.curves if curve.points]
 
     def lines(self) -> list[tuple[Curve, str]]:
-        """Each curve with the `d` of its SVG path."""
-        found = []
+        """Return each curve with the `d` attribute of its SVG path."""
+        lines = []
         for curve in self.drawn:
-            places = [self._place(point) for point in thinned(curve.points, MOST_POINTS)]
-            path = " ".join(f"{x},{y}" for x, y in places)
-            found.append((curve, f"M{path}"))
-        return found
+            positions = [self._place(point) for point in thinned(curve.points, MOST_POINTS)]
+            path = " ".join(f"{x},{y}" for x, y in positions)
+            lines.append((curve, f"M{path}"))
+        return lines
 
     def markers(self) -> list[tuple[float, float, Style, str]]:
-        """(x, y, style, words for the pointer): every point of a short curve, some points of a long one."""
-        found = []
+        """Return (x, y, style, tooltip) of every point of a short curve, and of some points of a long one."""
+        markers = []
         for curve in self.drawn:
             if curve.faint:
                 continue
-            few = len(curve.points) <= MOST_MARKERS
-            for point in curve.points if few else thinned(curve.points, SPARSE_MARKERS):
+            is_short = len(curve.points) <= MOST_MARKERS
+            marked = curve.points if is_short else thinned(curve.points, SPARSE_MARKERS)
+            for point in marked:
                 x, y = self._place(point)
-                words = f"{curve.label}, {self.x_name} {point[0]:,.6g}: {short(point[1])}"
-                found.append((x, y, curve.style, words))
-        return found
+                tooltip = f"{curve.label}, {self.x_name} {point[0]:,.6g}: {short(point[1])}"
+                markers.append((x, y, curve.style, tooltip))
+        return markers
 
     def symbols(self) -> list[tuple[str, float, float, Style, str]]:
-        """(symbol, x, y, style, words for the pointer) of the marks."""
-        found = []
+        """Return (symbol, x, y, style, tooltip) of the marks."""
+        symbols = []
         for mark in self.marks:
             for point in thinned(mark.points, MOST_POINTS):
                 x, y = self._place(point)
-                found.append((mark.symbol, x, y, mark.style, f"{mark.label}, {self.x_name} {point[0]:,.6g}"))
-        return found
+                tooltip = f"{mark.label}, {self.x_name} {point[0]:,.6g}"
+                symbols.append((mark.symbol, x, y, mark.style, tooltip))
+        return symbols
 
     def resume_lines(self) -> list[float]:
+        """Return the x position of each vertical line that marks a resume."""
         return [self._place((x, 0))[0] for x in self.resumed]
 
     def x_ticks(self) -> list[tuple[float, str]]:
+        """Return position and label of each tick of the x axis."""
         low, high = self._x_range
         return [(self._place((tick, 0))[0], text) for tick, text in labelled(round_numbers(low, high, 5))]
 
     def y_ticks(self) -> list[tuple[float, str]]:
+        """Return position and label of each tick of the y axis; powers of two if it is logarithmic."""
         low, high = self._y_range
         if self.logarithmic:
             first = math.ceil(low)
             last = math.floor(high)
-            powers = range(first, last + 1, max(1, -(-(last - first) // 5)))
+            step = max(1, -(-(last - first) // 5))  # a fifth of the range, rounded up
+            powers = range(first, last + 1, step)
             return [(self._place((0, 2.0**power))[1], f"2^{power}") for power in powers]
         return [(self._place((0, tick))[1], text) for tick, text in labelled(round_numbers(low, high, 5))]
 
     def legend(self) -> list[tuple[str, str]]:
-        """(symbol, meaning) of every kind of line and symbol in the chart; the runs' colours are the page's legend."""
+        """Return (symbol, meaning) of every kind of line and symbol in the chart.
+
+        The colours of the runs are explained once per page. A single kind of line needs no explanation.
+        """
         kinds = {curve.kind for curve in self.drawn}
-        marked = "/".join(which.mark for which in SETS if which.mark)
+        marked = "/".join(weights.mark for weights in SETS if weights.mark)
         lines = (
             ("faint", "training, epoch means" if self.x_name == "epoch" else "training"),
             ("strong", "validation"),
             ("dashed", f"{marked} validation"),
         )
-        found = [line for line in lines if line[0] in kinds and len(kinds) > 1]
+        shown = [line for line in lines if line[0] in kinds and len(kinds) > 1]
         present = {mark.symbol for mark in self.marks if mark.points}
         if self.resumed:
             present.add("dotted")
         symbols = (("diamond", "best validation"), ("cross", "skipped update"), ("dotted", "resumed"))
-        return found + [symbol for symbol in symbols if symbol[0] in present]
+        return shown + [symbol for symbol in symbols if symbol[0] in present]
 
     def description(self) -> str:
-        """Text for readers who cannot see the chart."""
+        """Describe the chart for readers who cannot see it."""
         ends = [f"{curve.label} ends at {short(curve.points[-1][1])}" for curve in self.drawn]
         return f"{self.title}: {'; '.join(ends)}"
 
     @cached_property
     def _x_range(self) -> tuple[float, float]:
+        """Ends of the x axis, which includes 0 and 1."""
         ends = [0.0, 1.0]
         for curve in self.curves:
             ends += [x for x, _ in curve.points]
@@ -168,25 +189,29 @@ class Chart:
 
     @cached_property
     def _y_range(self) -> tuple[float, float]:
-        found: list[float] = []
+        """Ends of the y axis, in logarithms if it is logarithmic. It starts at 0 if the values are not far from 0."""
+        values: list[float] = []
         for curve in self.curves:
-            found += [self._scaled(y) for _, y in curve.points]
-        if not found:
+            values += [self._scaled(y) for _, y in curve.points]
+        if not values:
             return 0.0, 1.0
-        low = min(found)
-        high = max(found)
+        low = min(values)
+        high = max(values)
+        # If all values are equal, the margin is from the value, or fixed for 0.
         margin = (high - low) * 0.06 or abs(high) * 0.05 or 0.5
         starts_at_0 = 0 <= low < 0.3 * high and not self.logarithmic
         return 0.0 if starts_at_0 else low - margin, high + margin
 
     def _scaled(self, y: float) -> float:
+        """Take the logarithm of a value to base 2 if the y axis is logarithmic."""
         return math.log2(max(y, 1e-12)) if self.logarithmic else y
 
     def _place(self, point: tuple[float, float]) -> tuple[float, float]:
-        x0, x1 = self._x_range
-        y0, y1 = self._y_range
-        across = (point[0] - x0) / ((x1 - x0) or 1)
-        up = (self._scaled(point[1]) - y0) / ((y1 - y0) or 1)
+        """Convert a point of a curve to its position in the SVG image."""
+        x_low, x_high = self._x_range
+        y_low, y_high = self._y_range
+        across = (point[0] - x_low) / ((x_high - x_low) or 1)
+        up = (self._scaled(point[1]) - y_low) / ((y_high - y_low) or 1)
         x = LEFT + across * (WIDTH - LEFT - RIGHT)
         y = HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
         return round(x, 1), round(y, 1)
@@ -200,13 +225,13 @@ class Reliability:
     ece: float
     """Mean distance between accuracy and confidence in percent, weighted by images"""
     about_error: str
-    """Sentences"""
+    """Sentences about the calibration error"""
 
     bottom_of_plot = TOP + PLOT
     height = TOP + PLOT + GAP + COUNTS + BOTTOM
 
     def bars(self) -> list[dict[str, Any]]:
-        """Heights and words of the bins that have images."""
+        """Return position, heights and tooltip of the bar of each bin that has images."""
         width = (WIDTH - LEFT - RIGHT) / len(self.bins)
         most = max(bin.images for bin in self.bins)
         return [
@@ -223,43 +248,49 @@ class Reliability:
         ]
 
     def x_ticks(self) -> list[tuple[float, str]]:
-        return [(LEFT + share * (WIDTH - LEFT - RIGHT), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
+        """Return position and label of each tick of the x axis, the confidence."""
+        return [(LEFT + fraction * (WIDTH - LEFT - RIGHT), f"{fraction:.0%}") for fraction in (0, 0.25, 0.5, 0.75, 1)]
 
     def y_ticks(self) -> list[tuple[float, str]]:
-        return [(TOP + PLOT * (1 - share), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
+        """Return position and label of each tick of the y axis, the accuracy."""
+        return [(TOP + PLOT * (1 - fraction), f"{fraction:.0%}") for fraction in (0, 0.25, 0.5, 0.75, 1)]
 
     def description(self) -> str:
-        """Text for readers who cannot see the diagram."""
+        """Describe the diagram for readers who cannot see it."""
         filled = [bin for bin in self.bins if bin.images]
         bins = [f"{bin.confidence:.0f} % confident: {bin.accuracy:.0f} % accurate" for bin in filled]
         return f"Reliability diagram, calibration error {self.ece:.1f} %: {'; '.join(bins)}"
 
 
 def styles_of(runs: Sequence[Run], contenders: Mapping[Path, str] | None = None) -> list[Style]:
-    """One hue per run, or, where settings or a precision have several runs (seeds), one hue for these, in shades.
+    """Choose the colour of each run: runs of one contender, or else of one precision, share a hue in several shades.
 
-    `contenders`: by the folder of each run, if known; else they are taken from the settings.
+    If each run is a group of its own, or all are one group, each run gets a hue.
+    `contenders`: folder of a run -> its contender, if known; None takes contenders from the settings.
     """
     precisions = [run.precision for run in runs]
     if contenders:
-        known: list[Any] = [contenders[run.folder] for run in runs]
+        contender_of_run: list[Any] = [contenders[run.folder] for run in runs]
     else:
-        different = varied_settings(runs, PAIRED_BY + PLACES).values()
-        known = list(zip(precisions, *different, strict=True))
-    for groups in (known, precisions):
-        order = list(dict.fromkeys(groups))
-        if 1 < len(order) < len(runs):
-            places = [(order.index(group), groups[:number].count(group)) for number, group in enumerate(groups)]
-            return [Style(hue % HUES, shade % SHADES) for hue, shade in places]
+        varied = varied_settings(runs, PAIRED_BY + PLACES).values()
+        contender_of_run = list(zip(precisions, *varied, strict=True))
+    for group_of_run in (contender_of_run, precisions):
+        groups = list(dict.fromkeys(group_of_run))
+        if 1 < len(groups) < len(runs):
+            styles = []
+            for number, group in enumerate(group_of_run):
+                earlier_runs = group_of_run[:number].count(group)
+                styles.append(Style(groups.index(group) % HUES, earlier_runs % SHADES))
+            return styles
     return [Style(number % HUES, number // HUES % SHADES) for number in range(len(runs))]
 
 
 def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
-    """Charts of all runs: loss, accuracy, speed, learning rate, gradient norm, loss scale. Empty ones are left out.
+    """Draw charts of all runs: metrics, speed, learning rate, gradient norm, loss scale. Empty ones are left out.
 
     The x axis counts epochs if every run has whole ones, else updates.
     """
-    styled = list(zip(runs, styles, strict=True))
+    styled_runs = list(zip(runs, styles, strict=True))
     by_epoch = all(run.history.by_epoch for run in runs)
     resumed: list[float] = []
     for run in runs:
@@ -269,73 +300,78 @@ def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
         x_name = "epoch" if by_epoch else "update"
         return Chart(title, curves, marks=list(marks), resumed=resumed, x_name=x_name, logarithmic=logarithmic)
 
-    def training(title: str, key: str) -> Chart:
-        curves = [Curve(run.history.points("train", key, by_epoch), run.name, style) for run, style in styled]
+    def training_chart(title: str, key: str) -> Chart:
+        curves = [Curve(run.history.points("train", key, by_epoch), run.name, style) for run, style in styled_runs]
         return chart(title, curves)
 
-    found = []
+    all_charts = []
     for metric in metrics_of(runs):
         if metric.title:
-            curves, best = _of_metric(metric, styled, by_epoch)
-            found.append(chart(metric.title, curves, best))
-    found += [
-        training("Speed (images/s)", "images_per_second"),
-        training("Learning rate", "lr"),
-        training("Gradient norm, unscaled", "grad_norm"),
+            curves, best = _of_metric(metric, styled_runs, by_epoch)
+            all_charts.append(chart(metric.title, curves, best))
+    all_charts += [
+        training_chart("Speed (images/s)", "images_per_second"),
+        training_chart("Learning rate", "lr"),
+        training_chart("Gradient norm, unscaled", "grad_norm"),
     ]
-    # of the runs that scale the loss: without scaling, the scale is always 1
-    curves = []
+
+    # Only runs that scale the loss have a curve: without scaling, the scale is always 1.
+    scale_curves = []
     skips = []
-    for run, style in styled:
+    for run, style in styled_runs:
         points = run.history.points("train", "scale", by_epoch)
         if any(scale != 1 for _, scale in points):
-            curves.append(Curve(points, run.name, style))
-            label = _label(run, "update skipped", styled)
+            scale_curves.append(Curve(points, run.name, style))
+            label = _label(run, "update skipped", styled_runs)
             skips.append(Mark("cross", run.history.skips(by_epoch), label, style))
-    found.append(chart("Loss scale", curves, skips, logarithmic=True))
-    return [chart for chart in found if chart.drawn]
+    all_charts.append(chart("Loss scale", scale_curves, skips, logarithmic=True))
+    return [chart for chart in all_charts if chart.drawn]
 
 
-def _of_metric(metric: Metric, styled: Sequence[tuple[Run, Style]], by_epoch: bool) -> tuple[list[Curve], list[Mark]]:
-    """Training and validation of each run, and its best validation."""
+def _of_metric(
+    metric: Metric, styled_runs: Sequence[tuple[Run, Style]], by_epoch: bool
+) -> tuple[list[Curve], list[Mark]]:
+    """Return the curves of a metric in training and validation of each run, and marks at the best validations."""
     key = metric.name
     curves = []
     best = []
-    for run, style in styled:
+    for run, style in styled_runs:
         history = run.history
-        curves.append(Curve(history.trained(key, by_epoch), _label(run, "training", styled), style, faint=True))
-        for which in SETS:
-            points = history.points("val", f"{which.prefix}{key}", by_epoch)
-            label = _label(run, which.marked("validation"), styled)
-            curves.append(Curve(points, label, style, dashed=bool(which.mark)))
-        at = history.best_point(key, run.deciding, by_epoch)
-        best.append(Mark("diamond", at, _label(run, "best validation", styled), style))
+        training_label = _label(run, "training", styled_runs)
+        curves.append(Curve(history.trained(key, by_epoch), training_label, style, faint=True))
+        for weights in SETS:
+            points = history.points("val", f"{weights.prefix}{key}", by_epoch)
+            label = _label(run, weights.marked("validation"), styled_runs)
+            curves.append(Curve(points, label, style, dashed=bool(weights.mark)))
+        best_points = history.best_point(key, run.deciding, by_epoch)
+        best.append(Mark("diamond", best_points, _label(run, "best validation", styled_runs), style))
     return curves, best
 
 
-def _label(run: Run, what: str, styled: Sequence[tuple[Run, Style]]) -> str:
-    """Name of the run, where there are several, and of the curve."""
-    return f"{run.name}, {what}" if len(styled) > 1 else what
+def _label(run: Run, what: str, styled_runs: Sequence[tuple[Run, Style]]) -> str:
+    """Label a curve with `what` it shows, and with the name of the run if there are several runs."""
+    return f"{run.name}, {what}" if len(styled_runs) > 1 else what
 
 
 def thinned(points: Points, most: int) -> Points:
-    """About `most` of the points, evenly chosen, always with the last one."""
-    step = -(-len(points) // most) if points else 1
+    """Choose about `most` of the points at regular distances, always with the last one."""
+    step = -(-len(points) // most) if points else 1  # rounded up
     return [point for number, point in enumerate(points) if number % step == 0 or number == len(points) - 1]
 
 
 def round_numbers(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from low to high."""
-    rough = ((high - low) or 1) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
+    """Return about `count` round numbers from low to high, at equal distances."""
+    least_step = ((high - low) or 1) / count
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= least_step)
     first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     digits = 2 - math.floor(math.log10(step))
-    return [round(number * step, digits) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [round(number * step, digits) for number in range(first, last + 1)]
 
 
 def labelled(ticks: list[float]) -> list[tuple[float, str]]:
-    """Each tick with a label, which has as many digits as neighbours need to differ."""
+    """Return each tick with its label, which has as many digits as neighbours need to differ."""
     texts = [short(tick) for tick in ticks]
     if len(set(texts)) < len(texts):
         digits = max(0, 1 - math.floor(math.log10(ticks[1] - ticks[0])))
@@ -344,7 +380,7 @@ def labelled(ticks: list[float]) -> list[tuple[float, str]]:
 
 
 def short(value: float) -> str:
-    """12345 -> 12.35k, 0.00012 -> 1.2e-4."""
+    """Format a value briefly: 12345 -> 12.35k, 0.00012 -> 1.2e-4."""
     size = abs(value)
     if size >= 1e10:
         return f"{value:.2e}".replace("e+", "e")

@@ -1,6 +1,6 @@
-"""Predictions of a run's best checkpoint, for the report: confusions, calibration, classes, mistakes, or pictures.
+"""Evaluate a run's best checkpoint for the report: confusions, calibration, classes, mistakes, or pictures.
 
-Each evaluation is what its template shows, by name; `predicted` is for `values_of_images`.
+An evaluation is a dictionary of what its template shows. Its `predicted` is not shown: it is for `values_of_images`.
 """
 
 import base64
@@ -31,28 +31,29 @@ from utils.errors import TrainingError, UserError
 from utils.record.history import History
 from utils.record.predictions import GROUPS, read_probe
 from utils.statistics.groups import effective_images
-from utils.statistics.proportions import wilson
+from utils.statistics.proportions import Interval, wilson
 from utils.text import some_of
 from vitamp.bands import picture_of_bands, shown_bands
 from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing, metric_named
 
 IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
 MOST_ROWS = 100
-"""Classes in a table"""
+"""Most classes in the table of classes"""
 MOST_CLASSES = 20
-"""Classes in the confusion matrix: more would not be readable on a screen."""
+"""Most classes in the confusion matrix: more would not be readable on a screen."""
 MOST_PAIRS = 15
 MOST_MISTAKES = 12
-# A confusion from which on it is named at the top.
+# Least size of a confusion that the top of the page names.
 NOTABLE_IMAGES = 2
 NOTABLE_PERCENT = 5.0
-"""Percent of its class"""
+"""Percent of the images of its class"""
 MOST_EXAMPLES = 12
-"""Example images"""
+"""Most example images with several labels"""
 MOST_WRONG = 9
-"""Those of them that may have a wrong label while others have none"""
+"""Most of them with wrong labels, as long as there are enough images without any"""
 PAINTED = 8
-# Pixels of the longer side.
+"""Number of images that a masked autoencoder predicts"""
+# Pixels of the longer side of a picture.
 THUMBNAIL = 112
 ENLARGED = 480
 
@@ -60,9 +61,10 @@ Shown = dict[str, Any]
 
 
 def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = None) -> Shown | str:
-    """Evaluation of the run in `folder` on a split of its data, or the reason why there is none.
+    """Evaluate the run in `folder` on a split of its data, for its template; or return why that is not possible.
 
-    `deciding`: the metric of the headline. `data_path`: where the data is now, if it was moved.
+    `part`: the split, as -part names it. `deciding`: the metric of the headline.
+    `data_path`: the folder of the data, if it was moved since the run.
     """
     try:
         given = CommandLine(flags={"DATA.DATA_PATH": (data_path, "-data_path")} if data_path else {})
@@ -72,110 +74,125 @@ def evaluate(folder: Path, part: str, deciding: Metric, data_path: str | None = 
         check_split(trained.config, trained.chosen, part)
         dataset = split_of_run(trained, part)
         image = IMAGE_OF[part]
-        kind = {ONE_LABEL: _one_label, NO_LABELS: _without_labels}.get(trained.task.kind, _several_labels)
+        evaluate_task = {ONE_LABEL: _one_label, NO_LABELS: _without_labels}.get(trained.task.kind, _several_labels)
         weights = f"{trained.words()}: {trained.chosen.words}"
         calibration = trained.chosen.describe_calibration(applied=True)
         if calibration:
             weights += f"; {calibration}"
-        shown = kind(trained, dataset, image, deciding)
+
+        shown = evaluate_task(trained, dataset, image, deciding)
         headline = shown["headline"]
         if headline:
-            said = []
+            sentences = []
             if part == "val":
-                number = validations_of(trained.config, trained.chosen)
-                said.append(_gain(trained, folder, shown))
-                said.append(flatters(number, folder, splits_of(trained.config.DATA)))
-            grouped = of_groups(dataset.groups())
-            if grouped:
-                shown["remarks"].append(grouped)
-                said.append(grouped)
-            headline.remarks[:0] = [words for words in said if words]
+                validations = validations_of(trained.config, trained.chosen)
+                sentences.append(_gain_in_words(trained, folder, shown))
+                sentences.append(flatters(validations, folder, splits_of(trained.config.DATA)))
+            about_groups = of_groups(dataset.groups())
+            if about_groups:
+                shown["remarks"].append(about_groups)
+                sentences.append(about_groups)
+            headline.remarks[:0] = [sentence for sentence in sentences if sentence]
         return {"weights": weights, "image": image, **shown}
     except (UserError, TrainingError) as error:
         return str(error)
 
 
-def _gain(trained: Trained, folder: Path, shown: Shown) -> str:
-    """What training has gained over the linear probe that it began with; '' if that is unknown."""
-    true, _ = shown["predicted"]
-    if read_probe(folder, true) is None or not trained.config.TRAIN.NUM_EPOCHS:
+def _gain_in_words(trained: Trained, folder: Path, shown: Shown) -> str:
+    """Say what training has gained over the linear probe that it began with; '' if that is unknown."""
+    labels, _ = shown["predicted"]
+    if read_probe(folder, labels) is None or not trained.config.TRAIN.NUM_EPOCHS:
         return ""
-    by = metric_named(trained.config.SAVE_BEST_BY)
+    metric = metric_named(trained.config.SAVE_BEST_BY)
     history = History.of_run(folder)
-    gain = gain_over_probe(by, history, folder)
-    return gain if trained.chosen.meta["update"] else probe_is_best(by, history, gain)
+    gain = gain_over_probe(metric, history, folder)
+    has_updates = trained.chosen.meta["update"] > 0
+    return gain if has_updates else probe_is_best(metric, history, gain)
 
 
 def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
-    found = OneLabel.of(trained, with_bar(trained, dataset), dataset.groups())
-    true = found.rows.label
-    guess = found.rows.guess
-    groups = np.array(found.groups)
-    classes = _rows_of_classes(trained, found)
+    """Evaluate a model for images with one label, for templates/one.html. `image`: what an image is called."""
+    evaluation = OneLabel.of(trained, with_bar(trained, dataset), dataset.groups())
+    labels = evaluation.rows.label
+    guesses = evaluation.rows.guess
+    groups = np.array(evaluation.groups)
+
+    classes = _rows_of_classes(trained, evaluation)
     for row in classes:
-        row["mistaken_for"] = found.mistaken_for(trained, row["label"])
-        of = (true == row["label"]).numpy()
-        independent = effective_images((guess[of] == row["label"]).numpy(), groups[of] if len(groups) else ())
+        row["mistaken_for"] = evaluation.mistaken_for(trained, row["label"])
+        of_class = (labels == row["label"]).numpy()
+        hit = (guesses[of_class] == row["label"]).numpy()
+        independent = effective_images(hit, groups[of_class] if len(groups) else ())
         row["recall_interval"] = wilson(row["recall"], independent)
     classes.sort(key=lambda row: (row["recall"], row["precision"]))
-    chosen = list(range(len(found.support)))
-    if len(chosen) > MOST_CLASSES:  # the most confused ones, of equally confused ones those with more images
-        order = (found.support + found.predicted - 2 * found.right) * (found.images + 1) + found.support
-        chosen = sorted(torch.from_numpy(order).topk(MOST_CLASSES).indices.tolist())
-    matrix = found.confusion(chosen)
-    percents = 100 * matrix / np.maximum(found.support[chosen], 1)[:, None]
+
+    # Of many classes, the matrix has the most confused ones; of equally confused ones, those with more images.
+    in_matrix = list(range(len(evaluation.support)))
+    if len(in_matrix) > MOST_CLASSES:
+        confused = evaluation.support + evaluation.predicted - 2 * evaluation.right
+        order = confused * (evaluation.images + 1) + evaluation.support
+        in_matrix = sorted(torch.from_numpy(order).topk(MOST_CLASSES).indices.tolist())
+    matrix = evaluation.confusion(in_matrix)
+    percents = 100 * matrix / np.maximum(evaluation.support[in_matrix], 1)[:, None]
     cells = zip(matrix.tolist(), percents.tolist(), strict=True)
-    about_error = found.chance.words(found.ece)
+
+    about_error = evaluation.chance.words(evaluation.ece)
     calibration = trained.chosen.calibration
-    if calibration is not None and calibration.images == found.images:
+    if calibration is not None and calibration.images == evaluation.images:
         about_error += " If the temperature was fitted on these images, the error is a little too low."
-    wrong = (true != guess).nonzero()[:, 0]
-    pairs = _confused_pairs(trained, found, wrong)
-    frequent = _frequent(pairs)
-    remarks = [frequent] if frequent else []
-    remarks += found.strange(trained)
-    metric = deciding if deciding in found.values else TOP1
+    wrong = (labels != guesses).nonzero()[:, 0]
+    pairs = _confused_pairs(trained, evaluation, wrong)
+    about_pairs = _frequent_mistakes(pairs)
+    remarks = [about_pairs] if about_pairs else []
+    remarks += evaluation.strange(trained)
+    metric = deciding if deciding in evaluation.values else TOP1
     headline = Headline(
         metric,
-        found.values[metric],
-        interval=found.intervals[metric.name],
-        images=found.images,
+        evaluation.values[metric],
+        interval=evaluation.intervals[metric.name],
+        images=evaluation.images,
         image=image,
-        guess={TOP1: found.largest_class_percent, BALANCED: 100 / len(found.present)}.get(metric),
+        guess={TOP1: evaluation.largest_class_percent, BALANCED: 100 / len(evaluation.present)}.get(metric),
         guessing="guessing one class" if metric is BALANCED else "always guessing the largest class",
         remarks=remarks,
     )
     return {
         "template": "one.html",
-        "predicted": (true.numpy(), {"guess": guess.numpy(), GROUPS: groups}),
+        "predicted": (labels.numpy(), {"guess": guesses.numpy(), GROUPS: groups}),
         "headline": headline,
-        "tiles": [(one.words, one.number(value), found.intervals[one.name]) for one, value in found.shown.items()],
-        "evaluated": found.images,
-        "remarks": found.remarks(),
-        "guessing": always_guessing(found.largest_class_percent, found.values[TOP1]),
+        "tiles": _tiles(evaluation),
+        "evaluated": evaluation.images,
+        "remarks": evaluation.remarks(),
+        "guessing": always_guessing(evaluation.largest_class_percent, evaluation.values[TOP1]),
         "classes": classes[:MOST_ROWS],
         "left_out": max(0, len(classes) - MOST_ROWS),
-        "names": [trained.name_of(label) for label in chosen],
+        "names": [trained.name_of(label) for label in in_matrix],
         "matrix": [list(zip(images, percent, strict=True)) for images, percent in cells],
-        "has_all_classes": len(chosen) == len(found.support),
+        "has_all_classes": len(in_matrix) == len(evaluation.support),
         "pairs": pairs,
-        "reliability": Reliability(found.bins, found.ece, about_error),
-        "mistakes": _mistakes(trained, dataset, found, wrong),
+        "reliability": Reliability(evaluation.bins, evaluation.ece, about_error),
+        "mistakes": _mistakes(trained, dataset, evaluation, wrong),
         "wrong": len(wrong),
     }
 
 
-def _confused_pairs(trained: Trained, found: OneLabel, wrong: torch.Tensor) -> list[Shown]:
-    """The most frequent confusions, of the images `wrong`."""
-    true = found.rows.label[wrong].tolist()
-    guess = found.rows.guess[wrong].tolist()
+def _tiles(evaluation: Evaluation) -> list[tuple[str, str, Interval | None]]:
+    """Return name, value and interval of each metric to show at the top of an evaluation."""
+    intervals = evaluation.intervals
+    return [(metric.words, metric.number(value), intervals[metric.name]) for metric, value in evaluation.shown.items()]
+
+
+def _confused_pairs(trained: Trained, evaluation: OneLabel, wrong: torch.Tensor) -> list[Shown]:
+    """Return the most frequent confusions of two classes. `wrong`: indices of the images with a wrong guess."""
+    labels = evaluation.rows.label[wrong].tolist()
+    guesses = evaluation.rows.guess[wrong].tolist()
     pairs = []
-    for (label, other), count in Counter(zip(true, guess, strict=True)).most_common(MOST_PAIRS):
-        of_class = int(found.support[label])
+    for (label, guess), count in Counter(zip(labels, guesses, strict=True)).most_common(MOST_PAIRS):
+        of_class = int(evaluation.support[label])
         pairs.append(
             {
                 "true": trained.name_of(label),
-                "guess": trained.name_of(other),
+                "guess": trained.name_of(guess),
                 "images": count,
                 "of_class": of_class,
                 "percent": 100 * count / of_class,
@@ -184,118 +201,131 @@ def _confused_pairs(trained: Trained, found: OneLabel, wrong: torch.Tensor) -> l
     return pairs
 
 
-def _frequent(pairs: Sequence[Shown]) -> str:
-    """A sentence on the notable ones of the most frequent confusions; '' if none is."""
+def _frequent_mistakes(pairs: Sequence[Shown]) -> str:
+    """Write a sentence on the most frequent confusions that are notable; '' if none is.
+
+    `pairs`: from `_confused_pairs`, the most frequent one first.
+    """
     most = pairs[0]["images"] if pairs else 0
     if most < NOTABLE_IMAGES:
         return ""
-    each = [
+    notable = [
         f"{pair['true']} taken for {pair['guess']} ({most:,} of {pair['of_class']:,} images)"
         for pair in pairs
         if pair["images"] == most and pair["percent"] >= NOTABLE_PERCENT
     ]
-    if not each:
+    if not notable:
         return ""
-    title = "A frequent mistake" if len(each) == 1 else "Frequent mistakes"
-    return f"{title}: {some_of(each, 3, '; ')}."
+    title = "A frequent mistake" if len(notable) == 1 else "Frequent mistakes"
+    return f"{title}: {some_of(notable, 3, '; ')}."
 
 
-def _mistakes(trained: Trained, dataset: ImageDataset, found: OneLabel, wrong: torch.Tensor) -> list[Shown]:
-    """The most confident mistakes, of the images `wrong`."""
-    rows = found.rows
-    worst = wrong[rows.confidence[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
+def _mistakes(trained: Trained, dataset: ImageDataset, evaluation: OneLabel, wrong: torch.Tensor) -> list[Shown]:
+    """Return the most confident mistakes with their pictures. `wrong`: indices of the images with a wrong guess."""
+    rows = evaluation.rows
+    most_confident = wrong[rows.confidence[wrong].argsort(descending=True, stable=True)]
     return [
         {
-            **pictured(dataset, row, trained.config.DATA),
-            "true": trained.name_of(int(rows.label[row])),
-            "guess": trained.name_of(int(rows.guess[row])),
-            "confidence": 100 * float(rows.confidence[row]),
-            "probability_of_true": 100 * float(rows.nll[row].neg().exp()),
+            **pictured(dataset, index, trained.config.DATA),
+            "true": trained.name_of(int(rows.label[index])),
+            "guess": trained.name_of(int(rows.guess[index])),
+            "confidence": 100 * float(rows.confidence[index]),
+            "probability_of_true": 100 * float(rows.nll[index].neg().exp()),
         }
-        for row in worst.tolist()
+        for index in most_confident[:MOST_MISTAKES].tolist()
     ]
 
 
 def _several_labels(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
+    """Evaluate a model for images with several labels, for templates/several.html. `image`: what an image is called."""
     if not dataset.sample_labels().any():
         raise UserError(f"no {image} has a label, so nothing can be measured.")
-    found = SeveralLabels.of(trained, with_bar(trained, dataset), dataset.groups())
-    classes = _rows_of_classes(trained, found)
+    evaluation = SeveralLabels.of(trained, with_bar(trained, dataset), dataset.groups())
+
+    classes = _rows_of_classes(trained, evaluation)
     for row in classes:
         label = row["label"]
-        row["average_precision"] = found.average_precision[label]
-        row["auroc"] = found.auroc_text(label)
-        row["threshold"] = found.thresholds[label]
+        row["average_precision"] = evaluation.average_precision[label]
+        row["auroc"] = evaluation.auroc_text(label)
+        row["threshold"] = evaluation.thresholds[label]
     classes.sort(key=lambda row: (row["average_precision"], row["name"]))
-    remarks = [f"Its macro F1 is {found.at_thresholds['f1_macro']:.2f} %."]
+
+    remarks = [f"Its macro F1 is {evaluation.at_thresholds['f1_macro']:.2f} %."]
     if len(classes) > 1:
         weakest = classes[0]
         precision = f"average precision {weakest['average_precision']:.1f} %"
         remarks.append(
-            f"Weakest class: {weakest['name']} ({precision}, {weakest['images']:,} of {found.images:,} images)."
+            f"Weakest class: {weakest['name']} ({precision}, {weakest['images']:,} of {evaluation.images:,} images)."
         )
     metric = AUROC if deciding is AUROC else MAP
     headline = Headline(
         metric,
-        found.values[metric],
-        interval=found.intervals[metric.name],
-        images=found.images,
+        evaluation.values[metric],
+        interval=evaluation.intervals[metric.name],
+        images=evaluation.images,
         image=image,
         guess=50.0 if metric is AUROC else float(np.mean([row["prevalence"] for row in classes])),
         guessing="ordering the images at random",
         remarks=remarks,
     )
-    tiles = [(one.words, one.number(value), found.intervals[one.name]) for one, value in found.shown.items()]
+
+    tiles = _tiles(evaluation)
     at_thresholds = {"micro F1": "f1_micro", "macro F1": "f1_macro", "images with all labels right": "exact_match"}
     for words, key in at_thresholds.items():
-        tiles.append((words, MAP.number(found.at_thresholds[key]), found.intervals.get(f"{key}_at_thresholds")))
-    examples, wrong = _examples(trained, dataset, found)
+        interval = evaluation.intervals.get(f"{key}_at_thresholds")
+        tiles.append((words, MAP.number(evaluation.at_thresholds[key]), interval))
+    examples, wrong = _examples(trained, dataset, evaluation)
+    probabilities, truth = evaluation.rows
     return {
         "template": "several.html",
-        "predicted": (found.rows[1], {"logits": found.rows[0], GROUPS: np.array(dataset.groups())}),
+        "predicted": (truth, {"logits": probabilities, GROUPS: np.array(dataset.groups())}),
         "headline": headline,
         "tiles": tiles,
-        "evaluated": found.images,
-        "remarks": found.remarks(),
+        "evaluated": evaluation.images,
+        "remarks": evaluation.remarks(),
         "thresholds": trained.thresholds()[1],
         "classes": classes[:MOST_ROWS],
         "left_out": max(0, len(classes) - MOST_ROWS),
-        "unmeasured": int((found.support == 0).sum()),
+        "unmeasured": int((evaluation.support == 0).sum()),
         "wrong": wrong,
         "examples": examples,
     }
 
 
-def _examples(trained: Trained, dataset: ImageDataset, found: SeveralLabels) -> tuple[list[Shown], int]:
-    """Images with wrong labels, those with the most first, of equally many the most confident; then right ones.
+def _examples(trained: Trained, dataset: ImageDataset, evaluation: SeveralLabels) -> tuple[list[Shown], int]:
+    """Choose example images with their labels, first those with wrong labels, then others.
 
+    Those with the most wrong labels come first, and of equally many the most confident ones.
     Also returns how many images have wrong labels.
     """
-    probabilities, truth = found.rows
-    predicted = probabilities >= found.thresholds
-    wrong = predicted != truth
-    error = np.where(wrong, np.abs(probabilities - truth), 0)
-    order = np.lexsort((-error.max(1), -wrong.sum(1))).tolist()
-    mistaken = int(wrong.any(1).sum())
-    most = max(MOST_WRONG, MOST_EXAMPLES - (len(order) - mistaken))
-    chosen = order[: min(mistaken, most)] + order[mistaken:]
+    probabilities, truth = evaluation.rows
+    predicted = probabilities >= evaluation.thresholds
+    is_wrong = predicted != truth
+    error = np.where(is_wrong, np.abs(probabilities - truth), 0)
+    order = np.lexsort((-error.max(1), -is_wrong.sum(1))).tolist()  # the last key is the first to decide
+    wrong_images = int(is_wrong.any(1).sum())
+    right_images = len(order) - wrong_images
+    most_wrong = max(MOST_WRONG, MOST_EXAMPLES - right_images)
+    chosen = order[: min(wrong_images, most_wrong)] + order[wrong_images:]
+
     examples = []
-    for row in chosen[:MOST_EXAMPLES]:
+    for index in chosen[:MOST_EXAMPLES]:
         labels = []
-        for label in np.flatnonzero(predicted[row] | truth[row]).tolist():
-            kind = "right" if truth[row, label] else "extra"
-            if not predicted[row, label]:
+        for label in np.flatnonzero(predicted[index] | truth[index]).tolist():
+            kind = "right" if truth[index, label] else "extra"
+            if not predicted[index, label]:
                 kind = "missed"
-            probability = 100 * float(probabilities[row, label])
+            probability = 100 * float(probabilities[index, label])
             labels.append({"name": trained.name_of(label), "kind": kind, "probability": probability})
-        examples.append({**pictured(dataset, row, trained.config.DATA), "labels": labels})
-    return examples, mistaken
+        examples.append({**pictured(dataset, index, trained.config.DATA), "labels": labels})
+    return examples, wrong_images
 
 
 def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _deciding: Metric) -> Shown:
-    """Images with hidden patches, and as the model predicts them."""
+    """Show images with hidden patches, and as a masked autoencoder predicts them, for templates/pixels.html."""
     indices = torch.linspace(0, len(dataset) - 1, min(PAINTED, len(dataset))).long().unique().tolist()
-    batch = dataset.__getitems__([(0, index) for index in indices]).images.to(trained.precision.device)
+    first_epoch = [(0, index) for index in indices]
+    batch = dataset.__getitems__(first_epoch).images.to(trained.precision.device)
     model: Any = trained.model
     inputs: Any = trained.inputs
     originals = inputs(batch)
@@ -305,8 +335,8 @@ def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _decid
         pixels = ((images - inputs.offset) / inputs.factor).cpu().permute(0, 2, 3, 1)
         if trained.config.DATA.is_plain:
             pixels = pixels.round().clamp(0, 255).byte()
-        for one, image in zip(shown, pixels, strict=True):
-            one[name] = data_uri(picture_of_bands(image.numpy()))
+        for shown_image, image in zip(shown, pixels, strict=True):
+            shown_image[name] = data_uri(picture_of_bands(image.numpy()))
     return {
         "template": "pixels.html",
         "headline": None,  # only validation measures how much of the images is explained
@@ -315,43 +345,47 @@ def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _decid
     }
 
 
-def _rows_of_classes(trained: Trained, found: Evaluation) -> list[Shown]:
-    """A row for each class that has images."""
-    classes = len(found.support)
-    # Empty texts if the number of training images is unknown before these are read.
+def _rows_of_classes(trained: Trained, evaluation: Evaluation) -> list[Shown]:
+    """Return a row of the table of classes for each class that has images."""
+    classes = len(evaluation.support)
+    # Number of training images of each class, as text; empty if it is unknown without reading the images.
     training = [""] * classes
     try:
         labels = split_of_run(trained, "train").sample_labels()
-    except UserError:  # only the images that are evaluated are there
+    except UserError:  # the training images are not on this machine
         labels = None
     if labels is not None:
         training = [f"{images:,}" for images in images_of_classes(labels, classes).tolist()]
-    recall = found.recall
-    precision = found.precision
-    f1 = found.f1
+    recall = evaluation.recall
+    precision = evaluation.precision
+    f1 = evaluation.f1
     return [
         {
             "label": label,
             "name": trained.name_of(label),
             "training": training[label],
-            "images": int(found.support[label]),
-            "prevalence": 100 * int(found.support[label]) / found.images,
+            "images": int(evaluation.support[label]),
+            "prevalence": 100 * int(evaluation.support[label]) / evaluation.images,
             "recall": float(recall[label]),
             "precision": float(precision[label]),
             "f1": float(f1[label]),
         }
-        for label in found.present
+        for label in evaluation.present
     ]
 
 
 def _named(dataset: ImageDataset, index: int) -> Shown:
-    """Its name, and the short one: folder and file."""
+    """Return the name of an image, and its short name: folder and file."""
     image = name_of(dataset, index)
     return {"image": image, "short": "/".join(PurePath(image).parts[-2:])}
 
 
 def pictured(dataset: ImageDataset, index: int, data: DataConfig) -> Shown:
-    """The whole image, the crop that the model sees, in percent of it, and a link to its file if it is one."""
+    """Return what templates/photo.html shows of an image: its name, the whole picture, the crop, and a link.
+
+    The crop is what the model sees, as left, top, width and height in percent of the image; None if that is unknown
+    or the whole image. The link is to the image's file; None if it is not a file of its own.
+    """
     shown = {**_named(dataset, index), "link": None, "crop": None}
     samples = dataset.single_images()
     if samples is None:
@@ -367,20 +401,20 @@ def pictured(dataset: ImageDataset, index: int, data: DataConfig) -> Shown:
     if data.CROP != "none":
         height, width = pixels.shape[:2]
         view = middle_view(data, width, height)
-        seen = (
-            (view.left, width),
-            (view.top, height),
-            (view.columns * view.across, width),
-            (view.rows * view.down, height),
+        percents = (
+            100 * view.left / width,
+            100 * view.top / height,
+            100 * (view.columns * view.across) / width,
+            100 * (view.rows * view.down) / height,
         )
-        shown["crop"] = tuple(f"{100 * part / whole:.1f}" for part, whole in seen)
+        shown["crop"] = tuple(f"{percent:.1f}" for percent in percents)
     return shown
 
 
 def data_uri(picture: Image.Image, side: int = THUMBNAIL) -> str:
-    """Thumbnail of so many pixels as a data: URI."""
+    """Return a picture as a data: URI, reduced to `side` pixels on its longer side; a tiny one is enlarged."""
     size = max(picture.size)
-    kind = "jpeg" if size > THUMBNAIL else "png"  # of photographs a tenth as large
+    kind = "jpeg" if size > THUMBNAIL else "png"  # a photograph is a tenth as large as JPEG
     if size > side:
         picture = picture.copy()
         picture.thumbnail((side, side))

@@ -1,4 +1,4 @@
-"""Report of one or several runs as one HTML file, which needs no network and runs no script."""
+"""Write the report of one or several runs as one HTML file, which needs no network and runs no script."""
 
 import base64
 import hashlib
@@ -27,57 +27,61 @@ from vitamp.files import write_atomically
 from vitamp.metrics import Metric
 
 LEAST_RUNS = 3
-"""Runs of each contender, from which on their spread gives the interval"""
+"""Least number of runs of each contender whose spread gives the interval, and of runs for a figure"""
 
 
 def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, Any] | None:
-    """What templates/contenders.html draws. Positions are percent of its width.
+    """Prepare the figure of all contenders that templates/contenders.html draws. Positions are percent of its width.
 
-    `styles`: of the folder of each run. None where the runs cannot be compared, or only two can.
+    `found`: from `contenders_of`; a string says why the runs cannot be compared. `styles`: by the folder of each run.
+    Returns None if the runs cannot be compared, if they are too few, or if fewer than two contenders have a metric.
     """
     if isinstance(found, str):
         return None
-    every: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for runs in found.runs.values():
-        every += runs.values()
+        rows += runs.values()
     values = known_values(found.runs, found.names, found.judged)
-    if len(every) < LEAST_RUNS or len(values) < 2:
+    if len(rows) < LEAST_RUNS or len(values) < 2:
         return None
     judged = found.judged
-    by = unit(every)
-    kind, intervals = _intervals_of(values, every, judged)
+    seed_or_fold = unit(rows)
+    about_lines, intervals = _intervals_of(values, rows, judged)
+
+    # The range of the figure: all values and intervals, with a margin.
     ends: list[float] = []
-    for name, of_runs in values.items():
-        ends += of_runs.values()
+    for name, by_run in values.items():
+        ends += by_run.values()
         ends += intervals.get(name, ())
     margin = (max(ends) - min(ends)) * 0.04 or 0.5
     low = min(ends) - margin
     high = max(ends) + margin
 
-    def place(value: float) -> float:
+    def position(value: float) -> float:
         return round(100 * (value - low) / (high - low), 2)
 
     best = best_two(found.runs, found.names, judged)[0]
     hues = {name: styles[folder].hue for folder, name in found.of.items()}
-    rows = []
-    for name, of_runs in values.items():
-        mean = statistics.fmean(of_runs.values())
+    drawn = []
+    for name, by_run in values.items():
+        mean = statistics.fmean(by_run.values())
         text = judged.metric.number_in_table(mean)
-        if len(of_runs) > 1:
-            text += f" ± {judged.metric.number_in_table(statistics.stdev(of_runs.values()))}"
+        if len(by_run) > 1:
+            text += f" ± {judged.metric.number_in_table(statistics.stdev(by_run.values()))}"
         band = None
         if name in intervals:
-            left = place(intervals[name].low)
-            band = (left, round(place(intervals[name].high) - left, 2))
-        rows.append(
+            left = position(intervals[name].low)
+            width = round(position(intervals[name].high) - left, 2)
+            band = (left, width)
+        drawn.append(
             {
                 "name": name,
                 "text": text,
-                "mean": place(mean),
+                "mean": position(mean),
                 "band": band,
                 "dots": [
-                    {"x": place(value), "title": f"{by} {which}: {judged.metric.number(value)}"}
-                    for which, value in of_runs.items()
+                    {"x": position(value), "title": f"{seed_or_fold} {number}: {judged.metric.number(value)}"}
+                    for number, value in by_run.items()
                 ],
                 "best": name == best,
                 "hue": Style(hues[name]).css,
@@ -86,39 +90,43 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     percent = " (%)" if judged.metric.percent else ""
     return {
         "heading": f"{judged.words[0].upper()}{judged.words[1:]} of each setting{percent}",
-        "caption": f"Dots: {by}s, after the last epoch{judged.whose}. {kind}",
-        "rows": rows,
-        "ticks": [(place(tick), text) for tick, text in labelled(round_numbers(low, high, 5))],
+        "caption": f"Dots: {seed_or_fold}s, after the last epoch{judged.whose}. {about_lines}",
+        "rows": drawn,
+        "ticks": [(position(tick), text) for tick, text in labelled(round_numbers(low, high, 5))],
     }
 
 
 def _intervals_of(
-    values: dict[str, dict[int, float]], every: list[dict[str, Any]], judged: Judged
+    values: dict[str, dict[int, float]], rows: list[dict[str, Any]], judged: Judged
 ) -> tuple[str, dict[str, Interval]]:
-    """What the lines of the figure show, in words; and the interval of each contender, if runs or images give one."""
+    """Compute the interval of each contender's mean, and say in words what it is; no intervals if nothing gives one.
+
+    `values`: contender -> seed or fold -> metric. `rows`: the metrics of all runs.
+    """
     intervals = dict[str, Interval]()
-    if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
-        overlap = overlap_of(every)
-        for name, of_runs in values.items():
-            at = student_interval(list(of_runs.values()), 1, overlap=overlap)
-            low = at.low or 0.0
-            high = at.high or 0.0
+    if all(len(by_run) >= LEAST_RUNS for by_run in values.values()):
+        overlap = overlap_of(rows)
+        for name, by_run in values.items():
+            mean = student_interval(list(by_run.values()), 1, overlap=overlap)
+            low = mean.low or 0.0
+            high = mean.high or 0.0
             if judged.metric.percent:
                 low = max(low, 0.0)
                 high = min(high, 100.0)
             intervals[name] = Interval(low, high)
         where = "" if overlap else ", on these images"
-        return f"Lines: mean and its 95 % interval over the {unit(every)}s{where}.", intervals
-    images = next((row["validation_images"] for row in every if row.get("validation_images")), None)
-    if judged.metric.counts_images and images and not any(row.get("grouped") for row in every):
-        for name, of_runs in values.items():
-            intervals[name] = wilson(statistics.fmean(of_runs.values()), images)
+        return f"Lines: mean and its 95 % interval over the {unit(rows)}s{where}.", intervals
+    images = next((row["validation_images"] for row in rows if row.get("validation_images")), None)
+    if judged.metric.counts_images and images and not any(row.get("grouped") for row in rows):
+        for name, by_run in values.items():
+            intervals[name] = wilson(statistics.fmean(by_run.values()), images)
         return f"Lines: mean, and 95 % interval of one run on {images:,} images.", intervals
     return "Lines: mean.", intervals
 
 
 ADVICE = "-data_path names moved images; -no_predictions writes a page without predictions."
 MOST_SKIPS = 20
+"""Most skipped updates that the page lists for a run"""
 
 
 def write_report(
@@ -132,36 +140,37 @@ def write_report(
     predicted: dict[Path, Any] | None = None,
     recall: Sequence[Sequence[str]] = (),
 ) -> Path:
-    """Write the page and return its path. `out` None: report.html in the folder of the runs, which is always replaced.
+    """Write the page of the runs and return its path.
 
-    `predictions`: evaluate the best checkpoints, on the split `part`; of data that was moved, at `data_path`. Raises
-    UserError if one cannot be: a page without predictions is written, but replaces none.
-    `contenders`: as the verdict compares them; None for those of the runs' settings, judged by the task's metric.
-    `predicted`: takes what the best checkpoints predicted, by the runs' folders.
-    `recall`: a table of the classes, by contender.
+    `out`: the file; None: report.html in the folder of the runs, which is replaced. `verdict`: a sentence at the top.
+    `predictions`: evaluate the best checkpoints on the split `part`, whose data was moved to `data_path` if given.
+    If one cannot be evaluated, UserError is raised; before that, a page without it is written, unless a page exists.
+    `contenders`: as the verdict compares them; None: take them from the runs' settings, judged by the task's metric.
+    `predicted`: is filled with the predictions of the best checkpoints, by the runs' folders.
+    `recall`: a table of the recall of each class by contender.
     """
-    read = read_runs(runs)
-    out = check_output_file(out or _folder_of_all(read) / "report.html", "-out")
+    all_runs = read_runs(runs)
+    page = check_output_file(out or _folder_of_all(all_runs) / "report.html", "-out")
     metric = contenders.judged.metric if contenders else None
     evaluations: list[dict[str, Any] | str] = []
     failures: list[str] = []
     if predictions:
-        evaluations, failures = _evaluated(read, part, metric, data_path, predicted)
-    if failures and out.exists():
-        raise UserError("\n  ".join([*failures, f"{out} stays as it is. {ADVICE}"]))
+        evaluations, failures = _evaluated(all_runs, part, metric, data_path, predicted)
+    if failures and page.exists():
+        raise UserError("\n  ".join([*failures, f"{page} stays as it is. {ADVICE}"]))
     opening = None
-    if len(read) == 1:
-        known = [one["headline"] for one in evaluations if not isinstance(one, str)]
-        opening = opening_of(read[0], known[0] if known else None)
+    if len(all_runs) == 1:
+        headlines = [evaluation["headline"] for evaluation in evaluations if not isinstance(evaluation, str)]
+        opening = opening_of(all_runs[0], headlines[0] if headlines else None)
     shown = {"verdict": verdict, "opening": opening, "recall": recall, "evaluations": evaluations}
-    write_template("page.html", out, "-out", **shown, **_about_runs(read, contenders), **SIZES)
+    write_template("page.html", page, "-out", **shown, **_about_runs(all_runs, contenders), **SIZES)
     if failures:
-        raise UserError("\n  ".join([*failures, f"{out} lacks its predictions. {ADVICE}"]))
-    return out
+        raise UserError("\n  ".join([*failures, f"{page} lacks its predictions. {ADVICE}"]))
+    return page
 
 
 def _about_runs(runs: Sequence[Run], contenders: Contenders | None) -> dict[str, Any]:
-    """What the page shows of the runs, beside its opening and the predictions."""
+    """Return what page.html shows of the runs, beside its opening and the predictions."""
     folders = [run.folder for run in runs]
     title = runs[0].name
     if len(runs) > 1:
@@ -191,32 +200,40 @@ def _about_runs(runs: Sequence[Run], contenders: Contenders | None) -> dict[str,
 
 
 def _folder_of_all(runs: Sequence[Run]) -> Path:
+    """Return the deepest folder that holds all runs; the current one if they have only the root in common."""
     common = Path(os.path.commonpath([run.folder.resolve() for run in runs]))
-    return Path.cwd() if common.parent == common else common
+    is_root = common.parent == common
+    return Path.cwd() if is_root else common
 
 
 def _evaluated(
     runs: Sequence[Run], part: str, metric: Metric | None, data_path: str | None, predicted: dict[Path, Any] | None
 ) -> tuple[list[dict[str, Any] | str], list[str]]:
-    """What `evaluate` finds of each run, and failures; it imports torch and timm, which the rest does not need."""
+    """Evaluate the best checkpoint of each run, see `evaluate`; also return a sentence on each failure.
+
+    A run without a checkpoint is no failure. `metric`: of the headline; None: the metric that decides in each run.
+    `predicted`: see `write_report`.
+    """
+    # Imports torch and timm, which the rest does not need.
     from tools.common.report_page.evaluations import IMAGE_OF, evaluate
 
     evaluations = list[dict[str, Any] | str]()
     failures = list[str]()
     for run in runs:
         log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-        found = evaluate(run.folder, part, metric or run.deciding, data_path)
-        evaluations.append(found)
-        if isinstance(found, str):
-            if checkpoints_in(run.folder / CHECKPOINTS):  # else it has not saved yet
-                failures.append(f"{run.name} could not be evaluated: {found}")
-        elif predicted is not None and "predicted" in found:  # not without labels
-            predicted[run.folder] = found["predicted"]
+        evaluation = evaluate(run.folder, part, metric or run.deciding, data_path)
+        evaluations.append(evaluation)
+        if isinstance(evaluation, str):
+            has_saved = bool(checkpoints_in(run.folder / CHECKPOINTS))
+            if has_saved:
+                failures.append(f"{run.name} could not be evaluated: {evaluation}")
+        elif predicted is not None and "predicted" in evaluation:  # missing without labels
+            predicted[run.folder] = evaluation["predicted"]
     return evaluations, failures
 
 
 def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
-    """Write the page of a template to `out`, the value of `flag`."""
+    """Fill a template with `values` and write the page to `out`, the value of `flag`."""
     here = Path(__file__).parent / "templates"
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters["started_as"] = started_as
@@ -228,9 +245,9 @@ def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
 
 
 def _amp(run: Run) -> dict[str, Any]:
-    """Precision of a run, its loss scale and its skipped updates."""
-    why = run.about.get("choices", {}).get("why")
-    text = f"{run.precision} ({why})." if why else f"{run.precision}."
+    """Describe the precision of a run, its loss scale and its skipped updates, for the page."""
+    reason = run.about.get("choices", {}).get("why")
+    text = f"{run.precision} ({reason})." if reason else f"{run.precision}."
     scales = [line["scale"] for line in run.history.of("train") if line.get("scale")]
     if any(scale != 1 for scale in scales):
         text += f" The loss scale went from {short(scales[0])} to {short(scales[-1])}."

@@ -1,4 +1,4 @@
-"""Runs as the report reads them: settings, metrics and environment from the files in a run's folder, in words."""
+"""Read runs for the report: settings, metrics and environment from the files in a run's folder, in words."""
 
 import os
 import re
@@ -27,30 +27,35 @@ Row = tuple[str, list[str]]
 """Title, and one text per run"""
 NOTHING = "-"
 AT_BEST = "{} of the best checkpoint"
+"""Title of the row of a metric"""
 LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")
-"""Values of DATA.DATASET that say how images are stored: the folder's name says more"""
+"""Values of DATA.DATASET that only say how images are stored: the folder's name says more."""
 MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
+"""Titles of the rows that the page opens with, beside metrics"""
 WIDE = 20.0
-"""Width of an interval in percentage points, from which on the page warns of it"""
+"""Least width of an interval, in percentage points, that the page warns of"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, read from its folder."""
+    """A run, read from its folder."""
 
     folder: Path
     name: str
     config: Config | None
+    """Its settings; None if they cannot be read"""
     about: Line
-    """run.json"""
+    """Content of run.json; empty if it cannot be read"""
     history: History
 
     @property
     def subject(self) -> str:
+        """Model and data set; '' if the settings are unknown."""
         return f"{self.config.MODEL.NAME} on {self.config.DATA.DATASET}" if self.config else ""
 
     @property
     def precision(self) -> str:
+        """The precision that the run trained in, such as 'bf16'."""
         return str(self.about.get("choices", {}).get("precision", "unknown"))
 
     @property
@@ -60,24 +65,24 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How the run ended, or that it has not."""
+        """Whether the run has finished, is paused, or has not ended."""
         events = self.history.of("run")
-        last = events[-1].get("what", "") if events else ""
-        if last == "end":
+        last_event = events[-1].get("what", "") if events else ""
+        if last_event == "end":
             return "finished"
-        if last == "paused":
+        if last_event == "paused":
             return "paused, to be resumed"
         return "running, or cut off" if self.history.lines else "no metrics yet"
 
     @cached_property
     def verdict(self) -> Line:
-        """Last verdict of the run on where its time went, as `Bottleneck.as_dict` has it; empty without one."""
+        """The run's last verdict on where its time went, from `Bottleneck.as_dict`; empty without one."""
         verdicts = [line["perf"]["verdict"] for line in self.history.lines if "verdict" in line.get("perf", {})]
         return verdicts[-1] if verdicts else {}
 
     @property
     def epochs(self) -> str:
-        """'2 of 40'; empty without metrics."""
+        """Finished epochs and their planned number, '2 of 40'; '' without metrics, only '2' without settings."""
         if not self.history.lines:
             return ""
         done = max((line.get("epoch") or 0 for line in self.history.of("epoch")), default=0)
@@ -85,7 +90,7 @@ class Run:
 
 
 def folders_of(paths: Sequence[Path]) -> list[Path]:
-    """The folders of the runs that these paths are in, each once."""
+    """Return the folders of the runs that these paths are in, each once."""
     folders: list[Path] = []
     for path in paths:
         folder = run_folder_of(path) or path
@@ -97,15 +102,18 @@ def folders_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs, called by their folders, with as much of the paths as these need to differ."""
+    """Read the runs that these paths are in.
+
+    They are named after their folders, with as much of the path as is needed to tell them apart.
+    """
     folders = folders_of(paths)
-    whole = [folder.resolve() for folder in folders]
-    names = [folder.name for folder in whole]
+    resolved = [folder.resolve() for folder in folders]
+    names = [folder.name for folder in resolved]
     if len(set(names)) < len(names):
-        names = [os.path.relpath(folder, os.path.commonpath(whole)) for folder in whole]
+        names = [os.path.relpath(folder, os.path.commonpath(resolved)) for folder in resolved]
     runs = []
     for folder, name in zip(folders, names, strict=True):
-        # A config.yaml that cannot be read is perhaps of a later version, or not written yet: the rest can be shown.
+        # A config.yaml that cannot be read may be of a later version, or not written yet: the rest can be shown.
         config = _unless_damaged(config_of_run, folder, None)
         about = _unless_damaged(read_about, folder, {})
         runs.append(Run(folder, name, config=config, about=about, history=History.of_run(folder)))
@@ -113,6 +121,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _unless_damaged(read: Callable[[Path], T], folder: Path, instead: T) -> T:
+    """Return what `read` returns for the folder of a run, or `instead` if it raises UserError."""
     try:
         return read(folder)
     except UserError:
@@ -120,74 +129,80 @@ def _unless_damaged(read: Callable[[Path], T], folder: Path, instead: T) -> T:
 
 
 def metrics_of(runs: Sequence[Run]) -> list[Metric]:
-    """The program's metrics, and those of the users' own that the runs have measured."""
-    found = dict.fromkeys(METRICS.values())
+    """Return the program's metrics, and the users' own metrics that the runs have measured."""
+    metrics = dict.fromkeys(METRICS.values())
     for run in runs:
-        found |= dict.fromkeys(run.history.metrics)
-    return list(found)
+        metrics |= dict.fromkeys(run.history.metrics)
+    return list(metrics)
 
 
 def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list[Row]]:
-    """The table of runs, and those of its rows that the page opens with. Rows without any text are left out.
+    """Build the table of runs, and a short table of its main rows, which the page opens with.
 
-    These are the metric that chose the best checkpoints, or that a comparison is `judged` by, with its last values.
+    Rows without any text are left out. The short table has the metric that chose the best checkpoints, or the metric
+    `judged` of a comparison, also with its last value.
     """
     deciding = [judged] if judged else [run.deciding for run in runs]
-    shown = [one for one in metrics_of(runs) if one in deciding or (one.title and one.decides and one is not LOSS)]
-    columns = [_metrics_column(run, shown) | _column(run) for run in runs]
+    listed = [
+        metric
+        for metric in metrics_of(runs)
+        if metric in deciding or (metric.title and metric.decides and metric is not LOSS)
+    ]
+    columns = [_metrics_column(run, listed) | _column(run) for run in runs]
     rows = {}
     for title in columns[0]:
         values = [column[title] for column in columns]
         texts = [NOTHING if value in (None, "") else str(value) for value in values]
         if texts.count(NOTHING) < len(texts):
             rows[title] = texts
-    first = [AT_BEST.format(metric.words) for metric in deciding]
+
+    main_titles = [AT_BEST.format(metric.words) for metric in deciding]
     if judged:
-        first.insert(0, f"last {judged.words}")
-        first.append(f"last {runs[0].history.task.best.words}")
-    first += MAIN_FIGURES
-    return list(rows.items()), [(title, rows[title]) for title in dict.fromkeys(first) if title in rows]
+        main_titles.insert(0, f"last {judged.words}")
+        main_titles.append(f"last {runs[0].history.task.best.words}")
+    main_titles += MAIN_FIGURES
+    return list(rows.items()), [(title, rows[title]) for title in dict.fromkeys(main_titles) if title in rows]
 
 
 def _metrics_column(run: Run, metrics: Sequence[Metric]) -> dict[str, str]:
-    """Each metric of the best checkpoint and of the last validation, by title; '' where it is unknown."""
+    """Return each metric of the best checkpoint and of the last validation, by title; '' if it is unknown."""
     history = run.history
-    found = {}
+    column = {}
     best = history.best(run.deciding)
-    at = ""
+    when = ""
     if best:
-        at = f"epoch {best.line['epoch']}" if best.line["epoch"] else "before training"
+        when = f"epoch {best.line['epoch']}" if best.line["epoch"] else "before training"
         if best.which.mark:
-            at += f", {best.which.mark}"
+            when += f", {best.which.mark}"
     for metric in metrics:
         value = best.line.get(f"{best.which.prefix}{metric.name}") if best else None
-        found[AT_BEST.format(metric.words)] = "" if value is None else f"{metric.number(value)} ({at})"
+        column[AT_BEST.format(metric.words)] = "" if value is None else f"{metric.number(value)} ({when})"
         last = history.last(metric).items()
-        found[f"last {metric.words}"] = ", ".join(which.marked(metric.number(value)) for which, value in last)
-    return found
+        column[f"last {metric.words}"] = ", ".join(weights.marked(metric.number(value)) for weights, value in last)
+    return column
 
 
 def _column(run: Run) -> dict[str, Any]:
-    """What else is known of a run, by title; None or '' where it is not."""
+    """Return speed, settings and environment of a run, by title; None or '' if they are unknown."""
     history = run.history
     config = run.config
     about = run.about
     choices = about.get("choices", {})
-    begun = about.get("begun", about)
-    rate = history.images_per_second
+    first_start = about.get("begun", about)  # a resumed run stores its first start in "begun"
+    speed = history.images_per_second
     memory = history.peak_memory_gb
-    weights = about.get("parameters")
+    counts = about.get("parameters")
     parameters = ""
-    if weights:
-        parameters = f"{weights['all']:,}"
-        if weights["trainable"] != weights["all"]:
-            parameters += f", trainable {weights['trainable']:,}"
-    counts = ", ".join(f"{count:,} {part}" for part, count in about.get("samples", {}).items())
-    data = config.DATA.DATASET if config else ""
+    if counts:
+        parameters = f"{counts['all']:,}"
+        if counts["trainable"] != counts["all"]:
+            parameters += f", trainable {counts['trainable']:,}"
+    splits = ", ".join(f"{count:,} {split}" for split, count in about.get("samples", {}).items())
+    dataset = config.DATA.DATASET if config else ""
     return {
         "checkpoint": _unless_damaged(lambda folder: chosen_at(folder).words, run.folder, ""),
         "precision": run.precision,
-        "images/s": shown_rate(rate) if rate else "",
+        "images/s": shown_rate(speed) if speed else "",
         "peak memory": f"{memory:.2f} GB" if memory else "",
         "training time": clock(history.seconds) if history.seconds else "",
         "epochs": run.epochs,
@@ -195,20 +210,21 @@ def _column(run: Run) -> dict[str, Any]:
         "state": run.state,
         "model": config.MODEL.NAME if config else "",
         "parameters": parameters,
-        "data": f"{data} ({counts})" if data and counts else data or counts,
+        "data": f"{dataset} ({splits})" if dataset and splits else dataset or splits,
         "device": about.get("device"),
         "processes": choices.get("world_size"),
         "tag": about.get("tag"),
-        "started": re.sub(r"T(\d\d:\d\d).*", r" \1", begun.get("started") or ""),
+        # 2026-11-20T10:15:00+00:00 -> 2026-11-20 10:15
+        "started": re.sub(r"T(\d\d:\d\d).*", r" \1", first_start.get("started") or ""),
         "versions": ", ".join(f"{name} {number}" for name, number in about.get("versions", {}).items()),
-        "command": begun.get("command"),
+        "command": first_start.get("command"),
         "last resumed by": about.get("command") if "begun" in about else "",
         "folder": run.folder.resolve(),
     }
 
 
 def data_notes(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """What was said of the data before training, warnings first -> names of the runs of which it was said."""
+    """Return what the runs reported of their data before training, with the names of these runs; warnings first."""
     notes: dict[str, list[str]] = {}
     for kind in ("warnings", "notes"):
         for run in runs:
@@ -218,91 +234,108 @@ def data_notes(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def varied_settings(runs: Sequence[Run], besides: Sequence[str] = ("SAVE",)) -> dict[str, list[str]]:
-    """Settings in which the runs differ, with the text of each run; none if the settings of one are unknown."""
+    """Return the settings in which the runs differ, with the value of each run as text, without those in `besides`.
+
+    There are none if the settings of one run are unknown.
+    """
     configs = [run.config for run in runs if run.config is not None]
     return {} if len(configs) < len(runs) else differing_settings(configs, besides)
 
 
 class Headline(NamedTuple):
-    """How good the model is on the images of a split."""
+    """How good the model is on the images of a split, by one metric."""
 
     metric: Metric
     value: float
     interval: Interval | None
     images: int | None
+    """Number of images; None if it is unknown"""
     image: str
-    """What an image of the split is called"""
+    """What an image of the split is called, such as 'validation image'"""
     guess: float | None
-    """The same metric without looking at the images"""
+    """The metric of guessing without looking at the images; None if it is unknown"""
     guessing: str
-    """How that is done"""
+    """How such a guess is made, such as 'always guessing the largest class'"""
     remarks: list[str]
 
 
 def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
-    """First sentences of the report of one run: what was learnt, how well, and how far to trust that.
+    """Write the first sentences of the report of one run: what was learnt, how well, and how far to trust that.
 
-    `headline`: of the evaluation; None: as the run's own validation measured it. `before`, `figure` and `after` are one
-    sentence about the figure, which is missing if nothing was measured; the page lists the `remarks`.
+    `headline`: from the evaluation; None: from the run's own validation. `before`, `figure` and `after` are one
+    sentence about the metric. If nothing was measured, `figure` is '' and the other two are missing.
     """
-    found = headline or _validated(run)
+    measured = headline or _validated(run)
     learnt = _learnt(run)
-    remarks = _remarks(run, found)
-    if found is None:
+    remarks = _remarks(run, measured)
+    if measured is None:
         return {"learnt": learnt, "figure": "", "remarks": remarks}
+    interval = measured.interval
     after = ""
-    if found.images:
-        images = counted(found.images, found.image)
+    if measured.images:
+        images = counted(measured.images, measured.image)
         after += f" on {images}"
-        if found.interval and found.interval.high - found.interval.low >= WIDE:
+        if interval and interval.high - interval.low >= WIDE:
             remarks.append(f"{images} are few: the interval is wide.")
-    if found.interval:
-        after += f" (95 % interval {found.interval.words()})"
-    if found.guess is not None:
-        guess = found.metric.number(found.guess)
-        gives = f"{found.guessing[0].upper()}{found.guessing[1:]} gives {guess}"
-        if found.value <= found.guess:
-            after += f", which is no better than {found.guessing} ({guess})"
-        elif found.interval and found.interval.low <= found.guess:
+    if interval:
+        after += f" (95 % interval {interval.words()})"
+    if measured.guess is not None:
+        guess = measured.metric.number(measured.guess)
+        gives = f"{measured.guessing[0].upper()}{measured.guessing[1:]} gives {guess}"
+        if measured.value <= measured.guess:
+            after += f", which is no better than {measured.guessing} ({guess})"
+        elif interval and interval.low <= measured.guess:
             remarks.insert(0, f"{gives}, so the model may be no better than that.")
         else:
             remarks.insert(0, f"{gives}.")
-    name = found.metric.plain_words or found.metric.words
-    figure = found.metric.number(found.value)
-    return {"learnt": learnt, "before": f"Its {name} is ", "figure": figure, "after": f"{after}.", "remarks": remarks}
+    name = measured.metric.plain_words or measured.metric.words
+    return {
+        "learnt": learnt,
+        "before": f"Its {name} is ",
+        "figure": measured.metric.number(measured.value),
+        "after": f"{after}.",
+        "remarks": remarks,
+    }
 
 
-def _remarks(run: Run, found: Headline | None) -> list[str]:
-    """How far to trust the figure: whether the run has finished, and copies of training images."""
-    remarks = list(found.remarks) if found else []
+def _remarks(run: Run, headline: Headline | None) -> list[str]:
+    """Return remarks on how far to trust the metric: whether the run has finished, and copies of training images.
+
+    `headline`: None if nothing was measured.
+    """
+    remarks = list(headline.remarks) if headline else []
     if run.state != "finished" and not run.history.lines:
         remarks.insert(0, "The run has no metrics yet.")
     elif run.state != "finished":
         epochs = f" ({run.epochs} epochs)" if run.epochs else ""
-        after = ", so this may still change." if found else "; no validation yet."
+        after = ", so this may still change." if headline else "; no validation yet."
         remarks.insert(0, f"The run has not finished{epochs}{after}")
-    elif not found:
+    elif not headline:
         remarks.append("The run ended without a validation.")
-    if found and found.image == "test image":  # copies are counted in validation alone
+    if headline and headline.image == "test image":  # the run counted copies among its validation images only
         return remarks
     remarks.append(_about_copies(read_data(run.folder)))
-    if found and run.config:
+    if headline and run.config:
         remarks.append(favoured(run.folder, run.history, run.config.MODEL.starts_at_probe))
-    return [words for words in remarks if words]
+    return [remark for remark in remarks if remark]
 
 
 def _about_copies(data: Line) -> str:
-    """What the run has found about copies of training images in validation; '' without a search."""
+    """Say how many validation images the run found to be copies of training images; '' if it did not search.
+
+    `data`: what the run stored about its data.
+    """
     copies = data.get("copies") or {}
     alike = data.get("alike") or []
     if copies.get("compared") and copies.get("found"):
         have = "image has a copy" if copies["found"] == 1 else "images have a copy"
         return f"{copies['found']:,} validation {have} in training: expect less on new images."
-    words = alike_in_words(alike)
-    if words:
-        return f"{words}." if copies_unknown(alike) else f"{words}. Expect less on new images."
-    compared = {"training": copies.get("training"), "validation": copies.get("compared")}
-    if copies.get("found") == 0 and data.get("images") == compared:
+    alike_sentence = alike_in_words(alike)
+    if alike_sentence:
+        return f"{alike_sentence}." if copies_unknown(alike) else f"{alike_sentence}. Expect less on new images."
+    all_images = {"training": copies.get("training"), "validation": copies.get("compared")}
+    compared_all = data.get("images") == all_images
+    if copies.get("found") == 0 and compared_all:
         looks = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
         show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"
         return f"No validation image has the bytes of a training image, {looks}; {show}."
@@ -310,48 +343,51 @@ def _about_copies(data: Line) -> str:
 
 
 def _learnt(run: Run) -> str:
+    """Write the sentence that says which model was trained on which images, and for which task."""
     samples = run.about.get("samples", {}).get("train")
     if run.config is None:
         return f"{run.name} was trained on {counted(samples, 'image')}." if samples else f"{run.name} was trained."
     model = run.config.MODEL
-    name = run.config.DATA.DATASET
-    path = run.config.DATA.DATA_PATH
-    word = "of"
-    if name.partition(":")[0] in LAYOUTS and path:
-        place = Path(str(path)).resolve()
-        word = "from"
-        name = place.name if place.is_file() else f"{place.name}/"
-    images = f"{counted(samples, 'image')} {word} {name}" if samples else name
-    told = ""
+    data_name = run.config.DATA.DATASET
+    data_path = run.config.DATA.DATA_PATH
+    preposition = "of"
+    if data_name.partition(":")[0] in LAYOUTS and data_path:
+        resolved = Path(str(data_path)).resolve()
+        preposition = "from"
+        data_name = resolved.name if resolved.is_file() else f"{resolved.name}/"
+    images = f"{counted(samples, 'image')} {preposition} {data_name}" if samples else data_name
+    task = ""
     if run.config.task not in (ONE_LABEL, SEVERAL_LABELS):
-        told = ", without labels"
+        task = ", without labels"
     elif isinstance(model.NUM_CLASSES, int):
         several = ", several per image" if run.config.task == SEVERAL_LABELS else ""
-        told = f" to tell {model.NUM_CLASSES:,} classes apart{several}"
-    if model.starts_at_probe and not run.config.TRAIN.NUM_EPOCHS:
-        return f"A linear classifier of {model.NAME}'s features was fitted to {images}{told}."
-    return f"{model.NAME} was trained on {images}{told}."
+        task = f" to tell {model.NUM_CLASSES:,} classes apart{several}"
+    only_probe = model.starts_at_probe and not run.config.TRAIN.NUM_EPOCHS
+    if only_probe:
+        return f"A linear classifier of {model.NAME}'s features was fitted to {images}{task}."
+    return f"{model.NAME} was trained on {images}{task}."
 
 
 def _validated(run: Run) -> Headline | None:
-    """The best validation of the run itself."""
-    deciding = run.deciding if run.deciding.percent else run.history.task.best
-    best = run.history.best(deciding)
+    """Return the headline of the best validation of the run itself; None if there was none."""
+    metric = run.deciding if run.deciding.percent else run.history.task.best
+    best = run.history.best(metric)
     if best is None:
         return None
     images = run.about.get("samples", {}).get("val")
+    # With groups of images, only predictions, which the run does not give here, could give an interval.
     interval = None
-    if images and deciding.counts_images and not run.about.get("val_groups"):  # groups: only predictions give one
+    if images and metric.counts_images and not run.about.get("val_groups"):
         interval = wilson(best.value, images)
-    guess, guessing = deciding.without_learning or (None, "")
-    if deciding is TOP1:
+    guess, guessing = metric.without_learning or (None, "")
+    if metric is TOP1:
         guess = run.about.get("largest_class_percent")
         guessing = "always guessing the largest class"
     flattered = ""
     if run.config:
         flattered = flatters(len(run.history.of("val")), run.folder, splits_of(run.config.DATA))
     return Headline(
-        deciding,
+        metric,
         best.value,
         interval=interval,
         images=images,

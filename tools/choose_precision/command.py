@@ -46,9 +46,11 @@ if TYPE_CHECKING:
     from tools.compare.runs import Run
 
 FEWEST_UPDATES = 5
+"""Least value of -updates"""
 POINTS = 100
-"""A run reports about so many losses, and its speed as often."""
+"""A run reports about this many losses, and its speed as often."""
 SHOWN_LAYERS = 3
+"""Number of layers named for each mode, those that lose most"""
 MUCH_NOISE = 0.15
 """Variation in the speed of equal runs that hints at other load on the machine."""
 MUCH_WAITING = 20
@@ -56,15 +58,17 @@ MUCH_WAITING = 20
 SMOOTHED_OVER = 20
 """Loss curves are smoothed by a moving mean over a twentieth of their reports: single batches are noisy."""
 MAX_SKIPPED = 0.05
+"""Largest fraction of skipped updates that counts as sound"""
 SKIPS_TO_FIND_THE_SCALE = 10
 """fp16 often skips its first updates until the loss scale is small enough."""
 ALIKE = 0.97
-"""Fraction of the highest speed that counts as equally fast."""
+"""Fraction of the highest speed from which on a mode counts as equally fast"""
 FASTER = 1.05
+"""Least speed-up for a precision to be recommended over fp32"""
 SMALLER = 0.90
-"""Least speed-up, or largest fraction of memory, for a precision to be recommended over fp32."""
+"""Largest fraction of fp32's memory for a precision that is not faster to be recommended"""
 COLUMNS = ["mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped", "underflow", "headroom"]
-"""Of the table. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
+"""Headings of the table. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
 NAME = "choose_precision"
 FP32 = "fp32"
 OWN = (
@@ -80,12 +84,12 @@ TOOL = Tool(f"{NAME}.py", __doc__, OWN)
 
 @dataclass
 class Measured:
-    """What a short run showed, and how it compares with fp32."""
+    """What a short run of a mode measured, and how it compares with fp32, which `judge` fills."""
 
     name: str
     flags: str = ""
     losses: list[float] = field(default_factory=list)
-    """One per report."""
+    """One loss per report"""
     images_per_second: float = 0.0
     data_wait_percent: float = 0.0
     peak_memory_gb: float = 0.0
@@ -110,7 +114,7 @@ class Measured:
     """Reasons not to recommend it, whatever its speed."""
 
     def read(self, folder: Path) -> None:
-        """Take over what the run in `folder` measured."""
+        """Take over what the run in `folder` measured; without a report of it, set `failed`."""
         history = History.of_run(folder)
         lines = history.of("train")
         if self.failed or not lines:
@@ -119,21 +123,24 @@ class Measured:
         self.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
         self.images_per_second = history.images_per_second or 0.0
         self.skipped = history.skipped
-        self.data_wait_percent = statistics.median(line["perf"]["data_wait_percent"] for line in lines[1:] or lines)
+        after_first = lines[1:] or lines  # the first report includes the start-up
+        self.data_wait_percent = statistics.median(line["perf"]["data_wait_percent"] for line in after_first)
         self.peak_memory_gb = history.peak_memory_gb or 0.0
         self.scale = lines[-1]["scale"]
         self.updates = max(line.get("update", 0) for line in history.lines)  # the last one may not be reported
 
 
 class Runs(NamedTuple):
+    """The runs of a measurement."""
+
     fp32: list[Run]
-    """With three seeds; the first is the user's."""
+    """Three seeds; the first is the user's."""
     others: list[Run]
-    """One of each mode, with the user's seed."""
+    """One run of each mode, with the user's seed"""
 
     @property
     def in_order(self) -> list[Run]:
-        """fp32 first, in the middle and last, so that a drift of the machine shows."""
+        """All runs in the order of training: fp32 first, in the middle and last, so that drift of the machine shows."""
         first, second, third = self.fp32
         half = len(self.others) // 2
         return [first] + self.others[:half] + [second] + self.others[half:] + [third]
@@ -151,11 +158,12 @@ class Baseline:
         """Variation of the speed between the three runs: 0.1 is 10 %."""
 
     def seed_noise(self, reports: int) -> float:
-        """Largest difference between loss curves of two seeds, over this many reports."""
+        """Return the largest difference between loss curves of two seeds, over the first `reports` reports."""
         curves = [run.losses[:reports] for run in self.runs]
-        return max(largest_difference(one, other) for one, other in itertools.combinations(curves, 2))
+        return max(largest_difference(first, second) for first, second in itertools.combinations(curves, 2))
 
     def as_json(self) -> dict[str, Any]:
+        """Return what choose_precision.json stores of the fp32 runs."""
         return {
             "images_per_second": self.images_per_second,
             "speed_noise": self.speed_noise,
@@ -165,54 +173,62 @@ class Baseline:
 
 
 def _smooth(curves: list[list[float]]) -> np.ndarray:
-    """Moving means of loss curves, over the reports that all of them have."""
+    """Compute moving means of loss curves, over the reports that all of them have. Returns curves x reports."""
     reports = min(map(len, curves))
     common = np.array([curve[:reports] for curve in curves])
-    return np.lib.stride_tricks.sliding_window_view(common, max(1, reports // SMOOTHED_OVER), axis=1).mean(2)
+    window = max(1, reports // SMOOTHED_OVER)
+    return np.lib.stride_tricks.sliding_window_view(common, window, axis=1).mean(2)
 
 
 def largest_difference(first: list[float], second: list[float]) -> float:
-    """Largest difference of two smoothed loss curves; infinite if one has a NaN."""
+    """Return the largest difference of two smoothed loss curves; infinite if one has a NaN."""
     return float(np.nan_to_num(np.ptp(_smooth([first, second]), axis=0), nan=math.inf).max())
 
 
-def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
-    """Compare a mode with fp32. `updates`: those asked for; `slow`: why its speed must not count."""
-    if one.failed:
-        one.against = [one.failed]
+def judge(mode: Measured, base: Baseline, updates: int, slow: str = "") -> None:
+    """Compare a mode with fp32: fill its speed, memory and loss differences, and the reasons against it.
+
+    `updates`: the number asked for. `slow`: why its speed must not count, '' if it may.
+    """
+    if mode.failed:
+        mode.against = [mode.failed]
         return
-    one.against = [slow] if slow else []
-    if one.skipped > max(SKIPS_TO_FIND_THE_SCALE, MAX_SKIPPED * one.updates):
-        one.against.append(f"{one.skipped} of {one.updates} updates were skipped")
-    if 2 * one.updates < min(updates, base.runs[0].updates):
-        one.against.append(f"only {one.updates} updates were trained")
-    one.difference = largest_difference(base.runs[0].losses, one.losses)
-    one.noise = base.seed_noise(len(one.losses))
+    mode.against = [slow] if slow else []
+    if mode.skipped > max(SKIPS_TO_FIND_THE_SCALE, MAX_SKIPPED * mode.updates):
+        mode.against.append(f"{mode.skipped} of {mode.updates} updates were skipped")
+    if 2 * mode.updates < min(updates, base.runs[0].updates):  # less than half of them
+        mode.against.append(f"only {mode.updates} updates were trained")
+    mode.difference = largest_difference(base.runs[0].losses, mode.losses)
+    mode.noise = base.seed_noise(len(mode.losses))
     # One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
     # seeds do, in either direction. So harm is a curve that rises above those of all three.
-    smoothed = _smooth([one.losses] + [run.losses for run in base.runs])
+    smoothed = _smooth([mode.losses] + [run.losses for run in base.runs])
     rise = smoothed[0] - np.fmax.reduce(smoothed[1:])
-    one.excess = float(np.nan_to_num(rise, nan=math.inf).max())
-    if one.excess > one.noise:
-        one.against.append(
-            f"its loss is up to {one.excess:.2g} above all fp32 seeds, which differ by {one.noise:.2g} among themselves"
-        )
-    one.speed = None if slow else one.images_per_second / base.images_per_second
-    one.memory = one.peak_memory_gb / base.runs[0].peak_memory_gb
+    mode.excess = float(np.nan_to_num(rise, nan=math.inf).max())
+    if mode.excess > mode.noise:
+        seeds = f"all fp32 seeds, which differ by {mode.noise:.2g} among themselves"
+        mode.against.append(f"its loss is up to {mode.excess:.2g} above {seeds}")
+    mode.speed = None if slow else mode.images_per_second / base.images_per_second
+    mode.memory = mode.peak_memory_gb / base.runs[0].peak_memory_gb
 
 
 def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[str, str]:
-    """Mode, flags and a sentence. `modes`: in order of preference between equally fast ones."""
-    sound = [one for one in modes if not one.against]
-    noisy = 1 + base.speed_noise
-    fast = [one for one in sound if (one.speed or 0) > max(FASTER, noisy)]
-    small = [one for one in sound if (one.memory or 1) <= SMALLER and (one.speed or 0) * noisy >= 1]
+    """Choose the precision to recommend, and return its name, its flags and a sentence.
+
+    It is a sound mode that is faster than fp32, the first one about as fast as the fastest. If none is faster, it is
+    the mode with the least memory; if none saves memory either, fp32.
+    `modes`: in order of preference between equally fast ones.
+    """
+    sound = [mode for mode in modes if not mode.against]
+    noise_factor = 1 + base.speed_noise
+    fast = [mode for mode in sound if (mode.speed or 0) > max(FASTER, noise_factor)]
+    small = [mode for mode in sound if (mode.memory or 1) <= SMALLER and (mode.speed or 0) * noise_factor >= 1]
     if fast:
-        enough = ALIKE * max(one.speed or 0 for one in fast)
-        chosen = next(one for one in fast if (one.speed or 0) >= enough)
+        enough = ALIKE * max(mode.speed or 0 for mode in fast)
+        chosen = next(mode for mode in fast if (mode.speed or 0) >= enough)
         return _advice(chosen, f"{chosen.speed:.2g}x faster,")
     if small:
-        return _advice(min(small, key=lambda one: one.memory or 1), "no faster, but")
+        return _advice(min(small, key=lambda mode: mode.memory or 1), "no faster, but")
     why = f" (the speed of equal runs varied by {100 * base.speed_noise:.0f} %)" if base.speed_noise > 0.02 else ""
     sentence = (
         f"{fp32_flags}: of the precisions that trained as well as fp32, none was faster by more than both "
@@ -223,6 +239,7 @@ def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[st
 
 
 def _advice(chosen: Measured, gains: str) -> dict[str, str]:
+    """Return name, flags and sentence of the recommended mode. `gains`: words on its speed, before those on memory."""
     percent = round(100 * ((chosen.memory or 1) - 1))
     memory = "the same memory"
     if abs(percent) >= 2:
@@ -235,6 +252,7 @@ def _advice(chosen: Measured, gains: str) -> dict[str, str]:
 
 @tool
 def main(argv: list[str]) -> int:
+    """Measure the precisions, log what was measured and the recommendation, and write them to a folder."""
     line = TOOL.read(argv)
     asked = line.asked
     loaded = line.load()
@@ -259,8 +277,8 @@ def main(argv: list[str]) -> int:
     log_lines(loaded.notes)
     log_lines(about_one_device(loaded))
     threads = set_up_device(config, device, ALONE)
-    where = describe_devices(device, ALONE, threads)
-    log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
+    devices = describe_devices(device, ALONE, threads)
+    log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, devices)
     names = ", ".join(["fp32 (three seeds)"] + [mode.name for mode in modes])
     updates = counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
@@ -270,35 +288,38 @@ def main(argv: list[str]) -> int:
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
     runs = _plan(config, modes, asked.updates, folder)
     if_interrupted.append(f"with -output {folder}, without -overwrite, the same command resumes")
-    measured = _train(runs.in_order, 60 * asked.budget_min, bool(asked.overwrite))
-    base = Baseline([measured[run.folder] for run in runs.fp32])
-    found = [measured[run.folder] for run in runs.others]
-    for mode, run, one in zip(modes, runs.others, found, strict=True):
-        one.flags = mode.flags(config.AMP)
-        if mode.dtype and not one.failed:
-            _examine(run, one)
-        judge(one, base, asked.updates, emulated(mode, device))
+    measured_in = _train(runs.in_order, 60 * asked.budget_min, bool(asked.overwrite))
+    base = Baseline([measured_in[run.folder] for run in runs.fp32])
+    measured_modes = [measured_in[run.folder] for run in runs.others]
+    for mode, run, measured in zip(modes, runs.others, measured_modes, strict=True):
+        measured.flags = mode.flags(config.AMP)
+        if mode.dtype and not measured.failed:
+            _examine(run, measured)
+        judge(measured, base, asked.updates, emulated(mode, device))
 
-    advice = recommend(found, base, "-amp off AMP.TF32=false" if config.AMP.TF32 else "-amp off")
-    log.info("\n%s\n", "\n".join(in_columns(_rows(found, base))))
-    log_lines(details(found, base, on_gpu=device.type == "cuda"))
+    advice = recommend(measured_modes, base, "-amp off AMP.TF32=false" if config.AMP.TF32 else "-amp off")
+    log.info("\n%s\n", "\n".join(in_columns(_rows(measured_modes, base))))
+    log_lines(details(measured_modes, base, on_gpu=device.type == "cuda"))
     about = {
-        **describe_run(where, {"updates": asked.updates, "threads": threads}, config.TAG),
+        **describe_run(devices, {"updates": asked.updates, "threads": threads}, config.TAG),
         "seconds": round(time.monotonic() - began, 1),
         "recommendation": advice,
         "left_out": left_out,
         "fp32": base.as_json(),
-        "modes": [asdict(one) for one in found],
-        "runs": [path.name for path in measured],
+        "modes": [asdict(measured) for measured in measured_modes],
+        "runs": [path.name for path in measured_in],
     }
     if_interrupted.clear()
-    _write(folder, about, [path for path, one in measured.items() if not one.failed])
+    _write(folder, about, [path for path, measured in measured_in.items() if not measured.failed])
     log.info("\n%s\nFlags: %s\nReport: %s", advice["sentence"], advice["flags"], folder)
     return EXIT_DONE
 
 
 def _log_remarks(config: Config, left_out: dict[str, str], on_gpu: bool) -> None:
-    """Log where what is measured differs from a whole run, and what is not measured."""
+    """Log in which way the measurement differs from a whole run, and what is not measured.
+
+    `left_out`: precision -> why it is not measured.
+    """
     size = config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)
     if size != config.DATA.IMAGE_SIZE:
         words = "images have %s pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size"
@@ -310,6 +331,7 @@ def _log_remarks(config: Config, left_out: dict[str, str], on_gpu: bool) -> None
 
 
 def _plan(config: Config, modes: Sequence[Mode], updates: int, folder: Path) -> Runs:
+    """Plan a short run of `updates` updates for each mode, and three for fp32, in subfolders of `folder`."""
     from tools.common.precisions import REFERENCE
     from tools.compare.runs import Run
 
@@ -325,20 +347,20 @@ def _plan(config: Config, modes: Sequence[Mode], updates: int, folder: Path) -> 
     return Runs(fp32, [run_of(mode, config.SEED) for mode in modes])
 
 
-def _examine(run: Run, one: Measured) -> None:
-    """Examine the gradients of each layer of what `run` trained."""
+def _examine(run: Run, measured: Measured) -> None:
+    """Examine the gradients of each layer with the weights that `run` trained, and add the result to `measured`."""
     from tools.choose_precision.layers import layers_of
     from tools.common.sessions import reason
 
     try:
         with unheard(logging.WARNING):  # the model's lines are in the run's own log
-            one.layers = layers_of(run, one.scale)
-    except Exception as error:  # nothing measured may be lost
-        one.notes.append(f"its layers could not be examined: {reason(error)}")
+            measured.layers = layers_of(run, measured.scale)
+    except Exception as error:  # any error: what was measured must not be lost
+        measured.notes.append(f"its layers could not be examined: {reason(error)}")
 
 
 def _write(folder: Path, about: dict[str, Any], runs: list[Path]) -> None:
-    """Write what was measured, and the page of the runs, into `folder`."""
+    """Write the results `about` as JSON, and the report of the runs, into `folder`."""
     from tools.common.report_page.page import write_report
 
     report = folder / f"{NAME}.json"
@@ -351,36 +373,42 @@ def _write(folder: Path, about: dict[str, Any], runs: list[Path]) -> None:
 
 
 def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]:
-    """Train what is not trained yet; each run gets an equal part of the time left, and is paused when that is over."""
+    """Train the runs that are not finished, and return what each run measured, by its folder.
+
+    Each run gets an equal part of the time that is left of `seconds`, and is paused at its end.
+    `again`: delete earlier runs and train all of them (-overwrite).
+    """
     from tools.common.run_metrics import is_finished
     from tools.common.turns import progress_bar
     from tools.compare.runs import check_runs, terminating, train_run
 
     check_runs(runs, again)
     (runs[0].folder.parent / f"{NAME}.json").unlink(missing_ok=True)  # -overwrite has deleted the runs in it
-    measured: dict[Path, Measured] = {}
+    measured_in: dict[Path, Measured] = {}
     end = time.monotonic() + seconds
     with terminating():
         for run in progress_bar(runs, "runs"):
-            one = Measured(run.contender)
+            measured = Measured(run.contender)
             if not is_finished(run.folder):
-                own = math.ceil(max(1.0, (end - time.monotonic()) / (len(runs) - len(measured))))
-                limit = f"MAX_TIME={own // 3600:02d}:{own // 60 % 60:02d}:{own % 60:02d}"
-                one.failed = train_run(run, limit) or ""
-            one.read(run.folder)
-            measured[run.folder] = one
-            if one.failed and run.contender == FP32:
+                runs_left = len(runs) - len(measured_in)
+                run_seconds = math.ceil(max(1.0, (end - time.monotonic()) / runs_left))
+                limit = f"MAX_TIME={run_seconds // 3600:02d}:{run_seconds // 60 % 60:02d}:{run_seconds % 60:02d}"
+                measured.failed = train_run(run, limit) or ""
+            measured.read(run.folder)
+            measured_in[run.folder] = measured
+            if measured.failed and run.contender == FP32:
                 raise TrainingError(
-                    f"fp32 failed, so nothing can be compared with it: {one.failed}. Try a smaller -batch_size, or a "
-                    "longer -budget_min."
+                    f"fp32 failed, so nothing can be compared with it: {measured.failed}. Try a smaller -batch_size, "
+                    "or a longer -budget_min."
                 )
             late = "" if is_finished(run.folder) else ", cut short (-budget_min)"
-            speed = f"{counted(one.updates, 'update')}, {rounded(one.images_per_second)} images/s{late}"
-            log.info("  %s, seed %d: %s", run.contender, run.seed, one.failed or speed)
-    return measured
+            speed = f"{counted(measured.updates, 'update')}, {rounded(measured.images_per_second)} images/s{late}"
+            log.info("  %s, seed %d: %s", run.contender, run.seed, measured.failed or speed)
+    return measured_in
 
 
-def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
+def _rows(modes: list[Measured], base: Baseline) -> list[list[str]]:
+    """Return the rows of the table: the headings, fp32, and each mode."""
     fp32 = {
         "mode": FP32,
         "images/s": rounded(base.images_per_second),
@@ -390,63 +418,67 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
         "two seeds": _small(base.seed_noise(len(base.runs[0].losses))),
     }
     rows = [COLUMNS]
-    for cells in [fp32] + [_cells(one) for one in found]:
+    for cells in [fp32] + [_cells(mode) for mode in modes]:
         rows.append([cells.get(column, "-") for column in COLUMNS])
     return rows
 
 
-def _cells(one: Measured) -> dict[str, str]:
-    """What is known of a mode, by column."""
-    if one.failed:
-        return {"mode": one.name}
+def _cells(mode: Measured) -> dict[str, str]:
+    """Return the cells of a mode in the table, by heading; headings of unknown values are missing."""
+    if mode.failed:
+        return {"mode": mode.name}
     cells = {
-        "mode": one.name,
-        "images/s": rounded(one.images_per_second),
-        "memory": f"{one.peak_memory_gb:.2f} GB",
-        "of fp32's": f"{100 * (one.memory or 0):.0f} %",
-        "loss": _small(one.difference),
-        "two seeds": _small(one.noise),
-        "skipped": f"{one.skipped}/{one.updates}",
+        "mode": mode.name,
+        "images/s": rounded(mode.images_per_second),
+        "memory": f"{mode.peak_memory_gb:.2f} GB",
+        "of fp32's": f"{100 * (mode.memory or 0):.0f} %",
+        "loss": _small(mode.difference),
+        "two seeds": _small(mode.noise),
+        "skipped": f"{mode.skipped}/{mode.updates}",
     }
-    if one.speed is not None:
-        cells["speed"] = f"{one.speed:.2f}x"
-    if one.layers:
-        worst = max(layer.underflow_share for layer in one.layers)
-        headroom = min(layer.headroom for layer in one.layers)
+    if mode.speed is not None:
+        cells["speed"] = f"{mode.speed:.2f}x"
+    if mode.layers:
+        worst = max(layer.underflow_share for layer in mode.layers)
+        headroom = min(layer.headroom for layer in mode.layers)
         cells["underflow"] = f"{100 * worst:.2g} %"
         cells["headroom"] = "any" if math.isinf(headroom) else f"2^{math.floor(math.log2(headroom))}"
     return cells
 
 
-def details(found: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
-    """Lines below the table: the layers that lose most, why a mode is not recommended, and what the numbers mean."""
+def details(modes: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
+    """Return lines to log below the table.
+
+    They name the layers that lose most and the reasons against each mode, and explain memory, noise and waiting.
+    """
     lines: list[str] = []
-    for one in found:
-        shares = []
-        for layer in sorted(one.layers, key=lambda layer: layer.underflow_share, reverse=True)[:SHOWN_LAYERS]:
+    for mode in modes:
+        underflows = []
+        for layer in sorted(mode.layers, key=lambda layer: layer.underflow_share, reverse=True)[:SHOWN_LAYERS]:
             if layer.underflows:
-                shares.append(f"{layer.name} {100 * layer.underflow_share:.2g} % ({layer.dtype})")
-        if shares:
-            words = f"layers whose gradients underflow most, at scale {one.scale:g}"
-            lines.append(f"{one.name}: {words}: {', '.join(shares)}")
-        lines += [f"{one.name}: {text}" for text in one.notes]
-        lines += [f"{one.name}: not recommended: {reason}" for reason in one.against]
+                underflows.append(f"{layer.name} {100 * layer.underflow_share:.2g} % ({layer.dtype})")
+        if underflows:
+            words = f"layers whose gradients underflow most, at scale {mode.scale:g}"
+            lines.append(f"{mode.name}: {words}: {', '.join(underflows)}")
+        lines += [f"{mode.name}: {note}" for note in mode.notes]
+        lines += [f"{mode.name}: not recommended: {reason}" for reason in mode.against]
     if not on_gpu:
         lines.append("memory: peak of the whole process, Python and libraries (about 0.5 GB) included")
     noise = f"speed: three runs of fp32 varied by {100 * base.speed_noise:.0f} %; smaller differences are noise"
     if base.speed_noise > MUCH_NOISE:
         noise += "; repeat the measurement when the machine is idle"
     lines.append(noise)
-    waited = base.runs[0].data_wait_percent
-    if waited > MUCH_WAITING:
+    waiting = base.runs[0].data_wait_percent
+    if waiting > MUCH_WAITING:
         lines.append(
-            f"data: fp32 waited for samples {waited:.0f} % of the time; while loading is the bottleneck, no precision "
+            f"data: fp32 waited for samples {waiting:.0f} % of the time; while loading is the bottleneck, no precision "
             "makes training faster (see DATA.NUM_WORKERS)"
         )
     return lines
 
 
 def _small(value: float | None) -> str:
+    """Format a difference of losses with two digits; '-' for None, and words for infinity, which stands for NaN."""
     if value is None:
         return "-"
     return "not a number" if math.isinf(value) else f"{value:.2g}"

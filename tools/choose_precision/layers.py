@@ -1,4 +1,4 @@
-"""Per layer: the fraction of gradient values that underflow in a precision, and the headroom to overflow.
+"""Examine each layer: the fraction of gradient values that underflow in a precision, and the headroom to overflow.
 
 The gradients are those of an fp32 pass with the weights that the precision has trained, because gradients in the low
 precision no longer show the values that it lost.
@@ -44,7 +44,7 @@ class Layer:
 
     name: str
     dtype: str
-    """Of the gradient of its output."""
+    """Short name of the dtype of the gradient of its output"""
     values: int = 0
     """Values that are not zero in fp32."""
     underflows: int = 0
@@ -54,35 +54,45 @@ class Layer:
 
     @property
     def underflow_share(self) -> float:
+        """Fraction of the values that underflow; 0 without values."""
         return self.underflows / self.values if self.values else 0.0
 
     def add(self, gradient: Tensor, at: Scaled) -> None:
+        """Count how many values of an fp32 gradient would underflow in the dtype and at the scale `at`."""
         info = torch.finfo(at.dtype)
         gradient = gradient.detach().float()
         if at.scale is None:
-            scaled = gradient * (info.max / gradient.abs().amax().clamp(min=torch.finfo(torch.float32).tiny))
+            largest = gradient.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)  # not 0
+            scaled = gradient * (info.max / largest)
         else:
             scaled = gradient * at.scale
-        there = gradient != 0
-        self.values += int(there.sum())
-        self.underflows += int(((scaled.abs() < info.tiny) & there).sum())
-        top = float(scaled.abs().max())
-        if top and at.scale is not None:  # a tensor scaled to its own largest value cannot overflow
-            self.headroom = min(self.headroom, info.max / top)
+        is_nonzero = gradient != 0
+        self.values += int(is_nonzero.sum())
+        self.underflows += int(((scaled.abs() < info.tiny) & is_nonzero).sum())
+        largest_scaled = float(scaled.abs().max())
+        if largest_scaled and at.scale is not None:  # a tensor scaled to its own largest value cannot overflow
+            self.headroom = min(self.headroom, info.max / largest_scaled)
 
 
 def layers_of(run: Run, scale: float) -> list[Layer]:
-    """Examine the layers with the weights of the run's last checkpoint, on the first samples of the next epoch."""
+    """Examine the layers with the weights of the run's last checkpoint, on the first samples of the next epoch.
+
+    `scale`: the loss scale.
+    """
     root = run.folder / "checkpoints"
     weights = str(root / (read_index(root)["last"] or "") / "model.safetensors")
     config = run.config.changed(MODEL={"PRETRAINED": weights, "NEW_CLASSIFIER": False})
     with opened(config, compiled=False) as (ready, windows):  # eager modules can be hooked, with the same numerics
-        return examine_layers(config, ready, next(iter(next(windows))), scale)
+        first_micro_batch = next(iter(next(windows)))
+        return examine_layers(config, ready, first_micro_batch, scale)
 
 
 def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch, Batch], scale: float) -> list[Layer]:
-    """Train one micro-batch in fp32 and examine the gradients of all layers that the precision runs below fp32."""
-    share, batch = given
+    """Train one micro-batch in fp32 and examine the gradients of all layers that the precision runs below fp32.
+
+    `given`: the micro-batch, and its images and labels. `scale`: the loss scale.
+    """
+    micro_batch, batch = given
     parts = ready.parts
     precisions = _precisions_of_gradients(ready, batch.images[:2], scale)
     tuned = tuned_model(config.changed(AMP={"ENABLED": False, "TF32": False}), ready.precision.device)
@@ -91,6 +101,7 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
     layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
     modules = dict(_leaves(reference))
 
+    # The gradient of each layer's output.
     def examine_output(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: layers[name].add(gradient, precisions[name]))
@@ -98,9 +109,11 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
     for name in precisions:
         modules[name].register_forward_hook(partial(examine_output, name))
     seed_all(config.SEED, "doctor")
-    loss = parts.criterion(reference(tuned.inputs(batch.images)), batch.labels) * share.weight
+    loss = parts.criterion(reference(tuned.inputs(batch.images)), batch.labels) * micro_batch.weight
     loss.backward()
-    norms_in_fp32 = ready.precision.level not in ("NAIVE", "O3")  # and their gradients
+
+    # The gradients of each layer's parameters.
+    norms_in_fp32 = ready.precision.level not in ("NAIVE", "O3")  # their gradients are in fp32, too
     for name, at in precisions.items():
         if norms_in_fp32 and isinstance(modules[name], NORMS):
             continue
@@ -113,15 +126,21 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
 
 
 def _precisions_of_gradients(ready: ReadyToTrain, images: Tensor, scale: float) -> dict[str, Scaled]:
-    """By layer, of the gradient of its output, as one forward pass shows it; without layers in fp32."""
+    """Return the dtype and scale of the gradient of each layer's output, by the layer's name.
+
+    One forward pass shows them: the gradient has the dtype of the output. Layers in fp32 are left out.
+    """
     parts = ready.parts
     precisions = dict[str, Scaled]()
 
     def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.dtype in SHORT:
             # fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale.
-            cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
-            precisions[name] = Scaled(output.dtype, scale) if cast is None else Scaled(cast.target_dtype, None)
+            fp8_cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
+            if fp8_cast is None:
+                precisions[name] = Scaled(output.dtype, scale)
+            else:
+                precisions[name] = Scaled(fp8_cast.target_dtype, None)
 
     handles = [module.register_forward_hook(partial(record, name)) for name, module in _leaves(parts.forward)]
     with torch.no_grad(), parts.precision.autocast():
@@ -132,7 +151,9 @@ def _precisions_of_gradients(ready: ReadyToTrain, images: Tensor, scale: float) 
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules without children that have parameters."""
+    """Yield name and module of each module that has parameters but no children."""
     for name, module in model.named_modules():
-        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+        has_children = next(module.children(), None) is not None
+        has_parameters = next(module.parameters(), None) is not None
+        if has_parameters and not has_children:
             yield name, module

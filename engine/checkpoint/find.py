@@ -42,7 +42,10 @@ Check = Callable[[Checkpoint], Checkpoint]
 
 
 class OtherVersion(UserError):
-    """The state is of another version, whose weights alone can be used. Older checkpoints are no better."""
+    """Another version wrote the training state, so only its weights can be used.
+
+    Older checkpoints of the same run are of that version too, so nobody needs to try them.
+    """
 
     def __init__(self, place: Path, wrote: str) -> None:
         super().__init__(
@@ -52,39 +55,46 @@ class OtherVersion(UserError):
 
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
-    """The checkpoint that -resume names, the same on every rank; None for a new run."""
+    """Choose the checkpoint that -resume names, the same one on every rank; None for a new run."""
     if config.MODEL.RESUME is None:
         return None
     checkpoint = on_rank_0(world, lambda: _choose(config, world))
-    name = broadcast(str(checkpoint.folder) if checkpoint else None, world)
+    folder = broadcast(str(checkpoint.folder) if checkpoint else None, world)
     if config.MODEL.RESUME == AUTO:
-        log.info("-resume auto: %s", _chosen_in_words(config, name))
+        log.info("-resume auto: %s", _describe_choice(config, folder))
     # A rank that cannot see the folder is reported now, not when it loads the weights.
-    return on_every_rank(world, lambda: checkpoint if world.first or name is None else inspect(Path(name)))
+    return on_every_rank(world, lambda: checkpoint if world.first or folder is None else inspect(Path(folder)))
 
 
-def _chosen_in_words(config: Config, place: str | None) -> str:
-    """What -resume auto has found at `place`, or None."""
-    if not place:
+def _describe_choice(config: Config, folder: str | None) -> str:
+    """Describe for the log which checkpoint -resume auto has chosen. `folder`: the checkpoint's; None without one."""
+    if not folder:
         return "no checkpoint found, -pretrained is used" if config.EVAL else "no checkpoint yet, starting a new run"
-    name = Path(place).name
+    name = Path(folder).name
     if config.EVAL:
         return f"evaluating {name}"
-    what = f"resuming from {name}"
-    if config.TRAIN.LAST_EPOCH:  # a new run begins after it
-        what += f", the newest; -last_epoch {config.TRAIN.LAST_EPOCH} chooses a checkpoint with -resume RUN only"
-    return what
+    message = f"resuming from {name}"
+    if config.TRAIN.LAST_EPOCH:  # the user may expect the run to begin after that epoch
+        message += f", the newest; -last_epoch {config.TRAIN.LAST_EPOCH} chooses a checkpoint with -resume RUN only"
+    return message
 
 
 def _choose(config: Config, world: World) -> Checkpoint | None:
+    """Find the checkpoint to evaluate (-eval) or to resume from; None if there is none yet. Rank 0 does so for all."""
     run = resumed_run(config)
     if run is not None:
         bring_back(run / CHECKPOINTS)
-    return _to_evaluate(config, run) if config.EVAL else _to_resume(config, run, world)
+    if config.EVAL:
+        return _checkpoint_to_evaluate(config, run)
+    return _checkpoint_to_resume(config, run, world)
 
 
-def _to_evaluate(config: Config, run: Path | None) -> Checkpoint | None:
-    """The best checkpoint of a run, or the one that is named. `run`: of -resume auto. None: -pretrained has weights."""
+def _checkpoint_to_evaluate(config: Config, run: Path | None) -> Checkpoint | None:
+    """Find the best checkpoint of a run, or the checkpoint that -resume names.
+
+    `run` is the folder that -resume auto means; None if it is no run yet. Returns None if -resume auto finds no
+    checkpoint, and the weights of -pretrained are evaluated instead.
+    """
     auto = config.MODEL.RESUME == AUTO
     if auto and (run is None or not checkpoints_in(run / CHECKPOINTS)):
         if not config.MODEL.PRETRAINED:
@@ -93,52 +103,62 @@ def _to_evaluate(config: Config, run: Path | None) -> Checkpoint | None:
                 "with -pretrained."
             )
         return None
-    place = run if run and auto else Path(str(config.MODEL.RESUME))
+    path = run if run and auto else Path(str(config.MODEL.RESUME))
     if config.TRAIN.LAST_EPOCH:
-        return find(place, config.TRAIN.LAST_EPOCH)
+        return find(path, config.TRAIN.LAST_EPOCH)
     try:
-        folder, why = checkpoint_of(place)
-        if why:  # the best one of a run
+        folder, reason = checkpoint_of(path)
+        if reason:  # `path` is a run, not a checkpoint, and `folder` its best or last one
             checkpoint = verify(inspect(folder))
-            log.info("Evaluating %s, %s.", folder.name, why)
+            log.info("Evaluating %s, %s.", folder.name, reason)
             return checkpoint
     except UserError as error:
         log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
-    return _newest_of(place, verify) if auto else find(place)
+    return _newest_of(path, verify) if auto else find(path)
 
 
-def _to_resume(config: Config, run: Path | None, world: World) -> Checkpoint | None:
-    """The newest checkpoint of a run, or the one that is named. `run`: of -resume auto. None: a new run."""
+def _checkpoint_to_resume(config: Config, auto_run: Path | None, world: World) -> Checkpoint | None:
+    """Find the newest checkpoint of a run, or the checkpoint that -resume names.
+
+    `auto_run` is the folder that -resume auto means; None if it is no run yet. Returns None to start a new run.
+    """
     if config.MODEL.RESUME == AUTO:
-        return _newest_to_resume(run) if run is not None else None
-    place = Path(str(config.MODEL.RESUME))
-    checkpoint = find(place, config.TRAIN.LAST_EPOCH, resumable)
-    is_named = config.TRAIN.LAST_EPOCH or place_of(place)[0] is not None
+        return _newest_to_resume(auto_run) if auto_run is not None else None
+    path = Path(str(config.MODEL.RESUME))
+    checkpoint = find(path, config.TRAIN.LAST_EPOCH, resumable)
     run = run_folder_of(checkpoint.folder)
     target = target_folder(config)
-    if is_named and run is not None and target is not None and Path(target).resolve() == run.resolve():
+    # Only a checkpoint that the user chose, by its name or its epoch, may have later ones in its run.
+    may_be_older = config.TRAIN.LAST_EPOCH or place_of(path)[0] is not None
+    if may_be_older and run is not None and target is not None and Path(target).resolve() == run.resolve():
         _check_newest(checkpoint, run, world)
     return checkpoint
 
 
 def _check_newest(checkpoint: Checkpoint, run: Path, world: World) -> None:
-    """Raise UserError if training on from a checkpoint would overwrite later ones of the same run."""
+    """Raise UserError if resuming from a checkpoint would overwrite later checkpoints of the same run."""
     update = checkpoint.meta["update"]
     later = [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]
     if later:
-        named = shlex.quote(str(checkpoint.folder))
-        new = shlex.quote(f"{run}-from-{update}")
+        checkpoint_folder = shlex.quote(str(checkpoint.folder))
+        new_run = shlex.quote(f"{run}-from-{update}")
         raise UserError(
             f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. "
-            f"Resume in a folder of its own: `{start_again(world, f'-resume {named} -output {new}')}`"
+            f"Resume in a folder of its own: `{start_again(world, f'-resume {checkpoint_folder} -output {new_run}')}`"
         )
 
 
 def _newest_to_resume(run: Path) -> Checkpoint | None:
+    """Find the newest checkpoint of a run that can be resumed; None if the run has never saved one.
+
+    Raises UserError if the run's checkpoints are unusable, or are no longer there: a new run in this folder would
+    overwrite what is left of it.
+    """
     root = run / CHECKPOINTS
-    would = ", and a new run would overwrite them. Name another -output, or move them"
-    checkpoint = _newest_of(run, resumable, would)
-    # A run is paused or ends only once it is saved, and resumes from what was saved, if in another folder.
+    advice = ", and a new run would overwrite them. Name another -output, or move them"
+    checkpoint = _newest_of(run, resumable, advice)
+    # A run pauses or ends only after it has saved, and resumes only from a checkpoint, if perhaps in another folder.
+    # So such a line of its history, after any update, means that there was a checkpoint.
     saved = (line.get("what") in ("resume", "paused", "end") and line.get("update") for line in read_lines(run))
     if checkpoint is None and (read_index(root)["last"] or any(saved)):
         raise UserError(
@@ -149,7 +169,10 @@ def _newest_to_resume(run: Path) -> Checkpoint | None:
 
 
 def _newest_of(run: Path, check: Check, advice: str = "") -> Checkpoint | None:
-    """The newest checkpoint of a run that passes `check`; None of a run that has none at all."""
+    """Find the newest checkpoint of a run that passes `check`; None if the run has no checkpoints at all.
+
+    If none of them passes, raises UserError, which ends with `advice`.
+    """
     root = run / CHECKPOINTS
     checkpoint = newest_good(root, check=check)
     if checkpoint is None and checkpoints_in(root):
@@ -158,7 +181,7 @@ def _newest_of(run: Path, check: Check, advice: str = "") -> Checkpoint | None:
 
 
 def resumable(checkpoint: Checkpoint) -> Checkpoint:
-    """Check that the files are undamaged, and that this version resumes from the state."""
+    """Return the checkpoint if its files are undamaged and this version can resume from it; else raise UserError."""
     version = read_state(verify(checkpoint), mapped=True).get("version")
     if version != VERSION:
         raise OtherVersion(checkpoint.folder, version or "of before 0.3")
@@ -166,55 +189,62 @@ def resumable(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
-    """The checkpoint at `path`: its folder, a file in it, or a run's folder (its newest undamaged checkpoint).
+    """Find the checkpoint at `path`, or raise UserError.
 
-    `epoch` above 0: only a checkpoint saved at the end of that epoch.
+    `path` is a checkpoint's folder, a file in it, or the folder of a run, whose newest checkpoint that passes `check`
+    is taken. With `epoch` above 0, only a checkpoint saved at the end of that epoch will do.
     """
-    folder, root = _places(path)
+    folder, root = _checkpoint_and_root(path)
     if folder is not None:
-        return check(_of_epoch(inspect(folder), epoch))
-    found = newest_good(root, epoch, check)
-    if found is None:
+        return check(_require_end_of_epoch(inspect(folder), epoch))
+    checkpoint = newest_good(root, epoch, check)
+    if checkpoint is None:
         which = f" of epoch {epoch}" if epoch else ""
-        saved = f" {_ends_in_words(root)}" if epoch else ""
+        saved = f" {_describe_ended_epochs(root)}" if epoch else ""
         raise UserError(f"-resume {path}: no usable checkpoint{which} found (looked for {root}/{PREFIX}*).{saved}")
-    return found
+    return checkpoint
 
 
 def check_resumable(config: Config) -> None:
-    """Raise UserError for a wrong -resume path, or a run of another version. One process checks the rest for all."""
+    """Raise UserError if the path of -resume is wrong, or another version wrote the run.
+
+    Every process checks this at its start. Rank 0 alone checks the checkpoint's files later (`chosen_checkpoint`).
+    """
     run = resumed_run(config)
     path = Path(str(config.MODEL.RESUME))
     if (path / LOCK).exists() and not (path / CHECKPOINTS).exists():  # perhaps it is training and has not saved yet
         with FolderLock() as lock:
             lock.take(path)
     if config.MODEL.RESUME != AUTO:
-        folder, root = _places(path)
+        folder, root = _checkpoint_and_root(path)
         if folder is not None:
-            _of_epoch(inspect(folder), config.TRAIN.LAST_EPOCH)
+            _require_end_of_epoch(inspect(folder), config.TRAIN.LAST_EPOCH)
         elif not checkpoints_in(root):
             raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/{PREFIX}*).")
     if run is None or config.EVAL or not checkpoints_in(run / CHECKPOINTS):
         return
-    wrote = VERSION
-    with contextlib.suppress(UserError, LookupError):  # resuming does without run.json
-        wrote = read_about(run)["versions"]["vitamp"]
-    if not f"{wrote}.".startswith(f"{VERSION}."):
-        raise OtherVersion(run if config.MODEL.RESUME == AUTO else path, wrote)
+    run_version = VERSION
+    with contextlib.suppress(UserError, LookupError):  # a run can be resumed without its run.json
+        run_version = read_about(run)["versions"]["vitamp"]
+    if not f"{run_version}.".startswith(f"{VERSION}."):
+        raise OtherVersion(run if config.MODEL.RESUME == AUTO else path, run_version)
 
 
-def _places(path: Path) -> tuple[Path | None, Path]:
-    """The checkpoint's folder, if `path` names a single one; and the folder of a run's checkpoints."""
-    of_paddle = None
-    prefix = path.with_name(f"{path.name}.pdparams")  # PaddleViT names two files by their common prefix
+def _checkpoint_and_root(path: Path) -> tuple[Path | None, Path]:
+    """Find the checkpoint's folder, and the folder that holds all checkpoints of its run, for a path of -resume.
+
+    The checkpoint's folder is None if `path` names a whole run. Raises UserError if `path` is neither.
+    """
+    paddle_weights = None
+    with_ending = path.with_name(f"{path.name}.pdparams")  # PaddleViT names two files by their common prefix
     if path.suffix in PADDLE_ENDINGS:
-        of_paddle = path.with_suffix(".pdparams")
-    elif not path.exists() and prefix.exists():
-        of_paddle = prefix
-    if of_paddle is not None:
+        paddle_weights = path.with_suffix(".pdparams")
+    elif not path.exists() and with_ending.exists():
+        paddle_weights = with_ending
+    if paddle_weights is not None:
         raise UserError(
             f"-resume {path}: this is a PaddleViT checkpoint; -resume takes only runs of vitamp. Start a new run "
-            f"from its weights: -pretrained {of_paddle}."
+            f"from its weights: -pretrained {paddle_weights}."
         )
     if not path.exists():
         raise UserError(f"-resume {path}: no such file or folder.")
@@ -227,32 +257,34 @@ def _places(path: Path) -> tuple[Path | None, Path]:
     return folder, root
 
 
-def _of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
-    if epoch and not _ends(checkpoint, epoch):
+def _require_end_of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
+    """Return the checkpoint if it was saved at the end of `epoch`, else raise UserError. Any will do for epoch 0."""
+    if epoch and not _is_end_of(checkpoint, epoch):
         raise UserError(
             f"{checkpoint.folder}: saved in epoch {checkpoint.meta['epoch']}, not at the end of epoch {epoch} "
-            f"(TRAIN.LAST_EPOCH). {_ends_in_words(checkpoint.folder.parent)}"
+            f"(TRAIN.LAST_EPOCH). {_describe_ended_epochs(checkpoint.folder.parent)}"
         )
     return checkpoint
 
 
-def _ends(checkpoint: Checkpoint, epoch: int) -> bool:
-    """Whether it was saved at the end of that epoch, not within it."""
+def _is_end_of(checkpoint: Checkpoint, epoch: int) -> bool:
+    """Whether the checkpoint was saved at the end of that epoch, not within it."""
     return checkpoint.meta["epoch"] == epoch and checkpoint.meta["epoch_finished"]
 
 
 def ended_epochs(root: Path) -> dict[int, int]:
-    """Epochs at whose end a checkpoint was saved -> its update."""
-    found = {}
+    """Map each epoch at whose end a checkpoint was saved to the update of that checkpoint."""
+    update_of_epoch = {}
     for update, folder in checkpoints_in(root).items():
         with contextlib.suppress(UserError):
             checkpoint = inspect(folder)
-            if _ends(checkpoint, checkpoint.meta["epoch"]):
-                found[checkpoint.meta["epoch"]] = update
-    return found
+            if _is_end_of(checkpoint, checkpoint.meta["epoch"]):
+                update_of_epoch[checkpoint.meta["epoch"]] = update
+    return update_of_epoch
 
 
-def _ends_in_words(root: Path) -> str:
+def _describe_ended_epochs(root: Path) -> str:
+    """Name the epochs that -last_epoch could choose, as advice at the end of an error."""
     epochs = sorted(ended_epochs(root))
     if not epochs:
         return "No checkpoint was saved at the end of an epoch."
@@ -263,13 +295,16 @@ def _ends_in_words(root: Path) -> str:
 
 
 def newest_good(root: Path, epoch: int = 0, check: Check = verify) -> Checkpoint | None:
-    """Newest checkpoint in `root` that passes `check`. Warns about each one that does not."""
+    """Find the newest checkpoint in `root` that passes `check`; None if none does. Warns about each that does not.
+
+    With `epoch` above 0, only checkpoints saved at the end of that epoch are considered.
+    """
     for folder in reversed(checkpoints_in(root).values()):
         try:
-            found = inspect(folder)
-            if epoch and not _ends(found, epoch):
+            checkpoint = inspect(folder)
+            if epoch and not _is_end_of(checkpoint, epoch):
                 continue
-            return check(found)
+            return check(checkpoint)
         except OtherVersion:
             raise
         except (UserError, OSError) as error:

@@ -24,31 +24,37 @@ from vitamp.meta import FORMAT, META_HASH, hash_of, read_meta
 REPLACED = ".tmp-old-"
 REMOVED = ".tmp-gone-"
 _HIDDEN = rf"\.tmp-(\d+-\d+|(old|gone)-{NAME})"
+"""Names of the hidden folders of this module: of one that is written, replaced or removed"""
 
 
 def write_files(folder: Path, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+    """Write all files of a checkpoint but meta.json. `tensors`: by the name of their file, then by their own name."""
     write_tensors(folder, tensors)
     with raising_os_errors(folder / STATE), (folder / STATE).open("wb") as file:
         torch.save(state, file)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, dict[str, Tensor]]) -> None:
-    for name, named in tensors.items():
-        plain = {key: value.detach().cpu().contiguous() for key, value in named.items()}
-        with raising_os_errors(folder / name):
-            safetensors.torch.save_file(plain, folder / name, metadata={"format": "pt"})
+    """Write one safetensors file per entry of `tensors`: file name -> tensors by name."""
+    for file_name, tensors_of_file in tensors.items():
+        on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of_file.items()}
+        with raising_os_errors(folder / file_name):
+            safetensors.torch.save_file(on_host, folder / file_name, metadata={"format": "pt"})
 
 
 @contextlib.contextmanager
 def raising_os_errors(path: Path) -> Iterator[None]:
-    """Raise the system's error about `path` as OSError: torch and safetensors wrap it in errors of their own."""
+    """Raise an error of the system, such as a full disk, as OSError with `path`.
+
+    safetensors has its number only in the text of an error of its own; torch raises RuntimeError from it.
+    """
     try:
         yield
     except safetensors.SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
+        match = re.search(r"os error (\d+)", str(error))
+        if match is None:
             raise
-        number = int(found[1])
+        number = int(match[1])
         raise OSError(number, os.strerror(number), str(path)) from None
     except RuntimeError as error:
         if not isinstance(error.__context__, OSError):
@@ -60,7 +66,8 @@ def raising_os_errors(path: Path) -> Iterator[None]:
 def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Path]:
     """Yield a hidden folder to write a checkpoint's files into; then sync it to the disk and rename it.
 
-    meta.json is added here. An error inside the `with` block removes the hidden folder.
+    `meta` is completed by the files' hashes and written to meta.json. The folder replaces an earlier checkpoint of
+    this update. An error, also inside the `with` block, removes the hidden folder and keeps that earlier checkpoint.
     """
     hidden = root / f".tmp-{update}-{os.getpid()}"
     final = root / folder_name(update)
@@ -72,7 +79,7 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
     try:
         hidden.mkdir()
         yield hidden
-        meta = {"format": FORMAT, **meta, "files": _sealed(hidden)}
+        meta = {"format": FORMAT, **meta, "files": _sync_and_hash(hidden)}
         meta[META_HASH] = hash_of(meta)
         write_atomically(hidden / META, json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
         _sync_folder(hidden)
@@ -86,11 +93,12 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
         raise
 
 
-def _sealed(folder: Path) -> dict[str, Any]:
-    """Sync the files of a folder to the disk. Returns the size and hash of each."""
+def _sync_and_hash(folder: Path) -> dict[str, Any]:
+    """Sync all files of a folder to the disk. Returns the size and hash of each, by its name."""
     files: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
-        with contextlib.suppress(OSError):  # safetensors makes files that only their owner may read
+        # Whoever may read state.pt may read the weights: safetensors makes files that only their owner may read.
+        with contextlib.suppress(OSError):
             shutil.copymode(folder / STATE, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -100,23 +108,31 @@ def _sealed(folder: Path) -> dict[str, Any]:
 
 
 def bring_back(root: Path) -> None:
-    """Rename a hidden checkpoint back: a kill between two renames left it hidden, without its replacement."""
+    """Rename hidden checkpoints back that have no replacement.
+
+    A checkpoint is hidden before a newer one of the same update takes its name. A process that is killed in between
+    leaves it hidden.
+    """
     for hidden in root.glob(f"{REPLACED}*"):
-        name = root / hidden.name.removeprefix(REPLACED)
-        if update_in(name.name) is not None and not name.exists():
+        checkpoint = root / hidden.name.removeprefix(REPLACED)
+        if update_in(checkpoint.name) is not None and not checkpoint.exists():
             with contextlib.suppress(OSError):
-                hidden.rename(name)
+                hidden.rename(checkpoint)
 
 
-def _hide(folder: Path, mark: str) -> Path:
-    """Rename a checkpoint before it is removed, so that a kill in between leaves no half of one under its name."""
-    hidden = folder.with_name(f"{mark}{folder.name}")
+def _hide(folder: Path, prefix: str) -> Path:
+    """Put `prefix` before the name of a checkpoint that is about to be removed, and return the new path.
+
+    So a process that is killed while it removes the files leaves no incomplete checkpoint under the old name.
+    """
+    hidden = folder.with_name(f"{prefix}{folder.name}")
     if folder.exists():
         folder.rename(hidden)
     return hidden
 
 
 def _sync_folder(folder: Path) -> None:
+    """Sync the list of a folder's files to the disk, so that a rename survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -128,18 +144,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 def prune(root: Path, keep: int, last: str, best: str | None, every: int | None = None) -> None:
-    """Remove checkpoints up to `last`, but keep the newest `keep` (0: all), the best, and each `every`th epoch's.
+    """Remove old checkpoints once the checkpoint named `last` is on the disk.
 
-    Called once `last` is on the disk.
+    Of the checkpoints up to `last`, the newest `keep` stay (0: all), the one named `best`, and those saved at the end
+    of each `every`th epoch. Newer ones than `last` stay as well.
     """
     newest = update_in(last) or 0
     # A folder without meta.json is not a checkpoint of ours: those get their name once they are complete.
     folders = [path for update, path in checkpoints_in(root).items() if update <= newest and (path / META).exists()]
-    kept = {folder.name for folder in folders[-keep:]} | {best}
+    names_to_keep = {folder.name for folder in folders[-keep:]} | {best}
     for folder in folders:
-        if folder.name in kept or folder.is_symlink():
+        if folder.name in names_to_keep or folder.is_symlink():
             continue
-        with contextlib.suppress(UserError):  # unreadable, perhaps only for now: it may be one of an `every`th epoch
+        # An unreadable meta.json raises UserError. The checkpoint stays: it may be one of an `every`th epoch.
+        with contextlib.suppress(UserError):
             if every:
                 meta = read_meta(folder / META)
                 if meta["epoch_finished"] and meta["epoch"] % every == 0:

@@ -1,4 +1,4 @@
-"""What a checkpoint's meta.json says: of the training so far, and of the run's data, settings and model."""
+"""The content of a checkpoint's meta.json: how far training is, and the run's data, settings and model."""
 
 from typing import Any
 
@@ -21,27 +21,34 @@ from vitamp.registry import own_named
 def progress_meta(
     position: Position, finished_epoch: int | None, metrics: dict[WeightSet, Metrics], best: Best
 ) -> dict[str, Any]:
-    """Fields of the training so far. `finished_epoch`: the one that has just ended. `metrics`: of these weights."""
-    thresholds = {which.name: list(means.thresholds) for which, means in metrics.items() if means.thresholds}
-    ended = finished_epoch or (0 if position.step else position.epoch - 1)  # 0 also before the first epoch
+    """Return the fields of meta.json that change from checkpoint to checkpoint.
+
+    `finished_epoch`: the epoch that has just ended, if `position` is still in it; None otherwise.
+    `metrics`: of each set of weights, from the validation at this position.
+    """
+    ended_epoch = finished_epoch
+    if not ended_epoch:
+        # At step 0 of an epoch, the epoch before it has just ended; 0 before the first one. Within an epoch, none has.
+        ended_epoch = 0 if position.step else position.epoch - 1
     values: dict[str, Any] = {}
-    for which, means in metrics.items():
-        for name, value in means.fields().items():
+    for which, metrics_of_set in metrics.items():
+        for name, value in metrics_of_set.fields().items():
             values[f"{which.prefix}{name}"] = value
     fields: dict[str, Any] = {
-        "epoch": ended or position.epoch,
-        "epoch_finished": ended > 0,
+        "epoch": ended_epoch or position.epoch,
+        "epoch_finished": ended_epoch > 0,
         "update": position.update,
         "metrics": values,
         "best": best.record(),
     }
+    thresholds = {which.name: list(measured.thresholds) for which, measured in metrics.items() if measured.thresholds}
     if thresholds:
         fields["thresholds"] = thresholds
     return fields
 
 
 def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
-    """Fields that are the same in all checkpoints of a start: all settings, classes, input preprocessing."""
+    """Return the fields of meta.json that stay the same until the run is restarted: settings, data, model, input."""
     config = run.config
     data = config.DATA
     model = config.MODEL
@@ -72,8 +79,10 @@ def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
     if ready.adapters:
         fields[LORA] = ready.adapters
     fields["input"] = input_of(data)
-    fields["timm"] = None  # call of timm.create_model that builds this model, if timm alone can
-    if not (model.MAE_PRETRAIN or (config.USE and own_named("model", model.NAME.strip()) is not None)):
+    # The call of timm.create_model that builds this model; None if it is no model of timm's alone.
+    fields["timm"] = None
+    is_own_model = config.USE and own_named("model", model.NAME.strip()) is not None
+    if not model.MAE_PRETRAIN and not is_own_model:
         name, arguments = timm_call(model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
         fields["timm"] = {"name": name, "arguments": arguments}
     return fields

@@ -1,8 +1,8 @@
-"""Saving in the background: training pauses only for a copy to host memory, which a thread writes to the disk.
+"""Saves in the background: training pauses only for a copy to host memory, which a thread writes to the disk.
 
 A disk error does not end a run: it is logged, and the next save writes a newer state. No earlier checkpoint is removed
-before the new one is safely on the disk. The last state of a run is retried; a run fails only if it would end with it
-unsaved."""
+before the new one is safely on the disk. At the end of a run, writing is tried again several times; the run fails only
+if its last state cannot be saved."""
 
 import errno
 import queue
@@ -33,44 +33,50 @@ T = TypeVar("T")
 
 
 class HostCopy:
-    """Host memory for one snapshot at a time: `take` overwrites the previous one."""
+    """Host memory for a copy of one snapshot at a time: `take` overwrites the previous copy.
+
+    `pinned`: use page-locked memory, into which a GPU copies faster, if there is enough of it.
+    """
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
-        self._places: list[Tensor] = []
+        self._copies: list[Tensor] = []
         self.problem = ""
         """Why memory could not be allocated"""
 
     def take(self, tree: T) -> T | None:
-        """Copy `tree` with its tensors to host memory, which stays unchanged until the next call.
+        """Return a copy of `tree` whose tensors are in host memory; None if there is not enough memory.
 
-        None if there is not enough memory.
+        The copy stays unchanged until the next call, which writes into the same memory.
         """
         tensors = [leaf.detach() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
         layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if self._layout != layout and not self._allocate(layout):
             return None
-        for place, tensor in zip(self._places, tensors, strict=True):
+        for copy, tensor in zip(self._copies, tensors, strict=True):
             if tensor.is_cpu and tensor.is_contiguous():
                 # In one thread: memory is the limit, and on a busy machine torch's threads wait long for each other.
-                np.copyto(_bytes(place), _bytes(tensor))
+                np.copyto(_bytes(copy), _bytes(tensor))
             else:
-                place.copy_(tensor, non_blocking=self._pinned)
+                copy.copy_(tensor, non_blocking=self._pinned)
         if self._pinned:
             torch.cuda.current_stream().synchronize()
-        places = iter(self._places)
-        return tree_map_only(Tensor, lambda _: next(places), tree)
+        copies = iter(self._copies)
+        return tree_map_only(Tensor, lambda _: next(copies), tree)
 
     def _allocate(self, layout: list[tuple[torch.Size, torch.dtype]]) -> bool:
-        """Whether there is memory for tensors of this layout, which is pageable if it cannot be page-locked."""
-        self._places = []  # the old memory first: there may be no room for both
+        """Allocate memory for tensors of these shapes and types. Returns False if there is not enough.
+
+        Falls back to pageable memory, with a warning, if page-locked memory does not suffice.
+        """
+        self._copies = []  # free the old memory first: there may be no room for both
         try:
-            self._places = [torch.empty(shape, dtype=dtype, pin_memory=self._pinned) for shape, dtype in layout]
+            self._copies = [torch.empty(shape, dtype=dtype, pin_memory=self._pinned) for shape, dtype in layout]
         except (RuntimeError, MemoryError) as error:
             self._layout = []
             size = sum(shape.numel() * dtype.itemsize for shape, dtype in layout)
-            self.problem = f"{size_words(size)}: {error}".partition("\n")[0]
+            self.problem = f"{size_words(size)}: {error}".partition("\n")[0]  # only the first line of the message
             if not self._pinned:
                 return False
             log.warning(
@@ -85,27 +91,30 @@ class HostCopy:
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
+    """View a contiguous tensor of any type as bytes: NumPy lacks bfloat16."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def size_words(size: int) -> str:
-    """1385082496 -> '1.39 GB'."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.2f} {name}"
+    """Write a number of bytes for people: 1385082496 -> '1.39 GB'."""
+    for bytes_per_unit, unit in ((1e9, "GB"), (1e6, "MB")):
+        if size >= bytes_per_unit:
+            return f"{size / bytes_per_unit:.2f} {unit}"
     return f"{size / 1e3:.0f} kB"
 
 
 PAUSES_AT_THE_END = (1.0, 3.0, 6.0)
 """Seconds before each further attempt to write the last state"""
 SECONDS_OF_SILENCE = 60.0
+"""Time between warnings that a checkpoint is still being written"""
 SECONDS_AFTER_A_FAILURE = 10.0
+"""Time that a write in progress gets once the run has failed"""
 BYTES_SAVED_PER_SECOND = 200e6
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of a run after one update: all that this rank saves."""
+    """State of a run after one update: all that this rank saves of it."""
 
     tensors: dict[str, dict[str, Tensor]]
     """By the file they are written to."""
@@ -114,7 +123,7 @@ class Snapshot:
     best: int | None
     """Update of the best validation so far."""
     paused_at: float = field(default_factory=time.perf_counter)
-    """When training was paused to take it, by time.perf_counter."""
+    """When training was paused to take the snapshot, by time.perf_counter."""
 
     @property
     def update(self) -> int:
@@ -122,13 +131,14 @@ class Snapshot:
 
 
 def estimate_seconds(parts: TrainState) -> float:
-    """Cautious estimate for the first checkpoint: all weights, and two optimiser moments of each weight."""
-    weights = sum(p.nbytes for p in parts.model.parameters())
-    return (3 + len(parts.others)) * weights / BYTES_SAVED_PER_SECOND
+    """Estimate, rather too high, how long the first checkpoint takes to write, before one has been measured."""
+    weights = sum(parameter.nbytes for parameter in parts.model.parameters())
+    copies = 3 + len(parts.others)  # the weights, two optimiser moments of each, and other sets such as the EMA
+    return copies * weights / BYTES_SAVED_PER_SECOND
 
 
 class RankSaver:
-    """Saver of a rank that writes nothing, and base class of those that write.
+    """Saver of a rank that writes nothing, and base class of the savers that write.
 
     The trainer calls the same methods on every rank.
     """
@@ -155,36 +165,41 @@ class RankSaver:
 
 
 class Saver(RankSaver):
-    """Rank 0's saver: writes checkpoints, one at a time, and removes old ones."""
+    """Rank 0's saver: writes checkpoints into the folder `root`, one at a time, and removes old ones."""
 
     def __init__(self, root: Path, config: Config, pinned: bool) -> None:
         self._root = root
         self._config = config
-        self._copy: HostCopy | None = HostCopy(pinned)
+        # None once there is no host memory for a copy: then training pauses until the files are written.
+        self._host_copy: HostCopy | None = HostCopy(pinned)
         self._thread: threading.Thread | None = None
-        self._outcomes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Calls that log what the thread has written, to be made in the training thread.
+        self._reports: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unsaved: Snapshot | None = None
         self._ending = False
+        # Name of a checkpoint -> seconds that training paused for it.
         self._pauses: dict[str, float] = {}
 
     def save(self, snapshot: Snapshot) -> None:
+        """Copy the snapshot to host memory, and write it in a thread. Waits for the previous one first."""
         self.wait_for_writer()
         live = snapshot.tensors, snapshot.state
-        copied = self._copy.take(live) if self._copy is not None else None
-        if self._copy is not None and copied is None:
+        copied = self._host_copy.take(live) if self._host_copy is not None else None
+        if self._host_copy is not None and copied is None:
             log.warning(
                 "There is no host memory for copies of checkpoints (%s). From now on, training pauses until the files "
                 "are written.",
-                self._copy.problem,
+                self._host_copy.problem,
             )
-            self._copy = None
+            self._host_copy = None
         # Without a copy, tensors that are on the host already are written as they are.
         tensors, state = copied or tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), live)
-        self._unsaved = snapshot = replace(snapshot, tensors=tensors, state=state)
-        if self._copy is None:
-            self._attempt(snapshot)
+        on_host = replace(snapshot, tensors=tensors, state=state)
+        self._unsaved = on_host
+        if self._host_copy is None:
+            self._attempt(on_host)
         else:
-            self._thread = threading.Thread(target=self._attempt, args=(snapshot,), name="saver", daemon=True)
+            self._thread = threading.Thread(target=self._attempt, args=(on_host,), name="saver", daemon=True)
             self._thread.start()
         self._pauses[folder_name(snapshot.update)] = time.perf_counter() - snapshot.paused_at
         self.report()
@@ -194,10 +209,13 @@ class Saver(RankSaver):
         write_files(folder, snapshot.tensors, snapshot.state)
 
     def report(self) -> None:
-        while not self._outcomes.empty():
-            self._outcomes.get()()
+        """Log, in the training thread, what the writing thread has written or failed to write."""
+        while not self._reports.empty():
+            report = self._reports.get()
+            report()
 
     def finish(self) -> None:
+        """Wait for the thread, and try again if the last state is not saved; raise TrainingError if it stays so."""
         self._ending = True
         self.wait_for_writer()
         for pause in PAUSES_AT_THE_END:
@@ -210,12 +228,12 @@ class Saver(RankSaver):
         if self._unsaved is not None:
             update = self._unsaved.update
             last = read_index(self._root)["last"]
-            way = "There is no earlier checkpoint."
+            advice = "There is no earlier checkpoint."
             if last:
-                way = f"The last checkpoint is {last}; fix the cause and resume with -resume."
+                advice = f"The last checkpoint is {last}; fix the cause and resume with -resume."
             raise TrainingError(
                 f"the state after update {update} could not be saved and is lost: "
-                f"{self.failing.get(update, self._root)}. {way}"
+                f"{self.failing.get(update, self._root)}. {advice}"
             )
 
     def finish_after_failure(self) -> None:
@@ -223,6 +241,7 @@ class Saver(RankSaver):
             self._thread.join(SECONDS_AFTER_A_FAILURE)
 
     def wait_for_writer(self) -> None:
+        """Wait until the thread has written the previous snapshot, with a warning per minute, and log the outcome."""
         thread = self._thread
         self._thread = None
         while thread is not None and thread.is_alive():
@@ -232,14 +251,18 @@ class Saver(RankSaver):
         self.report()
 
     def _attempt(self, snapshot: Snapshot) -> None:
-        """Write a snapshot, and note the outcome for `report`."""
+        """Write a snapshot as a checkpoint, then remove old checkpoints, and leave the outcome for `report` to log.
+
+        It mostly runs in the writing thread, so it leaves it to `report` to log and to raise.
+        """
         began = time.perf_counter()
         folder = self._root / folder_name(snapshot.update)
         try:
             with new_checkpoint(self._root, snapshot.update, snapshot.meta) as hidden:
                 self.write(hidden, snapshot)
             size = sum(path.stat().st_size for path in folder.iterdir())
-            index_error = None  # kept index.json from being updated, or older checkpoints from being removed
+            # The checkpoint is complete. An error from here on only leaves index.json or older checkpoints as they are.
+            index_error = None
             try:
                 best = best_of(self._root, snapshot.best)
                 write_index(self._root, folder.name, best)
@@ -247,15 +270,16 @@ class Saver(RankSaver):
             except OSError as error:
                 index_error = error
         except Exception as error:  # reported in the training thread, where all but a disk error ends the run
-            self._outcomes.put(partial(self._report_failed, snapshot.update, error))
+            self._reports.put(partial(self._report_failed, snapshot.update, error))
             return
         self._unsaved = None
         signals.saved = True
         seconds = time.perf_counter() - began
         self.longest = max(self.longest, seconds)
-        self._outcomes.put(partial(self._report_written, folder.name, size, seconds, index_error))
+        self._reports.put(partial(self._report_written, folder.name, size, seconds, index_error))
 
     def _report_written(self, name: str, size: int, seconds: float, index_error: OSError | None) -> None:
+        """Log that a checkpoint of `size` bytes is written, and a warning of what failed after that."""
         log.info(
             "Checkpoint %s: %s, written in %.1f s; training paused for %.3f s.",
             name,
@@ -266,26 +290,27 @@ class Saver(RankSaver):
         )
         self.failing = {}
         if index_error:
-            words = "index.json was not updated, or older checkpoints were not removed: %s."
-            log.warning(words, self._words(index_error))
+            message = "index.json was not updated, or older checkpoints were not removed: %s."
+            log.warning(message, self._describe(index_error))
 
     def _report_failed(self, update: int, error: Exception) -> None:
+        """Warn that the checkpoint of an update could not be written; raise any error but one of the system."""
         if not isinstance(error, OSError):
             raise error
-        words = self._words(error)
-        if self.failing.get(update) != words:  # another attempt may fail for another reason
-            left = "Earlier checkpoints are untouched" if signals.saved else "Nothing is saved yet"
-            then = "" if self._ending else "; training continues, and the next save writes a newer state"
-            log.warning("The checkpoint of update %d could not be written: %s. %s%s.", update, words, left, then)
-        self.failing = {update: words}
+        problem = self._describe(error)
+        if self.failing.get(update) != problem:  # another attempt may fail for another reason
+            saved = "Earlier checkpoints are untouched" if signals.saved else "Nothing is saved yet"
+            outlook = "" if self._ending else "; training continues, and the next save writes a newer state"
+            log.warning("The checkpoint of update %d could not be written: %s. %s%s.", update, problem, saved, outlook)
+        self.failing = {update: problem}
 
-    def _words(self, error: OSError) -> str:
-        # The hidden folder is removed by now, so its path would only confuse.
-        where = error.filename or self._root
-        if ".tmp-" in str(where):
-            where = self._root
+    def _describe(self, error: OSError) -> str:
+        """Say where an error of the system occurred and why, and how much space is free if the disk is full."""
+        path = error.filename or self._root
+        if ".tmp-" in str(path):  # the hidden folder is removed by now, so its path would only confuse
+            path = self._root
         free = ""
         if error.errno == errno.ENOSPC:
             disk = self._root if self._root.exists() else self._root.parent  # it may be a link to another disk
             free = f", {size_words(shutil.disk_usage(disk).free)} free"
-        return f"{where}: {reason(error, self._root)}{free}"
+        return f"{path}: {reason(error, self._root)}{free}"

@@ -1,4 +1,4 @@
-"""What a checkpoint saves: the weights and the training state (`state_of`)."""
+"""Collects what a checkpoint saves, the weights and the training state (`state_of`), and picks each rank's saver."""
 
 import os
 from dataclasses import asdict
@@ -31,20 +31,20 @@ from vitamp.checkpoints import BASE, CHECKPOINTS, LORA, Checkpoint, sha256_of
 from vitamp.files import replacing
 
 VERSION = "0.3"
-"""Of the program's minor version whose runs this one resumes. The weights of every version can be used."""
+"""Minor version of the program whose runs this one resumes. The weights of every version can be used."""
 
 
 def trained_weights(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of the trained weights, in the order in which the optimiser numbers them."""
+    """Return the names of the trained weights, in the order in which the optimiser numbers them."""
     names = {id(weight): name for name, weight in model.named_parameters()}
     weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return [names[id(weight)] for weight in weights]
 
 
 def state_of(parts: TrainState, position: Position, best: Best, batch: int, meters: dict[str, Any]) -> dict[str, Any]:
-    """Training state, of plain Python types and tensors only, so that it can be read safely from any source.
+    """Return the training state, of plain Python types and tensors only, so that it can be read safely from any source.
 
-    `batch`: the global one. Training goes on to change its tensors: copy or write them before it does.
+    `batch`: the global batch size. Later updates change the tensors in place: copy or write them before.
     """
     state = {
         "version": VERSION,
@@ -64,8 +64,8 @@ def state_of(parts: TrainState, position: Position, best: Best, batch: int, mete
 
 
 def _saved_weights(parts: TrainState) -> dict[str, dict[str, Tensor]]:
-    """The weights in a checkpoint, by file and name."""
-    base = base_weights(parts.model)  # a run's frozen weights are saved once, beside the checkpoints
+    """Return the weights that each checkpoint saves: file name -> tensors by name."""
+    base = base_weights(parts.model)  # with adapters, the frozen weights are saved once, beside the checkpoints
     saved = {}
     for which, module in parts.weights.items():
         saved[which.file] = {name: tensor for name, tensor in module.state_dict().items() if name not in base}
@@ -73,7 +73,7 @@ def _saved_weights(parts: TrainState) -> dict[str, dict[str, Tensor]]:
 
 
 def least_size(parts: TrainState) -> int:
-    """Bytes that a checkpoint has at least: weights, and the optimiser's moments of each trained weight."""
+    """Return the bytes that a checkpoint has at least: weights, and the optimiser's moments of each trained weight."""
     optimizer = parts.optimizer
     moments = 0
     if isinstance(optimizer, Adam | AdamW):
@@ -83,13 +83,13 @@ def least_size(parts: TrainState) -> int:
     size = 0
     for group in optimizer.param_groups:
         size += moments * sum(weight.nbytes for weight in group["params"])
-    for named in _saved_weights(parts).values():
-        size += sum(tensor.nbytes for tensor in named.values())
+    for tensors_of_file in _saved_weights(parts).values():
+        size += sum(tensor.nbytes for tensor in tensors_of_file.values())
     return size
 
 
 def check_room(root: Path, parts: TrainState) -> None:
-    """Raise UserError if the disk of the folder of checkpoints has no room for one."""
+    """Raise UserError if the disk that `root`, the folder of checkpoints, is on has no room for a checkpoint."""
     disk = os.statvfs(root if root.exists() else root.parent)  # it may be a link to another disk
     # With FSDP, each machine may write to a disk of its own; and some file systems do not know their size.
     if parts.sharding is not None or not disk.f_blocks:
@@ -108,38 +108,43 @@ def check_room(root: Path, parts: TrainState) -> None:
 def snapshot_of(
     parts: TrainState, position: Position, best: Best, global_batch: int, meters: dict[str, Any], meta: dict[str, Any]
 ) -> Snapshot:
-    """All that this rank saves. Training goes on to change its tensors."""
+    """Collect all that this rank saves. The tensors are not copied: later updates change them in place.
+
+    `meters`: sums of the epoch so far. `meta`: the content of meta.json.
+    """
     tensors = _saved_weights(parts)
     state = state_of(parts, position, best, global_batch, meters)
     if parts.sharding is not None:
         from engine.checkpoint.sharded_saver import into_shards
 
         tensors, state = into_shards(tensors, state, parts.sharding)
-    return Snapshot(tensors, state, meta, best.update if best.figure is not None else None)
+    best_update = best.update if best.figure is not None else None
+    return Snapshot(tensors, state, meta, best_update)
 
 
 def finite(tensors: dict[str, Tensor]) -> bool:
-    """Whether all weights are finite. Waits for the device once."""
+    """Whether all values of the tensors (of sharded ones, this rank's) are finite. Waits for the device once."""
     shards = (local_shard(tensor.detach()) for tensor in tensors.values())
     floats = [shard for shard in shards if shard.is_floating_point() and shard.numel()]
-    # The Euclidean norm takes a tenth of the time of the maximum norm, but may overflow where that one does not.
+    # A norm is finite only if all values are. The Euclidean norm takes a tenth of the time of the maximum norm, but may
+    # overflow where that one does not: then the maximum norm decides.
     return any(bool(get_total_norm(floats, order).isfinite()) for order in (2.0, float("inf")))
 
 
 def finite_everywhere(parts: TrainState) -> bool:
     """Whether the model's weights, as a checkpoint would hold them, are finite. A collective call: the ranks agree.
 
-    The EMA is not checked. Of unsharded tensors, rank 0's are saved. The others' may differ: batch norm's statistics of
-    their own images do.
+    The EMA is not checked. Of tensors that are not sharded, a checkpoint holds rank 0's, and only these are checked:
+    those of other ranks may differ, as batch norm's statistics of their own images do.
     """
     tensors = parts.model.state_dict()
     saved = {name: tensor for name, tensor in tensors.items() if parts.world.first or is_sharded(tensor)}
-    bad = torch.tensor(int(not finite(saved)), device=parts.precision.device)
-    return not bool(sum_over_ranks(bad, parts.world))
+    has_infinite = torch.tensor(int(not finite(saved)), device=parts.precision.device)
+    return not bool(sum_over_ranks(has_infinite, parts.world))
 
 
 def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> RankSaver:
-    """Build this rank's saver."""
+    """Build this rank's saver: rank 0 writes checkpoints, with FSDP also the ranks that hold shards; others do not."""
     root = folder / CHECKPOINTS
     pinned = parts.precision.device.type == "cuda"
     sharding = parts.sharding
@@ -155,18 +160,25 @@ def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> R
 
 
 def keep_base(run: Run, folder: Path, model: nn.Module, resumed: Checkpoint | None) -> dict[str, Any] | None:
-    """Write what adapters do not train into the run's folder, unless it is there; on rank 0, the entry of meta.json."""
+    """With adapters (MODEL.LORA), save the frozen weights once for all checkpoints of the run, unless they are there.
+
+    Returns the entry of meta.json about them on rank 0; None on other ranks, and without adapters.
+    """
     settings = run.config.MODEL
     if settings.LORA.RANK is None:
         return None
-    return on_rank_0(run.world, lambda: _kept_base(folder, model, settings, resumed))
+    return on_rank_0(run.world, lambda: _write_base(folder, model, settings, resumed))
 
 
-def _kept_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: Checkpoint | None) -> dict[str, Any]:
+def _write_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: Checkpoint | None) -> dict[str, Any]:
+    """Write the frozen weights into the run's folder, unless the resumed run has left them there.
+
+    Returns the entry of meta.json: size and hash of the file, the adapters' factor, and where the weights are from.
+    """
     file = folder / CHECKPOINTS / BASE
-    before = resumed.meta.get(LORA) if resumed else None
-    if before is not None and file.is_file() and sha256_of(file) == before["base"]["sha256"]:
-        return before
+    saved_entry = resumed.meta.get(LORA) if resumed else None
+    if saved_entry is not None and file.is_file() and sha256_of(file) == saved_entry["base"]["sha256"]:
+        return saved_entry
     tensors = {name: weight.cpu().contiguous() for name, weight in base_weights(model).items()}
     with os_errors_as_user_errors(folder):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -174,5 +186,5 @@ def _kept_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: C
             safetensors.torch.save_file(tensors, unfinished, metadata={"format": "pt"})
         seal = {"size": file.stat().st_size, "sha256": sha256_of(file)}
     log.info("The frozen weights are in %s, %s; checkpoints hold the trained ones.", file, size_words(seal["size"]))
-    source = before["source"] if before else settings.PRETRAINED and redacted(settings.PRETRAINED)
+    source = saved_entry["source"] if saved_entry else settings.PRETRAINED and redacted(settings.PRETRAINED)
     return {"base": seal, "factor": settings.LORA.factor, "source": source}

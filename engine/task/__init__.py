@@ -1,4 +1,7 @@
-"""The task of a run: what its labels are, and so its loss, its metrics, and what a prediction is."""
+"""The task of a run. It depends on the labels: one class per image, several, or none.
+
+It decides the loss, the metrics, and what a prediction is.
+"""
 
 from engine.task.base import Task
 from utils.config import Config
@@ -6,8 +9,9 @@ from vitamp.metrics import NO_LABELS, SEVERAL_LABELS
 
 
 def task_of(config: Config) -> Task:
+    """Build the task that the settings describe."""
     kind = config.task
-    own = config.VALIDATE_METRICS
+    own_metrics = config.VALIDATE_METRICS
     if kind == NO_LABELS:
         from engine.task.pixels import NoLabels
 
@@ -15,7 +19,7 @@ def task_of(config: Config) -> Task:
     if kind == SEVERAL_LABELS:
         from engine.task.several import SeveralLabels
 
-        return SeveralLabels(config.MODEL.NUM_CLASSES, own_metrics=own)
+        return SeveralLabels(config.MODEL.NUM_CLASSES, own_metrics=own_metrics)
     from engine.task.one import OneLabel
 
-    return OneLabel(config.MODEL.NUM_CLASSES, own_metrics=own)
+    return OneLabel(config.MODEL.NUM_CLASSES, own_metrics=own_metrics)

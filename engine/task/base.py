@@ -1,4 +1,4 @@
-"""What every task has: its loss, the targets of mixed images, and metrics of updates and of a validation."""
+"""Base classes of the tasks: a task's loss, the targets of mixed images, and metrics of training and validation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,56 +20,60 @@ from vitamp.metrics import OF_EVERY_TASK, TaskKind
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics of an update, an epoch or a validation: attributes have the names of vitamp/metrics.py."""
+    """Metrics of an update, an epoch or a validation. The attributes are named as in vitamp/metrics.py."""
 
     shown: ClassVar[Sequence[tuple[str, str, str]]] = ()
-    """What log lines show beside the loss: attribute, its words, and its name for LOG_STYLE fleet"""
+    """Metrics that log lines show beside the loss: attribute, its words, and its name for LOG_STYLE fleet"""
     mean_words: ClassVar[str] = ""
-    """The first of these, as the mean of an epoch so far"""
+    """Words for the first of these, where a line shows its mean over the epoch so far"""
     loss: float
     _: KW_ONLY
     thresholds: tuple[float, ...] = ()
-    """The probability from which on each class is predicted, if the validation chose it."""
+    """With several labels, after a validation: the probability from which on each class is predicted."""
     more: Mapping[str, float] = field(default_factory=dict)
     """Metrics that only some runs ask for, by name"""
     predictions: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
-    """On rank 0: what a validation predicted for each image, in the order of the split"""
+    """On rank 0, after a validation: columns with the prediction for each image, in the order of the split"""
 
     def fields(self) -> dict[str, float | None]:
-        """Fields for metrics.jsonl and meta.json. A task without top-1 and top-5 has them too, as null."""
-        others = ("thresholds", "more", "predictions")
-        own = {name: value for name, value in vars(self).items() if name not in others}
-        return dict.fromkeys(OF_EVERY_TASK) | own | dict(self.more)
+        """Return the fields of metrics.jsonl and meta.json: all metrics by name.
+
+        Fields that every task has, such as top-1, are None where the task does not measure them.
+        """
+        not_metrics = ("thresholds", "more", "predictions")
+        measured = {name: value for name, value in vars(self).items() if name not in not_metrics}
+        return dict.fromkeys(OF_EVERY_TASK) | measured | dict(self.more)
 
     def value(self, name: str) -> float:
-        """The metric of this name, which must have been measured."""
+        """Return the metric of this name, which must have been measured."""
         value = self.fields()[name]
         assert value is not None
         return value
 
     def average(self) -> str:
-        """The mean of the epoch so far, for a training log line."""
-        return f"Avg {self.mean_words}: {getattr(self, self.shown[0][0]):.4f}"
+        """Write the mean of the first metric over the epoch so far, for a training log line."""
+        first_metric = self.shown[0][0]
+        return f"Avg {self.mean_words}: {getattr(self, first_metric):.4f}"
 
-    def summary(self, what: str) -> str:
-        """For the log line of a whole epoch or validation. `what`: Train or Validation."""
-        values = [f"{what} Loss: {self.loss:.4f}"]
-        values += [f"{what} {words}: {getattr(self, name):.4f}" for name, words, _ in self.shown]
+    def summary(self, phase: str) -> str:
+        """Write the metrics for the log line of a whole epoch or validation. `phase`: Train or Validation."""
+        values = [f"{phase} Loss: {self.loss:.4f}"]
+        values += [f"{phase} {words}: {getattr(self, name):.4f}" for name, words, _ in self.shown]
         return ", ".join(values)
 
     def after_time(self) -> str:
-        """What follows in that line: PaddleViT's own fields come first."""
+        """Write further metrics for the end of that line, after the time: first come the fields that PaddleViT has."""
         return ""
 
     def fleet(self) -> str:
-        """For LOG_STYLE fleet."""
+        """Write the metrics for a log line in the style of PaddlePaddle's fleet (LOG_STYLE fleet)."""
         values = [f"loss: {self.loss:.5f}"]
-        values += [f"{own}: {getattr(self, name):.5f}" for name, _, own in self.shown]
+        values += [f"{fleet_name}: {getattr(self, name):.5f}" for name, _, fleet_name in self.shown]
         return ", ".join(values)
 
 
 class Tally(ABC):
-    """Sums of one validation."""
+    """Sums up the predictions of one validation, batch by batch, into its metrics."""
 
     @abstractmethod
     def add(self, logits: Tensor, batch: Batch) -> None:
@@ -77,11 +81,13 @@ class Tally(ABC):
 
     @abstractmethod
     def metrics(self, world: World) -> Metrics:
-        """The metrics of all ranks together. A collective call."""
+        """Return the metrics of all ranks together. A collective call."""
 
 
 @dataclass(frozen=True)
 class Task(ABC):
+    """Decides what follows from the labels: the loss, the targets of mixed images, the metrics."""
+
     kind: ClassVar[TaskKind]
     """Names and words of its metrics"""
     mixes: ClassVar[bool] = True
@@ -91,54 +97,56 @@ class Task(ABC):
     """Metrics of the user's own that validation computes too"""
 
     def words(self) -> str:
-        """For the banner."""
+        """Describe the classes for the banner."""
         return counted(self.classes, "class")
 
     def rows(self, val_set: ImageDataset) -> dict[str, str]:
-        """More rows of the banner, by name."""
+        """Return further rows of the banner, by name."""
         return {}
 
     @abstractmethod
     def loss(self, train: TrainConfig, weights: Tensor | None) -> Criterion:
-        """(logits, targets) -> loss. `weights`: float32, of the classes; None: all are equal."""
+        """Build the loss, a function of logits and targets. `weights`: of the classes, float32; None: all are equal."""
 
     def mixed(self, labels: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets and labels of images that are mixed with those of `labels.flip(0)`, if the task `mixes`.
+        """Return targets and labels of a batch whose images are mixed with those of the reversed batch.
 
-        `lam`: weight of each image itself, B x 1. The label is that of the image with the larger weight.
+        `lam`: weight of each image itself in its mixture, B x 1; its partner, in `labels.flip(0)`, has the rest. The
+        label of a mixture, for metrics, is that of the image with the larger weight. Only for a task that `mixes`.
         """
         raise NotImplementedError("images without labels are not mixed")
 
     @abstractmethod
     def example(self, size: int, device: torch.device) -> Tensor:
-        """Made-up labels of a batch, for trials."""
+        """Make up the labels of a batch, for trials without data."""
 
     @abstractmethod
     def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The two counts of a micro-batch that `TrainMeters` adds up beside the loss."""
+        """Return the two counts of a micro-batch that `TrainMeters` adds up beside the loss."""
 
     @abstractmethod
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Metrics:
-        """Metrics of these sums."""
+        """Return the metrics of an update or epoch: its mean loss, the sums of `counts`, and its number of samples."""
 
     def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Logits of the mean probabilities of several logits."""
+        """Return logits of the mean of the probabilities that several logits stand for."""
         raise NotImplementedError("without labels there are no probabilities")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Of the classes, for metrics of the user's own."""
+        """Return the probabilities of the classes, for metrics of the user's own."""
         raise NotImplementedError("without labels there are no probabilities")
 
     @abstractmethod
     def tally(self, samples: int, device: torch.device) -> Tally:
-        """For a validation of so many samples."""
+        """Begin to count for a validation of so many samples."""
 
 
 def sum_type_of(device: torch.device) -> torch.dtype:
+    """Return the most precise float type that a device can sum in."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def check_count(counted: float, samples: int) -> None:
-    """Raise if a validation did not count each sample once."""
+    """Raise AllRanksError if a validation did not count each sample once."""
     if counted != samples:
         raise AllRanksError(f"validation counted {counted:.0f} samples, not {samples}; its metrics are not usable.")

@@ -18,18 +18,22 @@ KEY = "TRAIN.CLASS_WEIGHTS"
 
 
 def class_weights(classes: int, labels: np.ndarray) -> np.ndarray:
-    """Balanced weight of each output of the classifier, float64. `labels`: of the training split."""
+    """Return a weight for each class, float64, so that all classes weigh alike. `labels`: of the training split.
+
+    The weight is: images / (classes with images x images of the class), which is 1 if classes are equally frequent.
+    """
     counts = images_of_classes(labels, classes)
+    has_images = counts > 0
     # Classes without images get 1: label smoothing alone ever asks for their weight.
-    return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
+    return np.where(has_images, counts.sum() / (has_images.sum() * np.maximum(counts, 1)), 1.0)
 
 
 class BinaryCrossEntropy(nn.Module):
     """Binary cross-entropy of each class, as timm's `BinaryCrossEntropy` computes it.
 
-    Labels are made one-hot. Smoothing mixes targets with 1 / `outcomes`. timm does that in its mixup; here the loss
-    does it, with the same result. With one label, the outcomes are the classes; with several, each class has two, so
-    that targets move towards 0.5, as timm's `smooth_dense` does.
+    Labels are made one-hot. Label smoothing mixes targets with 1 / `outcomes`. timm does that in its mixup; here the
+    loss does it, with the same result. With one label per image, the outcomes are the classes. With several, each class
+    has two (present or not), so that targets move towards 0.5, as timm's `smooth_dense` does.
     """
 
     positive_weights: Tensor | None
@@ -64,11 +68,11 @@ class WeightedCrossEntropy(nn.Module):
     """Mean cross-entropy of a micro-batch, in which each image counts with the weight of its class.
 
     So the loss of an update is the sum of (class weight x loss) over all its images, divided by the sum of their class
-    weights, however it is cut into micro-batches: `MicroBatch.weight` weighs those.
+    weights, however the update is cut into micro-batches: those are weighted by `MicroBatch.weight`.
 
-    For labels it is torch's. For mixed targets, one row of probabilities per image, torch divides by the number of
-    images; this divides by the sum of the images' weights, each the mean of its classes' weights by their
-    probabilities. So a target that is one class alone gives the same as its label.
+    For labels, this is torch's loss. For mixed targets (one row of probabilities per image), torch divides by the
+    number of images. This loss divides by the sum of the images' weights, where the weight of an image is the mean of
+    its classes' weights, weighted by their probabilities. So a target of probability 1 gives the same as its label.
     """
 
     weights: Tensor
@@ -95,9 +99,9 @@ class Loss(NamedTuple):
     build: Callable[[TrainConfig, int, Tensor | None], Criterion]
     """(settings, outcomes as in `BinaryCrossEntropy`, float32 weights of the classes) -> (logits, targets) -> loss"""
     words: Callable[[TrainConfig], str]
-    """For the banner of a run; '' for what is usual"""
+    """Describes the loss for the banner; '' for the usual one"""
     weighs: Literal["images", "positives", "nothing"]
-    """What TRAIN.CLASS_WEIGHTS weigh"""
+    """What TRAIN.CLASS_WEIGHTS weigh: images of a class, its positive targets, or nothing (a loss of the user's own)"""
 
 
 def _cross_entropy(train: TrainConfig, _outcomes: int, weights: Tensor | None) -> nn.Module:
@@ -118,22 +122,22 @@ LOSSES = {
 
 
 def check_class_weights(train: TrainConfig) -> None:
-    """Raise UserError for class weights that are no such word, or that the mixing of images does not allow."""
+    """Raise UserError for a value of TRAIN.CLASS_WEIGHTS that does not exist, or that the mixing does not allow."""
     if train.CLASS_WEIGHTS not in (None, BALANCED):  # earlier versions took files
         raise UserError(f"{KEY}: expected {BALANCED} or null, got {train.CLASS_WEIGHTS!r}")
-    one_by_one = train.mixes and train.MIXUP_MODE == "elem"
-    if train.CLASS_WEIGHTS and one_by_one and loss_named(train.LOSS).weighs == "images":
+    mixes_one_by_one = train.mixes and train.MIXUP_MODE == "elem"
+    if train.CLASS_WEIGHTS and mixes_one_by_one and loss_named(train.LOSS).weighs == "images":
         raise UserError(f"TRAIN.MIXUP_MODE elem: with {KEY}, images must be mixed in pairs; use pair or batch.")
 
 
 def loss_named(name: str) -> Loss:
-    """One of ours, or of those that a file of USE registers."""
+    """Return the loss that TRAIN.LOSS names: one of LOSSES, or one of the user's own, which a file of USE registers."""
     if name in LOSSES:
         return LOSSES[name]
 
     def build(_train: TrainConfig, _outcomes: int, _weights: Tensor | None) -> Criterion:
-        own = own_named("loss", name)
-        assert own is not None  # checked with the settings
-        return own.made()
+        own_loss = own_named("loss", name)
+        assert own_loss is not None  # checked with the settings
+        return own_loss.made()
 
     return Loss(build, lambda _train: f"loss {name}, of your own", "nothing")

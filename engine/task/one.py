@@ -1,4 +1,4 @@
-"""One class per image: accuracy, and metrics that weigh all classes alike. Labels are int64, B."""
+"""The task of one class per image: accuracy, and metrics that weigh all classes alike. Labels are int64, B."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,20 +21,20 @@ from vitamp.metrics import ONE_LABEL
 
 @dataclass(frozen=True)
 class Means(Metrics):
-    """Mean loss and accuracies in percent."""
+    """Mean loss, and top-1 and top-5 accuracy in percent."""
 
     shown = (("acc1", "Acc@1", "acc1"), ("acc5", "Acc@5", "acc5"))
     mean_words = "Acc"
     acc1: float
     acc5: float
 
-    def summary(self, what: str) -> str:
-        return super().summary(what).replace("Train Acc@1", "Train Acc")  # PaddleViT's words
+    def summary(self, phase: str) -> str:
+        return super().summary(phase).replace("Train Acc@1", "Train Acc")  # PaddleViT's words
 
 
 @dataclass(frozen=True)
 class ValidationMeans(Means):
-    """Validation metrics, as `ClassCounts` explains them, in percent."""
+    """Metrics of a validation, in percent. `ClassCounts` explains those that weigh all classes alike."""
 
     balanced_acc: float
     macro_f1: float
@@ -44,6 +44,8 @@ class ValidationMeans(Means):
 
 
 class OneLabel(Task):
+    """Each image has exactly one class."""
+
     kind = ONE_LABEL
 
     def loss(self, train: TrainConfig, weights: Tensor | None) -> Criterion:
@@ -57,77 +59,90 @@ class OneLabel(Task):
         return torch.randint(0, self.classes, (size,), device=device)
 
     def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
-        hits = _hits(logits, labels)[0].sum(0).to(sum_type)
-        return hits[0], hits.sum()
+        """Count the samples whose label is the top-1 prediction, and those whose label is in the top 5."""
+        hits, _ = _hits(logits, labels)
+        hits_by_rank = hits.sum(0).to(sum_type)
+        return hits_by_rank[0], hits_by_rank.sum()
 
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Means:
-        return Means(loss, 100 * counts[0] / samples, 100 * counts[1] / samples)
+        top1, top5 = counts
+        return Means(loss, 100 * top1 / samples, 100 * top5 / samples)
 
     def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
         return torch.stack([logits.log_softmax(-1) for logits in outputs]).logsumexp(0) - math.log(len(outputs))
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        return _of_one_classifier(logits).softmax(-1)
+        return _mean_of_classifiers(logits).softmax(-1)
 
     def tally(self, samples: int, device: torch.device) -> Tally:
         return _Accuracy(samples, self.classes, device)
 
 
 class _Accuracy(Tally):
+    """Counts right predictions on the device, without waiting for it until the end of the validation."""
+
     def __init__(self, samples: int, classes: int, device: torch.device) -> None:
         self._samples = samples
+        # Loss, images right by top-1, images right by top-5, images.
         self._sums = torch.zeros(4, dtype=sum_type_of(device), device=device)
-        # Summed apart: a longer all-reduce may add the losses of several ranks in another order.
-        self._of_classes = torch.zeros(len(ClassCounts._fields), classes, dtype=self._sums.dtype, device=device)
-        # Of each image: twice its prediction, plus 1 if the label is in the top 5; 0 of images of other ranks.
+        # Rows as in `ClassCounts`. Not in the same tensor as the sums: a longer all-reduce may add the losses of
+        # several ranks in another order.
+        self._class_counts = torch.zeros(len(ClassCounts._fields), classes, dtype=self._sums.dtype, device=device)
+        # Per image: twice the predicted class, plus 1 if the label is in the top 5; 0 for images of other ranks.
         self._answers = torch.zeros(samples, dtype=torch.int32, device=device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         hits, guesses = _hits(logits, batch.labels)
-        first = hits[:, 0]
-        five = hits.any(dim=-1)
+        in_top1 = hits[:, 0]
+        in_top5 = hits.any(dim=-1)
         real = batch.indices >= 0  # False for samples that only pad the batch
         losses = F.cross_entropy(logits, batch.labels, reduction="none").to(self._sums.dtype)
         losses = losses.where(real, 0.0)  # not a product: 0 times an infinite loss is NaN
-        self._sums += torch.stack((losses.sum(), (first & real).sum(), (five & real).sum(), real.sum()))
-        right, labelled, predicted = self._of_classes  # index_add_ does not wait for the device, unlike bincount
-        right.index_add_(0, batch.labels, (first & real).to(right.dtype))
+        self._sums += torch.stack((losses.sum(), (in_top1 & real).sum(), (in_top5 & real).sum(), real.sum()))
+        right, labelled, predicted = self._class_counts
+        # index_add_ does not wait for the device, unlike bincount.
+        right.index_add_(0, batch.labels, (in_top1 & real).to(right.dtype))
         labelled.index_add_(0, batch.labels, real.to(right.dtype))
         predicted.index_add_(0, guesses, real.to(right.dtype))
-        answers = (2 * guesses + five).where(real, 0).to(self._answers.dtype)
+        answers = (2 * guesses + in_top5).where(real, 0).to(self._answers.dtype)
+        # Padding has index -1. It adds 0 to the first image.
         self._answers.index_add_(0, batch.indices.clamp(0, self._samples - 1), answers)
 
     def metrics(self, world: World) -> ValidationMeans:
         loss, top1, top5, counted = sum_over_ranks(self._sums, world).tolist()
         check_count(counted, self._samples)
-        counts = ClassCounts(*sum_over_ranks(self._of_classes, world).long().tolist())
+        counts = ClassCounts(*sum_over_ranks(self._class_counts, world).long().tolist())
         answers = sum_over_ranks(self._answers, world).cpu().numpy()
-        smallest = np.min_scalar_type(len(counts.right))
+        smallest_type = np.min_scalar_type(len(counts.right))
         return ValidationMeans(
             loss=loss / self._samples,
             acc1=100 * top1 / self._samples,
             acc5=100 * top5 / self._samples,
             balanced_acc=100 * counts.balanced_accuracy(),
             macro_f1=100 * counts.macro_f1(),
-            predictions={"guess": (answers >> 1).astype(smallest), "in_top5": (answers & 1).astype(np.uint8)},
+            predictions={"guess": (answers >> 1).astype(smallest_type), "in_top5": (answers & 1).astype(np.uint8)},
         )
 
 
 def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the label is the top-1 prediction, and whether it is in the top 5; one value per sample."""
+    """Return for each sample whether its label is the top-1 prediction, and whether it is in the top 5."""
     hits, _ = _hits(logits, labels)
     return hits[:, 0], hits.any(dim=-1)
 
 
 def _hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of a sample's top 5 predictions is its label, at most one of them, and the first prediction."""
-    logits = _of_one_classifier(logits)
+    """Compare each sample's top 5 predictions with its label.
+
+    Returns B x 5 booleans, of which at most one per sample is True (B x C with fewer classes), and the top-1 prediction
+    of each sample.
+    """
+    logits = _mean_of_classifiers(logits)
     guesses = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
     return guesses == labels.unsqueeze(-1), guesses[:, 0]
 
 
-def _of_one_classifier(logits: Tensor) -> Tensor:
-    """Two classifiers are averaged."""
+def _mean_of_classifiers(logits: Tensor) -> Tensor:
+    """Average the logits of a distilled model's two classifiers (B x 2 x C); others (B x C) stay as they are."""
     return logits.mean(1) if logits.ndim == 3 else logits
 
 
@@ -137,7 +152,7 @@ def _of_one_classifier(logits: Tensor) -> Tensor:
 
 
 class ClassCounts(NamedTuple):
-    """One number per class."""
+    """Counts of images, one number per class."""
 
     right: list[int]
     """Images of the class that are predicted as it"""
@@ -163,6 +178,10 @@ class ClassCounts(NamedTuple):
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Correctly rounded, so that ranks on different processors get the same bits and agree on the best validation."""
-    found = list(values)
-    return math.fsum(found) / len(found) if found else math.nan
+    """Return the mean; NaN without values.
+
+    The sum is correctly rounded, so that ranks on different processors get the same bits and agree on the best
+    validation.
+    """
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers) if numbers else math.nan

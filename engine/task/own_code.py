@@ -1,4 +1,4 @@
-"""Code of the user's own while it runs: its metrics of a validation, and a trial on made-up data before the start."""
+"""Runs the user's own code: its metrics in each validation, and a trial of all of it before the start."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ from vitamp.sizes import in_pixels
 
 
 class WithOwnMetrics(Tally):
-    """A tally of the program, and the metrics of `task.own_metrics`."""
+    """Adds the user's own metrics (`task.own_metrics`) to those of a tally of the program."""
 
     def __init__(self, tally: Tally, task: Task, samples: int, device: torch.device) -> None:
         self._tally = tally
@@ -42,74 +42,85 @@ class WithOwnMetrics(Tally):
     def metrics(self, world: World) -> Metrics:
         metrics = self._tally.metrics(world)
         rows = self._table.on_rank_0(world)
-        found: dict[str, float] | str | None = None
+        # Rank 0 computes the user's metrics. If one fails there, all ranks raise its error.
+        values: dict[str, float] = {}
+        problem: str | None = None
         if world.first:
             probabilities = rows[:, : self._task.classes]
             labels = rows[:, self._task.classes :].long()
             if self._task.kind == ONE_LABEL:
                 labels = labels[:, 0]
             try:
-                found = measured(self._task.own_metrics, probabilities, labels)
-            except OwnCodeError as error:  # which all ranks raise
-                found = str(error)
-        found = broadcast(found, world)
-        if isinstance(found, str):
-            raise AllRanksError(f"{found}\n")
-        return replace(metrics, more={**metrics.more, **(found or {})})
+                values = measured(self._task.own_metrics, probabilities, labels)
+            except OwnCodeError as error:
+                problem = str(error)
+        values, problem = broadcast((values, problem), world)
+        if problem is not None:
+            raise AllRanksError(f"{problem}\n")
+        return replace(metrics, more={**metrics.more, **values})
 
 
 def measured(names: tuple[str, ...], probabilities: Tensor, labels: Tensor) -> dict[str, float]:
-    """The registered metrics of these names. OwnCodeError, with the user's line, if one fails."""
-    found: dict[str, float] = {}
+    """Compute the user's metrics of these names. Raises OwnCodeError, with the line of the user's file, if one fails.
+
+    A metric is a function of probabilities and labels, or an object with `update` and `compute` as torchmetrics has.
+    """
+    values: dict[str, float] = {}
     for name in names:
         own = own_named("metric", name)
         assert own is not None  # checked with the settings
-        its_probabilities = probabilities.clone()
-        its_labels = labels.clone()
+        # Copies, since a metric may change its arguments, and the next one gets them too.
+        probabilities_copy = probabilities.clone()
+        labels_copy = labels.clone()
         try:
-            made: Any = own.made()
-            if hasattr(made, "update") and hasattr(made, "compute"):
-                made.update(its_probabilities, its_labels)
-                value = made.compute()
+            metric: Any = own.made()
+            if hasattr(metric, "update") and hasattr(metric, "compute"):
+                metric.update(probabilities_copy, labels_copy)
+                value = metric.compute()
             else:
-                value = made(its_probabilities, its_labels)
+                value = metric(probabilities_copy, labels_copy)
         except OWN_ERRORS as error:
             raise OwnCodeError(own_lines(error) or f"{own.file}: metric {name}: {error}") from None
         try:
-            found[name] = float(value)
+            values[name] = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise OwnCodeError(
-                f"{own.file}: metric {name} returned {_what(value)}; it must return one number."
+                f"{own.file}: metric {name} returned {_describe(value)}; it must return one number."
             ) from None
-    return found
+    return values
 
 
-def _what(value: object) -> str:
+def _describe(value: object) -> str:
+    """Describe a wrong return value of the user's code for an error."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 SAMPLES = 4
+"""Images on which a loss and a model are tried"""
 FOR_METRICS = 64
 """Fewest images on which metrics are tried"""
 MOST_FOR_METRICS = 2048
 
 
 def try_own_code(config: Config) -> None:
-    """Raise UserError, with the user's line, for what fails on made-up data."""
-    named = ", ".join(config.own_files)
+    """Try the user's own loss, augmentations, model and metrics on made-up data, before the run starts.
+
+    Raises UserError, with the line of the user's file, for what fails.
+    """
+    tried = ", ".join(config.own_files)
     has_labels = not config.MODEL.MAE_PRETRAIN
     with fork_host_rng():
         try:
             loss = own_named("loss", config.TRAIN.LOSS)
             if loss and has_labels:
-                named = f"{loss.file}: loss {loss.name}"
-                _try_loss(config, named)
-            if not config.EVAL:  # else their files are not executed
+                tried = f"{loss.file}: loss {loss.name}"
+                _try_loss(config, tried)
+            if not config.EVAL:  # an evaluation does not execute the files of augmentations
                 _try_augmentations(config)
             model = own_named("model", config.MODEL.NAME)
             if model and has_labels:
-                named = f"{model.file}: model {model.name}"
-                _try_model(config, named)
+                tried = f"{model.file}: model {model.name}"
+                _try_model(config, tried)
             if config.VALIDATE_METRICS:
                 _try_metrics(config)
         except OwnCodeError as error:
@@ -117,36 +128,40 @@ def try_own_code(config: Config) -> None:
         except UserError:
             raise
         except OWN_ERRORS as error:
-            # Of torch or timm, without a line of the file: of layers that it only builds.
-            raise UserError(own_lines(error) or f"{named}: {type(error).__name__}: {error}") from None
+            # An error without a line of the user's file: torch or timm raised it in layers that the file only builds.
+            raise UserError(own_lines(error) or f"{tried}: {type(error).__name__}: {error}") from None
 
 
-def _try_loss(config: Config, named: str) -> None:
+def _try_loss(config: Config, tried: str) -> None:
+    """Compute the user's loss and its gradient once. `tried`: file and name of the loss, for errors."""
     task = task_of(config)
     loss = task.loss(config.TRAIN, None)
     labels = task.example(SAMPLES, torch.device("cpu"))
     weights = loss.parameters() if isinstance(loss, nn.Module) and not config.EVAL else ()
     if any(weight.requires_grad for weight in weights):
-        what = "weights that nothing trains; train them in a model, or freeze them: requires_grad_(False)"
-        raise UserError(f"{named} has {what}.")
-    if config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None:  # its labels are one-hot
-        labels, _ = task.mixed(labels, torch.full((SAMPLES, 1), 0.7))
-    value = loss(torch.randn(SAMPLES, task.classes, requires_grad=True), labels)
+        problem = "weights that nothing trains; train them in a model, or freeze them: requires_grad_(False)"
+        raise UserError(f"{tried} has {problem}.")
+    targets = labels
+    if config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None:  # then targets are rows of probabilities
+        targets, _ = task.mixed(labels, torch.full((SAMPLES, 1), 0.7))
+    value = loss(torch.randn(SAMPLES, task.classes, requires_grad=True), targets)
     if not isinstance(value, Tensor) or value.ndim:
-        raise UserError(f"{named} returned {_what(value)}; it must return the mean as a scalar.")
+        raise UserError(f"{tried} returned {_describe(value)}; it must return the mean as a scalar.")
     if not value.requires_grad:
-        raise UserError(f"{named} has no gradient with respect to the logits.")
+        raise UserError(f"{tried} has no gradient with respect to the logits.")
     value.backward()
 
 
 def _try_augmentations(config: Config) -> None:
-    channels, high, wide = config.DATA.shape
+    """Apply each of the user's augmentations to a random image."""
+    channels, height, width = config.DATA.shape
     for name in own_augmentations(config.TRAIN):
-        pixels = np.random.randint(0, 256, (high, wide, 3), dtype=np.uint8)
+        pixels = np.random.randint(0, 256, (height, width, 3), dtype=np.uint8)
         OwnChange(name)(Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]))
 
 
 def _try_metrics(config: Config) -> None:
+    """Compute the user's metrics once, of random predictions."""
     task = task_of(config)
     # All classes are among the labels, unless there are very many.
     images = min(max(FOR_METRICS, 2 * task.classes), MOST_FOR_METRICS)
@@ -156,8 +171,11 @@ def _try_metrics(config: Config) -> None:
     measured(config.VALIDATE_METRICS, task.probabilities(torch.randn(images, task.classes)), labels)
 
 
-def _try_model(config: Config, named: str) -> None:
-    """Run the model once without weights."""
+def _try_model(config: Config, tried: str) -> None:
+    """Build the user's model and run it once on the meta device, which computes and allocates nothing.
+
+    `tried`: file and name of the model, for errors.
+    """
     classes = config.MODEL.NUM_CLASSES
     channels = config.DATA.IMAGE_CHANNELS
     size = config.DATA.IMAGE_SIZE
@@ -166,11 +184,11 @@ def _try_model(config: Config, named: str) -> None:
         module = timm.create_model(name, num_classes=classes, in_chans=channels, img_size=size).eval()
         try:
             logits = module(torch.empty(SAMPLES, *config.DATA.shape))
-        except NotImplementedError:  # an operation that needs values
+        except NotImplementedError:  # an operation needs values, which the meta device does not have
             return
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if shape != (SAMPLES, classes):
         raise UserError(
-            f"{named} returned {shape} for {SAMPLES} images of {in_pixels(size)} x {channels}; it must return logits "
+            f"{tried} returned {shape} for {SAMPLES} images of {in_pixels(size)} x {channels}; it must return logits "
             f"of {SAMPLES} x {classes} (MODEL.NUM_CLASSES)."
         )

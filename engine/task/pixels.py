@@ -1,4 +1,7 @@
-"""No labels (MODEL.MAE_PRETRAIN): the model paints in masked patches. It returns its loss per image itself."""
+"""The task without labels (MODEL.MAE_PRETRAIN): the model predicts masked patches, and measures its own errors.
+
+In place of logits, it returns two numbers per image: the loss of its masked patches, and the variance of their target.
+"""
 
 from dataclasses import dataclass
 
@@ -14,7 +17,7 @@ from vitamp.metrics import NO_LABELS
 
 @dataclass(frozen=True)
 class PixelMeans(Metrics):
-    """Mean squared error, and how much of the variance inside the masked patches is explained, in percent."""
+    """Mean squared error, and the percentage of the variance inside the masked patches that is explained."""
 
     shown = (("explained", "Explained variance", "explained"),)
     mean_words = "Explained"
@@ -22,13 +25,15 @@ class PixelMeans(Metrics):
 
 
 class MeanOverImages(nn.Module):
-    """The loss of a batch: column 0 of what the model returns. There are no targets."""
+    """The loss of a batch: the mean of its images' errors, which the model returns. There are no targets."""
 
-    def forward(self, of_images: Tensor, _targets: Tensor) -> Tensor:
-        return of_images[:, 0].mean()
+    def forward(self, error_and_variance: Tensor, _targets: Tensor) -> Tensor:
+        return error_and_variance[:, 0].mean()
 
 
 class NoLabels(Task):
+    """Images have no labels: the model learns to predict masked patches."""
+
     kind = NO_LABELS
     mixes = False
 
@@ -42,6 +47,7 @@ class NoLabels(Task):
         return torch.zeros(size, dtype=torch.int64, device=device)
 
     def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Sum up the errors and the variances of the images: the model returns these in place of logits."""
         error, variance = logits.to(sum_type).sum(0)
         return error, variance
 
@@ -54,14 +60,17 @@ class NoLabels(Task):
 
 
 class _Errors(Tally):
+    """Sums up errors and variances on the device."""
+
     def __init__(self, samples: int, device: torch.device) -> None:
         self._samples = samples
+        # Error, variance, images.
         self._sums = torch.zeros(3, dtype=sum_type_of(device), device=device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         real = batch.indices >= 0  # False for samples that only pad the batch
-        of_images = logits.to(self._sums.dtype).where(real[:, None], 0.0)
-        self._sums += torch.cat((of_images.sum(0), real.sum()[None]))
+        error_and_variance = logits.to(self._sums.dtype).where(real[:, None], 0.0)
+        self._sums += torch.cat((error_and_variance.sum(0), real.sum()[None]))
 
     def metrics(self, world: World) -> PixelMeans:
         error, variance, counted = sum_over_ranks(self._sums, world).tolist()
@@ -70,5 +79,5 @@ class _Errors(Tally):
 
 
 def explained(error: float, variance: float) -> float:
-    """Percent of the variance; 0 is what predicting each patch's mean would give."""
+    """Return the percentage of the variance that is explained. Predicting the mean of each patch would explain 0."""
     return 100 * (1 - error / variance) if variance else 0.0

@@ -1,4 +1,7 @@
-"""Several classes per image, or none (DATA.MULTI_LABEL): mAP, AUROC, F1. Labels are rows of zeros and ones, B x C."""
+"""The task of several classes per image, or none (DATA.MULTI_LABEL): mAP, AUROC, F1.
+
+Labels are rows of zeros and ones, B x C.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +23,7 @@ from vitamp.metrics import SEVERAL_LABELS
 
 @dataclass(frozen=True)
 class F1Means(Metrics):
-    """Training metrics."""
+    """Metrics of an update or epoch, in percent."""
 
     shown = (("f1_micro", "F1", "f1"),)
     mean_words = "F1"
@@ -29,7 +32,7 @@ class F1Means(Metrics):
 
 @dataclass(frozen=True)
 class LabelMetrics(F1Means):
-    """Validation metrics, as `Scores` explains them."""
+    """Metrics of a validation, in percent. `Scores` explains them."""
 
     f1_macro: float
     map: float
@@ -38,33 +41,38 @@ class LabelMetrics(F1Means):
     f1_micro_tuned: float
     f1_macro_tuned: float
 
-    def summary(self, what: str) -> str:
+    def summary(self, phase: str) -> str:
         return (
-            f"{what} Loss: {self.loss:.4f}, {what} mAP: {self.map:.4f}, {what} AUROC: {self.auroc:.4f}, "
-            f"{what} F1: micro {self.f1_micro:.4f}, macro {self.f1_macro:.4f} "
+            f"{phase} Loss: {self.loss:.4f}, {phase} mAP: {self.map:.4f}, {phase} AUROC: {self.auroc:.4f}, "
+            f"{phase} F1: micro {self.f1_micro:.4f}, macro {self.f1_macro:.4f} "
             f"(at tuned thresholds {self.f1_micro_tuned:.4f}, {self.f1_macro_tuned:.4f}), "
-            f"{what} Exact match: {self.exact_match:.4f}"
+            f"{phase} Exact match: {self.exact_match:.4f}"
         )
 
 
 @dataclass(frozen=True)
 class SeveralLabels(Task):
+    """Each image may have any number of the classes, so each class is predicted by itself."""
+
     kind = SEVERAL_LABELS
 
     def words(self) -> str:
         return f"{super().words()}, several labels per image"
 
     def rows(self, val_set: ImageDataset) -> dict[str, str]:
-        """Classes with too few validation images for a threshold of their own."""
+        """Name the classes that have too few validation images for a threshold of their own."""
         labels = val_set.sample_labels()
         names: list[object] = list(val_set.classes or ())
-        names += range(len(names), labels.shape[1])
+        names += range(len(names), labels.shape[1])  # a class without a name is shown by its number
         untuned = np.flatnonzero(labels.sum(0, dtype=np.int64) < ENOUGH)
         words = describe_untuned(untuned, names)
         return {"thresholds": words} if words else {}
 
     def loss(self, train: TrainConfig, weights: Tensor | None) -> Criterion:
-        return loss_named("bce" if train.LOSS == "ce" else train.LOSS).build(train, 2, weights)
+        # "ce" is the default. Cross-entropy needs exactly one class per image, so binary cross-entropy replaces it.
+        name = "bce" if train.LOSS == "ce" else train.LOSS
+        outcomes = 2  # of each class: present or not
+        return loss_named(name).build(train, outcomes, weights)
 
     def mixed(self, labels: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         partners = labels.flip(0)
@@ -74,17 +82,21 @@ class SeveralLabels(Task):
         return F.one_hot(torch.randint(0, self.classes, (size,), device=device), self.classes).float()
 
     def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator of micro F1 at a probability of 0.5. Mixed samples count as for top-1."""
-        chosen = logits >= 0
+        """Return numerator and denominator of micro F1 at a threshold of 0.5: 2 x right / (predicted + true) labels.
+
+        A mixed image counts with the labels of the image that has the larger weight, as for top-1 accuracy.
+        """
+        predicted = logits >= 0  # a logit of 0 is a probability of 0.5
         truth = labels > 0
-        return 2 * (chosen & truth).sum().to(sum_type), (chosen.sum() + truth.sum()).to(sum_type)
+        return 2 * (predicted & truth).sum().to(sum_type), (predicted.sum() + truth.sum()).to(sum_type)
 
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> F1Means:
-        return F1Means(loss, 100 * counts[0] / max(counts[1], 1.0))
+        numerator, denominator = counts
+        return F1Means(loss, 100 * numerator / max(denominator, 1.0))
 
     def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
         logits = torch.stack(list(outputs))
-        # log p - log (1 - p), of the mean p; the number of outputs cancels out
+        # The logit of the mean probability p is log p - log (1 - p), in which the number of outputs cancels out.
         return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -95,7 +107,7 @@ class SeveralLabels(Task):
 
 
 class _ScoreTable(Tally):
-    """Logits and labels of every sample."""
+    """Keeps logits and labels of every sample, since these metrics need the scores of the whole split."""
 
     def __init__(self, samples: int, task: SeveralLabels, device: torch.device) -> None:
         self._classes = task.classes
@@ -106,12 +118,13 @@ class _ScoreTable(Tally):
 
     def metrics(self, world: World) -> LabelMetrics:
         rows = self._table.on_rank_0(world)
-        made = None
-        if world.first:  # alone, so that the last digits are the same on all and they agree on the best validation
+        metrics = None
+        # Rank 0 computes them for all, so that the last digits are the same and the ranks agree on the best validation.
+        if world.first:
             logits = rows[:, : self._classes].double()
             labels = rows[:, self._classes :].double()
             scores = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0)
-            made = LabelMetrics(
+            metrics = LabelMetrics(
                 loss=float(F.binary_cross_entropy_with_logits(logits, labels)),
                 f1_micro=100 * scores.f1_micro,
                 f1_macro=100 * scores.f1_macro,
@@ -122,10 +135,10 @@ class _ScoreTable(Tally):
                 f1_macro_tuned=100 * scores.f1_macro_tuned,
                 thresholds=tuple(scores.thresholds.tolist()),
             )
-        made = broadcast(made, world)
+        metrics = broadcast(metrics, world)
         if not world.first:
-            return made
-        return replace(made, predictions={"logits": rows[:, : self._classes].half().numpy()})
+            return metrics
+        return replace(metrics, predictions={"logits": rows[:, : self._classes].half().numpy()})
 
 
 # Metrics of several labels per sample, from the scores of a whole split: mAP, AUROC, F1 and exact match.
@@ -167,77 +180,90 @@ class Scores(NamedTuple):
 
 
 def scores_of(probabilities: np.ndarray, truth: np.ndarray) -> Scores:
-    """`probabilities`: float64, N x C. `truth`: bool, N x C."""
+    """Compute all metrics from the scores of a split. `probabilities`: float64, N x C. `truth`: bool, N x C."""
     ranked = [rank(probabilities[:, label], truth[:, label]) for label in range(truth.shape[1])]
-    precision, thresholds, aurocs = np.array(ranked, dtype=np.float64).T
-    thresholds = np.where(truth.sum(0) < ENOUGH, HALF, thresholds)
-    chosen = probabilities >= HALF
-    _, micro, macro = f1(chosen, truth)
-    _, best_micro, best_macro = f1(probabilities >= thresholds, truth)
+    precisions, best_thresholds, aurocs = np.array(ranked, dtype=np.float64).T
+    thresholds = np.where(truth.sum(0) < ENOUGH, HALF, best_thresholds)
+    predicted = probabilities >= HALF
+    _, micro, macro = f1(predicted, truth)
+    _, tuned_micro, tuned_macro = f1(probabilities >= thresholds, truth)
     return Scores(
-        map=_mean(precision, truth),
+        map=_mean(precisions, truth),
         auroc=_mean(aurocs, truth & ~truth.all(0)),
         f1_micro=micro,
         f1_macro=macro,
-        exact_match=float((chosen == truth).all(1).mean()),
-        f1_micro_tuned=best_micro,
-        f1_macro_tuned=best_macro,
+        exact_match=float((predicted == truth).all(1).mean()),
+        f1_micro_tuned=tuned_micro,
+        f1_macro_tuned=tuned_macro,
         thresholds=thresholds,
-        average_precision=precision,
+        average_precision=precisions,
         aurocs=aurocs,
     )
 
 
 def describe_untuned(untuned: Sequence[int] | np.ndarray, names: Sequence[object]) -> str:
-    """Which of the classes keep HALF, for log and tools; '' for none."""
+    """Name the classes that keep a threshold of HALF, for log and tools; '' if there are none.
+
+    `untuned`: labels of these classes. `names`: of all classes, by label.
+    """
     if not len(untuned):
         return ""
-    named = some_of([names[label] for label in untuned], MOST_NAMED)
+    untuned_names = some_of([names[label] for label in untuned], MOST_NAMED)
     return (
         f"{len(untuned)} of {len(names)} classes keep a threshold of {HALF}, with fewer than "
-        f"{counted(ENOUGH, 'validation image')}: {named}"
+        f"{counted(ENOUGH, 'validation image')}: {untuned_names}"
     )
 
 
 def rank(scores: np.ndarray, truth: np.ndarray) -> tuple[float, float, float]:
-    """Average precision as scikit-learn defines it, threshold with the highest F1, AUROC; NaN where undefined."""
+    """Rank the samples by their scores for one class, and see how well this tells those of the class from the others.
+
+    Returns the average precision as scikit-learn defines it, the threshold with the highest F1, and the AUROC. A metric
+    that is not defined is NaN; then the threshold is HALF.
+    """
     positives = int(truth.sum())
     if not positives or np.isnan(scores).any():
         return np.nan, HALF, np.nan
+
+    # From the highest score on: if a sample is predicted, so are all with the same or a higher score. `thresholds` are
+    # the different scores. At each, `hits` of `predicted` samples have the class.
     order = np.argsort(-scores, kind="stable")
-    scores = scores[order]
-    hits = np.cumsum(truth[order])
-    last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))  # equal scores are predicted together
-    scores = scores[last]
-    hits = hits[last]
-    predicted = last + 1
-    average = float((np.diff(hits, prepend=0) * (hits / predicted)).sum() / positives)
+    in_order = scores[order]
+    last_of_equals = np.flatnonzero(np.append(in_order[1:] != in_order[:-1], True))
+    thresholds = in_order[last_of_equals]
+    hits = np.cumsum(truth[order])[last_of_equals]
+    predicted = last_of_equals + 1
+    new_hits = np.diff(hits, prepend=0)
+    average = float((new_hits * (hits / predicted)).sum() / positives)
+
+    # The best threshold is halfway to the next lower score, because other samples score a little lower or higher.
     best = int(np.argmax(2 * hits / (predicted + positives)))
-    below = float(scores[best + 1]) if best + 1 < len(scores) else 0.0
-    between = (float(scores[best]) + below) / 2  # halfway, because other samples score a little lower or higher
-    threshold = between if between > below else float(scores[best])
-    # The area under the ROC curve through these counts of true and false positives, from the highest score on.
+    below = float(thresholds[best + 1]) if best + 1 < len(thresholds) else 0.0
+    between = (float(thresholds[best]) + below) / 2
+    threshold = between if between > below else float(thresholds[best])  # if no number is between them
+
+    # The area under the ROC curve through these counts of true and false positives.
     misses = predicted - hits
     auroc = np.nan
     if misses[-1]:
-        heights = hits - np.diff(hits, prepend=0) / 2  # a positive and a negative of equal score count as half right
+        heights = hits - new_hits / 2  # a positive and a negative of equal score count as half right
         auroc = float((heights * np.diff(misses, prepend=0)).sum() / (hits[-1] * misses[-1]))
     return average, threshold, auroc
 
 
-def f1(chosen: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, float, float]:
-    """F1 of each class, 0 for one that is neither there nor predicted; micro and macro F1."""
-    both = (chosen & truth).sum(0)
-    of_either = chosen.sum(0) + truth.sum(0)
-    of_class = 2 * both / np.maximum(of_either, 1)
-    micro = float(2 * both.sum() / of_either.sum()) if of_either.any() else np.nan
-    return of_class, micro, _mean(of_class, truth)
+def f1(predicted: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, float, float]:
+    """Return F1 of each class, 0 for a class that no sample has or is predicted to have; then micro and macro F1."""
+    hits = (predicted & truth).sum(0)
+    denominators = predicted.sum(0) + truth.sum(0)
+    by_class = 2 * hits / np.maximum(denominators, 1)
+    micro = float(2 * hits.sum() / denominators.sum()) if denominators.any() else np.nan
+    return by_class, micro, _mean(by_class, truth)
 
 
-def _mean(of_class: np.ndarray, truth: np.ndarray) -> float:
-    """Mean over the classes with positives; NaN if there are none."""
+def _mean(by_class: np.ndarray, truth: np.ndarray) -> float:
+    """Return the mean over the classes with positives; NaN if there are none."""
     present = truth.any(0)
-    return float(of_class[present].mean()) if present.any() else np.nan
+    return float(by_class[present].mean()) if present.any() else np.nan
 
 
 # Rows of numbers of every sample of a validation: each rank keeps its own, and rank 0 gets all at the end.
@@ -247,7 +273,7 @@ BYTES_AT_ONCE = 64 * 2**20
 
 
 class Gathered:
-    """Rows are in host memory."""
+    """A row of numbers for each sample of a validation, in host memory, which rank 0 gets from all ranks at the end."""
 
     def __init__(self, samples: int, device: torch.device) -> None:
         self._samples = samples
@@ -256,30 +282,32 @@ class Gathered:
         self._rows: list[Tensor] = []
 
     def add(self, rows: Tensor, indices: Tensor) -> None:
-        """One row per sample of a batch; those of padding are left out."""
-        # The last column counts how often a sample was seen.
-        rows = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).cpu()
-        indices = indices.cpu()
-        real = indices >= 0
-        self._rows.append(rows[real])
-        self._indices.append(indices[real])
+        """Keep the rows of a batch, one per sample. Samples that only pad the batch (index below 0) are left out."""
+        # A further column counts how often a sample was seen, see `on_rank_0`.
+        counted_rows = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).cpu()
+        host_indices = indices.cpu()
+        real = host_indices >= 0
+        self._rows.append(counted_rows[real])
+        self._indices.append(host_indices[real])
 
     def on_rank_0(self, world: World) -> Tensor:
-        """All rows, in the order of the split; on other ranks none. A collective call.
+        """Return all rows on rank 0, in the order of the split; on other ranks, no rows. A collective call.
 
-        Ranks add up their rows, and zeros for others', a few rows at a time.
+        A chunk of the table at a time, each rank fills in its own rows, and zeros for the other ranks' rows; their sum
+        has all rows. Raises AllRanksError if a sample was not seen exactly once.
         """
         indices = torch.cat(self._indices)
         rows = torch.cat(self._rows)
         width = rows.shape[1]
         table = torch.zeros(self._samples if world.first else 0, width)
-        at_once = max(1, BYTES_AT_ONCE // (4 * width))
-        for first in range(0, self._samples, at_once):
-            last = min(first + at_once, self._samples)
-            own = (indices >= first) & (indices < last)
-            some = torch.zeros(last - first, width).index_add_(0, indices[own] - first, rows[own])
-            some = sum_over_ranks(some.to(self._device), world)
+        rows_at_once = max(1, BYTES_AT_ONCE // (4 * width))  # 4 bytes per number
+        for start in range(0, self._samples, rows_at_once):
+            end = min(start + rows_at_once, self._samples)
+            in_chunk = (indices >= start) & (indices < end)
+            chunk = torch.zeros(end - start, width).index_add_(0, indices[in_chunk] - start, rows[in_chunk])
+            summed = sum_over_ranks(chunk.to(self._device), world)
             if world.first:
-                table[first:last] = some.cpu()
-        check_count(broadcast(int((table[:, -1] == 1).sum()), world), self._samples)
+                table[start:end] = summed.cpu()
+        seen_once = int((table[:, -1] == 1).sum())
+        check_count(broadcast(seen_once, world), self._samples)
         return table[:, :-1]

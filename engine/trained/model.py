@@ -1,7 +1,7 @@
-"""Loading a trained model from a run, a checkpoint, or a file of weights alone; and its predictions for a data set.
+"""Loads a trained model from a run, a checkpoint, or a file of weights alone, and predicts with it.
 
-The kinds of attention and of fp32 matrix products are switches of the process: those of the model loaded last hold for
-all, which may change the last bits of the others' logits.
+Which attention kernels and which precision of fp32 matrix products are used is set for the whole process. So after
+several models are loaded, all use the choice of the last one, which may change the last bits of the others' logits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from vitamp.weights import Chosen, chosen_at
 
 @dataclass
 class Trained:
-    """Model in evaluation mode on its device, with its settings."""
+    """A trained model in evaluation mode on its device, with its settings."""
 
     model: nn.Module
     inputs: nn.Module
@@ -55,24 +55,24 @@ class Trained:
     precision: Precision
     config: Config
     chosen: Chosen
-    """The weights that it has"""
+    """The weights that are loaded"""
     calibrated: bool = False
     """Whether the logits are divided by the temperature of the weights, if one was fitted"""
     temperature: float = 1.0
     flip: bool = False
     """-tta flip: average the probabilities of each image and its mirror image"""
     others: tuple[Trained, ...] = ()
-    """Models of other runs; the probabilities are the mean of theirs and its own"""
+    """Models of other runs in an ensemble: the probabilities are the mean over this model and these"""
 
     @property
     def all(self) -> tuple[Trained, ...]:
-        """It and the others."""
+        """All models of the ensemble, this one first."""
         return (self,) + self.others
 
     def logits(self, images: Tensor) -> Tensor:
-        """Logits in fp32 of uint8 images (B x C x S x S), computed as in validation.
+        """Return logits in fp32 of uint8 images (B x C x S x S), computed as in validation.
 
-        With `flip` and `others`, they are the logits of the mean of the probabilities.
+        With `flip` or `others`, they are the logits of the mean of several predictions' probabilities.
         """
         with self.computing(len(images)):
             images = images.to(self.precision.device)
@@ -80,16 +80,18 @@ class Trained:
             outputs = [self.model(self.inputs(view)).float() for view in views]
             if self.temperature != 1:
                 outputs = [output / self.temperature for output in outputs]
-            own = outputs[0] if len(outputs) == 1 else self.task.averaged(outputs)
+            logits = outputs[0] if len(outputs) == 1 else self.task.averaged(outputs)
         if not self.others:
-            return own
-        of_all = [own] + [one.logits(images) for one in self.others]
-        return self.task.averaged(of_all)
+            return logits
+        logits_of_all = [logits] + [model.logits(images) for model in self.others]
+        return self.task.averaged(logits_of_all)
 
     @contextlib.contextmanager
     def computing(self, images: int) -> Iterator[None]:
-        """Compute in the precision of validation, without gradients. `images`: at once, for the error if memory runs
-        out."""
+        """Compute in the precision of validation, without gradients, while the context is open.
+
+        `images`: how many are computed at once, for the error if memory runs out.
+        """
         amp = self.config.AMP
         device = self.precision.device
         with (
@@ -108,33 +110,39 @@ class Trained:
                 ) from None
 
     def features(self, images: Tensor, pool: str) -> Tensor:
-        """Features in fp32 of uint8 images (B x C x S x S), as in validation: B x D; patches B x N x D."""
+        """Return features in fp32 of uint8 images (B x C x S x S), computed as in validation.
+
+        They are B x D; with `pool` "patches", which keeps the N patches apart, B x N x D. `pool`: see vitamp/pooling.py.
+        """
         with self.computing(len(images)):
-            seen = pool_of(self.model) if pool == POOLED else pool
-            return pooled_features(self.model, self.inputs(images.to(self.precision.device)), seen)
+            pooling = pool_of(self.model) if pool == POOLED else pool
+            return pooled_features(self.model, self.inputs(images.to(self.precision.device)), pooling)
 
     def thresholds(self) -> tuple[list[float], str]:
-        """With several labels: the threshold of each class, and their origin for the log."""
+        """With several labels per image: return the threshold of each class, and a sentence for the log about them.
+
+        An ensemble has no thresholds of its own: all its classes get 0.5.
+        """
         from engine.task.several import HALF, describe_untuned
 
-        found = None if self.others else self.chosen.thresholds
+        tuned = None if self.others else self.chosen.thresholds
         classes = int(self.config.MODEL.NUM_CLASSES)
-        if found is None or len(found) != classes:
+        if tuned is None or len(tuned) != classes:
             words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
             return [HALF] * classes, words
         words = "a class is predicted if its probability reaches its own threshold, found in the model's validation"
-        untuned = [label for label, threshold in enumerate(found) if threshold == HALF]
+        untuned = [label for label, threshold in enumerate(tuned) if threshold == HALF]
         if untuned:
             words += f"; {describe_untuned(untuned, self.names())}"
-        return list(found), words
+        return list(tuned), words
 
     def name_of(self, label: int) -> str:
-        """Name of a class; its number if it has no name."""
+        """Return the name of a class; its number if it has no name."""
         names = self.chosen.classes or []
         return names[label] if label < len(names) else str(label)
 
     def names(self) -> list[str]:
-        """Names of all the model's classes."""
+        """Return the names of all the model's classes."""
         return [self.name_of(label) for label in range(self.config.MODEL.NUM_CLASSES)]
 
     @property
@@ -142,14 +150,14 @@ class Trained:
         return task_of(self.config)
 
     def take(self, which: WeightSet) -> None:
-        """Load a set of the saved weights."""
+        """Load another set of the saved weights, such as the EMA, with the temperature that was fitted to it."""
         self.chosen = self.chosen.other(which)
         load_weights(self.model, read_weights(self.chosen), f"{self.chosen.file}")
-        kept = self.chosen.calibration if self.calibrated else None
-        self.temperature = kept.temperature if kept else 1.0
+        calibration = self.chosen.calibration if self.calibrated else None
+        self.temperature = calibration.temperature if calibration else 1.0
 
     def words(self) -> str:
-        """Model, weights and precision in words."""
+        """Describe model, weights and precision for the log."""
         return f"{self.config.MODEL.NAME}, {self.chosen.which.words} of {self.chosen.place}, in {self.precision.name}"
 
 
@@ -166,10 +174,10 @@ def load_trained(
     """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
     that scripts/checkpoint.py or scripts/export.py wrote.
 
-    `weights`: a value of -weights; auto: those that validated better. `device` None: the run's, if it exists here.
-    `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
-    `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
-    `needs_labels`: refuse a model that learned without them. `world`: processes of a launcher, each with its device.
+    `weights`: a value of -weights; auto: the set that validated better. `device`: None: the run's, if this machine has
+    it. `amp`: a value of -amp, or `on`; None: the precision in which the run validates. `given`: settings that override
+    the run's. `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
+    `needs_labels`: refuse a model that learned without labels. `world`: processes of a launcher, each with its device.
     """
     place = located(Path(path).expanduser())
     chosen = chosen_at(place, weights)
@@ -185,24 +193,28 @@ def load_trained(
 
         use_of_weights(noted_of(chosen.meta.get(FIELD), place), config, run_folder_of(place))
     if device or "DEVICE" in overridden:
-        where = pick_device(device or config.DEVICE, world)
+        picked = pick_device(device or config.DEVICE, world)
     else:
-        where = _device_of_run(config, world)
-    elsewhere = amp is not None or not str(chosen.choices.get("computed_in", "")).startswith(where.type)
-    if elsewhere and "SPEED" not in overridden:  # what the run forced may not exist here
-        kept = [word for word in config.SPEED if not word.startswith("+")]
-        config = config.changed(SPEED=kept or ["auto"])
+        picked = _device_of_run(config, world)
+
+    # What the run forced to speed it up may not exist on another type of device or in another precision.
+    run_computed_alike = amp is None and str(chosen.choices.get("computed_in", "")).startswith(picked.type)
+    if not run_computed_alike and "SPEED" not in overridden:
+        not_forced = [word for word in config.SPEED if not word.startswith("+")]
+        config = config.changed(SPEED=not_forced or ["auto"])
+
     with unheard(logging.WARNING):  # lines about building belong to training: "freshly initialised" would mislead
-        trained = _built(config, where, world, chosen)
-    moved = fp32_modules(chosen) if trained.precision.level in ("O1", "O2") else []
-    if moved:
-        force_fp32(trained.model, moved, where.type)
+        trained = _built(config, picked, world, chosen)
+    in_fp32 = fp32_modules(chosen) if trained.precision.level in ("O1", "O2") else []
+    if in_fp32:
+        force_fp32(trained.model, in_fp32, picked.type)
     trained.calibrated = calibrated
     trained.take(chosen.which)
     return trained
 
 
 def _settings_of(chosen: Chosen, device: str | None, amp: str | None, given: CommandLine | None) -> Config:
+    """Return the settings of the run that trained the weights, overridden by the command line."""
     flags = dict(given.flags) if given else {}
     if device is not None:
         flags["DEVICE"] = (device, "-device")
@@ -212,48 +224,52 @@ def _settings_of(chosen: Chosen, device: str | None, amp: str | None, given: Com
 
 
 def _device_of_run(config: Config, world: World) -> torch.device:
-    """The run's own, if this machine has it; else the best one."""
+    """Pick the device that the run used, if this machine has it; else the best one that it has."""
     with contextlib.suppress(UserError):
         return pick_device(config.DEVICE, world)
     return pick_device(None, world)
 
 
 def together(paths: Sequence[Path | str], load: Callable[[Path | str], Trained], flip: bool) -> Trained:
-    """The model at the first path, which averages its probabilities with those of the models at the others.
+    """Load the models at all paths as an ensemble: the first one, which averages its probabilities with the others'.
 
-    `flip`: of all.
+    `flip`: each model also averages over the mirror image. Raises UserError if the models have other classes or input.
     """
     first, *others = [load(path) for path in paths]
     for path, other in zip(paths[1:], others, strict=True):
-        ours = _what_must_agree(first)
-        theirs = _what_must_agree(other)
-        different = [what for what in ours if ours[what] != theirs[what]]
+        facts = _facts_that_must_agree(first)
+        other_facts = _facts_that_must_agree(other)
+        different = [name for name in facts if facts[name] != other_facts[name]]
         if different:
             raise UserError(
                 f"{paths[0]} and {path}: their {different[0]} differ, so their probabilities cannot be averaged. Use "
                 "each alone."
             )
     first.others = tuple(others)
-    for one in first.all:
-        one.flip = flip
+    for trained in first.all:
+        trained.flip = flip
     return first
 
 
-def _what_must_agree(one: Trained) -> dict[str, Any]:
-    """Of models whose probabilities are averaged: all but mean and std, by which each normalises for itself."""
-    given = {"classes": one.names(), "labels": one.task.kind} | input_of(one.config.DATA)
-    del given["mean"], given["std"]
-    return given
+def _facts_that_must_agree(trained: Trained) -> dict[str, Any]:
+    """Return the classes and the input of a model of an ensemble, by name.
+
+    Mean and std of the input are left out, since each model normalises the images for itself.
+    """
+    facts = {"classes": trained.names(), "labels": trained.task.kind} | input_of(trained.config.DATA)
+    del facts["mean"], facts["std"]
+    return facts
 
 
 def pretrained(config: Config, world: World) -> Trained:
-    """The model of the settings with the weights of MODEL.PRETRAINED, which need no run."""
+    """Build the model of the settings with the weights of MODEL.PRETRAINED, which no run needs to have trained."""
     place = Path(config.MODEL.PRETRAINED or "")
     chosen = Chosen(place, which=PLAIN, words=f"weights for {config.MODEL.NAME}", sets=(PLAIN,), meta={})
     return _built(config, pick_device(config.DEVICE, world), world, chosen)
 
 
 def _built(config: Config, device: torch.device, world: World, chosen: Chosen) -> Trained:
+    """Build the model on its device, in evaluation mode. The weights at `chosen` are not loaded yet."""
     check_amp(config.AMP, None)
     set_up_device(config, device, world)
     tuned = tuned_model(config, device, choices=chosen.choices)
@@ -266,29 +282,33 @@ VALIDATED = 5
 
 
 def guesses(logits: Tensor, count: int = 1) -> Tensor:
-    """Labels of the `count` highest logits, in order, with ties broken as in validation.
+    """Return the labels of the `count` highest logits, from the highest on, with ties broken as in validation.
 
-    In half precision logits are often equal, and argmax then takes another one than validation does.
+    In half precision, logits are often equal. argmax would then take another one of them than validation does, which
+    takes the first of the five that `topk` returns.
     """
     classes = logits.shape[-1]
     first = logits.topk(min(VALIDATED, classes), dim=-1).indices
     if count <= VALIDATED:
         return first[:, :count]
-    above = logits.amax(dim=-1, keepdim=True) + torch.arange(VALIDATED, 0, -1, device=logits.device)
-    return logits.scatter(-1, first, above[:, : first.shape[1]]).topk(min(count, classes), dim=-1).indices
+    # topk of more may order equal logits otherwise. So those first ones get higher values, in their order.
+    raised = logits.amax(dim=-1, keepdim=True) + torch.arange(VALIDATED, 0, -1, device=logits.device)
+    with_raised = logits.scatter(-1, first, raised[:, : first.shape[1]])
+    return with_raised.topk(min(count, classes), dim=-1).indices
 
 
 def batches_of(
     trained: Trained, dataset: ImageDataset, workers: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Logits, labels and indices, one batch at a time, on the device, in order.
+    """Yield logits, labels and indices of the data set's images, batch by batch in their order, on the device.
 
-    Raises TrainingError at the end if an image could not be read.
+    `workers`: processes that load images; None: DATA.NUM_WORKERS. Raises TrainingError at the end if an image could
+    not be read.
     """
     data = trained.config.DATA
-    number = auto_workers(given=data.NUM_WORKERS if workers is None else workers)
+    worker_count = auto_workers(given=data.NUM_WORKERS if workers is None else workers)
     device = trained.precision.device
-    loader = ValLoader(dataset, data.val_batch, rank=0, world=1, workers=number, device=device)
+    loader = ValLoader(dataset, data.val_batch, rank=0, world=1, workers=worker_count, device=device)
     try:
         for batch in loader:
             real = batch.indices != PADDING
@@ -300,7 +320,7 @@ def batches_of(
 
 
 def split_of_run(trained: Trained, part: str = "val") -> ImageDataset:
-    """A split of the data of the model's run, by DATA.PART, without augmentation."""
+    """Open a split of the data that the model's run has, without augmentation. `part`: a value of DATA.PART."""
     config = trained.config
     data = config.DATA.changed(PART=part)
     device = trained.precision.device
@@ -308,9 +328,13 @@ def split_of_run(trained: Trained, part: str = "val") -> ImageDataset:
 
 
 def name_of(dataset: ImageDataset, index: int) -> str:
+    """Return the name of an image, such as its path; its index if it has none."""
     samples = dataset.single_images()
     return samples.name(index) if samples is not None else str(index)
 
 
 def picture_of(dataset: ImageDataset, index: int) -> Image.Image:
-    return picture_of_bands(dataset.__getitems__([(0, index)]).images[0].cpu().permute(1, 2, 0).numpy())
+    """Return an image of a data set as the model sees it, but not normalised."""
+    key = (0, index)  # in epoch 0
+    pixels = dataset.__getitems__([key]).images[0]
+    return picture_of_bands(pixels.cpu().permute(1, 2, 0).numpy())

@@ -1,4 +1,7 @@
-"""Code of the user's own: which files a start executes, and what of it the settings choose."""
+"""Code of the user's own: executes the files that a start needs, and gives their functions the settings of USE.
+
+A file registers functions and classes by name: losses, models, augmentations, metrics, data sets.
+"""
 
 import os
 import warnings
@@ -42,16 +45,20 @@ from vitamp.metrics import METRICS, set_of
 from vitamp.registry import KINDS, Own, registered
 
 IN_TOOLS = ("model", "dataset")
-"""What a trained model needs; the others are of training alone."""
+"""Kinds of code that a tool needs for a trained model; the other kinds are for training alone"""
 IN_VALIDATION = IN_TOOLS + ("metric",)
-"""What -eval needs"""
+"""Kinds of code that -eval needs"""
 
 
 def _is_timms(name: str) -> bool:
+    """Whether timm has a model of this name that is not the user's own.
+
+    The user's models are known to timm too: `_offer` registers them, or their files do with timm's @register_model.
+    """
     if not timm.is_model(name):
         return False
     entry = timm.model_entrypoint(name)
-    is_own = any(entry is own.call for own in registered.values())  # by timm's @register_model
+    is_own = any(entry is own.call for own in registered.values())
     return entry.__module__ != __name__ and not is_own
 
 
@@ -59,33 +66,37 @@ IS_BUILT_IN: dict[str, Callable[[str], bool]] = {
     "loss": lambda name: name.casefold() in choices("TRAIN.LOSS"),
     "model": _is_timms,
     "augmentation": lambda name: name.casefold() in POLICIES,
-    # Or it reads as a field that lines of metrics.jsonl have already.
+    # A name that metrics.jsonl uses already, or reads as another set's metric (ema_...), cannot be a metric's either.
     "metric": lambda name: name in METRICS or name in NO_METRICS or set_of(name)[1] != name,
     "dataset": lambda name: name in datasets.names(),
 }
-"""Kind -> whether the program has one of this name, so that one's own cannot have it"""
+"""Kind -> whether the program has one of this name, which the user's own code then cannot have"""
 
 
 def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
-    """For the entry scripts: execute the files of USE, if they are `given` now, else the resumed run's copies."""
+    """Execute the user's files at the start of a command: those of USE if they are `given` now, else the run's copies.
+
+    `trust`: -trust, which allows to execute copies that a run has of its files.
+    """
     allowed.trust |= trust
     run = resumed_run(config)
-    noted: list[Noted] = []
+    run_files: list[Noted] = []
     if run is not None and (run / ABOUT).exists():
         # The files that the run used when it was last started.
-        noted = noted_of(read_about(run).get(FIELD), run / ABOUT)
+        run_files = noted_of(read_about(run).get(FIELD), run / ABOUT)
     if not given:
-        use_of_weights(noted, config, run, IN_VALIDATION if config.EVAL else tuple(KINDS))
+        use_of_weights(run_files, config, run, IN_VALIDATION if config.EVAL else tuple(KINDS))
         return
     paths = [Path(os.path.expanduser(name)) for name in config.own_files]
     for path in paths:
-        before = {one.sha256: one.copy_name for one in noted if one.file == path.name}  # of several folders
-        if before and read(path)[1] not in before:
-            newest = list(before.values())[-1]
+        # Files of several folders may have the same name.
+        copies = {file.sha256: file.copy_name for file in run_files if file.file == path.name}
+        if copies and read(path)[1] not in copies:
+            newest_copy = list(copies.values())[-1]
             log.warning(
                 "%s has changed since the run's last start (copy: own_code/%s). The run continues with the new file.",
                 path,
-                newest,
+                newest_copy,
             )
     for path in paths:
         execute(path)
@@ -96,62 +107,76 @@ def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
 
 
 def _log_unused(config: Config) -> None:
-    """Log what no setting chooses. A model may also be the teacher, a data set that of the k-NN accuracy."""
-    used = _used(config) | {config.TRAIN.TEACHER_MODEL, (config.TRAIN.KNN or "").partition("=")[0]}
+    """Log which registered functions no setting chooses, and the setting that would choose each."""
+    knn_dataset = (config.TRAIN.KNN or "").partition("=")[0]
+    used = _chosen_names(config) | {config.TRAIN.TEACHER_MODEL, knn_dataset}
     for name, own in registered.items():
         if name in used or (config.EVAL and own.kind not in IN_VALIDATION):
             continue
         setting = KINDS[own.kind].setting
-        others = value_of(config, setting)
-        chosen = list(others) if isinstance(others, list | tuple) else []
-        chosen.append(name)
-        what = f"{own.kind} {name} of {Path(own.file).name}"
-        log.info("%s is registered, but not used; %s=%s chooses it", what, setting, ",".join(chosen))
+        value = value_of(config, setting)
+        names = list(value) if isinstance(value, list | tuple) else []
+        names.append(name)
+        unused = f"{own.kind} {name} of {Path(own.file).name}"
+        log.info("%s is registered, but not used; %s=%s chooses it", unused, setting, ",".join(names))
 
 
-def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kinds: Sequence[str] = IN_TOOLS) -> None:
-    """Execute what `config` uses of the files that are noted beside weights, as -use and -trust allow."""
-    needed = _not_executed(noted, _used(config), kinds)
-    own = {read(path)[1]: path for path in allowed.files}
-    if run is None:  # weights alone, without copies: their data set may be left alone until its images are asked for
-        needed = [one for one in needed if one.sha256 in own or "model" in one.registers.values()]
-    strange = [one for one in needed if one.sha256 not in own]
-    if strange and not allowed.trust:
-        files = [f"  {one.words()}, sha256 {one.sha256}\n    copy: {copy_of(run, one)}" for one in strange]
+def use_of_weights(
+    run_files: Sequence[Noted], config: Config, run: Path | None, kinds: Sequence[str] = IN_TOOLS
+) -> None:
+    """Execute the files that saved weights need, as far as -use and -trust allow; raise UserError if they do not.
+
+    `run_files`: the user's files that run.json or the checkpoint records. `run`: the folder with copies of them; None
+    if the weights are alone. `kinds`: of registered code that is needed.
+    """
+    needed = _files_to_execute(run_files, _chosen_names(config), kinds)
+    given_paths = {read(path)[1]: path for path in allowed.files}  # by sha256
+    if run is None:
+        # There are no copies. A data set may be missing until its images are asked for; the model may not.
+        needed = [file for file in needed if file.sha256 in given_paths or "model" in file.registers.values()]
+    without_consent = [file for file in needed if file.sha256 not in given_paths]
+    if without_consent and not allowed.trust:
+        lines = [f"  {file.words()}, sha256 {file.sha256}\n    copy: {copy_of(run, file)}" for file in without_consent]
         raise UserError(
             "This model uses code of its run, which is not executed without your consent:\n"
-            + "\n".join(files)
+            + "\n".join(lines)
             + "\nRead it. Then add -trust to execute the copy, or -use FILE with a file of the same sha256."
         )
-    for one in needed:
-        path = own[one.sha256] if one.sha256 in own else copy_of(run, one)
-        execute(path, one.file)
-    name = config.DATA.DATASET  # perhaps one of -use, which the run does not have
-    is_known = IS_BUILT_IN["dataset"](name) or any(name in one.registers for one in noted)
+    for file in needed:
+        path = given_paths[file.sha256] if file.sha256 in given_paths else copy_of(run, file)
+        execute(path, file.file)
+    # A data set that neither the program nor the run has may be one of the files of -use.
+    dataset = config.DATA.DATASET
+    is_known = IS_BUILT_IN["dataset"](dataset) or any(dataset in file.registers for file in run_files)
     if not is_known:
         for path in allowed.files:
             execute(path)
     _bind(config, kinds)
 
 
-def _not_executed(noted: Sequence[Noted], used: set[str], kinds: Sequence[str]) -> list[Noted]:
-    """The files that register what is used, of these kinds."""
-    done = {one.sha256 for one, _ in executed.values() if one.registers}  # with consent, perhaps at another path
+def _files_to_execute(run_files: Sequence[Noted], names: set[str], kinds: Sequence[str]) -> list[Noted]:
+    """Return the files that register code of these kinds under these names, and are not executed yet."""
+    # A file counts as executed at another path too: the user has given it with -use.
+    done = {file.sha256 for file, _ in executed.values() if file.registers}
     needed: list[Noted] = []
-    for one in noted:
-        names = [name for name, kind in one.registers.items() if kind in kinds]
-        if one.sha256 not in done and not used.isdisjoint(names):
-            needed.append(one)
+    for file in run_files:
+        registered_names = [name for name, kind in file.registers.items() if kind in kinds]
+        if file.sha256 not in done and not names.isdisjoint(registered_names):
+            needed.append(file)
     return needed
 
 
-def _used(config: Config) -> set[str]:
-    single = {config.TRAIN.LOSS, config.MODEL.NAME.strip(), config.DATA.DATASET}
-    return single.union(config.TRAIN.AUGMENT, config.VALIDATE_METRICS)
+def _chosen_names(config: Config) -> set[str]:
+    """Return all names by which settings choose a loss, model, data set, augmentation or metric, built in or not."""
+    single_names = {config.TRAIN.LOSS, config.MODEL.NAME.strip(), config.DATA.DATASET}
+    return single_names.union(config.TRAIN.AUGMENT, config.VALIDATE_METRICS)
 
 
 def _bind(config: Config, kinds: Sequence[str]) -> None:
-    """Offer what is registered to what chooses by name, and check names and settings."""
+    """Make registered code usable by name, with its settings of USE, and raise UserError for wrong names or settings.
+
+    `kinds`: of code that this command needs. Their names must be registered.
+    """
     for name, own in registered.items():
         if IS_BUILT_IN[own.kind](name):
             raise UserError(f"-use {own.file}: the {own.kind} {name} is vitamp's own already; rename yours.")
@@ -162,29 +187,31 @@ def _bind(config: Config, kinds: Sequence[str]) -> None:
     if "metric" in kinds:
         for name in config.VALIDATE_METRICS:
             check_name("metric", name)
-    chosen = _used(config) if len(kinds) > 1 else {config.MODEL.NAME.strip()}  # of a teacher, its model alone
+    is_teacher = len(kinds) == 1  # only its model is needed
+    chosen = {config.MODEL.NAME.strip()} if is_teacher else _chosen_names(config)
     for note in bind(config.own_settings, chosen, all_files=len(kinds) == len(KINDS)):
         log.warning("%s.", note)
 
 
 def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list[str]:
-    """Give their settings (words of USE) to what is registered. Returns notes on settings without effect.
+    """Give registered code its settings, words of USE such as "focal.gamma=1.5"; raise UserError for wrong ones.
 
-    `chosen`: the names that the run uses. Only they must have all their settings. `all_files`: whether all files of USE
-    were executed; otherwise other names may be theirs.
+    `chosen`: the names that the run uses, which must have all settings without a default. `all_files`: whether all
+    files of USE were executed; if not, a setting of an unknown name may belong to one that was not, and is ignored.
+    Returns notes on settings without effect.
     """
-    given: dict[str, dict[str, Any]] = {}
+    given: dict[str, dict[str, Any]] = {}  # name -> its settings
     problems: list[str] = []
     for text in texts:
         match = OWN_SETTING.fullmatch(text)
         assert match is not None
-        name = match[1]
+        name, key, value = match.groups()
         if name in (registered if all_files else chosen):
-            given.setdefault(name, {})[match[2]] = parse_text(match[3])
+            given.setdefault(name, {})[key] = parse_text(value)
         elif all_files:
-            there = ", ".join(registered) or "nothing"
+            names = ", ".join(registered) or "nothing"
             similar = nearest(name, registered)
-            problems.append(f"{text}: nothing is registered as {name!r}.{similar} The files of USE register {there}.")
+            problems.append(f"{text}: nothing is registered as {name!r}.{similar} The files of USE register {names}.")
     notes: list[str] = []
     for name, own in registered.items():
         values = given.get(name, {})
@@ -194,6 +221,7 @@ def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list
                 notes.append(f"{name}: its settings have no effect, because {setting} does not name {name}")
             continue
         try:
+            # Only the settings that are given: the others keep the defaults of the code itself.
             own.values = {key: value for key, value in own.settings(**values) if key in values}
         except ValidationError as error:
             problems += _problems_with(own, error)
@@ -203,56 +231,61 @@ def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list
 
 
 def _problems_with(own: Own, error: ValidationError) -> Iterator[str]:
-    """One for each setting of `own` that is not as its type says."""
+    """Yield a sentence for each setting of `own` that is unknown, missing, or not of its type."""
     name = own.name
-    known = [f"{name}.{field}" for field in own.settings.model_fields]
-    by_setting = {one["loc"][0]: one for one in error.errors()}  # a number's type may be one of two
-    for setting, one in by_setting.items():
+    known_keys = [f"{name}.{field}" for field in own.settings.model_fields]
+    # One detail per setting, the last: if its type is one of several, there is a detail for each of them.
+    details = {detail["loc"][0]: detail for detail in error.errors()}
+    for setting, detail in details.items():
         key = f"{name}.{setting}"
-        if one["type"] == "extra_forbidden":
-            there = ", ".join(known) or "no settings"
-            yield f"{key}: unknown setting.{nearest(key, known)} The {own.kind} {name} has {there}."
-        elif one["type"] == "missing":
+        if detail["type"] == "extra_forbidden":
+            listed = ", ".join(known_keys) or "no settings"
+            yield f"{key}: unknown setting.{nearest(key, known_keys)} The {own.kind} {name} has {listed}."
+        elif detail["type"] == "missing":
             yield f"{own.kind} {name} needs {key}=VALUE: it has no default."
         else:
-            yield f"{key}={one['input']}: {one['msg'].lower()}."
+            yield f"{key}={detail['input']}: {detail['msg'].lower()}."
 
 
 CLASSES = 1000
-"""Where none are asked for, as of most of timm's models"""
+"""Classes of a model that is built without a number of them, as most of timm's models have"""
 OF_TIMM = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+"""Further arguments that timm passes to every model"""
 
 
 def _offer(own: Own) -> None:
-    """Offer a model through timm under its name, so that all of the program finds it."""
+    """Register a model of the user's own with timm under its name, so that the whole program can build it."""
 
     def build(pretrained: bool = False, **given: Any) -> nn.Module:  # noqa: ARG001 - timm passes it
-        # Arguments of timm's own that this model lacks are left out; a size that was asked for is not. A rate of 0, the
-        # default of MODEL, leaves the model's own.
-        dropped = {name for name in KINDS["model"].named + OF_TIMM if not own.takes(name)}
-        dropped |= {name for name, value in given.items() if value is None or (name.endswith("_rate") and not value)}
-        taken: dict[str, Any] = {"num_classes": CLASSES}
-        taken |= {name: value for name, value in given.items() if name not in dropped}
-        both = taken.keys() & own.values
-        if both:
-            key = min(both)
-            raise UserError(f"{own.name}.{key}: a key of MODEL sets it too ({taken[key]}); leave one out.")
+        """Call the user's function or class with those of timm's arguments that it takes, and its own settings."""
+        # Arguments that timm always passes are left out if the model lacks them. Others, such as a size that was asked
+        # for, are not: that is an error. A rate of 0, the default of MODEL, leaves the model's own.
+        left_out = {name for name in KINDS["model"].named + OF_TIMM if not own.takes(name)}
+        left_out |= {name for name, value in given.items() if value is None or (name.endswith("_rate") and not value)}
+        arguments: dict[str, Any] = {"num_classes": CLASSES}
+        arguments |= {name: value for name, value in given.items() if name not in left_out}
+        set_twice = arguments.keys() & own.values
+        if set_twice:
+            key = min(set_twice)
+            raise UserError(f"{own.name}.{key}: a key of MODEL sets it too ({arguments[key]}); leave one out.")
         try:
-            module = own.call(**taken, **own.values)
+            module = own.call(**arguments, **own.values)
         except OWN_ERRORS as error:
             if torch.get_default_device().type == "meta":
-                with torch.device("cpu"):  # where `.item()` works
+                # Its constructor may read values (`.item()`), which tensors of the meta device do not have.
+                with torch.device("cpu"):
                     return build(**given).to("meta")
             raise UserError(own_lines(error) or f"model {own.name}: {error}") from None
         if not isinstance(module, nn.Module):
             raise UserError(f"-use {own.file}: model {own.name} returned {type(module).__name__}, not an nn.Module.")
-        # **kwargs are of the class
+        # A function may pass its **kwargs on to the class of the model.
         named = signature(own.call).parameters.keys() | signature(type(module)).parameters.keys()
         if own.takes("img_size") and "img_size" in named:
-            # What timm says of models that are built for one size: the program then passes it.
+            # timm marks models that are built for one size like this. The program passes the size to those.
             vars(module)["pretrained_cfg"] = {**pretrained_cfg(module), "fixed_input_size": True}
         return module
 
     build.__name__ = own.name
-    with warnings.catch_warnings(action="ignore"):  # it replaces a function that timm has from the file itself
+    # timm warns if the file itself has registered the model with @register_model already.
+    with warnings.catch_warnings(action="ignore"):
         register_model(build)

@@ -112,7 +112,7 @@ class Trained:
     def features(self, images: Tensor, pool: str) -> Tensor:
         """Return features in fp32 of uint8 images (B x C x S x S), computed as in validation.
 
-        They are B x D; with `pool` "patches", which keeps the N patches apart, B x N x D. `pool`: see vitamp/pooling.py.
+        They are B x D; with `pool` "patches", which keeps N patches apart, B x N x D. `pool`: see vitamp/pooling.py.
         """
         with self.computing(len(images)):
             pooling = pool_of(self.model) if pool == POOLED else pool

@@ -29,9 +29,9 @@ WIDTH = 100
 """Columns of -h."""
 
 WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*|[A-Za-z_]\w*\.[A-Za-z_]\w*)=(.*)", re.DOTALL)
-"""A setting, or one of the user's own code (focal.gamma=1.5)"""
+"""A KEY=VALUE word: a setting of ours, or one of the user's own code (focal.gamma=1.5)."""
 FLAG = re.compile(r"--?([A-Za-z][\w-]*|(?<=--)[A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-"""One with dots is another program's, such as --trainer.max_epochs."""
+"""A flag, with its value after `=` if it has one. Only flags of other programs have dots: --trainer.max_epochs."""
 
 
 @dataclass(frozen=True)
@@ -58,36 +58,35 @@ class CommandLine:
 
 
 @dataclass
-class _Found:
-    """The words of a command line, sorted."""
+class _SortedWords:
+    """The words of a command line, sorted by what each of them is."""
 
     flags: list[str] = field(default_factory=list)
-    """Each with its value in one word"""
+    """Flags of this program; each word is a flag with its value, such as `-seed=1`."""
     positionals: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
-    words: dict[str, str] = field(default_factory=dict)
-    """KEY=VALUE"""
-    unknown: list[tuple[str, str]] = field(default_factory=list)
-    """Flags of other programs, with their values"""
-    strays: list[UserError] = field(default_factory=list)
-    before: Flag | None = None
-    """The flag that the last word was"""
+    """Folders of images, given without a flag."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """The KEY=VALUE words: dotted key -> the text after `=`."""
+    unknown_flags: list[tuple[str, str]] = field(default_factory=list)
+    """Flags of other programs, with their values."""
+    errors: list[UserError] = field(default_factory=list)
+    """One error for each word that is none of the above."""
+    previous_flag: Flag | None = None
+    """The flag that came directly before the current word, for the error about that word; None if none did."""
 
-    def the_folder(self) -> str:
-        """The folder that is the value of -data_path, which nothing else may give."""
-        named = self.folders + [flag for flag in self.flags if flag.startswith("-data_path=")]
-        if "DATA.DATA_PATH" in self.words:
-            named.append("DATA.DATA_PATH")
-        if len(named) > 1:
-            raise UserError(f"{' and '.join(named)} name the data more than once; give one folder.")
+    def data_folder(self) -> str:
+        """Return the folder given without a flag; raise a UserError if the data is named a second time."""
+        data_words = self.folders + [flag for flag in self.flags if flag.startswith("-data_path=")]
+        if "DATA.DATA_PATH" in self.settings:
+            data_words.append("DATA.DATA_PATH")
+        if len(data_words) > 1:
+            raise UserError(f"{' and '.join(data_words)} name the data more than once; give one folder.")
         return self.folders[0]
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with the rules of this module.
-
-    `groups`: flags by their heading in -h. `hidden`: flags missing in -h. `settings`: whether KEY=VALUE is allowed.
-    """
+    """argparse with the rules of this module: see the module's docstring."""
 
     def __init__(
         self,
@@ -99,13 +98,23 @@ class Parser(argparse.ArgumentParser):
         settings: bool = True,
         end: str | None = None,
     ) -> None:
-        self.settings = settings
+        """Declare all flags and positional arguments.
+
+        program: the script's name in -h
+        about: text at the beginning of -h, after the usage
+        groups: heading in -h -> its flags; positional arguments go under the first heading
+        hidden: flags that work, but are not shown in -h
+        settings: whether KEY=VALUE words are allowed
+        end: text at the end of -h
+        """
+        self.allows_settings = settings
         self.positionals = positionals
-        self.takes_many = any(one.nargs in ("+", "*") for one in positionals)
-        self.takes_folder = settings and all(one.nargs == "?" for one in positionals)
+        self.takes_many = any(positional.nargs in ("+", "*") for positional in positionals)
+        """Whether the number of positional arguments is unlimited."""
+        self.takes_folder = settings and all(positional.nargs == "?" for positional in positionals)
         """Whether a word that is a folder of images is the value of -data_path."""
-        self.known: dict[str, Flag] = {}
-        """Flags by all their names."""
+        self.flag_by_name: dict[str, Flag] = {}
+        """Each flag under every name that it has."""
         super().__init__(
             program,
             help_here(self._usage(program)).replace("%", "%%"),
@@ -116,10 +125,10 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=WIDTH),
         )
-        first = next(iter(groups))
+        first_title = next(iter(groups))
         for title, flags in groups.items():
             group = self.add_argument_group(title)
-            if title == first:
+            if title == first_title:
                 self._add_positionals(group)
             for flag in flags:
                 self._add_flag(group, flag, help_text(flag).replace("%", "%%"))
@@ -127,27 +136,35 @@ class Parser(argparse.ArgumentParser):
             self._add_flag(self, flag, argparse.SUPPRESS)
 
     def _usage(self, program: str) -> str:
+        """Compose the usage line of -h: `python compare.py RUN ... [-flag value ...] [KEY=VALUE ...]`."""
         usage = ["python", program]
-        for one in self.positionals:
-            usage.append(f"{one.metavar} ..." if one.nargs in ("+", "*") else one.metavar)
+        for positional in self.positionals:
+            repeated = positional.nargs in ("+", "*")
+            usage.append(f"{positional.metavar} ..." if repeated else positional.metavar)
         if self.takes_folder:
             usage.append("[DIR]")
         usage.append("[-flag value ...]")
-        if self.settings:
+        if self.allows_settings:
             usage.append("[KEY=VALUE ...]")
         return " ".join(usage)
 
     def _add_positionals(self, group: argparse._ActionsContainer) -> None:
-        for one in self.positionals:
-            options: dict[str, Any] = {"metavar": one.metavar, "nargs": one.nargs, "help": one.about}
-            group.add_argument(one.name, type=partial(value_of, one.metavar, one), **options)
+        for positional in self.positionals:
+            options: dict[str, Any] = {
+                "metavar": positional.metavar,
+                "nargs": positional.nargs,
+                "help": positional.about,
+                "type": partial(value_of, positional.metavar, positional),
+            }
+            group.add_argument(positional.name, **options)
 
-    def _add_flag(self, group: argparse._ActionsContainer, flag: Flag, text: str) -> None:
-        if flag.name in self.known:  # a tool's own, which has the name of a hidden one
+    def _add_flag(self, group: argparse._ActionsContainer, flag: Flag, help_message: str) -> None:
+        """Declare a flag to argparse, unless a flag of the same name is declared already."""
+        if flag.name in self.flag_by_name:  # A tool's own flag replaces a hidden flag of the same name.
             return
         for name in (flag.name, *flag.also):
-            self.known.setdefault(name, flag)
-        options: dict[str, Any] = {"dest": flag.name, "required": flag.required, "help": text}
+            self.flag_by_name.setdefault(name, flag)
+        options: dict[str, Any] = {"dest": flag.name, "required": flag.required, "help": help_message}
         if flag.value:
             options["action"] = "append" if flag.append else "store"
             options["metavar"] = flag.value.strip("[]")
@@ -160,109 +177,132 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(f"-{flag.name}", **options)
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """The values of flags and positional arguments by name, and the KEY=VALUE words. -h prints and exits with 0.
+        """Parse a command line: return the values of flags and positional arguments by name, and the KEY=VALUE words.
 
-        After `--`, every word is positional: `predict.py RUN -- A=b.png`.
+        -h prints the help and exits with code 0. After `--`, every word is a positional argument, even one that looks
+        like a setting: `predict.py RUN -- A=b.png`.
         """
         end = argv.index("--") if self.positionals and "--" in argv else len(argv)
-        rest = list(argv[:end])
-        matches = [FLAG.fullmatch(text) for text in rest]
+        remaining = list(argv[:end])
+        matches = [FLAG.fullmatch(word) for word in remaining]
         if any(match and match[1] in ("h", "help") for match in matches):
             print(self.format_help(), end="")
             sys.exit(EXIT_DONE)
-        found = _Found()
-        while rest:
-            text = rest.pop(0)
-            match = FLAG.fullmatch(text)
-            if match is None:
-                self._sort_word(text, found)
+
+        words = _SortedWords()
+        while remaining:
+            word = remaining.pop(0)
+            flag_match = FLAG.fullmatch(word)
+            if flag_match is None:
+                self._sort_word(word, words)
             else:
-                self._sort_flag(text, match, rest, found)
-        if found.unknown or found.strays:
+                self._sort_flag(word, flag_match, remaining, words)
+        if words.unknown_flags or words.errors:
             from utils.foreign_flags import unknown_flags
 
-            raise unknown_flags(found.unknown, found.strays, self.known, self.settings)
-        words = found.flags
-        if found.folders:
-            words.append(f"-data_path={found.the_folder()}")
-        positionals = found.positionals + list(argv[end + 1 :])
-        if positionals:
-            words.append("--")
-        return vars(self.parse_args(words + positionals)), found.words
+            raise unknown_flags(words.unknown_flags, words.errors, self.flag_by_name, self.allows_settings)
 
-    def _sort_word(self, text: str, found: _Found) -> None:
-        """Sort a word that is no flag."""
-        word = WORD.fullmatch(text) if self.settings else None
-        takes_another = self.takes_many or len(found.positionals) < len(self.positionals)
-        # One of our keys in small letters is a mistake, for which there is a suggestion.
-        if word and (word[1].isupper() or word[1].upper() not in settings()):
-            found.words[word[1]] = word[2]
-        elif self.takes_folder and _may_hold_data(Path(text)):
-            found.folders.append(text)
-        elif takes_another and not (self.settings and "=" in text):
-            found.positionals.append(text)
+        argparse_words = words.flags
+        if words.folders:
+            argparse_words.append(f"-data_path={words.data_folder()}")
+        positionals = words.positionals + list(argv[end + 1 :])
+        if positionals:
+            argparse_words.append("--")
+        return vars(self.parse_args(argparse_words + positionals)), words.settings
+
+    def _sort_word(self, word: str, words: _SortedWords) -> None:
+        """Add a word that is no flag to `words`: as a setting, a folder of data, a positional argument or an error."""
+        setting = WORD.fullmatch(word) if self.allows_settings else None
+        takes_another = self.takes_many or len(words.positionals) < len(self.positionals)
+        # One of our keys in lower case is a mistake. It becomes an error, which suggests the right spelling.
+        if setting and (setting[1].isupper() or setting[1].upper() not in settings()):
+            words.settings[setting[1]] = setting[2]
+        elif self.takes_folder and _may_hold_data(Path(word)):
+            words.folders.append(word)
+        elif takes_another and not (self.allows_settings and "=" in word):
+            words.positionals.append(word)
         else:
             from utils.foreign_flags import unrecognised
 
-            found.strays.append(unrecognised(text, found.before, self.known, self.settings, convert=value_of))
-        found.before = None
+            error = unrecognised(word, words.previous_flag, self.flag_by_name, self.allows_settings, convert=value_of)
+            words.errors.append(error)
+        words.previous_flag = None
 
-    def _sort_flag(self, text: str, match: re.Match[str], rest: list[str], found: _Found) -> None:
-        """Sort a flag, with its value, which may be the next of the words that are left."""
-        flag = self.known.get(match[1].replace("-", "_"))
-        found.before = flag
+    def _sort_flag(self, word: str, match: re.Match[str], remaining: list[str], words: _SortedWords) -> None:
+        """Add a flag and its value to `words`; a value that is the next word is removed from `remaining`.
+
+        match: FLAG's match of `word`
+        """
+        flag = self.flag_by_name.get(match[1].replace("-", "_"))
+        words.previous_flag = flag
         value = match[2]
         if flag is None:
-            theirs = _take_foreign_value(rest) if value is None else value
-            found.unknown.append((text.partition("=")[0], theirs))
+            foreign_value = _take_foreign_value(remaining) if value is None else value
+            words.unknown_flags.append((word.partition("=")[0], foreign_value))
             return
         if value is None:
-            value = self._take_value(flag, rest)
+            value = self._take_value(flag, remaining)
         elif not flag.value:
-            raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
-        found.flags.append(f"-{flag.name}" if value is None else f"-{flag.name}={value}")
+            raise UserError(f"{word}: -{flag.name} takes no value; leave out '={value}'")
+        words.flags.append(f"-{flag.name}" if value is None else f"-{flag.name}={value}")
 
-    def _take_value(self, flag: Flag, rest: list[str]) -> str | None:
-        """Remove the next word, if it is the flag's value; None for a flag without one, '' if the value is missing."""
-        missing = "" if flag.value and not flag.optional_value else None
+    def _take_value(self, flag: Flag, remaining: list[str]) -> str | None:
+        """Remove the next word from `remaining` and return it, if it is the flag's value.
+
+        Otherwise, return '' for a flag that needs a value, which `value_of` reports, and None for one that does not.
+        """
+        no_value = "" if flag.value and not flag.optional_value else None
         # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
-        if not flag.value or not rest or FLAG.fullmatch(rest[0]):
-            return missing
-        word = WORD.fullmatch(rest[0]) if self.settings and "=" not in flag.value else None
-        if word and word[1] in settings():  # as in `-output $EMPTY SEED=1`
-            return missing
-        return missing if flag.optional_value and not flag.accepts(rest[0]) else rest.pop(0)
+        if not flag.value or not remaining or FLAG.fullmatch(remaining[0]):
+            return no_value
+        setting = WORD.fullmatch(remaining[0]) if self.allows_settings and "=" not in flag.value else None
+        if setting and setting[1] in settings():  # an empty variable of the shell, as in `-output $EMPTY SEED=1`
+            return no_value
+        if flag.optional_value and not flag.accepts(remaining[0]):
+            return no_value
+        return remaining.pop(0)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; -h lists all arguments.")
 
 
 def _may_hold_data(folder: Path) -> bool:
-    """Whether it is a folder, and no run nor checkpoint."""
+    """Whether a path is a folder that is neither a run nor a checkpoint."""
     return folder.is_dir() and not is_run_folder(folder) and not any((folder / name).exists() for name in (META, INDEX))
 
 
-def _take_foreign_value(rest: list[str]) -> str:
-    """Remove all words up to the next flag or KEY=VALUE; a path comes alone."""
-    own: list[str] = []
-    while rest and not (FLAG.fullmatch(rest[0]) or WORD.fullmatch(rest[0]) or (own and "/" in rest[0])):
-        own.append(rest.pop(0))
-    return ",".join(own)
+def _take_foreign_value(remaining: list[str]) -> str:
+    """Remove the values of another program's flag from the remaining words; return them, separated by commas.
+
+    They end before the next flag, KEY=VALUE word, or path: a path is only taken as the first value.
+    """
+    values: list[str] = []
+    while remaining:
+        word = remaining[0]
+        if FLAG.fullmatch(word) or WORD.fullmatch(word) or (values and "/" in word):
+            break
+        values.append(remaining.pop(0))
+    return ",".join(values)
 
 
 def help_text(flag: Flag) -> str:
-    """A flag's text in -h, with its default."""
+    """A flag's text in -h, with its default unless that is empty, true or false."""
     default = flag.default_text or flag.default
     if default is None and flag.keys and flag.keys[0] in settings():
         default = default_of(flag.keys[0])
     about = help_here(flag.about)
-    return about if default in (None, ()) or isinstance(default, bool) else f"{about} (default: {default})"
+    if default in (None, ()) or isinstance(default, bool):
+        return about
+    return f"{about} (default: {default})"
 
 
 def value_of(name: str, argument: Flag | Positional, text: str) -> Any:
-    """The value that `text` gives an argument, which errors call `name`."""
+    """Convert the text of an argument to its value; raise a UserError, which calls the argument `name`, if it cannot.
+
+    An empty text means that the value is missing.
+    """
     if isinstance(argument, Flag):
-        # True is what switches of other programs take: -pretrained=True
+        # In other programs, -pretrained and others are switches, so that people write -pretrained=True.
         if text.casefold() in ("", "true", "false") and argument.value and not argument.optional_value:
             raise UserError(f"{name} needs a value: {name} {argument.value} ({argument.about})")
         if argument.choices and text not in argument.choices:
@@ -282,29 +322,34 @@ def parse(argv: Sequence[str], program: str) -> CommandLine:
 
 
 def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine:
-    """A CommandLine of those flags in `given` that entry scripts have, and of KEY=VALUE words."""
+    """Make a CommandLine from parsed values of flags and KEY=VALUE words.
+
+    given: flag's name -> its value; flags that entry scripts do not have, which are a tool's own, are ignored
+    words: dotted key -> the text after `=`
+    """
     flags: dict[str, tuple[Any, str]] = {}
-    for name, flag in BY_NAME.items():  # batch_size before batch_size_eval
+    for name, flag in BY_NAME.items():  # In the order of the table, so that -batch_size_eval overrides -batch_size.
         if name not in given:
             continue
         source = f"-{name}"
         value = given[name]
-        if flag.append:
-            for one in value:
-                flags |= {key: (setting, source) for key, setting in amp_settings(one).items()}
+        if flag.append:  # Only -amp is like this.
+            for amp_value in value:
+                flags |= {key: (setting, source) for key, setting in amp_settings(amp_value).items()}
         else:
             flags |= dict.fromkeys(flag.keys, (value, source))
             flags |= {key: (setting, source) for key, setting in flag.sets}
-    own = [BY_NAME[name] for name in given if name in BY_NAME]
-    actions = [flag for flag in own if flag.action]
-    if len(actions) > 1:
-        names = " and ".join(f"-{flag.name}" for flag in actions)
+
+    given_flags = [BY_NAME[name] for name in given if name in BY_NAME]
+    action_flags = [flag for flag in given_flags if flag.action]
+    if len(action_flags) > 1:
+        names = " and ".join(f"-{flag.name}" for flag in action_flags)
         raise UserError(f"{names} exclude each other; give only one")
     return CommandLine(
         cfg=given.get("cfg"),
         flags=flags,
         words=words,
-        action=(actions[0].action if actions else None) or "train",
+        action=(action_flags[0].action if action_flags else None) or "train",
         pattern=given.get("list_models"),
         trust="trust" in given,
         ranks={flag.name: given[flag.name] for flag in RANK_FLAGS if flag.name in given},
@@ -312,16 +357,17 @@ def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine
 
 
 def amp_settings(value: str) -> dict[str, Any]:
-    """The settings that `-amp value` stands for."""
-    settings = amp_settings_of(value)
-    if settings is None:
+    """The settings that `-amp value` stands for, by dotted key; an unknown value is a UserError."""
+    amp_section = amp_settings_of(value)
+    if amp_section is None:
         from utils.foreign_flags import amp_advice
 
         raise UserError(f"-amp={value}: {amp_advice(value)}")
-    return {f"AMP.{key}": setting for key, setting in settings.items()}
+    return {f"AMP.{key}": setting for key, setting in amp_section.items()}
 
 
 def entry_parser(program: str) -> Parser:
+    """The parser of main_single_gpu.py, main_multi_gpu.py and `vitamp train`."""
     return Parser(program, ABOUT.format(program=program), FLAGS, end="\n".join(textwrap.wrap(USAGE_END, WIDTH)))
 
 
@@ -350,7 +396,7 @@ USAGE_END = (
 def version_text() -> str:
     """The output of -version, without importing torch, which takes seconds."""
     packages = ("torch", "timm")
-    found = dict.fromkeys(packages, "is not installed") | versions(*packages)
+    installed = versions(*packages)
     lines = [f"vitamp {__version__}"]
-    lines += [f"{name} {number}" for name, number in found.items()]
+    lines += [f"{name} {installed.get(name, 'is not installed')}" for name in packages]
     return "\n".join(lines)

@@ -201,9 +201,9 @@ class DataConfig(Section):
 
     @property
     def val_batch(self) -> int:
-        """Images per process in validation; 64 where no training has settled what `auto` is."""
-        given = self.BATCH_SIZE_EVAL or self.BATCH_SIZE
-        return 64 if given == AUTO else int(given)
+        """Images per process in validation; 64 if it is `auto`, and no training has replaced that by a number."""
+        batch_size = self.BATCH_SIZE_EVAL or self.BATCH_SIZE
+        return 64 if batch_size == AUTO else int(batch_size)
 
     @property
     def is_plain(self) -> bool:
@@ -213,7 +213,10 @@ class DataConfig(Section):
     @property
     def value_range(self) -> tuple[float, float]:
         """The stored values that are scaled to 0 and 1."""
-        return self.RANGE or (0.0, 1.0 if self.BITS == "float" else 2.0**self.BITS - 1)
+        if self.RANGE:
+            return self.RANGE
+        largest = 1.0 if self.BITS == "float" else 2.0**self.BITS - 1
+        return 0.0, largest
 
     @property
     def task(self) -> TaskKind:

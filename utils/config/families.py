@@ -1,6 +1,6 @@
-"""Defaults by model family: MODEL.TYPE chooses the defaults of settings that are not set.
+"""Defaults that other settings change: MODEL.TYPE, the model's family, and the settings in IMPLIED.
 
-ViT's are those of the schema; `paddlevit/families.yaml` has the others.
+The schema has the defaults of ViT; `paddlevit/families.yaml` has those of the other families.
 """
 
 from typing import Any
@@ -17,62 +17,73 @@ IMPLIED: dict[str, dict[str, Any]] = {
 }
 """A setting that is on -> the defaults that it changes."""
 WORDS = {TYPE: "of this family", MULTI_LABEL: "for several labels", MAE: "without labels"}
+"""A setting that changes defaults -> how the log calls these defaults."""
 TRUE_WORDS = ("true", "yes", "on", "1", "t", "y")
-"""Words that pydantic reads as true"""
+"""Words that pydantic reads as true."""
 TAUGHT = ("deit", "levit", "pit", "xcit")
-"""Families that PaddleViT distils, always from the same teacher"""
+"""Families that PaddleViT distils, always from the same teacher."""
 RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 CHANNELS = "DATA.IMAGE_CHANNELS"
 DEPTH = "DATA.BITS"
 
 
 def defaults_by(given: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
-    """The defaults that the settings of a run change, by key, and lines for the log about those that it takes.
+    """Return the defaults that the settings of a run change, by dotted key, and lines for the log about them.
 
-    Removes the mean and std of a recipe of `configs/` that are for images of other channels or bits.
+    The lines name only defaults of settings that are not in `given`. If a recipe of `configs/` has the mean and std of
+    images with other channels or bits than the run's, these are removed from `given`.
     """
-    kind = type_of(given)
-    family = dict[str, Any]()
-    if kind != "vit":
+    family_name = type_of(given)
+    family_defaults = dict[str, Any]()
+    if family_name != "vit":
         from utils.config.paddlevit import defaults_of
 
-        family |= defaults_of(kind)
-    entries, notes = _without_rgb(given, family)
-    rows = [(TYPE, kind, kind, family)]
-    for by, values in IMPLIED.items():
-        if text_of(given, by) in TRUE_WORDS:
-            rows.append((by, by, "true", values))
-    for by, name, word, values in rows:
-        source = Source(f"default ({name})", Kind.DEFAULT)
+        family_defaults |= defaults_of(family_name)
+    entries, notes = _without_rgb(given, family_defaults)
+
+    # Each row: the key that changes defaults, its name in sources, its value in the log, and the defaults.
+    rows = [(TYPE, family_name, family_name, family_defaults)]
+    for changing_key, values in IMPLIED.items():
+        if text_of(given, changing_key) in TRUE_WORDS:
+            rows.append((changing_key, changing_key, "true", values))
+    for changing_key, source_name, changing_value, values in rows:
+        source = Source(f"default ({source_name})", Kind.DEFAULT)
         entries |= {key: Entry(value, source) for key, value in values.items()}
         taken = [f"{key} {one_line(value)}" for key, value in values.items() if key not in given]
         if taken:
-            notes.append(f"{by} {word} ({given[by].source}): defaults {WORDS[by]}: {', '.join(taken)}")
-    if kind in ("deit", "levit") and "TRAIN.DISTILLATION_TYPE" not in given:
+            cause = f"{changing_key} {changing_value} ({given[changing_key].source})"
+            notes.append(f"{cause}: defaults {WORDS[changing_key]}: {', '.join(taken)}")
+
+    if family_name in ("deit", "levit") and "TRAIN.DISTILLATION_TYPE" not in given:
         notes.append(
-            f"MODEL.TYPE {kind}: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's default is "
-            "hard distillation: TRAIN.DISTILLATION_TYPE=hard"
+            f"MODEL.TYPE {family_name}: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's "
+            "default is hard distillation: TRAIN.DISTILLATION_TYPE=hard"
         )
     return entries, notes
 
 
-def _without_rgb(given: dict[str, Entry], family: dict[str, Any]) -> tuple[dict[str, Entry], list[str]]:
-    """Take the mean and std of RGB images out of the settings for other images. Returns defaults and lines."""
+def _without_rgb(given: dict[str, Entry], family_defaults: dict[str, Any]) -> tuple[dict[str, Entry], list[str]]:
+    """Remove the mean and std of RGB images from `given` and `family_defaults`, if the run has other images.
+
+    From `given`, only those of a recipe are removed. Returns `auto` as the default for them, by key, and lines for the
+    log; both are empty for RGB images.
+    """
     channels = text_of(given, CHANNELS)
-    is_plain = channels in ("", "1", "3") and text_of(given, DEPTH) in ("", "8")
-    if is_plain and channels != "1":
+    is_rgb_or_grey = channels in ("", "1", "3") and text_of(given, DEPTH) in ("", "8")
+    if is_rgb_or_grey and channels != "1":
         return {}, []
-    opened = Entry(AUTO, Source(f"default ({CHANNELS}, {DEPTH})", Kind.DEFAULT))
-    entries: dict[str, Entry] = {} if is_plain else dict.fromkeys(RGB_ONLY, opened)
+    auto_entry = Entry(AUTO, Source(f"default ({CHANNELS}, {DEPTH})", Kind.DEFAULT))
+    # Grey images keep the schema's default of equal numbers; that of other images must be measured.
+    entries: dict[str, Entry] = {} if is_rgb_or_grey else dict.fromkeys(RGB_ONLY, auto_entry)
     notes: list[str] = []
     for key in RGB_ONLY:
-        family.pop(key, None)
+        family_defaults.pop(key, None)
         if key not in given:
             continue
         source = given[key].source
-        has_several = len(set(as_names(given[key].value))) > 1
-        if (has_several or not is_plain) and source.kind in (Kind.RECIPE, Kind.OTHER_MODEL):
+        differs_by_channel = len(set(as_names(given[key].value))) > 1
+        if (differs_by_channel or not is_rgb_or_grey) and source.kind in (Kind.RECIPE, Kind.OTHER_MODEL):
             notes.append(f"{key} auto: {source} has that of images of other channels or bits")
             del given[key]
-            entries[key] = opened
+            entries[key] = auto_entry
     return entries, notes

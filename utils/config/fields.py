@@ -1,8 +1,8 @@
-"""Sections of the schema; what a setting decides, and rules between settings, beside the setting:
+"""Declares a setting: its default, its description, what it decides, and its rules about other settings.
 
-`setting(False, "...", needs("DIST.STRATEGY=fsdp", why="..."))`. Every text about a rule comes from here and words.py:
-the error, the note in the log, and the sentence in docs/config.md. Sections take strict keys and values that YAML
-leaves as strings.
+For example, `setting(False, "...", needs("DIST.STRATEGY=fsdp", why="..."))`. Every text about a rule comes from here
+and words.py: the error, the note in the log, and the sentence in docs/config.md. `Section`, the base class of the
+schema's sections, rejects unknown keys and converts the strings that YAML leaves.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 from utils.config.kinds import is_no_value, parse_text
 
 Read = Callable[[str], Any]
-"""Dotted key -> value"""
+"""A function that returns the value of a setting by its dotted key."""
 TRAINING = "EVAL=false"
-"""For a rule that an evaluation need not keep."""
+"""The condition (`when`) of a rule that does not apply to evaluations."""
 DECIDES = {
     "source": "the data set and its place",
     "images": "which of its images there are, and their labels",
@@ -31,23 +31,25 @@ DECIDES = {
     "one start": "where a run was, how it was launched, and for how long",
     "nothing": "of the result: a name or a place",
 }
-"""What a setting may decide. Every list of such settings is made from it, by `deciding` in keys.py."""
+"""What a setting may decide, in words. Every list of such settings is made from these by `deciding` in keys.py."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of one setting about others; the four functions below make them."""
+    """A rule of one setting about other settings, made by one of the four functions below."""
 
     kind: Literal["needs", "not with", "only with", "no effect with"]
-    """In the words of the reference."""
+    """The kind of rule, as docs/config.md words it."""
     others: tuple[str, ...]
-    """Conditions on other settings"""
+    """Conditions on other settings, as for `holds`."""
     why: str = ""
+    """The reason, for the error or the note in the log."""
     do: str = ""
+    """The advice in the error; "": set one of the others, or leave the setting out."""
     at: str = ""
-    """The values of its own setting that the rule is about, separated by |; "": all but the default."""
+    """The values of the rule's own setting to which the rule applies, separated by |; "": all but the default."""
     when: str = ""
-    """A condition without which the rule says nothing."""
+    """A condition, as for `holds`, without which the rule does not apply; "": it always applies."""
 
     @property
     def is_error(self) -> bool:
@@ -56,68 +58,83 @@ class Rule:
 
     @property
     def wanted(self) -> bool:
-        """Whether one of the others must hold; otherwise none of them may."""
+        """Whether one of the conditions must hold; otherwise none of them may."""
         return self.kind in ("needs", "only with")
 
     def is_broken(self, value: Any, default: Any, read: Read) -> bool:
-        concerned = _matches(value, self.at) if self.at else value != default
-        if not concerned or (self.when and not holds(self.when, read)):
+        """Whether the rule applies to its setting, which has this value and default, and is broken."""
+        applies = _matches(value, self.at) if self.at else value != default
+        if not applies or (self.when and not holds(self.when, read)):
             return False
-        return self.wanted != any(holds(condition, read) for condition in self.others)
+        any_holds = any(holds(condition, read) for condition in self.others)
+        return self.wanted != any_holds
 
 
 def needs(*others: str, why: str, do: str = "", at: str = "", when: str = "") -> Rule:
-    """An error where none of the others holds."""
+    """A rule by which it is an error to set the setting if none of the conditions holds."""
     return Rule("needs", others, why, do, at, when)
 
 
 def excludes(*others: str, why: str, do: str = "", at: str = "", when: str = "") -> Rule:
-    """An error where one of the others holds."""
+    """A rule by which it is an error to set the setting if one of the conditions holds."""
     return Rule("not with", others, why, do, at, when)
 
 
 def only_with(*others: str, why: str = "", at: str = "", when: str = "") -> Rule:
-    """Where none of the others holds, the setting has no effect, and its other rules say nothing."""
+    """A rule by which the setting has no effect if none of the conditions holds; then no other rule is reported."""
     return Rule("only with", others, why, at=at, when=when)
 
 
 def overridden_by(*others: str, why: str = "") -> Rule:
-    """Where one of the others holds, the setting has no effect, and its other rules say nothing."""
+    """A rule by which the setting has no effect if one of the conditions holds; then no other rule is reported."""
     return Rule("no effect with", others, why)
 
 
 def broken(rules: Iterable[Rule], value: Any, default: Any, read: Read) -> list[Rule]:
-    """The rules that a setting breaks; only the first of those by which it has no effect, if there is one."""
-    found = [rule for rule in rules if rule.is_broken(value, default, read)]
-    return [rule for rule in found if not rule.is_error][:1] or found
+    """The rules of a setting that are broken.
+
+    If the setting has no effect, only the first rule that says so is returned: its errors do not matter then.
+    """
+    broken_rules = [rule for rule in rules if rule.is_broken(value, default, read)]
+    for rule in broken_rules:
+        if not rule.is_error:
+            return [rule]
+    return broken_rules
 
 
 def holds(condition: str, read: Read) -> bool:
     """Whether a condition on a setting holds.
 
-    `KEY`: it is set (not null, false, 0 or empty). `KEY=a|b`: it is one of these, or matches a glob such as `*muon`.
-    `KEY!=a|b`: it, or one of several values, is set and none of these.
+    `KEY`: the setting is set (not null, false, 0 or empty).
+    `KEY=a|b`: its value, or one of the items of a tuple, matches one of these globs, such as `*muon`.
+    `KEY!=a|b`: it is set, and its value, or one of the items of a tuple, matches none of these globs.
     """
     key, sign, patterns = condition.partition("=")
     value = read(key.rstrip("!"))
     if sign and not key.endswith("!"):
         return _matches(value, patterns)
-    values = value if isinstance(value, tuple) else (value,)
-    return bool(value) and not (sign and all(_matches(one, patterns) for one in values))
+    if not sign or not value:
+        return bool(value)
+    items = value if isinstance(value, tuple) else (value,)
+    return not all(_matches(item, patterns) for item in items)
 
 
 def _matches(value: Any, patterns: str) -> bool:
-    """Whether a value, or one of several, matches a pattern."""
-    values = value if isinstance(value, tuple) else (value,)
-    for one in values:
-        text = str(one).casefold()
+    """Whether a value, or one of the items of a tuple, matches one of the globs, which | separates."""
+    items = value if isinstance(value, tuple) else (value,)
+    for item in items:
+        text = str(item).casefold()
         if any(fnmatchcase(text, pattern.casefold()) for pattern in patterns.split("|")):
             return True
     return False
 
 
 def setting(default: Any, description: str, *rules: Rule, decides: str = "", **limits: float) -> Any:
-    """A setting with its default. `decides`: of DECIDES, several separated by |. `limits`: gt, ge, lt, le."""
+    """Declare a setting with its default, its description for docs/config.md, and its rules about other settings.
+
+    decides: keys of DECIDES, separated by |; "": none of these
+    limits: gt, ge, lt, le, as pydantic takes them
+    """
     facts: Any = {"rules": rules, "decides": decides}
     return Field(default, description=description, json_schema_extra=facts, **limits)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
@@ -145,7 +162,10 @@ class Section(BaseModel):
     )
 
     def changed(self, **values: Any) -> Self:
-        """A copy with other values, which are not validated; a dict has those of a section: `DATA={"PART": "all"}`."""
+        """A copy with some values replaced, without validation; a dict replaces some of a section's values.
+
+        For example, `config.changed(SEED=1, DATA={"PART": "all"})`.
+        """
         for name, value in values.items():
             if isinstance(value, dict):
                 values[name] = getattr(self, name).changed(**value)
@@ -154,24 +174,29 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
+        """Convert a value of any setting from text, before pydantic validates it."""
         field = cls.model_fields[info.field_name or ""]
-        kinds = _plain_types(field.annotation)
+        types = _types_in(field.annotation)
         if isinstance(value, str):
-            # One of a Literal's words, which may be `none`, in any case.
-            words = {word.casefold(): word for word in kinds if isinstance(word, str)}
+            # A word of a Literal counts in upper or lower case. It comes first, because it may be `none`.
+            words = {word.casefold(): word for word in types if isinstance(word, str)}
             value = words.get(value.strip().casefold(), value)
-            if value in kinds:
+            if value in types:
                 return value
-        # Text stays as written, since a folder may be called `(1)`; only words for no value are converted.
-        value = parse_text(value) if str not in kinds or is_no_value(value) else value
+        # A setting that may be text keeps it as written, since a folder may be called `(1)`. Only `none` is converted.
+        if str not in types or is_no_value(value):
+            value = parse_text(value)
         if value is None and get_origin(field.annotation) is tuple and field.default == ():
             return ()
         # Without this, `BATCH_SIZE: true` would pass as 1.
-        if isinstance(value, bool) and bool not in kinds:
+        if isinstance(value, bool) and bool not in types:
             raise ValueError("true and false are not allowed here")
         return value
 
 
-def _plain_types(annotation: Any) -> set[Any]:
-    args = getattr(annotation, "__args__", None)
-    return {annotation} if args is None else {annotation}.union(*(_plain_types(a) for a in args))
+def _types_in(annotation: Any) -> set[Any]:
+    """An annotation and all that it is made of: types, and the words of a Literal."""
+    arguments = getattr(annotation, "__args__", None)
+    if arguments is None:
+        return {annotation}
+    return {annotation}.union(*(_types_in(argument) for argument in arguments))

@@ -1,4 +1,4 @@
-"""All keys: their settings, older names and values."""
+"""Finds settings by their dotted keys, such as TRAIN.BASE_LR: their fields, older names, values and paths."""
 
 import os
 import re
@@ -24,7 +24,7 @@ RENAMED = {
     "MODEL.MIXER.HIDDEN_SIZE": "MODEL.MIXER.EMBED_DIM",
     "MODEL.MIXER.NUM_LAYERS": "MODEL.MIXER.DEPTH",
 }
-"""Name in a file of PaddleViT, of any year -> the key here, or in utils/config/paddlevit/families.yaml."""
+"""Key in a file of any version of PaddleViT -> our key, or the key in utils/config/paddlevit/families.yaml."""
 DATASET = "DATA.DATASET"
 CLASSES = "MODEL.NUM_CLASSES"
 NAME = "MODEL.NAME"
@@ -41,6 +41,7 @@ AUTO_BY_DATA = (CLASSES, IMAGE_SIZE, PATCH_SIZE, *MEASURED)
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted key and the field of every section and setting, each section before its settings."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         if is_section(field):
@@ -53,13 +54,19 @@ def is_section(field: FieldInfo) -> bool:
 
 @cache
 def settings() -> dict[str, FieldInfo]:
-    """Dotted key -> field of every setting, in the order of the schema, without BASE, which loading resolves."""
+    """All settings in the order of the schema: dotted key -> field. BASE is left out, because loading resolves it."""
     return {key: field for key, field in _walk(Config, "") if not is_section(field) and key != "BASE"}
 
 
 def deciding(*what: str) -> tuple[str, ...]:
-    """The settings that decide this, in words of DECIDES: by word, then in the order of the schema."""
-    return tuple(key for word in what for key, field in settings().items() if word in decided_by(field))
+    """The keys of the settings that decide what is named: keys of DECIDES, such as "split".
+
+    They are in the order of the arguments, and for each of them in the order of the schema.
+    """
+    keys: list[str] = []
+    for word in what:
+        keys += [key for key, field in settings().items() if word in decided_by(field)]
+    return tuple(keys)
 
 
 @cache
@@ -69,15 +76,15 @@ def sections() -> dict[str, FieldInfo]:
 
 
 OF_ONE_START = deciding("one start")
-"""Settings of one start, not of the run."""
+"""Settings of one start, not of the run: a resume does not take them over."""
 PREPROCESSING = deciding("input")
 """Settings that pretrained weights give, rather than a recipe for another model."""
 
 
 def canonical(key: str) -> str:
-    """The name of today of a key; MODEL.TRANS.*, MODEL.TRANS.ENCODER.* and MODEL.PARAMS.* were MODEL.*."""
-    key = re.sub(r"^MODEL\.(TRANS(\.ENCODER)?|PARAMS)(?=\.|$)", "MODEL", key)
-    return RENAMED.get(key, key)
+    """Our key for a key of any version of PaddleViT, where our MODEL.* is also in MODEL.TRANS.* or MODEL.PARAMS.*."""
+    in_model = re.sub(r"^MODEL\.(TRANS(\.ENCODER)?|PARAMS)(?=\.|$)", "MODEL", key)
+    return RENAMED.get(in_model, in_model)
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -85,13 +92,13 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key -> nested sections, as the schema takes them."""
+    """Convert values by dotted key into nested sections, as the schema takes them."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        *path, name = key.split(".")
+        *section_names, name = key.split(".")
         section = tree
-        for part in path:
-            section = section.setdefault(part, {})
+        for section_name in section_names:
+            section = section.setdefault(section_name, {})
         section[name] = value
     return tree
 
@@ -109,10 +116,10 @@ def values_by_key(config: Config) -> dict[str, Any]:
 
 
 def values_to_keep(config: Config) -> dict[str, Any]:
-    """The settings of a run by dotted key, as saved in a checkpoint: its paths hold from every folder."""
-    here = os.getcwd()
+    """The settings of a run by dotted key, as a checkpoint saves them: absolute paths, and none of OF_ONE_START."""
+    current_folder = os.getcwd()
     values = values_by_key(config)
-    return {key: absolute(key, value, here) for key, value in values.items() if key not in OF_ONE_START}
+    return {key: absolute(key, value, current_folder) for key, value in values.items() if key not in OF_ONE_START}
 
 
 WITH_PATH = {
@@ -121,28 +128,34 @@ WITH_PATH = {
     "TRAIN.KNN": r"\w+=|(?=.*/)",  # a word alone may be the name of a data set
     "TRAIN.TEACHER_MODEL": r"([\w.]+=)?",
 }
-"""Settings that may have a path -> pattern of what is before it"""
+"""Settings that may have a path -> pattern of the text before the path."""
 
 
 def with_checkpoint(key: str, value: Any) -> Any:
-    """A setting with the checkpoint that it calls RUN/best or RUN/last."""
+    """Replace RUN/best or RUN/last at the end of a setting by the checkpoint's folder; other values stay."""
     if not isinstance(value, str) or Path(value).name not in NAMED:
         return value
-    before = re.match(WITH_PATH.get(key, ""), value)
-    begin = before.end() if before else 0
-    return f"{value[:begin]}{located(Path(os.path.expanduser(value[begin:])))}"
+    prefix = re.match(WITH_PATH.get(key, ""), value)
+    path_start = prefix.end() if prefix else 0
+    return f"{value[:path_start]}{located(Path(os.path.expanduser(value[path_start:])))}"
 
 
 def absolute(key: str, value: Any, folder: str) -> Any:
-    """A setting, its path absolute if it exists in `folder`; a name of timm's or a URL stays. `folder` '': as it is."""
+    """Make the path in a setting absolute, if it exists relative to `folder`.
+
+    Other values stay: they may be the name of a timm model or a URL. If `folder` is '', every value stays.
+    """
     if key in WITH_PATH and isinstance(value, tuple | list):
-        return type(value)(absolute(key, one, folder) for one in value)
-    before = re.match(WITH_PATH[key], value) if key in WITH_PATH and isinstance(value, str) else None
-    if not folder or before is None:
+        return type(value)(absolute(key, item, folder) for item in value)
+    prefix = re.match(WITH_PATH[key], value) if key in WITH_PATH and isinstance(value, str) else None
+    if not folder or prefix is None:
         return value
-    path = os.path.expanduser(value[before.end() :])
+    path = os.path.expanduser(value[prefix.end() :])
     if not path:
         return value
-    place = path if os.path.isabs(path) else os.path.join(folder, path.removeprefix("./"))
-    there = os.path.exists(place) or os.path.exists(f"{place}.pdparams")  # PaddleViT leaves the ending out
-    return f"{before[0]}{place}" if there or place == path else value
+    if os.path.isabs(path):
+        return f"{prefix[0]}{path}"
+    absolute_path = os.path.join(folder, path.removeprefix("./"))
+    # PaddleViT leaves the ending .pdparams out.
+    exists = os.path.exists(absolute_path) or os.path.exists(f"{absolute_path}.pdparams")
+    return f"{prefix[0]}{absolute_path}" if exists else value

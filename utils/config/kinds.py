@@ -14,7 +14,7 @@ def is_no_value(value: Any) -> bool:
 
 
 def parse_text(value: Any) -> Any:
-    """The value meant by text that YAML leaves as a string: `None`, or a tuple as in `(0.9, 0.999)`.
+    """Convert text that YAML leaves as a string: words for no value to None, and Python's lists and tuples.
 
     Numbers such as `3e-3` stay text: pydantic converts them, where the field is a number.
     """
@@ -47,12 +47,14 @@ OneLine.add_representer(tuple, lambda dumper, value: dumper.represent_sequence(L
 
 
 def as_yaml(values: Any, flow: bool = False) -> str:
+    """Values as YAML, without breaking or sorting lines. `flow`: lists and mappings in brackets."""
     options = {"width": float("inf"), "allow_unicode": True, "sort_keys": False, "default_flow_style": flow}
     return yaml.dump(values, Dumper=OneLine, **options)
 
 
 def one_line(value: Any) -> str:
     """A value as YAML on one line: `[0.9, 0.999]`, `null`, `true`."""
+    # YAML would end a value alone by a line `...`. So it is put into a list, whose brackets and line break are removed.
     return as_yaml([value], flow=True)[1:-2]
 
 
@@ -68,20 +70,20 @@ AboveZero = Annotated[float, Field(gt=0)]
 
 
 def _as_tuple(value: Any) -> Any:
-    """A list of numbers from `0.5`, `30, 60, 90`, `"(0.9, 0.999)"` or a YAML list."""
-    value = parse_text(value)
-    if isinstance(value, str):
-        value = [part for part in value.replace(",", " ").split() if part]
-    return [value] if isinstance(value, int | float) else value
+    """Convert `0.5`, `30, 60, 90` or `"(0.9, 0.999)"` to a list; pydantic converts its items to numbers."""
+    parsed = parse_text(value)
+    if isinstance(parsed, str):
+        return [part for part in parsed.replace(",", " ").split() if part]
+    return [parsed] if isinstance(parsed, int | float) else parsed
 
 
 def as_names(value: Any) -> Any:
-    """A list of names from one name, or from several separated by commas without brackets."""
+    """Convert text to a list of names at its commas; other values stay."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
 def _as_background(value: Any) -> Any:
-    """A word, or three numbers as a list is written."""
+    """Leave a word, such as `white`, and convert anything else to a list of three numbers."""
     return value if isinstance(value, str) and value.strip().isalpha() else _as_tuple(value)
 
 
@@ -90,15 +92,19 @@ def as_integer(value: Any) -> Any:
 
 
 def _as_size(value: Any) -> Any:
-    """One number for a square, else height and width, from a number, `224,448`, `224x448` or a list."""
-    both = _as_tuple(re.sub(r"(?<=\d)x(?=\d)", ",", value) if isinstance(value, str) else value)
-    if not isinstance(both, list | tuple):
-        return both
-    both = [*map(as_integer, both)]
-    return both[0] if len(both) == 1 or (len(both) == 2 and both[0] == both[1]) else both
+    """Convert `224`, `224,448`, `224x448` or a list to an image size: one number for a square, else a list of two."""
+    if isinstance(value, str):
+        value = re.sub(r"(?<=\d)x(?=\d)", ",", value)
+    items = _as_tuple(value)
+    if not isinstance(items, list | tuple):
+        return items
+    numbers = [as_integer(item) for item in items]
+    is_square = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == numbers[1])
+    return numbers[0] if is_square else numbers
 
 
 def folded(value: Any) -> Any:
+    """Text in lower case without blanks around it, for comparisons; other values stay."""
     return value.strip().casefold() if isinstance(value, str) else value
 
 
@@ -113,15 +119,17 @@ class Fold(NamedTuple):
 
 
 def read_fold(value: str) -> Fold:
-    """Parse `2/5`; ValueError for anything else."""
+    """Parse a fold such as `2/5`; ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", value)
-    if not match or int(match[2]) < 2 or not 1 <= int(match[1]) <= int(match[2]):
-        raise ValueError(f"{value} is not {FOLD_WORDS}")
-    return Fold(int(match[1]), int(match[2]))
+    if match:
+        fold = Fold(number=int(match[1]), folds=int(match[2]))
+        if fold.folds >= 2 and 1 <= fold.number <= fold.folds:
+            return fold
+    raise ValueError(f"{value} is not {FOLD_WORDS}")
 
 
 def _in_words(words: str, kind: str = "string") -> WithJsonSchema:
-    """`words`: what an error and the reference call the type."""
+    """JSON schema of a type that errors and docs/config.md describe by `words`. `kind`: its JSON type."""
     return WithJsonSchema({"type": kind, "description": words})
 
 
@@ -147,7 +155,7 @@ _Size = Annotated[
     Positive | Annotated[tuple[Positive, Positive], _in_words("[height, width]", "array")], BeforeValidator(_as_size)
 ]
 SizeSteps = tuple[tuple[NonNegative, _Size], ...]
-"""Pairs (start, size)"""
+"""Pairs (start, image size)."""
 Names = Annotated[tuple[str, ...], BeforeValidator(as_names)]
 OWN_SETTING = re.compile(r"\s*([A-Za-z_]\w*)\.([A-Za-z_]\w*)\s*=\s*(.*?)\s*", re.DOTALL)
 """A setting of the user's own code: focal.gamma=1.5"""
@@ -165,14 +173,16 @@ _SIDES = {"type": "array", "description": "[height, width]"}
 
 
 def _either(*kinds: dict[str, Any]) -> WithJsonSchema:
+    """JSON schema of a value that is of one of these kinds."""
     return WithJsonSchema({"anyOf": [*kinds]})
 
 
 def _list_of(**limits: float) -> WithJsonSchema:
+    """JSON schema of a list of numbers within limits, or `auto`."""
     return _either({"type": "array", "items": {**_NUMBER, **limits}}, _AUTO)
 
 
-# To its readers it is a number: what is found replaces "auto" before anything is built.
+# Python's types below leave `auto` out, because a number replaces it before anything is built.
 _Auto = _either(_WHOLE, {"type": "string", **_AUTO})
 _or_auto = WrapValidator(lambda value, check: AUTO if folded(value) == AUTO else check(value))
 PositiveOrAuto = Annotated[Positive, _or_auto, _Auto]

@@ -1,6 +1,7 @@
 """Loads the settings, each with its source, and writes them.
 
-From weak to strong: defaults, those of the model's family, a resumed run, BASE files, the YAML, flags, KEY=VALUE.
+From weak to strong, settings come from: the schema's defaults, the defaults of the model's family, a resumed run, BASE
+files, the YAML file, flags, and KEY=VALUE words.
 """
 
 from __future__ import annotations
@@ -53,19 +54,25 @@ class Loaded:
     sources: dict[str, Source]
     """Dotted key -> 'configs/x.yaml:12', '-batch_size', 'command line', 'default' or 'default (swin)'."""
     notes: tuple[str, ...] = ()
+    """Lines for the log."""
     warnings: tuple[str, ...] = ()
-    """Both are for the log."""
+    """Warnings for the log."""
 
     def is_default(self, key: str) -> bool:
         """Whether neither a file nor the command line set this key."""
         return self.sources[key].kind is Kind.DEFAULT
 
     def with_values(
-        self, found: Mapping[str, Any], source: str, notes: Iterable[str] = (), kind: Kind = Kind.FOUND
+        self, values: Mapping[str, Any], source: str, notes: Iterable[str] = (), kind: Kind = Kind.FOUND
     ) -> Loaded:
-        """The same settings with values that only the data or the weights could give, checked together as a user's."""
-        entries = {key: Entry(value_of(self.config, key), known) for key, known in self.sources.items()}
-        entries |= {key: Entry(value, Source(source, kind)) for key, value in found.items()}
+        """Return these settings with some values replaced, such as `auto` by a number; conflicts are a UserError.
+
+        values: dotted key -> value
+        source: where the values come from, in words
+        notes: more lines for the log
+        """
+        entries = {key: Entry(value_of(self.config, key), old_source) for key, old_source in self.sources.items()}
+        entries |= {key: Entry(value, Source(source, kind)) for key, value in values.items()}
         config, sources = _checked(entries, [])
         return replace(self, config=config, sources=sources, notes=self.notes + tuple(notes))
 
@@ -74,41 +81,53 @@ class Loaded:
 
 
 def load_command(command: CommandLine) -> tuple[Loaded, bool]:
-    """The settings that a command line asks for, and whether the code that they name in USE is the user's own.
+    """Load the settings of a command line; return them and whether the code files in USE were named by the user.
 
-    A resumed run has its own config.yaml, so that resuming needs no -cfg.
+    Resuming needs no -cfg: the config.yaml of the resumed run takes its place. Code files that such a run names may be
+    someone else's.
     """
     cfg = command.cfg
     flags = command.flags
     words = command.words
-    run = None
+    resumed_folder = None
     if cfg is None:
         resume = resume_of({key: value for key, (value, _) in flags.items()} | words)
-        run = resume.run if resume else None
-    if run is not None and (run / CONFIG).exists():  # with auto, it may have been killed before it wrote one
-        cfg = str(run / CONFIG)
+        resumed_folder = resume.run if resume else None
+    # With -resume auto, the run may have been killed before it wrote a config.yaml.
+    if resumed_folder is not None and (resumed_folder / CONFIG).exists():
+        cfg = str(resumed_folder / CONFIG)
         flags = {key: (default_of(key), "-resume") for key in OF_ONE_START} | flags
+
     loaded = load_config(cfg, flags, words)
     if written_before_restart(loaded.config):
         loaded = load_config(cfg, flags, words | {"MODEL.RESUME": AUTO})
         log.info("torchrun has restarted this job, which resumes its run.")
-    use = loaded.sources["USE"]
-    return loaded, use.is_typed or (run is None and use.kind is not Kind.RUN)  # a resumed folder may be someone else's
+
+    use_source = loaded.sources["USE"]
+    is_from_run = resumed_folder is not None or use_source.kind is Kind.RUN
+    return loaded, use_source.is_typed or not is_from_run
 
 
 def load_config(
     cfg: str | None = None, flags: Mapping[str, tuple[Any, str]] | None = None, words: Mapping[str, str] | None = None
 ) -> Loaded:
-    """Load and check the settings; one UserError reports all problems."""
-    files, lines = read_recipe(cfg)
+    """Load and check the settings; one UserError reports all problems.
+
+    cfg: -cfg, a YAML file or the name of a recipe
+    flags: dotted key -> (value, the flag that gave it)
+    words: dotted key -> the text after `=` in a KEY=VALUE word
+    """
+    file_layers, lines = read_recipe(cfg)
     typed = read_typed(flags or {}, words or {})
-    layers = files + [typed]
+    layers = file_layers + [typed]
+
+    # Files of PaddleViT, and ours of a family besides ViT, need translation; others do not import it.
     if any(type_of(layer.entries) != "vit" or layer.entries.keys() - settings() for layer in layers):
         from utils.config.paddlevit import translate
 
         lines += translate(layers)
-    unknown, without = _take_unknown(layers)
-    lines += without
+    unknown, lines_about_old_runs = _take_unknown(layers)
+    lines += lines_about_old_runs
     given = merged(layers)
     for key in ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.TEACHER_MODEL"):
         if key in given:
@@ -119,102 +138,126 @@ def load_config(
 
         problems += unknown_keys(given, unknown)
     problems += _keep_own_settings(given, layers)
-    _open_preprocessing(given, files)
+    _open_preprocessing(given, file_layers)
 
-    recipe = merged(files)
+    recipe = merged(file_layers)
+    # Whether the command line changes the number of epochs, but not the warm-up that was chosen with that number.
+    changes_epochs_only = (
+        EPOCHS in typed.entries and WARMUP not in typed.entries and (WARMUP not in recipe or EPOCHS in recipe)
+    )
+    resumed = values_of_run(given, all_settings=cfg is None, warmup=changes_epochs_only and cfg is not None)
+    known = given | resumed
     defaults = dict[str, Entry]()
-    # Whether the command line changes the number of epochs, but not the warm-up that was chosen with it
-    alone = EPOCHS in typed.entries and WARMUP not in typed.entries and (WARMUP not in recipe or EPOCHS in recipe)
-    of_run = values_of_run(given, all_settings=cfg is None, warmup=alone and cfg is not None)
-    known = given | of_run
     if type_of(given) != "vit" or not given.keys().isdisjoint(CHANGE_DEFAULTS):
         from utils.config.families import defaults_by
 
-        defaults, about = defaults_by(known)
-        lines += about
+        defaults, lines_about_defaults = defaults_by(known)
+        lines += lines_about_defaults
     config, sources = _checked(defaults | known, problems)
+
     loaded = Loaded(config, sources, tuple(lines))
-    if alone and WARMUP not in of_run:
+    if changes_epochs_only and WARMUP not in resumed:
         loaded = _with_warmup_in_proportion(loaded, defaults | recipe)
-    later = tuple(note + _of_family(loaded.sources, note) for note in notes(loaded.config, given))
-    return replace(loaded, notes=loaded.notes + later, warnings=tuple(warnings(loaded.config, loaded.sources)))
+    later_notes = tuple(note + _family_defaults_in(note, loaded.sources) for note in notes(loaded.config, given))
+    return replace(loaded, notes=loaded.notes + later_notes, warnings=tuple(warnings(loaded.config, loaded.sources)))
 
 
 def _take_unknown(layers: Iterable[Layer]) -> tuple[dict[str, Entry], list[str]]:
-    """Remove what is no setting. Returns what a user wrote of it, and a line for each run of an earlier version."""
-    unknown = dict[str, Entry]()
+    """Remove the entries that are no settings from all layers.
+
+    Returns those that a user wrote, which are errors, and for each run by an earlier version a line for the log that
+    lists its others.
+    """
+    users_entries = dict[str, Entry]()
     lines: list[str] = []
     for layer in layers:
-        gone = layer.take_unknown()
+        unknown = layer.take_unknown()
         if layer.kind is not Kind.RUN:
-            unknown |= gone
-        elif gone:
-            lines.append(without_words(layer.name, gone))
-    return unknown, lines
+            users_entries |= unknown
+        elif unknown:
+            lines.append(without_words(layer.name, unknown))
+    return users_entries, lines
 
 
 def _keep_own_settings(given: dict[str, Entry], layers: Sequence[Layer]) -> list[str]:
-    """Settings of own code stay where another layer names its files: -use FILE with -resume. Returns problems."""
-    own: dict[str, str] = {}
+    """Collect the settings of the user's own code from all layers into USE, and return problems.
+
+    USE lists code files and their settings (NAME.SETTING=VALUE). Without this, a layer that names files, such as -use
+    FILE with -resume, would remove the settings of weaker layers.
+    """
+    own_settings: dict[str, str] = {}
     for layer in layers:
-        named = layer.entries["USE"].value if "USE" in layer.entries else None
-        for one in list(as_names(named or ())) + layer.own_words:
-            if is_own_setting(one):
-                own[one.partition("=")[0].strip()] = one
+        use_value = layer.entries["USE"].value if "USE" in layer.entries else None
+        for word in list(as_names(use_value or ())) + layer.own_words:
+            if is_own_setting(word):
+                setting_name = word.partition("=")[0].strip()
+                own_settings[setting_name] = word
     use = given.get("USE")
-    words = layers[-1].own_words
-    if own and use is not None and use.value:
-        files = [one for one in as_names(use.value) if not is_own_setting(one)]
-        given["USE"] = Entry(files + list(own.values()), use.source)
-    elif own and words:
+    typed_words = layers[-1].own_words
+    if own_settings and use is not None and use.value:
+        files = [word for word in as_names(use.value) if not is_own_setting(word)]
+        given["USE"] = Entry(files + list(own_settings.values()), use.source)
+    elif own_settings and typed_words:
         from utils.foreign_flags import without_file
 
-        return [f"{layers[-1].name}: {without_file(words[0])}"]
+        return [f"{layers[-1].name}: {without_file(typed_words[0])}"]
     return []
 
 
-def _open_preprocessing(given: dict[str, Entry], files: Iterable[Layer]) -> None:
-    """Mark the preprocessing that a recipe of configs/ has for another model than the user's."""
-    recipe = merged(layer for layer in files if layer.kind is Kind.RECIPE)
+def _open_preprocessing(given: dict[str, Entry], file_layers: Iterable[Layer]) -> None:
+    """Mark the preprocessing of a recipe of configs/ if the user's model is another one, whose weights then decide."""
+    recipe = merged(layer for layer in file_layers if layer.kind is Kind.RECIPE)
     name = text_of(given, NAME)
-    of_recipe = text_of(recipe, NAME)
-    if name in ("", of_recipe):
+    recipe_name = text_of(recipe, NAME)
+    if name in ("", recipe_name):
         return
-    for_whom = of_recipe or "other models"
+    recipes_model = recipe_name or "other models"
     for key in PREPROCESSING:
         if key in given and given[key].source.kind is Kind.RECIPE:
-            source = Source(f"{given[key].source}, for {for_whom}", Kind.OTHER_MODEL)
+            source = Source(f"{given[key].source}, for {recipes_model}", Kind.OTHER_MODEL)
             given[key] = Entry(given[key].value, source)
 
 
-# A warm-up belongs to the number of epochs that it was chosen with. So epochs on the command line alone scale that of a
-# recipe, and leave that of a resumed run.
+# A warm-up belongs to the number of epochs that it was chosen with. So if the command line changes the number of epochs
+# alone, the warm-up of a recipe is scaled, and that of a resumed run stays.
 
 
-def _with_warmup_in_proportion(loaded: Loaded, below: Mapping[str, Entry]) -> Loaded:
-    """The warm-up as the same part of the epochs on the command line as of those `below` it."""
-    before = as_integer(below[EPOCHS].value if EPOCHS in below else default_of(EPOCHS))
-    now = loaded.config.TRAIN.NUM_EPOCHS
+def _with_warmup_in_proportion(loaded: Loaded, recipe: Mapping[str, Entry]) -> Loaded:
+    """Scale the warm-up so that it is the same fraction of the epochs on the command line as of the recipe's epochs.
+
+    recipe: the settings that the command line overrides
+    """
+    recipe_epochs = as_integer(recipe[EPOCHS].value if EPOCHS in recipe else default_of(EPOCHS))
+    epochs = loaded.config.TRAIN.NUM_EPOCHS
     warmup = loaded.config.TRAIN.WARMUP_EPOCHS
-    by = loaded.sources[EPOCHS]
-    # With auto, the warm-up is a fraction: of a run of one epoch.
-    length = 1 if folded(now) == AUTO else now
-    of = 1 if folded(before) == AUTO else before
-    if not (warmup and length and isinstance(of, int)) or of in (0, length):
+    epochs_source = loaded.sources[EPOCHS]
+    # If NUM_EPOCHS is auto, the warm-up is a fraction of the run, which is computed as a run of one epoch.
+    length = 1 if folded(epochs) == AUTO else epochs
+    recipe_length = 1 if folded(recipe_epochs) == AUTO else recipe_epochs
+    can_scale = warmup and length and isinstance(recipe_length, int)
+    if not can_scale or recipe_length in (0, length):
         return loaded
-    part = round(warmup * length / of, 6)
-    line = f"{WARMUP} {part:g}: the recipe's {warmup:g} of {before} epochs, in proportion to {EPOCHS} {now} ({by})"
-    return loaded.with_values({WARMUP: part}, f"{by}, in proportion", [line])
+    scaled = round(warmup * length / recipe_length, 6)
+    origin = f"the recipe's {warmup:g} of {recipe_epochs} epochs"
+    line = f"{WARMUP} {scaled:g}: {origin}, in proportion to {EPOCHS} {epochs} ({epochs_source})"
+    return loaded.with_values({WARMUP: scaled}, f"{epochs_source}, in proportion", [line])
 
 
 def config_of_run(folder: Path) -> Config:
+    """The settings in the config.yaml of a run's folder."""
     return load_config(str(folder / CONFIG)).config
 
 
 def config_of_weights(
     chosen: Chosen, flags: dict[str, tuple[Any, str]] | None = None, given: CommandLine | None = None
 ) -> Config:
-    """Those that trained these weights, overridden by `flags` and `given`: of a whole model, no adapters or shards."""
+    """Load the settings of the run that trained these weights, changed so that they describe the model itself.
+
+    Exported weights are those of a whole model: nothing is loaded, and there are no adapters or shards.
+
+    flags: dotted key -> (value, the flag that gave it), which overrides the run's settings
+    given: a command line, whose KEY=VALUE words override both
+    """
     values = {key: (value, f"{chosen.place}") for key, value in settings_of(chosen).items()}
     for key in ("MODEL.RESUME", "MODEL.PRETRAINED", "MODEL.LORA.RANK"):
         values[key] = (None, "")
@@ -223,16 +266,21 @@ def config_of_weights(
 
 
 def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config, dict[str, Source]]:
-    """The frozen settings and their sources. Raises a UserError with all problems."""
+    """Validate the settings; return them and the source of every setting, or raise a UserError with all problems.
+
+    problems: those that were found before. Conflicts are only looked for if there is no other problem.
+    """
     sources = {key: entries[key].source if key in entries else NOT_SET for key in settings()}
-    where = {key: "" if source == NOT_SET else f"{source}: " for key, source in sources.items()}
+    prefixes = {key: "" if source == NOT_SET else f"{source}: " for key, source in sources.items()}
     try:
         config = Config.model_validate(nested({key: entry.value for key, entry in entries.items()}))
     except ValidationError as error:
-        problems = problems + _invalid_values(error, entries, sources, where)
+        problems = problems + _invalid_values(error, entries, sources, prefixes)
     else:
         if not problems:
-            problems = [f"{where[key]}{key}: {text}{_of_family(sources, text)}" for key, text in conflicts(config)]
+            problems = [
+                f"{prefixes[key]}{key}: {text}{_family_defaults_in(text, sources)}" for key, text in conflicts(config)
+            ]
         if not problems:
             return config, sources
     if len(problems) == 1:
@@ -242,27 +290,28 @@ def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config,
 
 
 def _invalid_values(
-    error: ValidationError, entries: Mapping[str, Entry], sources: Mapping[str, Source], where: Mapping[str, str]
+    error: ValidationError, entries: Mapping[str, Entry], sources: Mapping[str, Source], prefixes: Mapping[str, str]
 ) -> list[str]:
+    """A line for each setting that pydantic rejects, with what is expected. `prefixes`: key -> 'source: ' or ''."""
     from utils.config.words import expected
 
-    found: dict[str | Source, str] = {}
+    lines: dict[str | Source, str] = {}
     for details in error.errors():
-        # The location may end with the branch of a union or an index of a list.
+        # The location is the key in parts. It may end with the branch of a union or an index of a list.
         parts = [str(part) for part in details["loc"]]
-        keys = [".".join(parts[:end]) for end in range(1, 5)]
-        key = next(key for key in keys if key in settings())
-        text = f"{where[key]}{key}: {expected(key, entries[key].value)}"
+        possible_keys = [".".join(parts[:end]) for end in range(1, 5)]
+        key = next(key for key in possible_keys if key in settings())
+        line = f"{prefixes[key]}{key}: {expected(key, entries[key].value)}"
         # A flag that sets two keys gets one line.
-        found.setdefault(sources[key] if sources[key].kind is Kind.FLAG else key, text)
-    return list(found.values())
+        lines.setdefault(sources[key] if sources[key].kind is Kind.FLAG else key, line)
+    return list(lines.values())
 
 
-def _of_family(sources: Mapping[str, Source], text: str) -> str:
-    """' (KEY: default (swin))' for settings in `text` that are a family's defaults."""
-    of_families = {key: source for key, source in sources.items() if source.kind is Kind.DEFAULT and source != NOT_SET}
-    named = [key for key in of_families if key in text]
-    return f" ({', '.join(named)}: {sources[named[0]]})" if named else ""
+def _family_defaults_in(text: str, sources: Mapping[str, Source]) -> str:
+    """' (KEY: default (swin))' if the text names a setting whose value is its family's default, else ''."""
+    family_keys = [key for key, source in sources.items() if source.kind is Kind.DEFAULT and source != NOT_SET]
+    named_keys = [key for key in family_keys if key in text]
+    return f" ({', '.join(named_keys)}: {sources[named_keys[0]]})" if named_keys else ""
 
 
 def to_yaml(config: Config) -> str:
@@ -272,24 +321,37 @@ def to_yaml(config: Config) -> str:
 
 def format_config(loaded: Loaded) -> str:
     """The settings as YAML with `# source` after each; the output of -print_config, without passwords of URLs."""
-    keys = iter(settings())  # each has a line; the others are the headings of sections
-    lines = [(redacted(line), "" if line.endswith(":") else next(keys)) for line in to_yaml(loaded.config).splitlines()]
-    width = max(len(line) for line, key in lines if key and len(line) <= 60)
-    return "".join(f"{line:<{width}}  # {loaded.sources[key]}\n" if key else f"{line}\n" for line, key in lines)
+    keys = iter(settings())
+    lines: list[tuple[str, str | None]] = []
+    for line in to_yaml(loaded.config).splitlines():
+        # The heading of a section ends with a colon and has no key. The other lines are in the order of the keys.
+        key = None if line.endswith(":") else next(keys)
+        lines.append((redacted(line), key))
+
+    # The sources are in one column, which lines of more than 60 characters may exceed.
+    width = max(len(line) for line, key in lines if key is not None and len(line) <= 60)
+    text = ""
+    for line, key in lines:
+        text += f"{line}\n" if key is None else f"{line:<{width}}  # {loaded.sources[key]}\n"
+    return text
 
 
 def differences(old: Config, new: Config) -> list[str]:
     """'TRAIN.BASE_LR: 0.003 -> 0.001' for each setting that differs."""
-    # -batch_size sets BATCH_SIZE_EVAL, too; null means the same.
-    follows = all(config.DATA.BATCH_SIZE_EVAL in (None, config.DATA.BATCH_SIZE) for config in (old, new))
-    found = []
-    here = os.getcwd()
+    # -batch_size also sets BATCH_SIZE_EVAL, and null means the same number. Then only BATCH_SIZE is listed.
+    is_same_in_eval = all(config.DATA.BATCH_SIZE_EVAL in (None, config.DATA.BATCH_SIZE) for config in (old, new))
+    lines = []
+    current_folder = os.getcwd()
     for key in settings():
-        before, now = (absolute(key, value_of(config, key), here) for config in (old, new))
-        same = before == now or (isinstance(now, str) and redacted(now) == before)  # a saved URL has no password
-        if not same and not (follows and key == "DATA.BATCH_SIZE_EVAL"):
-            found.append(f"{key}: {one_line(before)} -> {one_line(now)}")
-    return found
+        if key == "DATA.BATCH_SIZE_EVAL" and is_same_in_eval:
+            continue
+        old_value = absolute(key, value_of(old, key), current_folder)
+        new_value = absolute(key, value_of(new, key), current_folder)
+        # Passwords are removed from a URL when it is saved.
+        is_same_url = isinstance(new_value, str) and redacted(new_value) == old_value
+        if old_value != new_value and not is_same_url:
+            lines.append(f"{key}: {one_line(old_value)} -> {one_line(new_value)}")
+    return lines
 
 
 def config_hash(config: Config) -> str:

@@ -62,7 +62,7 @@ class LoraConfig(Section):
 
     @property
     def factor(self) -> float:
-        """What the product of the adapters' matrices is multiplied by."""
+        """The number by which the product of the adapters' matrices is multiplied."""
         return 1.0 if self.ALPHA is None or self.RANK is None else self.ALPHA / self.RANK
 
 

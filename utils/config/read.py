@@ -24,7 +24,7 @@ from vitamp.files import only_regular
 
 
 class Kind(Enum):
-    """What gives a setting its value."""
+    """The kind of place from which a setting comes."""
 
     DEFAULT = "the schema, or the model's family"
     RECIPE = "a file of configs/"
@@ -54,7 +54,7 @@ class Source(str):
 
     @property
     def is_open(self) -> bool:
-        """Whether the weights' own value counts instead."""
+        """Whether the value gives way to the value that pretrained weights were trained with."""
         return self.kind in (Kind.DEFAULT, Kind.OTHER_MODEL)
 
 
@@ -71,11 +71,12 @@ TYPE = "MODEL.TYPE"
 
 
 def text_of(given: Mapping[str, Entry], key: str, default: str = "") -> str:
-    """A value in small letters."""
+    """The value of a setting as text in lower case; `default` if the setting is not given."""
     return str(given[key].value).strip().casefold() if key in given else default
 
 
 def type_of(given: Mapping[str, Entry]) -> str:
+    """MODEL.TYPE in lower case; vit if it is not given."""
     return text_of(given, TYPE, "vit")
 
 
@@ -86,35 +87,42 @@ class Layer:
     name: str
     kind: Kind
     entries: dict[str, Entry] = field(default_factory=dict)
-    """By dotted key; also keys that are none of ours"""
+    """Dotted key -> entry; some keys may be no settings."""
     problems: list[str] = field(default_factory=list)
     own_words: list[str] = field(default_factory=list)
-    """NAME.SETTING=VALUE of own code, beside those in USE"""
+    """Settings of the user's own code as NAME.SETTING=VALUE, besides those in USE."""
 
     def take_unknown(self) -> dict[str, Entry]:
-        """Remove what is no setting: of a run by an earlier version, what is gone, or was a section."""
-        gone: dict[str, Entry] = {}
+        """Remove and return the entries that are no settings.
+
+        In the config.yaml of a run by an earlier version, these include settings that were a section then.
+        """
+        unknown: dict[str, Entry] = {}
         for key, entry in list(self.entries.items()):
             was_section = self.kind is Kind.RUN and entry.value == {}
             if key not in settings() or was_section:
-                gone[key] = self.entries.pop(key)
-        return gone
+                unknown[key] = self.entries.pop(key)
+        return unknown
 
     def set(self, key: str, value: Any, source: Source) -> None:
-        """Set a value. `AMP: true` turns the section on; no other section takes a value, and empty sets nothing."""
-        key = canonical(key)
-        if key in sections():
+        """Set a value, under our key for `key`; a second, different value is added to `problems`.
+
+        The value of a section is a problem, too. But `AMP: true` turns AMP on, and an empty section sets nothing.
+        """
+        our_key = canonical(key)
+        if our_key in sections():
             if not value or is_no_value(value):
                 return
-            if key != "AMP" or not isinstance(value, str):
-                inside = ", ".join(k.rpartition(".")[2] for k in settings() if k.rpartition(".")[0] == key)
-                self.problems.append(f"{source}: {key} is a section, not a setting. Its keys: {inside}.")
+            if our_key != "AMP" or not isinstance(value, str):
+                keys = [k.rpartition(".")[2] for k in settings() if k.rpartition(".")[0] == our_key]
+                problem = f"{our_key} is a section, not a setting. Its keys: {', '.join(keys)}."
+                self.problems.append(f"{source}: {problem}")
                 return
-            key = "AMP.ENABLED"
-        before = self.entries.get(key)
-        if before is not None and before.value != value:
-            self.problems.append(f"{source}: {key} is set twice: {before.source} has another value")
-        self.entries[key] = Entry(value, source)
+            our_key = "AMP.ENABLED"
+        earlier = self.entries.get(our_key)
+        if earlier is not None and earlier.value != value:
+            self.problems.append(f"{source}: {our_key} is set twice: {earlier.source} has another value")
+        self.entries[our_key] = Entry(value, source)
 
 
 def merged(layers: Iterable[Layer]) -> dict[str, Entry]:
@@ -126,40 +134,50 @@ def merged(layers: Iterable[Layer]) -> dict[str, Entry]:
 
 
 def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
-    """The layers of -cfg, a file or the name of a recipe that comes with vitamp, and lines for the log."""
+    """Read -cfg, a file or the name of a recipe that comes with vitamp; return its layers and lines for the log."""
     if cfg is None:
         return [], []
     path = Path(cfg)
     if path.is_file():
         return read_files(cfg), []
-    # Files that begin with an underscore are parts of others.
-    shipped = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
-    if cfg in shipped:
-        file = as_seen(shipped[cfg])
+
+    # Files that begin with an underscore are only for the BASE lists of others.
+    recipes = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
+    if cfg in recipes:
+        file = as_seen(recipes[cfg])
         return read_files(str(file)), [f"-cfg {cfg}: {file}, a recipe that comes with vitamp"]
-    if not path.exists() and path.suffix in (".yaml", ".yml") and path.stem in shipped:
+    if not path.exists() and path.suffix in (".yaml", ".yml") and path.stem in recipes:
         raise UserError(f"{cfg}: no such file. Did you mean -cfg {path.stem}, a recipe that comes with vitamp?")
-    if not path.exists() and path.name == cfg and not path.suffix:
-        similar = difflib.get_close_matches(cfg, shipped)
+    is_word = path.name == cfg and not path.suffix  # so it was meant as the name of a recipe
+    if not path.exists() and is_word:
+        similar = difflib.get_close_matches(cfg, recipes)
         suggestion = f" Did you mean {either(similar)}?" if similar else ""
         where = f"The recipes are in {as_seen(ROOT / 'configs')}; {as_seen(ROOT / 'docs/recipes.md')} describes them."
         raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {where}")
     return read_files(cfg), []
 
 
-def _similar_file(path: Path) -> str:
-    """' Did you mean configs/x.yaml?' for a file that cannot be read; '' if it exists, or no name is close."""
-    if path.exists() or not path.parent.is_dir():
-        return "" if path.exists() else f" The folder {path.parent} does not exist either."
+def _advice_on_missing(path: Path) -> str:
+    """A sentence about a file that cannot be read, such as ' Did you mean configs/x.yaml?'.
+
+    '' if the file exists, or if no file beside it has a similar name.
+    """
+    if path.exists():
+        return ""
+    if not path.parent.is_dir():
+        return f" The folder {path.parent} does not exist either."
     files = {entry.stem: entry.name for entry in path.parent.iterdir()}
     match = closest(path.stem, files)
     return f" Did you mean {path.parent / files[match]}?" if match else ""
 
 
-def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of the file's BASE files and of the file itself; later ones override earlier ones."""
+def read_files(name: str, extended_by: tuple[Path, ...] = ()) -> list[Layer]:
+    """Read a YAML file and its BASE files; return their layers, of which later ones override earlier ones.
+
+    extended_by: the files whose BASE lists led to this one, to find a circle
+    """
     path = Path(name)
-    if path.resolve() in above:
+    if path.resolve() in extended_by:
         raise UserError(f"{name}: BASE leads back to this file; remove it from one of the BASE lists")
     if is_config_of_run(path):
         kind = Kind.RUN
@@ -169,15 +187,16 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
         kind = Kind.FILE
     layer = Layer(name, kind)
     root = _compose(name)
-    start = start_of(path.parent) if kind is Kind.RUN else ""
+    # Relative paths in a run's config.yaml begin in the folder in which the run was started.
+    start_folder = start_of(path.parent) if kind is Kind.RUN else ""
     if root is not None:
         for key, value, source in _leaves(root, "", layer):
-            layer.set(key, absolute(key, value, start), source)
-    given = layer.entries.pop("BASE", Entry((), NOT_SET)).value
+            layer.set(key, absolute(key, value, start_folder), source)
+    base_files = layer.entries.pop("BASE", Entry((), NOT_SET)).value
     layers = list[Layer]()
-    for base in as_names(given or ()):
-        if base:
-            layers += read_files(str(path.parent / str(base)), above + (path.resolve(),))
+    for base_file in as_names(base_files or ()):
+        if base_file:
+            layers += read_files(str(path.parent / str(base_file)), extended_by + (path.resolve(),))
     layers.append(layer)
     return layers
 
@@ -189,11 +208,11 @@ def _compose(name: str) -> yaml.MappingNode | None:
             # Composing creates no Python object, whatever tags the file contains.
             root = yaml.compose(stream, Loader=yaml.SafeLoader)
     except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror}.{_similar_file(Path(name))}") from None
+        raise UserError(f"{name} cannot be read: {error.strerror}.{_advice_on_missing(Path(name))}") from None
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        line_number = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         reason = error.problem or error.context
-        raise UserError(f"{name}{line}: not valid YAML: {reason}") from None
+        raise UserError(f"{name}{line_number}: not valid YAML: {reason}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{name}: not a YAML text file: {' '.join(str(error).split())}") from None
     if not isinstance(root, yaml.MappingNode | None):
@@ -206,62 +225,72 @@ DEEPEST = 3
 
 
 def _leaves(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple[str, Any, Source]]:
-    """(dotted key, value, source) of each setting in a mapping."""
-    for name, value in node.value:
-        source = Source(f"{layer.name}:{name.start_mark.line + 1}", layer.kind)
-        if not isinstance(name, yaml.ScalarNode) or name.tag.endswith(":merge"):
+    """Yield (dotted key, value, source) of each setting in a mapping and its sections.
+
+    prefix: what dotted keys begin with, such as `MODEL.`
+    layer: the layer of the file, to which problems are added
+    """
+    for key_node, value_node in node.value:
+        source = Source(f"{layer.name}:{key_node.start_mark.line + 1}", layer.kind)
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
             # Nested merges let a small file fill the memory.
             layer.problems.append(f"{source}: a key must be a plain word; instead of `<<`, build on files with BASE")
             continue
-        key = prefix + name.value
-        # Other programs' models have sections in MODEL. Deeper ones, or elsewhere, would let a small file fill the
-        # memory, too.
-        if isinstance(value, yaml.MappingNode) and (
-            canonical(key) in sections() or (key.startswith("MODEL.") and key.count(".") < 3)
-        ):
-            yield from _leaves(value, f"{key}.", layer)
+        key = prefix + key_node.value
+        # Other programs' models have sections in MODEL. Sections that are deeper, or elsewhere, are not read, because
+        # they would let a small file fill the memory, too.
+        may_be_section = canonical(key) in sections() or (key.startswith("MODEL.") and key.count(".") < 3)
+        if isinstance(value_node, yaml.MappingNode) and may_be_section:
+            yield from _leaves(value_node, f"{key}.", layer)
         else:
-            yield key, _plain(value), source
+            yield key, _plain(value_node), source
 
 
 def _plain(node: yaml.Node) -> Any:
-    """The value as text, None, or a list of texts and lists."""
+    """The value of a node as text, None, or a list of texts and lists; a mapping is {}, which is no valid value."""
     if isinstance(node, yaml.MappingNode):
         return {}
     return None if node.tag.endswith(":null") else _text_of(node, DEEPEST)
 
 
 def _text_of(node: yaml.Node, depth: int) -> Any:
-    if isinstance(node, yaml.SequenceNode) and depth:
+    """A node as text, or as a list of texts and lists; lists that are more than `depth` deep are empty."""
+    if isinstance(node, yaml.SequenceNode) and depth > 0:
         return [_text_of(item, depth - 1) for item in node.value]
     return node.value if isinstance(node, yaml.ScalarNode) else []
 
 
 def read_typed(flags: Mapping[str, tuple[Any, str]], words: Mapping[str, str]) -> Layer:
-    """The layer of the command line. Each KEY=VALUE word is a YAML scalar or list, whose text is kept as written."""
+    """Read the command line into a layer; KEY=VALUE words override flags.
+
+    flags: dotted key -> (value, the flag that gave it, or a Source)
+    words: dotted key -> the text after `=`: a YAML scalar or list, whose items stay text
+    """
     layer = Layer("command line", Kind.WORD)
-    by = Source(layer.name, layer.kind)
-    for key, raw in words.items():
+    source = Source(layer.name, layer.kind)
+    for key, text in words.items():
         if not key.isupper():
-            layer.own_words.append(f"{key}={raw}")
+            layer.own_words.append(f"{key}={text}")
             continue
         field = settings().get(canonical(key))
         try:
-            node = yaml.compose(raw, Loader=yaml.SafeLoader)
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, RecursionError):
             node = None
-        value: Any = raw.strip()
-        if isinstance(node, yaml.SequenceNode) and (field is None or field.annotation not in (str, str | None)):
+        value: Any = text.strip()
+        takes_list = field is None or field.annotation not in (str, str | None)
+        if isinstance(node, yaml.SequenceNode) and takes_list:
             value = _plain(node)
-        elif isinstance(node, yaml.ScalarNode) and node.style:  # without its quotes
+        elif isinstance(node, yaml.ScalarNode) and node.style:  # a text in quotes, which are left out
             value = node.value
         if key == "BASE":
             layer.problems.append(f"{layer.name}: BASE belongs in a YAML file")
         else:
-            layer.set(key, value, by)
-    of_flags = {
-        key: Entry(value, name if isinstance(name, Source) else Source(name, Kind.FLAG))
-        for key, (value, name) in flags.items()
-    }
-    layer.entries = of_flags | layer.entries
+            layer.set(key, value, source)
+
+    flag_entries: dict[str, Entry] = {}
+    for key, (value, flag) in flags.items():
+        flag_source = flag if isinstance(flag, Source) else Source(flag, Kind.FLAG)
+        flag_entries[key] = Entry(value, flag_source)
+    layer.entries = flag_entries | layer.entries
     return layer

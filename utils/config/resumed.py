@@ -1,4 +1,4 @@
-"""What -resume names, the folder that a run writes to, and what is read of a run's saved settings."""
+"""Finds the run or checkpoint that -resume names and the folder to write to, and reads a run's saved settings."""
 
 from __future__ import annotations
 
@@ -37,16 +37,20 @@ if TYPE_CHECKING:
     from vitamp.weights import Chosen
 
 FROM_WEIGHTS = deciding("input", "weights")
-"""Settings that a new run takes from its pretrained weights, and a resumed one from itself, if they are not set."""
+"""Settings that a new run takes from its pretrained weights, and a resumed run from its past, if they are not set."""
 
 
 def known_settings(saved: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """The saved settings of a run that this version has; a run of an earlier version may have others."""
-    gone = [key for key in saved if key not in settings()]
-    if gone:
-        warn_once(without_words(where, gone), logging.INFO)
-    start = start_of(run_folder_of(where))
-    return {key: absolute(key, value, start) for key, value in saved.items() if key in settings()}
+    """Return the saved settings of a run that this version still has, with absolute paths; log the others.
+
+    saved: dotted key -> value
+    where: the checkpoint
+    """
+    gone_keys = [key for key in saved if key not in settings()]
+    if gone_keys:
+        warn_once(without_words(where, gone_keys), logging.INFO)
+    start_folder = start_of(run_folder_of(where))
+    return {key: absolute(key, value, start_folder) for key, value in saved.items() if key in settings()}
 
 
 def settings_of(chosen: Chosen) -> dict[str, Any]:
@@ -61,10 +65,11 @@ def without_words(where: object, gone: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """What -resume names: a run, or a checkpoint; with `auto` the run in -output, which may not have begun."""
+    """The run or checkpoint that -resume names; with `-resume auto`, the run in -output, which may not have begun."""
 
     place: Path
     auto: bool
+    """Whether this is `-resume auto`."""
 
     @property
     def folder(self) -> Path:
@@ -77,24 +82,32 @@ class Resume:
 
     @property
     def begins_anew(self) -> bool:
+        """Whether there is nothing to resume: `-resume auto` with a folder without checkpoints."""
         return self.auto and not checkpoints_in(self.place / CHECKPOINTS)
 
     def saved_settings(self) -> Mapping[str, Any]:
-        """Those of the checkpoint that is named, else of the run's config.yaml, else of its newest checkpoint."""
+        """The settings of the named checkpoint, else of the run's config.yaml, else of the run's newest checkpoint.
+
+        They are by dotted key, with absolute paths; empty if the checkpoint has none.
+        """
         values = unchecked_meta(self.folder).get("settings")
         if values is None and self.run is not None and (self.run / CONFIG).is_file():
-            values = {key: entry.value for key, entry in read_files(str(self.run / CONFIG))[-1].entries.items()}
+            config_layer = read_files(str(self.run / CONFIG))[-1]
+            values = {key: entry.value for key, entry in config_layer.entries.items()}
         elif values is None:
-            values = unchecked_meta(checkpoints_at(self.place)[-1]).get("settings")
-        start = start_of(self.run)
-        return {key: absolute(key, value, start) for key, value in (values or {}).items()}
+            newest_checkpoint = checkpoints_at(self.place)[-1]
+            values = unchecked_meta(newest_checkpoint).get("settings")
+        start_folder = start_of(self.run)
+        return {key: absolute(key, value, start_folder) for key, value in (values or {}).items()}
 
 
 def resume_of(values: Mapping[str, Any]) -> Resume | None:
-    """What settings by dotted key, checked or not, say to resume; None if nothing."""
+    """Find out what to resume from settings by dotted key, checked or not; None if there is nothing to resume."""
     auto = values.get("MODEL.RESUME") == AUTO
     place = values.get("OUTPUT" if auto else "MODEL.RESUME")
-    return Resume(located(Path(os.path.expanduser(place))), auto) if place and isinstance(place, str) else None
+    if not place or not isinstance(place, str):
+        return None
+    return Resume(located(Path(os.path.expanduser(place))), auto)
 
 
 def resumed_run(config: Config) -> Path | None:
@@ -106,63 +119,70 @@ def resumed_run(config: Config) -> Path | None:
 
 
 def target_folder(config: Config) -> str | None:
-    """-output; else, when resuming, the resumed run's folder; else None: a new folder in SAVE.
+    """The folder that the run writes to: -output, else the resumed run's folder; None for a new folder in SAVE.
 
     An evaluation never writes to the run that it evaluates: if OUTPUT names that run, it gets a new folder too.
     """
     output = config.OUTPUT
     resumed = resumed_run(config)
     if config.EVAL:
-        evaluated = output is not None and resumed is not None and Path(output).resolve() == resumed.resolve()
-        return None if evaluated else output
-    return output if output is not None or resumed is None else str(resumed)
+        is_evaluated_run = output is not None and resumed is not None and Path(output).resolve() == resumed.resolve()
+        return None if is_evaluated_run else output
+    if output is None and resumed is not None:
+        return str(resumed)
+    return output
 
 
 def written_before_restart(config: Config) -> bool:
-    """Whether torchrun has restarted the ranks (--max-restarts), and -output has a run that they wrote before.
+    """Whether torchrun has restarted the ranks (--max-restarts), and -output has a run of this job.
 
-    A run of an earlier job is older than torchrun's process.
+    A config.yaml that was written after torchrun's process began belongs to this job, not to an earlier one.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.OUTPUT is None or config.EVAL:
         return False
     from utils.distributed.watchdog import start_time_of
 
-    began = start_time_of(os.getppid())
-    file = Path(config.OUTPUT, CONFIG)
-    if began is None or not file.exists():
+    torchrun_start = start_time_of(os.getppid())  # in clock ticks since the machine booted
+    config_file = Path(config.OUTPUT, CONFIG)
+    if torchrun_start is None or not config_file.exists():
         return False
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / os.sysconf("SC_CLK_TCK")
-    return time.time() - file.stat().st_mtime < age
+    torchrun_age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(torchrun_start) / os.sysconf("SC_CLK_TCK")
+    return time.time() - config_file.stat().st_mtime < torchrun_age
 
 
 def values_of_run(given: Mapping[str, Entry], all_settings: bool, warmup: bool) -> dict[str, Entry]:
-    """The resumed run's data set, preprocessing and model, for settings that are open now.
+    """The resumed run's data set, preprocessing and model, for those of these settings that are not given now.
 
-    The data may have grown by a class since, and the weights may be gone. `all_settings`: also all others that are not
-    given. `warmup`: also its warm-up. Nothing, if the run's settings cannot be read, which loading reports later.
+    They are taken from the run, because the data may have grown by a class since, and the weights that the run began
+    with may be gone. The result is empty if the run's settings cannot be read: loading the checkpoint reports that.
+
+    all_settings: also take all other settings that are not given
+    warmup: also take the warm-up, even if it is given
     """
     resume = resume_of({key: entry.value for key, entry in given.items()})
-    if resume is None or resume.begins_anew:  # perhaps from other weights
+    if resume is None or resume.begins_anew:  # A run that begins anew may have other weights.
         return {}
     try:
-        known = {key: value for key, value in resume.saved_settings().items() if key in settings()}
-        saved = Config.model_validate(nested(known))
+        saved_values = {key: value for key, value in resume.saved_settings().items() if key in settings()}
+        saved = Config.model_validate(nested(saved_values))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return {}
-    if not known:
+    if not saved_values:
         return {}
+
     keys = [key for key in (DATASET, *FROM_WEIGHTS) if _is_open(given, key)]
     keys += [key for key in (*AUTO_BY_DATA, EPOCHS) if text_of(given, key) == AUTO]
     if warmup or EPOCHS in keys:
         keys.append(WARMUP)
     if all_settings:
-        keys += [key for key in known if key not in given and key != "USE"]  # code needs consent
+        # USE is left out: code of a run is executed only if the user agrees.
+        keys += [key for key in saved_values if key not in given and key != "USE"]
     else:
         keys = [key for key in keys if value_of(saved, key) != AUTO]
-    place = resume.run or resume.folder
-    source = Source(f"run in {place}", Kind.RUN)
+    source = Source(f"run in {resume.run or resume.folder}", Kind.RUN)
     return {key: Entry(value_of(saved, key), source) for key in keys}
 
 
 def _is_open(given: Mapping[str, Entry], key: str) -> bool:
+    """Whether the setting is not given, is given by a recipe for another model, or is given as none."""
     return key not in given or given[key].source.is_open or is_no_value(text_of(given, key))

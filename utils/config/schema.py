@@ -92,9 +92,9 @@ class DistConfig(Section):
 
     @property
     def group_timeout(self) -> timedelta:
-        """Time after which torch ends a collective: that of every group of the run, whose default is torch's own.
+        """Timeout of torch's collectives, for every process group of the run; torch's own default is not used.
 
-        A minute more than TIMEOUT, at which the watchdog names the rank to blame.
+        It is a minute more than TIMEOUT, so that the watchdog comes first, which names the rank to blame.
         """
         return timedelta(minutes=self.TIMEOUT + 1)
 
@@ -174,24 +174,29 @@ class Config(Section):
 
     @property
     def own_files(self) -> tuple[str, ...]:
-        return tuple(one for one in self.USE if not is_own_setting(one))
+        """The Python files in USE."""
+        return tuple(word for word in self.USE if not is_own_setting(word))
 
     @property
     def own_settings(self) -> tuple[str, ...]:
-        """NAME.SETTING=VALUE of what the files register."""
-        return tuple(one for one in self.USE if is_own_setting(one))
+        """The settings in USE, as NAME.SETTING=VALUE, of what the Python files register."""
+        return tuple(word for word in self.USE if is_own_setting(word))
 
     def wants(self, name: str) -> bool | None:
-        """Whether SPEED forces a way of computing (True) or leaves it out (False); None: it is chosen."""
+        """Whether SPEED forces a way of computing (True) or leaves it out (False); None if the program chooses."""
         if f"+{name}" in self.SPEED:
             return True
-        return False if f"-{name}" in self.SPEED or "plain" in self.SPEED else None
+        if f"-{name}" in self.SPEED or "plain" in self.SPEED:
+            return False
+        return None
 
     @property
     def attention(self) -> str:
-        """The kernel of attention that SPEED forces, or auto. Without `fused`, it is plain."""
-        forced = [kind for kind in ATTENTION if self.wants(kind)]
-        return forced[0] if forced else "plain" if self.wants("fused") is False else "auto"
+        """The kernel of attention that SPEED forces; plain if it leaves `fused` out; else auto."""
+        for kernel in ATTENTION:
+            if self.wants(kernel):
+                return kernel
+        return "plain" if self.wants("fused") is False else "auto"
 
     @property
     def trackers(self) -> dict[str, str]:
@@ -206,18 +211,19 @@ class Config(Section):
     @property
     def freezes_backbone(self) -> bool:
         """Whether only a classifier is trained, on one device or by DDP."""
-        frozen = "backbone" in self.MODEL.FREEZE and not self.MODEL.MAE_PRETRAIN and not self.EVAL
-        return frozen and self.TRAIN.DISTILLATION_TYPE is None and self.DIST.STRATEGY == "ddp"
+        is_frozen = "backbone" in self.MODEL.FREEZE and not self.MODEL.MAE_PRETRAIN and not self.EVAL
+        return is_frozen and self.TRAIN.DISTILLATION_TYPE is None and self.DIST.STRATEGY == "ddp"
 
     @property
     def trains_on_features(self) -> bool:
         """Whether a frozen backbone sees the same images in each epoch, so that its features are computed once."""
         data = self.DATA
         train = self.TRAIN
-        moved = data.CROP != "none" or data.FLIP or data.VERTICAL_FLIP or data.has_affine
-        changed = moved or train.single_image_keys or train.TOKEN_DROP or train.SIZE_SCHEDULE or self.MODEL.DROPOUT
-        changed = changed or train.mixes or train.RANDOM_ERASE_PROB
-        return self.freezes_backbone and (train.NUM_EPOCHS == 0 or not changed)
+        moves_pixels = data.CROP != "none" or data.FLIP or data.VERTICAL_FLIP or data.has_affine
+        changes_images = moves_pixels or train.single_image_keys or train.mixes or train.RANDOM_ERASE_PROB
+        changes_features = train.TOKEN_DROP or train.SIZE_SCHEDULE or self.MODEL.DROPOUT
+        is_same_each_epoch = not changes_images and not changes_features
+        return self.freezes_backbone and (train.NUM_EPOCHS == 0 or is_same_each_epoch)
 
     @property
     def measures_knn(self) -> bool:

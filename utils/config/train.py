@@ -103,6 +103,8 @@ DEFAULT_MOMENTUM = 0.9
 
 
 class OptimizerConfig(Section):
+    """The optimiser and its numbers besides the learning rate."""
+
     NAME: str = setting("AdamW", "An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, Muon, ...")
     EPS: AboveZero | None = setting(None, "eps of Adam and its relatives; null: the optimiser's default.", _NOT_SGD)
     BETAS: Betas | None = setting(None, "betas of Adam and its relatives; null: the optimiser's default.", _NOT_SGD)
@@ -117,8 +119,8 @@ class OptimizerConfig(Section):
 
     def arguments(self) -> dict[str, Any]:
         """EPS and BETAS, if set, as keyword arguments of torch's optimisers."""
-        both = {"betas": self.BETAS, "eps": self.EPS}
-        return {name: value for name, value in both.items() if value is not None}
+        arguments = {"betas": self.BETAS, "eps": self.EPS}
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
 WSD_DECAY = 0.2
@@ -259,18 +261,24 @@ class TrainConfig(Section):
     )
 
     def spanning(self, epochs: int) -> TrainConfig:
-        """These settings with a number of epochs in place of NUM_EPOCHS auto."""
+        """These settings with a number of epochs in place of NUM_EPOCHS auto; unchanged if it is not auto.
+
+        The warm-up, which is a fraction of the run with auto, becomes a number of epochs.
+        """
         if self.NUM_EPOCHS != AUTO:
             return self
         warmup = round(self.WARMUP_EPOCHS * epochs, 6)
         return self.changed(NUM_EPOCHS=epochs, WARMUP_EPOCHS=warmup)
 
-    def size_in(self, epoch: int, full: ImageSize) -> ImageSize:
-        """The size of training images in an epoch; `full` without a schedule, and in the last epoch."""
+    def size_in(self, epoch: int, full_size: ImageSize) -> ImageSize:
+        """The size of training images in an epoch, which counts from 1.
+
+        full_size: IMAGE_SIZE, which is the result without a SIZE_SCHEDULE, and in the last epoch
+        """
         if epoch >= self.NUM_EPOCHS:
-            return full
-        sizes = [size for start, size in self.SIZE_SCHEDULE if epoch - 1 >= self.epochs_before(start)]
-        return sizes[-1] if sizes else full
+            return full_size
+        begun_sizes = [size for start, size in self.SIZE_SCHEDULE if epoch - 1 >= self.epochs_before(start)]
+        return begun_sizes[-1] if begun_sizes else full_size
 
     def drops_tokens_in(self, epoch: int) -> bool:
         return self.TOKEN_DROP > 0 and epoch <= self.NUM_EPOCHS - self.TOKEN_DROP_TAIL
@@ -282,7 +290,9 @@ class TrainConfig(Section):
     @property
     def epochs_of_schedule(self) -> int:
         """NUM_EPOCHS without COOLDOWN_EPOCHS, which a schedule in steps does not have."""
-        return self.NUM_EPOCHS - (0 if "step" in self.LR_SCHEDULER.NAME else self.COOLDOWN_EPOCHS)
+        if "step" in self.LR_SCHEDULER.NAME:
+            return self.NUM_EPOCHS
+        return self.NUM_EPOCHS - self.COOLDOWN_EPOCHS
 
     @property
     def epochs_before_decay(self) -> float:

@@ -1,6 +1,6 @@
-"""What errors, notes and the reference say about settings: types in words, rules as sentences, suggestions.
+"""Words errors, notes and docs/config.md about settings: their types, rules as sentences, and suggestions.
 
-It is imported where there is something to say.
+It is imported only when there is something to report.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,18 @@ from utils.log import IN_LINE
 
 @cache
 def _properties() -> dict[str, dict[str, Any]]:
-    """The JSON schema of every setting."""
+    """The JSON schema of every setting, by dotted key."""
     schema = Config.model_json_schema()
-    found = {}
+    schemas = {}
     for key in settings():
+        # Follow the key from the outermost section: each section refers to its schema in $defs by name.
         entry: dict[str, Any] = {"$ref": "Config"}
         for name in key.split("."):
-            model = schema["$defs"].get(entry["$ref"].rpartition("/")[2], schema)
-            entry = model["properties"][name]
-        found[key] = entry
-    return found
+            section_name = entry["$ref"].rpartition("/")[2]
+            section_schema = schema["$defs"].get(section_name, schema)
+            entry = section_schema["properties"][name]
+        schemas[key] = entry
+    return schemas
 
 
 def allowed(key: str) -> str:
@@ -36,44 +38,52 @@ def allowed(key: str) -> str:
 
 
 def choices(key: str) -> list[str]:
-    """The words that a setting allows, if it allows only some."""
-    entry = _properties()[key]
+    """The words that a setting allows; empty if it allows other values than words."""
+    schema = _properties()[key]
     words: list[str] = []
-    for kind in entry.get("anyOf", [entry]):
-        words += _words(kind)
+    for branch in schema.get("anyOf", [schema]):
+        words += _words(branch)
     return words
 
 
-def _words(kind: dict[str, Any]) -> list[str]:
-    if "enum" in kind:
-        return [str(word) for word in kind["enum"]]
-    return [str(kind["const"])] if "const" in kind else []
+def _words(schema: dict[str, Any]) -> list[str]:
+    """The words that a JSON schema allows; empty if it allows other values than words."""
+    if "enum" in schema:
+        return [str(word) for word in schema["enum"]]
+    if "const" in schema:
+        return [str(schema["const"])]
+    return []
 
 
-def _kinds(entry: dict[str, Any]) -> list[str]:
-    if "anyOf" in entry:
+def _kinds(schema: dict[str, Any]) -> list[str]:
+    """What a JSON schema allows, in words: ["whole number >= 1", "null"]."""
+    if "anyOf" in schema:
         kinds: list[str] = []
-        for part in entry["anyOf"]:
-            description = part.get("description")  # in words, of a kind that has one
-            kinds += [description] if description and "anyOf" not in part else _kinds(part)
+        for branch in schema["anyOf"]:
+            description = branch.get("description")
+            if description and "anyOf" not in branch:
+                kinds.append(description)
+            else:
+                kinds += _kinds(branch)
         return kinds
-    words = _words(entry)
+    words = _words(schema)
     if words:
         return words
-    kind = entry["type"]
-    if kind == "boolean":
+    json_type = schema["type"]
+    if json_type == "boolean":
         return ["true", "false"]
-    if kind == "array":
-        return [f"list of {_items(entry)}"]
+    if json_type == "array":
+        return [f"list of {_items(schema)}"]
     names = {"integer": "whole number", "number": "number", "string": "text", "null": "null"}
-    return [names[kind] + _limits(entry)]
+    return [names[json_type] + _limits(schema)]
 
 
-def _items(entry: dict[str, Any]) -> str:
-    if "prefixItems" in entry:
-        limits = {_limits(item) for item in entry["prefixItems"]}
+def _items(schema: dict[str, Any]) -> str:
+    """The items of an array in words: 'numbers >= 0'."""
+    if "prefixItems" in schema:
+        limits = {_limits(item) for item in schema["prefixItems"]}
         return "two numbers" + (limits.pop() if len(limits) == 1 else "")
-    item = entry["items"]
+    item = schema["items"]
     if item["type"] == "array":
         return f"lists of {_items(item)}"
     words = _words(item)
@@ -83,37 +93,44 @@ def _items(entry: dict[str, Any]) -> str:
     return names[item["type"]] + _limits(item)
 
 
-def _limits(entry: dict[str, Any]) -> str:
+def _limits(schema: dict[str, Any]) -> str:
+    """The limits of a number or text, with a blank before: ' >= 0 and < 1'; '' without limits."""
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {entry[name]:g}" for name, sign in signs.items() if name in entry]
-    if "maxLength" in entry:
-        limits.append(f"of at most {entry['maxLength']} characters")
+    limits = [f"{sign} {schema[name]:g}" for name, sign in signs.items() if name in schema]
+    if "maxLength" in schema:
+        limits.append(f"of at most {schema['maxLength']} characters")
     return " " + " and ".join(limits) if limits else ""
 
 
-def suggest(key: str, theirs: str = "") -> str:
+def suggest(key: str, translation: str = "") -> str:
     """' Did you mean DATA.BATCH_SIZE?' for an unknown key, searched in all sections; '' if none is close.
 
-    `theirs`: our key for this one of another program, which counts more than a similar spelling.
+    translation: our key for a key of another program, which counts more than a similar spelling; '' if unknown
     """
-    known = settings() | sections()
+    all_keys = settings() | sections()
     name = key.rpartition(".")[2].upper()
-    same_name = [k for k in known if k.rpartition(".")[2] == name]
+
+    # A key of the same name may be in another section. The one in the outermost section is the most likely.
+    same_name = [k for k in all_keys if k.rpartition(".")[2] == name]
     if same_name:
         fewest_dots = min(k.count(".") for k in same_name)
         return f" Did you mean {either([k for k in same_name if k.count('.') == fewest_dots])}?"
+
+    # In its own section, a key may have a longer name.
     section = canonical(key).rpartition(".")[0]
-    inside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    ending = [k for k in inside.values() if k.endswith(f"_{name}")]
-    if ending:
-        return f" Did you mean {either(ending)}?"
-    similar = inside.get(closest(name, inside) or "") or closest(key, known)
-    anywhere = {k.rpartition(".")[2]: k for k in known}
-    match = theirs or similar or anywhere.get(closest(name, anywhere) or "")
+    key_in_section = {k.rpartition(".")[2]: k for k in all_keys if k.rpartition(".")[0] == section}
+    longer_keys = [k for k in key_in_section.values() if k.endswith(f"_{name}")]
+    if longer_keys:
+        return f" Did you mean {either(longer_keys)}?"
+
+    similar_key = key_in_section.get(closest(name, key_in_section) or "") or closest(key, all_keys)
+    key_by_name = {k.rpartition(".")[2]: k for k in all_keys}
+    match = translation or similar_key or key_by_name.get(closest(name, key_by_name) or "")
     return f" Did you mean {match}?" if match else ""
 
 
 def expected(key: str, value: Any) -> str:
+    """Say what a setting takes, and that it got this value: 'expected whole number >= 1, got 0.'."""
     if value is None or is_no_value(value):
         return f"expected {allowed(key)}, got no value; leave the key out to get its default"
     suggestion = nearest(value, choices(key)) if isinstance(value, str) else ""
@@ -121,8 +138,11 @@ def expected(key: str, value: Any) -> str:
 
 
 def _source_text(value: Any) -> str:
-    """A value as its file or command line has it."""
-    text = f"[{', '.join(map(_source_text, value))}]" if isinstance(value, list) else str(value).translate(IN_LINE)
+    """A value as its file or command line has it, on one line of at most 300 characters."""
+    if isinstance(value, list):
+        text = f"[{', '.join(map(_source_text, value))}]"
+    else:
+        text = str(value).translate(IN_LINE)
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
@@ -137,37 +157,40 @@ def rule_in_words(rule: Rule) -> str:
 
 
 def rule_error(key: str, rule: Rule, read: Read) -> str:
+    """The error about a broken rule, without the key at its beginning."""
     value = one_line(read(key))
     if rule.wanted:
-        others = _conditions(rule.others)
-        do = rule.do or f"set {others[0]} too, or leave {key} out"
-        return f"{value} needs {either(others)}: {rule.why}; {do}"
-    do = rule.do or f"leave {key} out"
-    return f"{value} is not possible with {_met(rule, read)}: {rule.why}; {do}"
+        needed = _conditions(rule.others)
+        advice = rule.do or f"set {needed[0]} too, or leave {key} out"
+        return f"{value} needs {either(needed)}: {rule.why}; {advice}"
+    advice = rule.do or f"leave {key} out"
+    return f"{value} is not possible with {_holding_conditions(rule, read)}: {rule.why}; {advice}"
 
 
 def rule_note(key: str, rule: Rule, read: Read) -> str:
+    """The line for the log about a setting that has no effect by a rule."""
     if not rule.wanted:
-        note = f"{key} has no effect with {_met(rule, read)}"
+        note = f"{key} has no effect with {_holding_conditions(rule, read)}"
         return f"{note}: {rule.why}" if rule.why else note
-    missed = []
-    for other in rule.others:
-        name, _, values = other.partition("=")
-        text = f"{name} is {one_line(read(name))}"
+    unmet = []
+    for condition in rule.others:
+        condition_key, _, values = condition.partition("=")
+        text = f"{condition_key} is {one_line(read(condition_key))}"
         if values:
             text += f", not {either(values.split('|'))}"
-        missed.append(text)
-    note = f"{key} has no effect: {' and '.join(missed)}"
+        unmet.append(text)
+    note = f"{key} has no effect: {' and '.join(unmet)}"
     return f"{note}; {rule.why}" if rule.why else note
 
 
 def size_problems(config: Config) -> Iterator[str]:
-    """What is wrong with the starts of a TRAIN.SIZE_SCHEDULE; engine/preflight.py checks its last size."""
+    """Yield problems of the starts in TRAIN.SIZE_SCHEDULE; engine/preflight.py checks its last size."""
     train = config.TRAIN.spanning(1)
     steps = train.SIZE_SCHEDULE
     epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
     starts = [train.epochs_before(start) for start, _ in steps]
-    if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= train.NUM_EPOCHS:
+    are_rising = all(start < next_start for start, next_start in pairwise(starts))
+    if starts[0] != 0 or not are_rising or starts[-1] >= train.NUM_EPOCHS:
         yield (
             f"{one_line(steps)}: the first start must be 0, and each later start above the previous one and below "
             f"{epochs}, as in [[0, 160], [0.75, 224]]; a start below 1 is a fraction of the run"
@@ -176,25 +199,28 @@ def size_problems(config: Config) -> Iterator[str]:
 
 def _conditions(texts: Sequence[str]) -> list[str]:
     """Conditions in words: DIST.STRATEGY=fsdp, TRAIN.LOSS=ce or bce, MODEL.RESUME other than auto."""
-    found = []
+    in_words = []
     for text in texts:
         key, sign, values = text.partition("=")
         if key.endswith("!"):
             key = key.rstrip("!")
             sign = " other than "
-        found.append(f"{key}{sign}{either(values.split('|'))}")
-    return found
+        in_words.append(f"{key}{sign}{either(values.split('|'))}")
+    return in_words
 
 
-def _met(rule: Rule, read: Read) -> str:
-    """The conditions that hold, with their values, but for TRAINING, which goes without saying."""
+def _holding_conditions(rule: Rule, read: Read) -> str:
+    """The conditions of a rule that hold, with the values of their settings: 'MODEL.FREEZE [backbone] and EVAL'.
+
+    A setting that is false or empty is left out, as EVAL is in the condition TRAINING, which goes without saying.
+    """
     conditions = list(rule.others)
     if rule.when:
         conditions.append(rule.when)
-    met = []
-    for text in conditions:
-        key = text.partition("=")[0].rstrip("!")
+    in_words = []
+    for condition in conditions:
+        key = condition.partition("=")[0].rstrip("!")
         value = read(key)
-        if value and holds(text, read):
-            met.append(key if value is True else f"{key} {one_line(value)}")
-    return " and ".join(met)
+        if value and holds(condition, read):
+            in_words.append(key if value is True else f"{key} {one_line(value)}")
+    return " and ".join(in_words)

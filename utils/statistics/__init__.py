@@ -1,1 +1,1 @@
-"""Intervals, tests and what groups of images do to them: functions of numbers and arrays, which all rooms use."""
+"""Confidence intervals and tests of metrics, also for images in groups. All other packages use these functions."""

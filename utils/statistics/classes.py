@@ -1,11 +1,13 @@
-"""Balanced accuracy and macro F1, means over classes: what each image adds to them, and their intervals (95 %).
+"""Intervals (95 %) of balanced accuracy and macro F1, which are means over classes, and the influence of each image.
 
-The intervals are Wilson's, with an effective number of images (`wilson_of_variance`) by the sum of the squared
-influences of the images. Which classes they are of is chance too: it changes macro F1, which depends on how frequent a
-class is. That is also biased where a class has few images; its interval is around the value without the bias. A
-bootstrap covers too rarely there: if all images of a class are right, it knows no other outcome.
+The intervals are Wilson's, with an effective number of images (`wilson_of_variance`). The variance of the metric is the
+sum of the squared influences of the images. In macro F1, this includes that other images would be of other classes,
+because F1 depends on how frequent a class is.
 
-Where images are in groups (DATA.GROUP), the variance is larger by one factor, the design effect of the influences.
+Macro F1 is biased if a class has few images; its interval is around the value without the bias. A bootstrap would
+contain the true value too rarely: if all images of a class are right, no sample of them has an error.
+
+If images are in groups (DATA.GROUP), the variance is multiplied by the design effect of the influences.
 """
 
 from __future__ import annotations
@@ -19,24 +21,31 @@ from utils.statistics.proportions import Interval, wilson_of_variance
 from vitamp.metrics import BALANCED, MACRO_F1
 
 ADDED = 2
-"""Images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
+"""Images that are added to each class for its variance, which is never 0 then (Agresti and Coull)."""
 MOST_SINGLE = 0.1
-"""Fraction of classes with a single image, above which too many others may have none for an interval"""
+"""There is no interval if more than this fraction of the classes has a single image: others may have none by chance."""
 FEWEST_OF_TWO = 4
-"""Of two classes, one with fewer images has too much weight for an interval of their mean"""
+"""With two classes, there is no interval if one has fewer images: each of them has too much weight in the mean."""
 WIDEST = 60
-"""Percentage points; an interval of macro F1 that is wider says nothing"""
+"""Percentage points; an interval of macro F1 that is wider is useless, and not returned."""
 
 
 class Counts(NamedTuple):
-    """Images of each class."""
+    """Numbers of images, each an array with one number per class."""
 
     right: np.ndarray
+    """Images of the class that are predicted as this class."""
     images: np.ndarray
+    """Images of the class."""
     predicted: np.ndarray
+    """Images of any class that are predicted as this class."""
 
     @classmethod
     def of(cls, labels: np.ndarray, guesses: np.ndarray, classes: int | None = None) -> Counts:
+        """Count the images of each class from the labels and predictions of all images.
+
+        classes: number of classes; None: up to the highest that occurs
+        """
         if classes is None:
             classes = int(max(labels.max(), guesses.max())) + 1
         return cls(
@@ -47,11 +56,12 @@ class Counts(NamedTuple):
 
     @property
     def of_either(self) -> np.ndarray:
-        """Images and predictions of the class."""
+        """Images of the class plus predictions of the class, the denominator of F1."""
         return self.images + self.predicted
 
     @property
     def f1(self) -> np.ndarray:
+        """F1 of each class; 0 for a class without images and predictions."""
         return 2 * self.right / np.maximum(self.of_either, 1)
 
     @property
@@ -61,7 +71,7 @@ class Counts(NamedTuple):
 
 
 def balanced_accuracy_by_image(labels: np.ndarray, guesses: np.ndarray) -> np.ndarray:
-    """What each image adds to it, in percent: their mean is the metric."""
+    """The contribution of each image to balanced accuracy in percent: the mean of the result is the metric."""
     counts = Counts.of(labels, guesses)
     recalls = counts.right / np.maximum(counts.images, 1)
     influence = ((labels == guesses) - recalls[labels]) / counts.images[labels]
@@ -69,90 +79,120 @@ def balanced_accuracy_by_image(labels: np.ndarray, guesses: np.ndarray) -> np.nd
 
 
 def macro_f1_by_image(labels: np.ndarray, guesses: np.ndarray) -> np.ndarray:
-    """What each image adds to it, in percent: their mean is the metric."""
+    """The contribution of each image to macro F1 in percent: the mean of the result is the metric."""
     counts = Counts.of(labels, guesses)
-    sizes = counts.of_either
+    denominators = counts.of_either
     f1 = counts.f1
-    pull = f1 / np.maximum(sizes, 1)  # of another image or prediction of the class
-    influence = np.where(labels == guesses, 2 / sizes[labels] - 2 * pull[labels], -pull[labels] - pull[guesses])
-    return _by_image(f1[sizes > 0], influence, labels, counts.images)
+    # One more image, or prediction, of a class lowers its F1 by this much.
+    loss = f1 / np.maximum(denominators, 1)
+    # A right image adds 2 to the numerator of its class. A mistake lowers the F1 of two classes.
+    if_right = 2 / denominators[labels] - 2 * loss[labels]
+    if_wrong = -loss[labels] - loss[guesses]
+    influence = np.where(labels == guesses, if_right, if_wrong)
+    return _by_image(f1[denominators > 0], influence, labels, counts.images)
 
 
-def _by_image(of_known: np.ndarray, influence: np.ndarray, labels: np.ndarray, images: np.ndarray) -> np.ndarray:
-    """`of_known`: the metric of each class that counts in the mean. `images`: of each class."""
-    influence *= np.sqrt(images / np.maximum(images - 1, 1))[labels]  # as an unbiased variance is larger
-    return 100 * (float(of_known.mean()) + len(labels) * influence / len(of_known))
+def _by_image(class_values: np.ndarray, influence: np.ndarray, labels: np.ndarray, images: np.ndarray) -> np.ndarray:
+    """Convert the influence of each image on its class to its contribution to the mean over classes, in percent.
+
+    class_values: the metric of each class that counts in the mean
+    influence: of each image; changed in place
+    images: number of images of each class
+    """
+    influence *= np.sqrt(images / np.maximum(images - 1, 1))[labels]  # This makes the variance unbiased.
+    return 100 * (float(class_values.mean()) + len(labels) * influence / len(class_values))
 
 
 def likely_recalls(right: np.ndarray, images: np.ndarray) -> np.ndarray:
-    """Recalls of the classes, with images added that are as often right as the mean class.
+    """Recalls of the classes, each with ADDED more images, which are as often right as those of the mean class.
 
-    If half of those added were right, errors of many classes would add up to an interval that is too wide.
+    If half of the added images were right, as Agresti and Coull assume, the errors of many classes would add up to an
+    interval that is too wide.
     """
-    usual = float((right / np.maximum(images, 1)).sum() + ADDED / 2) / (np.count_nonzero(images) + ADDED)
-    return (right + ADDED * usual) / (images + ADDED)
+    mean_recall = float((right / np.maximum(images, 1)).sum() + ADDED / 2) / (np.count_nonzero(images) + ADDED)
+    return (right + ADDED * mean_recall) / (images + ADDED)
 
 
 def balanced_accuracy_interval(
     labels: np.ndarray, guesses: np.ndarray, classes: int, groups: Groups = ()
 ) -> Interval | None:
+    """The interval of balanced accuracy in percent; None if one of two classes has too few images.
+
+    labels, guesses: label and prediction of each image
+    classes: number of classes
+    """
     counts = Counts.of(labels, guesses, classes)
     if counts.too_few:
         return None
     present = counts.images > 0
     images = counts.images[present]
     right = counts.right[present]
-    sure = likely_recalls(right, images)
-    variance = float((sure * (1 - sure) / images).sum()) / len(images) ** 2
+    recalls = likely_recalls(right, images)
+    variance = float((recalls * (1 - recalls) / images).sum()) / len(images) ** 2
     inflation = variance_inflation(balanced_accuracy_by_image(labels, guesses), groups)
     return wilson_of_variance(float((right / images).mean()), variance, int(images.sum()), inflation)
 
 
 def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int, groups: Groups = ()) -> Interval | None:
-    """The influence of an image depends on its class and on whether, or for which class, it is mistaken."""
+    """The interval of macro F1 in percent; None if images are too few, or the interval is wider than WIDEST.
+
+    The influence of an image on macro F1 depends on its class and on whether, and for which class, it is mistaken. See
+    `balanced_accuracy_interval` for the parameters.
+    """
     counts = Counts.of(labels, guesses, classes)
     if counts.too_few:
         return None
     right, images, _ = counts
-    classes_known = int((counts.of_either > 0).sum())
-    sizes = np.maximum(counts.of_either, 1)
+    classes_in_mean = int((counts.of_either > 0).sum())
+    denominators = np.maximum(counts.of_either, 1)
     f1 = counts.f1
-    pull = f1 / sizes / classes_known  # that another image or prediction of the class has on the mean
-    if_right = 2 / sizes / classes_known - 2 * pull
-    influence = np.where(labels == guesses, 0.0, -pull[labels] - pull[guesses])
+
+    # Variance of the mean: squared influences of right images, and of mistakes, as often as either is likely.
+    loss = f1 / denominators / classes_in_mean  # One more image, or prediction, of a class lowers the mean by this.
+    if_right = 2 / denominators / classes_in_mean - 2 * loss
+    if_wrong = np.where(labels == guesses, 0.0, -loss[labels] - loss[guesses])
     wrong = images - right
-    squares = np.bincount(labels, influence**2, minlength=classes) / np.maximum(wrong, 1)
-    sure = likely_recalls(right, images)
-    of_classes = images * (sure * if_right**2 + (1 - sure) * np.where(wrong > 0, squares, pull**2))
-    freedom = max(len(labels) - classes_known, 1)  # as an unbiased variance is larger
-    either = counts.of_either - right
-    # F1 is a concave function of right / either, so by its second order it is too low by:
-    bias = f1 * (1 - f1) / sizes * either / np.maximum(either - 1, 1)
-    found = unbiased_interval(
-        value=float(f1.sum()) / classes_known,
-        unbiased=float((f1 + bias).sum()) / classes_known,
-        variance=float(of_classes.sum()) * len(labels) / freedom,
+    wrong_squares = np.bincount(labels, if_wrong**2, minlength=classes) / np.maximum(wrong, 1)
+    recalls = likely_recalls(right, images)
+    variances = images * (recalls * if_right**2 + (1 - recalls) * np.where(wrong > 0, wrong_squares, loss**2))
+    freedom = max(len(labels) - classes_in_mean, 1)  # This makes the variance unbiased.
+
+    # F1 is a concave function of right / union. So, by its second order, it is too low by `bias`.
+    union = counts.of_either - right
+    bias = f1 * (1 - f1) / denominators * union / np.maximum(union - 1, 1)
+    interval = unbiased_interval(
+        value=float(f1.sum()) / classes_in_mean,
+        unbiased=float((f1 + bias).sum()) / classes_in_mean,
+        variance=float(variances.sum()) * len(labels) / freedom,
         most=len(labels),
         images=images[images > 0],
         inflation=variance_inflation(macro_f1_by_image(labels, guesses), groups),
     )
-    if found is None or found.high - found.low > WIDEST:
+    if interval is None or interval.high - interval.low > WIDEST:
         return None
-    return found
+    return interval
 
 
 def unbiased_interval(
     value: float, unbiased: float, variance: float, most: float, images: np.ndarray, inflation: float
 ) -> Interval | None:
-    """None where classes have too few `images`: the bias is uncertain, or puts the value outside the interval."""
-    found = wilson_of_variance(unbiased, variance, most, inflation)
-    uncertain = (images == 1).mean() > MOST_SINGLE
-    outside = 200 * abs(unbiased - value) > found.high - found.low
-    return None if uncertain or outside else found
+    """The interval of a biased metric, around its unbiased value; None if classes have too few images.
+
+    value, unbiased: the metric, and the metric without its bias, as fractions
+    most: largest effective number of images
+    images: number of images of each class
+    inflation: of `variance_inflation`
+    """
+    interval = wilson_of_variance(unbiased, variance, most, inflation)
+    is_bias_uncertain = (images == 1).mean() > MOST_SINGLE
+    # The bias, in percentage points, must be less than half the width, so that the interval contains the value.
+    bias = 100 * abs(unbiased - value)
+    is_value_outside = 2 * bias > interval.high - interval.low
+    return None if is_bias_uncertain or is_value_outside else interval
 
 
 BY_CLASS = {
     BALANCED: (balanced_accuracy_interval, balanced_accuracy_by_image),
     MACRO_F1: (macro_f1_interval, macro_f1_by_image),
 }
-"""Means over classes -> interval, and what each image adds to them"""
+"""Metric that is a mean over classes -> the function for its interval, and that for each image's contribution."""

@@ -32,7 +32,7 @@ def blamed(mine: dict[str, Any], *others: dict[str, Any]) -> str:
     watchdog = Watchdog.__new__(Watchdog)
     watchdog._names = [f"rank {rank} on node{rank}" for rank in range(len(others) + 1)]
     watchdog._timeout = 600
-    watchdog._mine = mine
+    watchdog._own_heartbeat = mine
     return watchdog._blame_for_hang(dict(enumerate(others, start=1)))
 
 
@@ -111,13 +111,13 @@ def test_watchdog_notices_a_killed_process_at_once(left: bool, monkeypatch: pyte
     store = HashStore()
     watchdog = Watchdog(store, World(0, 2, 0, 2, TORCHRUN), members(os.getpid(), child.pid), 600)
     try:
-        until(lambda: watchdog._mine["number"] > 1)
+        until(lambda: watchdog._own_heartbeat["number"] > 1)
         assert not decided, "while it lives"
         if left:
             store.set("heartbeat/1", '{"left": true}')
         child.kill()  # and not waited for: a zombie has died, too
-        checked = watchdog._mine["number"] + 2  # one check may have begun before
-        until(lambda: watchdog._mine["number"] > checked)
+        checked = watchdog._own_heartbeat["number"] + 2  # one check may have begun before
+        until(lambda: watchdog._own_heartbeat["number"] > checked)
         assert ("died without an error message" in " ".join(decided)) is not left
     finally:
         watchdog._stop()

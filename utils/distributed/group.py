@@ -1,7 +1,8 @@
-"""The ranks of a run find and check each other, form the process group, and leave it.
+"""Forms the process group of a run's ranks, after checking that they belong together, and leaves it.
 
-They meet in a store, which rank 0 or the launcher serves. There each describes itself, before a device communicates: a
-rank with other settings, or one that cannot take part, ends all ranks with one reason.
+The ranks find each other in torch's key-value store, which rank 0 or the launcher serves. There each rank describes
+itself before any device communicates. A rank with other settings, or one that cannot take part, ends all ranks, and all
+of them report the same reason.
 """
 
 # torch exports its stores for everybody; its type stubs call them private.
@@ -31,14 +32,15 @@ if TYPE_CHECKING:
     from utils.distributed.watchdog import Watchdog
 
 SECONDS_TO_REFUSE = 20
-"""How long a rank that fails before it joins tries to reach the others."""
+"""Time in which a rank that fails before it joins tries to reach the others."""
 SECONDS_TO_READ_REFUSAL = 5
 SECONDS_TO_LEAVE = 60
 SECONDS_TO_LEAVE_AFTER_ERROR = 5
 POLL = 0.02
+"""Seconds between two requests to the store while a rank waits."""
 POLL_PER_RANK = 0.001
-"""With many ranks, each asks rank 0 less often."""
-# All ranks raise these alike: no rank needs to report where it began.
+"""The same per rank: with many ranks, each sends fewer requests to rank 0."""
+# All ranks raise these errors alike, so that no rank needs to report them to the others.
 _RAISED_BY_ALL = (UserError, AllRanksError)
 
 watchdog: Watchdog | None = None
@@ -49,9 +51,10 @@ rank_name: str | None = None
 def join(
     world: World, dist: DistConfig, device: torch.device, member: dict[str, Any], settings: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Form the process group, and return every rank's `member`, by which a process describes itself.
+    """Form the process group, and return the descriptions of all ranks in their order.
 
-    `settings` must be those of rank 0.
+    member: the description of this process, such as rank, host, pid and versions
+    settings: dotted key -> value in words; a UserError unless they equal those of rank 0
     """
     global watchdog, rank_name
     import torch.distributed
@@ -75,31 +78,32 @@ def join(
 
 
 def refuse(world: World, error: Exception) -> bool:
-    """This rank has failed before it joined: end all ranks with its reason. False if rank 0, which prints it, is lost.
+    """End all ranks, because this rank has failed with an error before it joined; rank 0 prints the reason.
 
-    A UserError is then raised on all ranks.
+    Returns whether rank 0 has read the reason; if not, this rank must report its error itself. If the error is a
+    UserError and rank 0 has read it, it is raised as AllRanksUserError instead.
     """
     problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".partition("\n")[0]
-    me = name_of({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid()})
+    this_rank = name_of({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid()})
     try:
         store, _ = _open_store(world, datetime.timedelta(seconds=SECONDS_TO_REFUSE))
-        _end_all(store, world, f"{me}: {problem}", SECONDS_TO_REFUSE)
-        reached = store.check(["read by rank 0"])
+        _end_all(store, world, f"{this_rank}: {problem}", SECONDS_TO_REFUSE)
+        read_by_rank_0 = store.check(["read by rank 0"])
     except (UserError, RuntimeError):
         return False
-    if reached and isinstance(error, UserError):
+    if read_by_rank_0 and isinstance(error, UserError):
         raise AllRanksUserError(str(error)) from None
-    return reached
+    return read_by_rank_0
 
 
 def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
-    """The store, and its address."""
+    """Connect to the store, or serve it; return it and its address as host:port."""
     from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
 
     assert world.rendezvous is not None
     host, port = world.rendezvous
     try:
-        socket.getaddrinfo(host, None)  # torch would try again until the timeout
+        socket.getaddrinfo(host, None)  # For a host without an address, torch would try again until the timeout.
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UserError(
@@ -107,13 +111,16 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
             "be the machine of rank 0; check -host (MASTER_ADDR)."
         ) from None
     serves = world.first and not world.served
-    fd = None
-    # A rank that waits for others inside torch would run no handler of ours.
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    listener = None
+    # While a rank waits for others inside torch, Python runs no signal handler. With the default handlers, Ctrl-C and
+    # TERM end it at once.
+    old_handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        if serves and host in (LOOPBACK, "localhost"):  # torch itself would listen on every network
-            fd = socket.create_server((LOOPBACK, port)).detach()
-        store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=fd)
+        if serves and host in (LOOPBACK, "localhost"):  # torch itself would listen on every network.
+            listener = socket.create_server((LOOPBACK, port)).detach()
+        store = TCPStore(
+            host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
+        )
     except (DistNetworkError, DistStoreError, OSError) as error:
         if serves:
             why = str(error).partition("\n")[0].partition(" - ")[0].rstrip(". ")
@@ -126,38 +133,45 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
             "and that no firewall blocks the connection."
         ) from None
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    # Another job may have a port that follows from the same number. And torchrun keeps its store through restarts, with
-    # the keys of an earlier start. Rank 0's store is always new, and torchrun may count differently on each machine.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world.served else "0"
+    # The prefix of all keys has the job, because another job may use the same port. It also has the number of restarts
+    # by torchrun, whose store keeps the keys of earlier starts. A store of rank 0 is always new; there the number is
+    # left out, because torchrun may count differently on each machine.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world.served else "0"
     job = world.job or "run"
-    return PrefixStore(f"{job}-{start}", store), f"{host}:{port}"
+    return PrefixStore(f"{job}-{restarts}", store), f"{host}:{port}"
 
 
 def _gather(
     store: Store, world: World, member: dict[str, Any], settings: dict[str, str], timeout: datetime.timedelta
 ) -> list[dict[str, Any]]:
-    """Every rank's `member`, once all have described themselves. Any problem is raised on all ranks."""
-    end = time.monotonic() + timeout.total_seconds()
-    checked = False
+    """Wait until all ranks have described themselves, and return their descriptions; any problem ends all ranks.
+
+    member: the description of this rank
+    settings: the settings of this rank, which must be those of rank 0
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    compared_with_rank_0 = False
     problem = None
     try:
         if world.first:
             store.set("first", json.dumps({**member, "settings": settings}))
-        mine = json.dumps(member)
-        stored = store.compare_set(f"member/{world.rank}", "", mine).decode()
-        if stored != mine:
+        description = json.dumps(member)
+        # compare_set stores the description only if no process of this rank has stored one, and returns the stored one.
+        stored = store.compare_set(f"member/{world.rank}", "", description).decode()
+        if stored != description:
             both = f"{name_of(json.loads(stored))} and {name_of(member)}"
             problem = f"{both} are both rank {world.rank}; give each process its own rank."
-        while problem is None and (not checked or store.add("joined", 0) < world.size):
+
+        while problem is None and (not compared_with_rank_0 or store.add("joined", 0) < world.size):
             if store.check(["refused"]):
                 problem = store.get("refused").decode()
-            elif not checked and store.check(["first"]):
+            elif not compared_with_rank_0 and store.check(["first"]):
                 problem = _why_not_together(json.loads(store.get("first")), member, settings)
-                checked = True
-                store.add("joined", int(problem is None))
-            elif time.monotonic() > end:
+                compared_with_rank_0 = True
+                store.add("joined", 1 if problem is None else 0)
+            elif time.monotonic() > deadline:
                 problem = _who_is_missing(store, world, timeout)
             else:
                 time.sleep(max(POLL, POLL_PER_RANK * world.size))
@@ -172,6 +186,7 @@ def _gather(
 
 
 def _who_is_missing(store: Store, world: World, timeout: datetime.timedelta) -> str:
+    """The error that names the ranks that did not join in time."""
     missing = [rank for rank in range(world.size) if not store.check([f"member/{rank}"])]
     noun = "ranks" if len(missing) > 1 else "rank"
     return (
@@ -180,42 +195,54 @@ def _who_is_missing(store: Store, world: World, timeout: datetime.timedelta) -> 
     )
 
 
-def _why_not_together(first: dict[str, Any], member: dict[str, Any], settings: dict[str, str]) -> str | None:
-    """Why this rank cannot join rank 0; None if it can."""
-    if first["size"] != member["size"]:
+def _why_not_together(rank_0: dict[str, Any], member: dict[str, Any], settings: dict[str, str]) -> str | None:
+    """The error if this rank cannot join rank 0; None if it can.
+
+    rank_0: the description of rank 0, with its settings
+    member, settings: the description and the settings of this rank
+    """
+    if rank_0["size"] != member["size"]:
         return (
-            f"{name_of(member)} was started as one of {member['size']} processes, {name_of(first)} as one of "
-            f"{first['size']}; all ranks must be given the same number, by -world_size or the launcher."
+            f"{name_of(member)} was started as one of {member['size']} processes, {name_of(rank_0)} as one of "
+            f"{rank_0['size']}; all ranks must be given the same number, by -world_size or the launcher."
         )
     for package in ("vitamp", "torch"):
-        if first[package] != member[package]:
-            theirs = f"{package} {member[package]}"
-            ours = f"{package} {first[package]}"
-            return f"{name_of(member)} has {theirs}, {name_of(first)} has {ours}; install the same version."
-    different = [key for key in first["settings"] if first["settings"][key] != settings.get(key)]
-    if not different:
+        if rank_0[package] != member[package]:
+            version_here = f"{package} {member[package]}"
+            version_of_rank_0 = f"{package} {rank_0[package]}"
+            names = f"{name_of(member)} has {version_here}, {name_of(rank_0)} has {version_of_rank_0}"
+            return f"{names}; install the same version."
+    different_keys = [key for key in rank_0["settings"] if rank_0["settings"][key] != settings.get(key)]
+    if not different_keys:
         return None
-    listed = [f"{key} is {settings.get(key)} there and {first['settings'][key]} on rank 0" for key in different]
+    differences = [
+        f"{key} is {settings.get(key)} there and {rank_0['settings'][key]} on rank 0" for key in different_keys
+    ]
     return (
-        f"{name_of(member)} was started with other settings than {name_of(first)}: {some_of(listed, 3, '; ')}. "
+        f"{name_of(member)} was started with other settings than {name_of(rank_0)}: {some_of(differences, 3, '; ')}. "
         "Start all ranks with the same settings."
     )
 
 
 def _end_all(store: Store, world: World, problem: str, seconds: float) -> str:
-    """End the ranks that wait, or will wait, for this one. Returns the reason: that of the first rank to refuse.
+    """End all ranks that wait, or will wait, for this one, and return the reason that all of them report.
 
-    Waits at most `seconds`: rank 0, which may serve the store, until all have read the reason; the others, whose exit
-    may let a launcher end rank 0, until rank 0 has read it.
+    That is the problem of the first rank that calls this function. It waits at most `seconds`. Rank 0, which may serve
+    the store, waits until all ranks have read the reason. The other ranks wait until rank 0 has read it, because their
+    exit may let a launcher end rank 0.
     """
     reason = store.compare_set("refused", "", problem).decode()
     if world.first:
         store.set("read by rank 0", "1")
     store.add("read", 1)
-    end = time.monotonic() + seconds
-    with contextlib.suppress(RuntimeError):  # rank 0 has left
-        while time.monotonic() < end:
-            if store.add("read", 0) >= world.size if world.first else store.check(["read by rank 0"]):
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(RuntimeError):  # Rank 0 has left, and the store with it.
+        while time.monotonic() < deadline:
+            if world.first:
+                is_read = store.add("read", 0) >= world.size
+            else:
+                is_read = store.check(["read by rank 0"])
+            if is_read:
                 break
             time.sleep(POLL)
     return reason
@@ -226,6 +253,7 @@ def _minutes(duration: datetime.timedelta) -> str:
 
 
 def backend_of(dist: DistConfig, device: torch.device) -> str:
+    """The backend of the process group: DIST.BACKEND, else nccl on GPUs and gloo elsewhere."""
     backend = dist.BACKEND or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
         raise UserError(f"-backend nccl needs GPUs, but this run uses {device.type}; use -backend gloo.")
@@ -233,18 +261,22 @@ def backend_of(dist: DistConfig, device: torch.device) -> str:
 
 
 def leave() -> None:
-    """Leave the process group; where an error ends this rank alone, report it to the others first."""
+    """Leave the process group at the end, or because of the exception that is being handled.
+
+    If the error ends this rank alone, it is reported to the other ranks instead. If another rank is lost, the watchdog
+    continues, to find out which one it is.
+    """
     global watchdog
     error = sys.exception()
     if error is not None and caused_by_lost_rank(error):
-        return  # the watchdog stays, to find out which
-    watching = watchdog
-    watchdog = None
-    if watching is not None and error is not None and not isinstance(error, _RAISED_BY_ALL):
-        watching.report_failure(error)
         return
-    if watching is not None:
-        watching.leave(SECONDS_TO_LEAVE if error is None else SECONDS_TO_LEAVE_AFTER_ERROR)
+    stopping_watchdog = watchdog
+    watchdog = None
+    if stopping_watchdog is not None and error is not None and not isinstance(error, _RAISED_BY_ALL):
+        stopping_watchdog.report_failure(error)
+        return
+    if stopping_watchdog is not None:
+        stopping_watchdog.leave(SECONDS_TO_LEAVE if error is None else SECONDS_TO_LEAVE_AFTER_ERROR)
     import torch.distributed
 
     if torch.distributed.is_initialized():
@@ -254,5 +286,5 @@ def leave() -> None:
 def caused_by_lost_rank(error: BaseException) -> bool:
     """Whether this rank, one of several, failed only because another rank was lost."""
     text = f"{type(error).__name__} {error}"
-    marks = ("Connection closed by peer", "Connection reset", "DistBackendError", "DistNetworkError", "gloo")
-    return watchdog is not None and any(mark in text for mark in marks)
+    signs = ("Connection closed by peer", "Connection reset", "DistBackendError", "DistNetworkError", "gloo")
+    return watchdog is not None and any(sign in text for sign in signs)

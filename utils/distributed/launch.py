@@ -27,29 +27,32 @@ SECONDS_TO_EXIT = 5  # after a second Ctrl-C
 
 
 def self_launch(script: str, argv: list[str], processes: int) -> int:
-    """Run `script` in `processes` ranks and return the run's exit code."""
+    """Run a script in `processes` ranks, with the arguments `argv`, and return the run's exit code."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks set their own number; this only silences a warning
-    # It logs every rank that exits with another code than 0; the ranks report that themselves.
+    # This only silences a warning of torch: ranks set their own number of threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # torch would log every rank that exits with another code than 0; the ranks report that themselves.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    exit_code = 0  # that of the first signal
+    signal_exit_code: int | None = None
+    """The exit code for the first signal; None without a signal."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
         """Forward a signal to the ranks, which save and exit; ranks that do not exit in time are killed."""
-        nonlocal exit_code
-        again = exit_code != 0
+        nonlocal signal_exit_code
+        is_first_signal = signal_exit_code is None
         name = signal.Signals(number).name
-        exit_code = exit_code or (EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
-        if not _send_to_ranks(number):
+        if signal_exit_code is None:
+            signal_exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
+        if _send_to_ranks(number) == 0:
             os.write(2, f"vitamp: stopped by {name} before any rank was started\n".encode())
-            os._exit(exit_code)
-        if not again or number == signal.SIGINT:
-            seconds = SECONDS_TO_EXIT if again else SECONDS_TO_SAVE
+            os._exit(signal_exit_code)
+        if is_first_signal or number == signal.SIGINT:
+            seconds = SECONDS_TO_SAVE if is_first_signal else SECONDS_TO_EXIT
             timer = threading.Timer(seconds, _kill_remaining, (name, seconds))
             timer.daemon = True
             timer.start()
@@ -57,7 +60,7 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
-    # All ranks are on this machine. torch itself would listen on every network; it takes the server that is there.
+    # All ranks are on this machine. torch itself would listen on every network, so it is given a server that does not.
     listener = socket.create_server((LOOPBACK, 0)).detach()
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener)
     config = LaunchConfig(
@@ -68,9 +71,10 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
         rdzv_backend="static",
         rdzv_endpoint=f"{LOOPBACK}:{store.port}",
         rdzv_configs={"rank": 0},
-        local_addr=LOOPBACK,  # else the host's name, which need not resolve
+        local_addr=LOOPBACK,  # The default is the host's name, which may have no address.
         max_restarts=0,
-        signals_to_handle="SIGQUIT",  # the others are ours; for SIGHUP, torch would end what nohup started
+        # The other signals are forwarded by this function. For SIGHUP, torch would end a run that nohup started.
+        signals_to_handle="SIGQUIT",
     )
     try:
         elastic_launch(config, sys.executable)("-u", script, *argv)
@@ -80,7 +84,8 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
             return failure.exitcode
         name = f"rank {rank} on {socket.gethostname()} (process {failure.pid})"
         print(f"vitamp: {name} was killed by {failure.signal_name()}", file=sys.stderr)
-        return exit_code or 128 - failure.exitcode
+        # The exit code of a killed process is the negative number of the signal.
+        return 128 - failure.exitcode if signal_exit_code is None else signal_exit_code
     except SignalException as error:
         print(f"vitamp: stopped by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
@@ -88,38 +93,40 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
 
 
 def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that ended the others, and how it ended.
+    """The rank whose failure ended the others, and that failure.
 
-    Others may exit, because a rank was killed, before torch looks, which knows times to the second.
+    If a rank was killed, others may exit before torch looks, and its times are in whole seconds. So a rank that was
+    killed within a second of the first failure is the one. (torch itself kills the remaining ranks after 30 s.)
     """
-    rank, first = error.get_first_failure()
-    for other, failure in error.failures.items():
-        if failure.exitcode == -signal.SIGKILL and failure.timestamp <= first.timestamp + 1:  # torch kills after 30 s
-            return other, failure
-    return rank, first
+    first_rank, first_failure = error.get_first_failure()
+    for rank, failure in error.failures.items():
+        if failure.exitcode == -signal.SIGKILL and failure.timestamp <= first_failure.timestamp + 1:
+            return rank, failure
+    return first_rank, first_failure
 
 
 def _kill_remaining(name: str, seconds: float) -> None:
-    ranks = _send_to_ranks(signal.SIGKILL)
-    if ranks:
-        text = f"vitamp: {counted(ranks, 'rank')} did not exit within {seconds:g} s of {name}; killed"
+    """Kill the ranks that are still running `seconds` after the signal `name`."""
+    killed_ranks = _send_to_ranks(signal.SIGKILL)
+    if killed_ranks:
+        text = f"vitamp: {counted(killed_ranks, 'rank')} did not exit within {seconds:g} s of {name}; killed"
         print(text, file=sys.stderr)
 
 
 def _send_to_ranks(number: int) -> int:
-    """Send a signal to all children, which are the ranks. Returns their number."""
-    ranks: list[int] = []
+    """Send a signal to all children of this process, which are the ranks; return their number."""
+    pids: list[int] = []
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            ranks += map(int, file.read_text(encoding="ascii").split())
-    for rank in ranks:
+            pids += map(int, file.read_text(encoding="ascii").split())
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank, number)
-    return len(ranks)
+            os.kill(pid, number)
+    return len(pids)
 
 
 def die_with_launcher() -> None:
-    """In a rank: save and exit when the launcher is killed by SIGKILL, instead of training on as an orphan."""
-    parent = os.environ.get(LAUNCHER_PID)
-    if parent is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(None if parent is None else int(parent), signal.SIGTERM)
+    """Let this rank save and exit when its launcher is killed by SIGKILL, instead of training on as an orphan."""
+    launcher_pid = os.environ.get(LAUNCHER_PID)
+    if launcher_pid is not None or "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(None if launcher_pid is None else int(launcher_pid), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The launchers: how each gives a process its rank, as the flags -host -port -rank -world_size do, and what it does."""
+"""Finds the rank that a launcher (torchrun, OpenMPI, SLURM), or -host -port -rank -world_size, gave this process."""
 
 import os
 import re
@@ -16,6 +16,7 @@ BY_HAND = "by hand"
 TORCHRUN = "torchrun"
 OPENMPI = "OpenMPI"
 SLURM = "SLURM"
+# The environment variables of each launcher: rank, world size, local rank and local world size.
 VARIABLES = {
     TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     OPENMPI: (
@@ -24,27 +25,32 @@ VARIABLES = {
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # Never SLURM_NTASKS: a plain python in a batch script finds it set, and is one process all the same.
+    # SLURM_NTASKS must not be used: it is also set for a plain python in a batch script, which is one process.
     SLURM: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "", ""),
 }
 SIZES_OF_OTHERS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Set by launchers that give a number of processes, but too little else to join them."""
+"""Variables of launchers that tell the number of processes, but too little else to join them."""
 SHOW_ONE_GPU = (SLURM, OPENMPI)
-"""Those under which a process may see its own GPU alone (srun --gpus-per-task=1)"""
+"""Launchers under which a process may see its own GPU alone (srun --gpus-per-task=1)."""
 NAME_THE_KILLED = (TORCHRUN, OPENMPI)
-"""Those that print which of their processes was killed, and end the others a moment later"""
+"""Launchers that print which of their processes was killed, and end the others a moment later."""
 MAKE_TERMINALS = (OPENMPI,)
-"""Those that give each process a terminal, even where their own output is a file"""
+"""Launchers that give each process a terminal, even if their own output is a file."""
 DEFAULT_PORT = 29500
 PORTS = range(20000, 32000)
-"""Of jobs that have a number: below the range from which Linux takes ephemeral ports."""
+"""Ports for jobs that have a number. Linux takes ephemeral ports from a higher range."""
 
 
 def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> World | None:
-    """The rank that a launcher gave this process, or the flags -host -port -rank -world_size; None without either."""
+    """Find the rank that a launcher or the flags -host -port -rank -world_size gave this process; None without either.
+
+    given: values of those of the four flags that are on the command line, by name
+    env: the environment variables
+    """
     missing = " ".join(f"-{flag.name}" for flag in RANK_FLAGS if flag.name not in given)
     needed = f"-host, -port, -rank and -world_size are needed together; missing: {missing}"
-    has_rank = "rank" in given or "world_size" in given  # host and port alone may complete what a launcher says
+    # -host and -port may also be given alone: they complete what a launcher tells.
+    has_rank = "rank" in given or "world_size" in given
     if has_rank:
         if missing:
             raise UserError(needed)
@@ -61,7 +67,7 @@ def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
             )
         return _at_address(world, env)
     if has_rank:
-        # A command line does not say how many ranks are on this machine: one per machine is assumed.
+        # A command line does not tell how many ranks are on this machine, so one per machine is assumed.
         return World(
             rank=given["rank"],
             size=given["world_size"],
@@ -72,14 +78,15 @@ def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
         )
     if world is not None:
         return _at_job(world, given, env)
-    if given and env.get("WORLD_SIZE") != "1":  # a script may give host and port to any number of machines
+    # With a single process, -host and -port alone do no harm: a script may give them for any number of machines.
+    if given and env.get("WORLD_SIZE") != "1":
         raise UserError(f"Without a launcher, {needed}.")
     _refuse_unknown_launchers(env)
     return None
 
 
 def _refuse_unknown_launchers(env: Mapping[str, str]) -> None:
-    """Refuse to be one of several processes without a rank: each would train a model of its own."""
+    """Raise a UserError if this is one of several processes without a rank: each would train a model of its own."""
     if "SLURM_STEP_NUM_TASKS" in env:
         return
     for name in SIZES_OF_OTHERS:
@@ -93,7 +100,7 @@ def _refuse_unknown_launchers(env: Mapping[str, str]) -> None:
 
 
 def _at_address(world: World, env: Mapping[str, str]) -> World:
-    """With the address in the environment, as torchrun and others that set RANK give it."""
+    """Add the address of rank 0 to `world` from MASTER_ADDR and MASTER_PORT, which torchrun and others set."""
     host = env.get("MASTER_ADDR")
     port = env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
@@ -107,63 +114,70 @@ def _at_address(world: World, env: Mapping[str, str]) -> World:
 
 def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
     """This process's rank from its launcher's environment variables, before any setting is known."""
-    for launcher, (rank, size, local_rank, local_size) in VARIABLES.items():
-        if rank not in env or size not in env:
+    for launcher, (rank_name, size_name, local_rank_name, local_size_name) in VARIABLES.items():
+        if rank_name not in env or size_name not in env:
             continue
-        # A Kubernetes operator or a shell script may set RANK, too, without local rank and size: one process per
+        # A Kubernetes operator or a shell script may set RANK, too, without local rank and size. Then one process per
         # machine is assumed.
-        name = BY_HAND if launcher == TORCHRUN and "TORCHELASTIC_RUN_ID" not in env else launcher
-        if name != TORCHRUN and int(env[size]) == 1:
-            continue  # one shell, pod or launcher per machine, which may start processes of its own
+        is_by_hand = launcher == TORCHRUN and "TORCHELASTIC_RUN_ID" not in env
+        launcher_name = BY_HAND if is_by_hand else launcher
+        if launcher_name != TORCHRUN and int(env[size_name]) == 1:
+            continue  # This is one shell, pod or launcher per machine, which may start processes of its own.
         if launcher == SLURM:
-            return _of_slurm(env)
-        number = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
+            return _world_of_slurm(env)
+        job_number = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
         return World(
-            rank=int(env[rank]),
-            size=int(env[size]),
-            local_rank=int(env.get(local_rank, 0)),
-            local_size=int(env.get(local_size, 1)),
-            launcher=name,
-            job=f"{name} {number}" if name == OPENMPI and number else None,
+            rank=int(env[rank_name]),
+            size=int(env[size_name]),
+            local_rank=int(env.get(local_rank_name, 0)),
+            local_size=int(env.get(local_size_name, 1)),
+            launcher=launcher_name,
+            job=f"{launcher_name} {job_number}" if launcher_name == OPENMPI and job_number else None,
         )
     return None
 
 
-def _of_slurm(env: Mapping[str, str]) -> World:
+def _world_of_slurm(env: Mapping[str, str]) -> World:
+    """This process's rank among the tasks of a SLURM step."""
     size = env["SLURM_STEP_NUM_TASKS"]
-    # The tasks of each node, such as '4(x2),3' for 4, 4 and 3
-    counts: list[int] = []
+    # The variable compresses the number of tasks of each node: '4(x2),3' means 4, 4 and 3.
+    tasks_per_node: list[int] = []
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", size)):
-        counts += [int(tasks)] * int(nodes or 1)
+        tasks_per_node += [int(tasks)] * int(nodes or 1)
     node = int(env.get("SLURM_NODEID", "0"))
-    # By default, srun binds each task to cores of its own; else all tasks of a node may use all of the job's cores.
-    visible = cores()
-    reserved = visible if visible < int(env.get("SLURM_CPUS_ON_NODE", "0")) else None
+    # By default, srun binds each task to cores of its own. Otherwise, all tasks of a node may use all cores of the job.
+    visible_cores = cores()
+    bound_cores = visible_cores if visible_cores < int(env.get("SLURM_CPUS_ON_NODE", "0")) else None
     return World(
         rank=int(env["SLURM_PROCID"]),
         size=int(size),
         local_rank=int(env.get("SLURM_LOCALID", 0)),
-        local_size=counts[node] if node < len(counts) else counts[0],
+        local_size=tasks_per_node[node] if node < len(tasks_per_node) else tasks_per_node[0],
         launcher=SLURM,
         job=f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', '0')}",
-        cores=int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else reserved,
+        cores=int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else bound_cores,
     )
 
 
 def first_host(machines: str) -> str:
-    """'gpu03' of 'gpu[03-05,9],cpu1'; SLURM's own tool for this is missing in containers."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", machines)
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else machines
+    """The first machine of SLURM's list: 'gpu03' of 'gpu[03-05,9],cpu1'. SLURM's own tool is missing in containers."""
+    first_entry = re.match(r"(?:[^,\[]|\[[^\]]*\])+", machines)  # up to the first comma outside brackets
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first_entry[0]) if first_entry else machines
 
 
 def _at_job(world: World, given: Mapping[str, Any], env: Mapping[str, str]) -> World:
-    """With the address that the flags, the environment or the launcher's job give."""
-    by_job = PORTS[zlib.crc32(world.job.encode()) % len(PORTS)] if world.job else DEFAULT_PORT
-    port = given.get("port") or int(env.get("MASTER_PORT", "0")) or by_job
+    """Add the address of rank 0 to `world`: from the flags, else the environment, else the launcher's job.
+
+    given: values of the flags -host and -port, by name
+    """
+    # All ranks of a job compute the same port. That of another job on the same machine is probably different.
+    job_port = PORTS[zlib.crc32(world.job.encode()) % len(PORTS)] if world.job else DEFAULT_PORT
+    port = given.get("port") or int(env.get("MASTER_PORT", "0")) or job_port
     host = given.get("host") or env.get("MASTER_ADDR")
     if host is None and world.local_size == world.size:
         host = LOOPBACK
-    if host is None and world.launcher in (SLURM, OPENMPI):  # rank 0 of mpirun in a job is on the job's first machine
+    # Rank 0 is on the first machine of srun's step, or, if mpirun started it, of the SLURM job.
+    if host is None and world.launcher in (SLURM, OPENMPI):
         machines = env.get("SLURM_STEP_NODELIST" if world.launcher == SLURM else "SLURM_JOB_NODELIST")
         host = first_host(machines) if machines else None
     if host is None:

@@ -1,4 +1,4 @@
-"""This process's rank among those of a run, and collectives over small objects."""
+"""Describes this process's rank among those of a run, and offers collectives for small objects."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ class World:
     rendezvous: tuple[str, int] | None = None
     """Host and port of the store in which the ranks find each other."""
     job: str | None = None
-    """The launcher's name for these processes: equal on all ranks, different from any other job's."""
+    """The launcher's name for these processes: equal on all ranks, different from that of any other job."""
     cores: int | None = None
-    """CPU cores the launcher reserved for this process, if it says so."""
+    """CPU cores that the launcher reserved for this process; None if it reserved none."""
     served: bool = False
-    """True where the launcher serves the store; else rank 0 does."""
+    """Whether the launcher serves the store; otherwise rank 0 serves it."""
 
     @property
     def first(self) -> bool:
-        """True on rank 0, which writes, prints and decides."""
+        """Whether this is rank 0, which writes, prints and decides."""
         return self.rank == 0
 
     @property
     def machines(self) -> int:
+        """Number of machines, rounded up if their numbers of ranks differ."""
         return -(-self.size // self.local_size)
 
     @property
     def own_cores(self) -> int:
-        """CPU cores for this process: those that the launcher reserved, else its share of the machine's."""
+        """CPU cores for this process: those that the launcher reserved, else an equal part of the machine's cores."""
         return self.cores or max(1, cores() // self.local_size)
 
 
@@ -54,7 +55,7 @@ ALONE = World()
 
 
 def name_of(member: Mapping[str, Any]) -> str:
-    """A rank, by what it said of itself when it joined."""
+    """The name of a rank in messages, from its description: 'rank 1 on node7 (process 4711)'."""
     return f"rank {member['rank']} on {member['host']} (process {member['pid']})"
 
 
@@ -90,7 +91,10 @@ def all_gather(items: list[Any], world: World) -> list[Any]:
 
 
 def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
-    """Take rank 0's buffers: running statistics follow each rank's own samples, and must agree before use or saving."""
+    """Replace the buffers of a model by those of rank 0.
+
+    Running statistics follow each rank's own samples, and must be equal before they are used or saved.
+    """
     if world.size > 1:
         import torch.distributed
 
@@ -106,22 +110,24 @@ def raise_on_every_rank(problem: str | None, world: World) -> None:
 
 
 def check_machines(world: World, needs: str, least: int = 1) -> None:
-    """Refuse machines with unequal numbers of ranks, or ranks that are not numbered machine by machine.
+    """Raise a UserError unless all machines have equally many ranks, which are numbered machine by machine.
 
-    `needs`: what needs that, in words; `least`: so many machines, and ranks on each.
+    needs: the beginning of the message, such as 'DIST.HSDP needs'
+    least: smallest number of machines, and of ranks on each
     """
-    equal = len({*all_gather([world.local_size], world)}) == 1 and world.size % world.local_size == 0
+    local_sizes = set(all_gather([world.local_size], world))
+    equal_sizes = len(local_sizes) == 1 and world.size % world.local_size == 0
     in_order = world.rank % world.local_size == world.local_rank
     problem = (
         f"{needs} equally many processes on each machine, and ranks numbered machine by machine. There are "
         f"{world.size} processes, {world.local_size} of them on this machine. Leave {needs.partition(' ')[0]} out."
     )
-    possible = equal and in_order and min(world.machines, world.local_size) >= least
-    raise_on_every_rank(None if possible else problem, world)
+    is_suitable = equal_sizes and in_order and min(world.machines, world.local_size) >= least
+    raise_on_every_rank(None if is_suitable else problem, world)
 
 
 def on_every_rank(world: World, work: Callable[[], T]) -> T:
-    """Do `work` on every rank; a UserError on one of them is raised on all."""
+    """Call `work` on every rank and return its result; a UserError on one rank is raised on all ranks."""
     result = None
     problem = None
     try:
@@ -129,9 +135,10 @@ def on_every_rank(world: World, work: Callable[[], T]) -> T:
     except UserError as error:
         problem = str(error)
     raise_on_every_rank(problem, world)
-    return result  # pyright: ignore[reportReturnType]  # `raise_on_every_rank` has raised if there is none
+    # Without a result, `raise_on_every_rank` has raised.
+    return result  # pyright: ignore[reportReturnType]
 
 
 def on_rank_0(world: World, work: Callable[[], T]) -> T | None:
-    """Do `work` on rank 0, which alone gets its result; its UserError is raised on all ranks."""
+    """Call `work` on rank 0, and return its result there, None on other ranks; its UserError is raised on all ranks."""
     return on_every_rank(world, lambda: work() if world.first else None)

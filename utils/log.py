@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("vitamp")
 LOG = "log.txt"
 MOST_WARNINGS = 5
-"""On the terminal before a training's banner; its log.txt has all."""
+"""Number of warnings that the terminal shows before a training's banner; log.txt has all."""
 DETAIL = {"detail": True}
 """`extra` of a log line that a terminal with a table of epochs leaves out; log.txt and pipes have it."""
 IN_FULL = {"in_full": True}
 """`extra` of a log line that such a terminal neither shortens nor leaves out before training begins."""
-SHOWN = list(range(32)) + list(range(127, 160)) + list(range(0xDC80, 0xDD00))
-IN_LINE = {code: ascii(chr(code))[1:-1] for code in SHOWN}
-"""What a line shows of control characters in a name or setting, and of bytes that are not UTF-8"""
+ESCAPED = list(range(32)) + list(range(127, 160)) + list(range(0xDC80, 0xDD00))
+IN_LINE = {code: ascii(chr(code))[1:-1] for code in ESCAPED}
+"""Control characters, and bytes that are not UTF-8, -> their escapes in a name or setting inside a log line."""
 CONTROL = {code: text for code, text in IN_LINE.items() if chr(code) not in "\t\n"}
-"""The same for a text with lines of its own; a terminal would obey the others."""
+"""The same for a text of several lines, in which tabs and line breaks stay; a terminal would obey the others."""
 
 
 @contextlib.contextmanager
 def unheard(least: int = logging.ERROR) -> Iterator[None]:
-    """Log nothing but errors, or what is at `least` of this level."""
-    level = log.level
-    log.setLevel(max(level, least))
+    """Log only errors inside the block, or records of at least the level `least`."""
+    old_level = log.level
+    log.setLevel(max(old_level, least))
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.setLevel(old_level)
 
 
 @contextlib.contextmanager
 def quiet_terminal() -> Iterator[None]:
-    """Print only warnings and errors; the run's files get all lines."""
+    """Print only warnings and errors inside the block; the run's files get all lines."""
     terminal = _terminal() or logging.NullHandler()
     terminal.setLevel(logging.WARNING)
     try:
@@ -59,13 +59,13 @@ def quiet_terminal() -> Iterator[None]:
 
 
 def log_lines(lines: Iterable[str]) -> None:
-    """Log those of the lines that are not empty."""
+    """Log each of these lines that is not empty."""
     for line in filter(None, lines):
         log.info("%s", line)
 
 
 def warn_once(text: str, level: int = logging.WARNING) -> None:
-    """Log a warning, once per process. What `unheard` keeps from the log does not count."""
+    """Log a text as a warning, once per process; it does not count as logged if `unheard` suppresses it."""
     if log.isEnabledFor(level):
         _log_once(text, level)
 
@@ -82,11 +82,11 @@ class _Terminal(logging.Handler):
         super().__init__()
         self._survives_closed_pipe = survives_closed_pipe
         self.brief: Brief | None = None
-        """What chooses the lines that are shown; None: all are."""
+        """Chooses and shortens the lines that are shown; None: all are shown in full."""
         self.warnings_left: int | None = None
-        """How many warnings are shown before others are held; None: all."""
+        """Number of warnings to show before others are held; None: all are shown."""
         self.held: list[str] = []
-        """Warnings that only log.txt will have, unless an error comes before it"""
+        """Warnings that are not shown, unless an error comes before `stop_holding_warnings`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
@@ -104,23 +104,30 @@ class _Terminal(logging.Handler):
             self.print(text, sys.stderr if record.levelno >= logging.WARNING else sys.stdout)
 
     def print(self, text: str, stream: TextIO) -> None:
-        if stream is sys.stderr:  # where both go into one pipe, what a tool has printed comes first
-            with contextlib.suppress(OSError, OutputError):  # reported by what is printed next, or at the end
+        """Print a text above the progress bar; if that fails, raise the error, or continue without this stream.
+
+        The run continues if `start_log` was told so, and if the error is a full disk only if its log is in a file.
+        """
+        if stream is sys.stderr:
+            # If both streams go into one pipe, the lines that were printed before must come first. An error in this is
+            # reported by the next line on standard output, or at the end.
+            with contextlib.suppress(OSError, OutputError):
                 sys.stdout.flush()
         try:
             tqdm.write(text, file=stream)
             stream.flush()
         except (OSError, OutputError) as error:
-            in_file = any(isinstance(handler, _File) for handler in log.handlers)  # not in a dry run
-            if not self._survives_closed_pipe or (isinstance(error, OutputError) and not in_file):
+            logs_to_file = any(isinstance(handler, _File) for handler in log.handlers)  # A dry run does not.
+            must_stop = isinstance(error, OutputError) and not logs_to_file
+            if not self._survives_closed_pipe or must_stop:
                 raise
             discard_output(stream)
             name = "standard error" if stream is sys.stderr else "standard output"
             if isinstance(error, BrokenPipeError):
                 log.info("The program reading %s has closed its pipe: the run continues and logs to %s.", name, LOG)
             else:
-                why = error if isinstance(error, OutputError) else f"{name} cannot be written ({error.strerror})"
-                log.warning("%s: the run continues and logs to %s.", why, LOG)
+                problem = error if isinstance(error, OutputError) else f"{name} cannot be written ({error.strerror})"
+                log.warning("%s: the run continues and logs to %s.", problem, LOG)
 
 
 class _File(logging.Handler):
@@ -140,19 +147,28 @@ class _File(logging.Handler):
 
 
 def _make_harmless(record: logging.LogRecord) -> bool:
-    """Filter of the logger: messages of libraries, too, may have a URL or a file's name in them."""
-    if isinstance(record.args, tuple) and str(record.msg).strip() != "%s":  # else it is a text with lines of its own
-        record.args = tuple(str(one).translate(IN_LINE) if isinstance(one, str | Path) else one for one in record.args)
+    """Escape control characters in a record, and hide passwords of URLs; a filter that drops no record.
+
+    It applies to messages of libraries, too, which may have a URL or the name of a file in them.
+    """
+    # A record "%s" is a whole text, which may have several lines. In others, arguments are names and settings.
+    if isinstance(record.args, tuple) and str(record.msg).strip() != "%s":
+        arguments: list[object] = []
+        for argument in record.args:
+            is_text = isinstance(argument, str | Path)
+            arguments.append(str(argument).translate(IN_LINE) if is_text else argument)
+        record.args = tuple(arguments)
     record.msg = redacted(record.getMessage()).translate(CONTROL)
     record.args = None
     return True
 
 
 def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
-    """Begin logging; only one process of a run logs `to_terminal`.
+    """Begin logging. Records are also kept in memory, until `log_into` writes them into the run's files.
 
-    `survives_closed_pipe`: continue without the terminal once its reader, `| head` for example, has closed the pipe,
-    and with files of the run also once its disk is full. Otherwise the error is raised.
+    to_terminal: whether this process prints; only one process of a run does
+    survives_closed_pipe: whether to continue without the terminal if its reader, such as `| head`, closes the pipe, or,
+        if the run logs to files, if its disk is full; otherwise the error is raised
     """
     for handler in list(log.handlers):
         log.removeHandler(handler)
@@ -164,18 +180,19 @@ def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
         terminal = _Terminal(survives_closed_pipe)
         terminal.setFormatter(_WithLevel("%(message)s"))
         log.addHandler(terminal)
-    # Until the run's folder exists.
+    # This keeps all records until the run's folder exists.
     log.addHandler(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize))
 
 
 def log_into(folder: Path, rank: int) -> None:
-    """From now on, also log to files in the run's folder; records logged before are added."""
-    files = [folder / "ranks" / f"{rank}.log"]
+    """Log to files in the run's folder, too, from now on; they begin with the records that were logged before."""
+    ranks_folder = folder / "ranks"
+    files = [ranks_folder / f"{rank}.log"]
     if rank == 0:
         files.append(folder / LOG)
     buffers = [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]
-    if files[0].parent.is_symlink():
-        raise NotRegular(errno.ELOOP, LINK, str(files[0].parent))
+    if ranks_folder.is_symlink():  # The folder may come from someone else: the link could lead anywhere.
+        raise NotRegular(errno.ELOOP, LINK, str(ranks_folder))
     for path in files:
         handler = _File(path)
         handler.setFormatter(_WithLevel("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
@@ -188,7 +205,7 @@ def log_into(folder: Path, rank: int) -> None:
 
 
 def write_to_files(text: str, rank_0_is_lost: bool) -> None:
-    """Write an error to this rank's log file without printing it; to log.txt too, if rank 0 no longer can."""
+    """Write an error to this rank's log file without printing it; if rank 0 is lost, write it to log.txt, too."""
     record = log.makeRecord(log.name, logging.ERROR, __file__, 0, redacted(text), (), None)
     for handler in [handler for handler in log.handlers if isinstance(handler, _File)]:
         handler.handle(record)
@@ -201,15 +218,20 @@ def write_to_files(text: str, rank_0_is_lost: bool) -> None:
 
 
 def logs_to_terminal() -> bool:
+    """Whether this process prints log lines."""
     return _terminal() is not None
 
 
 def _terminal() -> _Terminal | None:
-    return next((handler for handler in log.handlers if isinstance(handler, _Terminal)), None)
+    """The handler that prints log lines; None if this process does not print them."""
+    for handler in log.handlers:
+        if isinstance(handler, _Terminal):
+            return handler
+    return None
 
 
 def shorten_on_terminal() -> None:
-    """From now on, the terminal, or what takes its place, leaves out details, if this process logs to it."""
+    """Leave out details on standard output from now on, if this process logs to it."""
     terminal = _terminal()
     if terminal:
         from utils.terminal import Brief
@@ -218,14 +240,14 @@ def shorten_on_terminal() -> None:
 
 
 def hold_warnings(after: int = MOST_WARNINGS) -> None:
-    """Show this many warnings on the terminal, if this process logs to one, and hold the others."""
+    """Show this many more warnings on the terminal, if this process logs to it, and hold back the others."""
     terminal = _terminal()
     if terminal:
         terminal.warnings_left = after
 
 
 def stop_holding_warnings(counts: bool = True) -> None:
-    """Show all warnings from now on. Those held are in log.txt, and counted on the terminal if `counts`."""
+    """Show all warnings from now on; those held back are in log.txt, and their number is printed if `counts`."""
     terminal = _terminal()
     if terminal:
         if terminal.held and counts:
@@ -235,7 +257,7 @@ def stop_holding_warnings(counts: bool = True) -> None:
 
 
 def brief_terminal() -> Brief | None:
-    """What chooses the lines on the terminal; None where it shows all of them, as pipes and files do."""
+    """The object that chooses the lines on the terminal; None if all are shown, as in pipes and files."""
     terminal = _terminal()
     return terminal.brief if terminal else None
 

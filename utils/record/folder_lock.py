@@ -25,9 +25,9 @@ SECONDS_TO_EXIT = 3.0
 
 
 class FolderLock:
-    """Lock on a run's folder, until the end of `with FolderLock() as lock`, or until the process dies.
+    """A lock on a run's folder, held until the end of `with FolderLock() as lock`, or until the process dies.
 
-    A second run gets an error that names the first. On one machine the kernel holds the lock, and releases it when the
+    A second run gets an error that names the first. On one machine, the kernel holds the lock, and releases it when the
     process dies. Other machines may share the folder over a network file system without locks between machines. So the
     holder also writes a heartbeat into the lock file, and a run on another machine watches whether it changes. No
     clocks are compared.
@@ -35,24 +35,30 @@ class FolderLock:
 
     def __init__(self) -> None:
         self._handle: int | None = None
-        self._about = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        """The open lock file; None before `take`."""
+        self._holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        """The description of this process in the lock file."""
         self._heartbeats = 0
         self._released = threading.Event()
 
     def take(self, folder: Path) -> bool:
-        """Lock a run's folder, or raise UserError that names the run that has it. False: this object had it already."""
+        """Lock a run's folder, and return whether it was not locked by this object before.
+
+        If another run has locked it, a UserError names that run.
+        """
         if self._handle is not None:
             return False
         path = folder / LOCK
         with os_errors_as_user_errors(path):
             handle = only_regular(path, LOCK_FLAGS)
-        free = _locked(handle, SECONDS_TO_EXIT)
-        about = _read(path)
-        if not free or (about.get("host", platform.node()) != platform.node() and _is_alive(path, about)):
+        is_locked_here = _lock(handle, SECONDS_TO_EXIT)
+        holder = _read(path)
+        is_from_elsewhere = holder.get("host", platform.node()) != platform.node()
+        if not is_locked_here or (is_from_elsewhere and _is_alive(path, holder)):
             os.close(handle)
             who = "another process"
-            if about.keys() >= self._about.keys():
-                who = f"pid {about['pid']} on host {about['host']}, since {about['since']}"
+            if holder.keys() >= self._holder.keys():
+                who = f"pid {holder['pid']} on host {holder['host']}, since {holder['since']}"
             raise UserError(
                 f"{folder}: a run is training in this folder ({who}). Wait for it, end it, or name another -output."
             )
@@ -69,39 +75,45 @@ class FolderLock:
         self._released.set()
         if self._handle is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, 0)  # not removed: two runs could then lock two files of this name
-                # Unlock explicitly: closing is not enough while a data worker that was forked meanwhile has the file
-                # open.
+                # The file is not removed, because two runs could then lock two files of this name.
+                os.ftruncate(self._handle, 0)
+                # Closing alone would not unlock the file while a data worker that was forked meanwhile has it open.
                 fcntl.flock(self._handle, fcntl.LOCK_UN)
                 os.close(self._handle)
 
     def _keep_alive(self, path: Path, handle: int) -> None:
+        """Write heartbeats until the lock is released; runs in a thread."""
         while not self._released.wait(SECONDS_BETWEEN_HEARTBEATS):
-            with contextlib.suppress(OSError):  # a network file system may be away for a while
-                if not leads_to(path, handle):  # it was removed or moved: lock what a second run would find
-                    new = only_regular(path, LOCK_FLAGS)
-                    if _locked(new, 0):
-                        os.dup2(new, handle, inheritable=False)
-                    os.close(new)
+            with contextlib.suppress(OSError):  # A network file system may be unavailable for a while.
+                # If the file was removed or moved, lock the one that a second run would open.
+                if not leads_to(path, handle):
+                    new_handle = only_regular(path, LOCK_FLAGS)
+                    if _lock(new_handle, 0):
+                        os.dup2(new_handle, handle, inheritable=False)
+                    os.close(new_handle)
                 self._write_heartbeat(handle)
 
     def _write_heartbeat(self, handle: int) -> None:
+        """Write the description of this process into the lock file, with a number that grows each time."""
         self._heartbeats += 1
-        text = json.dumps({**self._about, "sign": self._heartbeats}) + "\n"
+        text = json.dumps({**self._holder, "sign": self._heartbeats}) + "\n"
         os.pwrite(handle, text.encode(), 0)
         os.ftruncate(handle, len(text))
         os.fsync(handle)
 
 
-def _locked(handle: int, patience: float) -> bool:
-    """Try to lock, for up to `patience` seconds: a killed holder and its data workers may take a moment to exit."""
-    end = time.monotonic() + patience
+def _lock(handle: int, seconds: float) -> bool:
+    """Try to lock a file for up to `seconds`, and return whether it is locked; True on a file system without locks.
+
+    A killed holder and its data workers may take a moment to exit.
+    """
+    deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() >= end:
+            if time.monotonic() >= deadline:
                 return False
             time.sleep(0.1)
         except OSError as error:
@@ -114,22 +126,25 @@ def _locked(handle: int, patience: float) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read the holder's description from the lock file; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
-        found = parse_json(read_regular(path))
-        return found if isinstance(found, dict) else {}
+        holder = parse_json(read_regular(path))
+        return holder if isinstance(holder, dict) else {}
     return {}
 
 
-def _is_alive(path: Path, about: dict[str, Any]) -> bool:
-    """Whether the holder on another machine still writes heartbeats."""
+def _is_alive(path: Path, holder: dict[str, Any]) -> bool:
+    """Whether a holder on another machine still writes heartbeats. `holder`: its description in the lock file."""
     log.info(
         "%s: held by a run on host %s, pid %s; waiting up to %.0f s to see whether that run is alive.",
-        *(path, about.get("host"), about.get("pid"), SECONDS_TO_WATCH),
+        *(path, holder.get("host"), holder.get("pid"), SECONDS_TO_WATCH),
     )
-    end = time.monotonic() + SECONDS_TO_WATCH
-    while time.monotonic() < end:
+    deadline = time.monotonic() + SECONDS_TO_WATCH
+    while time.monotonic() < deadline:
         time.sleep(0.5)
-        now = _read(path)
-        if not now or now.get("sign") != about.get("sign"):
-            return bool(now)
+        current_holder = _read(path)
+        if not current_holder:  # The holder has released the lock.
+            return False
+        if current_holder.get("sign") != holder.get("sign"):
+            return True
     return False

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and what a run measured, computed from it: speed, time, best validation, and points of curves."""
+"""Reads and writes metrics.jsonl, and computes from it a run's speed, time, best validation, and points of curves."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ Line = dict[str, Any]
 
 
 class MetricsFile(LineFile):
-    """The lines that a run adds."""
+    """The metrics.jsonl of a run that is training, to which it adds lines."""
 
     def __init__(self, folder: Path, repeats: Callable[[Line], bool]) -> None:
-        """Remove the lines that the run `repeats`, and a last one that a killed run left incomplete."""
+        """Open the file of a new or resumed run, and remove lines that a resumed run will write again.
+
+        A last line that a killed run left incomplete is removed, too.
+
+        repeats: whether the run will write a line again
+        """
         path = folder / METRICS_FILE
         if path.exists():
-            kept: list[str] = []
+            remaining: list[str] = []
             for text in _texts(path):
-                contents = _parsed([text])
-                if contents and not repeats(contents[0]):
-                    kept.append(f"{text}\n")
-            write_atomically(path, "".join(kept))
+                lines = _parsed([text])
+                if lines and not repeats(lines[0]):
+                    remaining.append(f"{text}\n")
+            write_atomically(path, "".join(remaining))
         super().__init__(path)
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """The whole lines of a run's file, which may be missing, or be written at this moment."""
+    """Read the complete lines of a run's metrics.jsonl; empty if there is no file. The run may still be writing."""
     try:
         return _parsed(_texts(folder / METRICS_FILE))
     except OSError:
@@ -47,22 +52,25 @@ def read_lines(folder: Path) -> list[Line]:
 
 
 def last_line(folder: Path) -> Line:
-    """The last whole line, without reading a long file; empty if there is none."""
+    """Read the last complete line of a run's metrics.jsonl without reading a long file; empty if there is none."""
     try:
         with open(folder / METRICS_FILE, "rb", opener=only_regular) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL))
             tail = file.read().decode(errors="replace")
     except OSError:
         return {}
-    return next(reversed(_parsed(tail.splitlines())), {})
+    lines = _parsed(tail.splitlines())
+    return lines[-1] if lines else {}
 
 
 def is_start(line: Line) -> bool:
+    """Whether a line tells that the run was started or resumed."""
     return line.get("event") == "run" and line.get("what") in ("start", "resume")
 
 
 def is_end(line: Line) -> bool:
-    """Whether a line says that the run finished."""
+    """Whether a line tells that the run finished."""
     return line.get("event") == "run" and line.get("what") == "end"
 
 
@@ -71,7 +79,7 @@ def _texts(path: Path) -> list[str]:
 
 
 def _parsed(texts: list[str]) -> list[Line]:
-    """The JSON objects, one per line; other lines are skipped."""
+    """Parse lines of text; lines that are no JSON object are skipped."""
     values: list[Any] = []
     for text in texts:
         with contextlib.suppress(ValueError):
@@ -80,32 +88,38 @@ def _parsed(texts: list[str]) -> list[Line]:
 
 
 def plain(value: Any) -> Any:
-    """Replace NaN and infinity by null: JSON has neither."""
+    """Replace NaN and infinity by None, also inside dicts and lists, because JSON has neither."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 Points = list[tuple[float, float]]
+"""(position on the axis, value) of each point of a curve."""
 
 
 NO_METRICS = ("event", "epoch", "update", "perf")
-"""Other fields of a validation's line"""
+"""Fields of a validation's line that are no metrics."""
 
 
 class BestValidation(NamedTuple):
+    """The best validation of a run by some metric."""
+
     value: float
     which: WeightSet
-    """The better weights"""
+    """The set of weights (plain or EMA) with the best value."""
     line: Line
 
 
 class History:
-    """The lines of a run, however often it was resumed.
+    """All lines of a run, however often it was resumed, and what they tell.
 
-    Positions on an axis count epochs (`by_epoch`), or updates; by default epochs, once the first one is complete.
+    Positions on an axis count epochs if `by_epoch` is True, and updates if it is False. If it is None, they count
+    epochs once the first epoch is complete.
     """
 
     def __init__(self, lines: Sequence[Line]) -> None:
@@ -116,11 +130,12 @@ class History:
         return cls(read_lines(folder))
 
     def of(self, event: str) -> list[Line]:
+        """The lines with this event."""
         return [line for line in self.lines if line.get("event") == event]
 
     @cached_property
     def starts(self) -> list[list[Line]]:
-        """The lines since each start or resume; each has a clock of its own."""
+        """The lines from each start or resume to the next, in which seconds count from that start."""
         starts: list[list[Line]] = [[]]
         for line in self.lines:
             if is_start(line):
@@ -130,26 +145,31 @@ class History:
 
     @property
     def images_per_second(self) -> float | None:
-        """Median over the reports; the first one after each start is left out, because it includes warming up."""
+        """The median speed of training; None if no line has a speed."""
         speeds = self.speeds
         return statistics.median(speeds) if speeds else None
 
     @property
     def speeds(self) -> list[float]:
+        """Images per second of the reports, without the first one after each start, which includes the warm-up.
+
+        If there are no others, these are returned.
+        """
         return self._warm("train", "images_per_second") or _perf(self.lines, "train", "images_per_second")
 
     @property
     def speed_includes_start(self) -> bool:
-        """Whether the run is so short that its speed includes warming up."""
+        """Whether the run is so short that its speed includes the warm-up."""
         return not self._warm("train", "images_per_second")
 
     @property
     def seconds_per_epoch(self) -> float | None:
+        """The median time of an epoch, without the first one after each start if there are others; None if unknown."""
         seconds = self._warm("epoch", "seconds") or _perf(self.lines, "epoch", "seconds")
         return statistics.median(seconds) if seconds else None
 
     def _warm(self, event: str, metric: str) -> list[float]:
-        """A metric in all lines of a kind except the first after each start."""
+        """A performance metric in all lines with this event, except the first one after each start."""
         values: list[float] = []
         for lines in self.starts:
             values += _perf(lines, event, metric)[1:]
@@ -161,7 +181,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Training time: from each start to its last line with a time, added up."""
+        """Training time in seconds: the sum, over all starts, of the time until the last line that has a time."""
         total = 0.0
         for lines in self.starts:
             total += max(_perf(lines, "train", "seconds") + _perf(lines, "run", "seconds"), default=0.0)
@@ -169,7 +189,7 @@ class History:
 
     @property
     def skipped(self) -> int:
-        """Updates skipped by loss scaling."""
+        """Number of updates that loss scaling skipped."""
         return max((line.get("skipped") or 0 for line in self.of("train")), default=0)
 
     @property
@@ -179,17 +199,17 @@ class History:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """The metrics of the task, and the user's own ones of its validations."""
-        own: dict[str, Metric] = {}
+        """The metrics of the task, and the metrics of the user's own code in validations."""
+        own_metrics: dict[str, Metric] = {}
         for line in self.of("val"):
-            for name in line:
-                field = set_of(name)[1]
-                if field not in METRICS and field not in NO_METRICS:
-                    own[field] = metric_named(field)
-        return self.task.metrics + tuple(own.values())
+            for field in line:
+                name = set_of(field)[1]  # without the prefix of a set of weights
+                if name not in METRICS and name not in NO_METRICS:
+                    own_metrics[name] = metric_named(name)
+        return self.task.metrics + tuple(own_metrics.values())
 
     def best(self, metric: Metric) -> BestValidation | None:
-        """Best of all validations, of any of the weights, as the run itself computes it."""
+        """The best of all validations and sets of weights, as the run itself computes it; None without a value."""
         validations: list[BestValidation] = []
         for line in self.of("val"):
             for which in SETS:
@@ -199,7 +219,7 @@ class History:
         return max(validations, key=lambda best: best.value if metric.higher else -best.value, default=None)
 
     def last(self, metric: Metric) -> dict[WeightSet, float]:
-        """Of each set of weights, in the last validation; without those that have no value."""
+        """A metric in the last validation: set of weights -> value, without sets that have no value."""
         validations = self.of("val")
         if not validations:
             return {}
@@ -207,11 +227,12 @@ class History:
         return {which: value for which, value in values.items() if value is not None}
 
     def _counts_epochs(self, by_epoch: bool | None) -> bool:
+        """Whether positions count epochs; `by_epoch` None: as the class's docstring explains."""
         return self.by_epoch if by_epoch is None else by_epoch
 
     @cached_property
     def _ends(self) -> Points:
-        """(update, epoch) at the end of each epoch."""
+        """(update, epoch) at the end of each epoch, after (0, 0)."""
         ends = [(0.0, 0.0)]
         for line in self.of("epoch"):
             if line["update"] > ends[-1][0] and line["epoch"] > ends[-1][1]:
@@ -220,31 +241,40 @@ class History:
 
     @property
     def by_epoch(self) -> bool:
+        """Whether the first epoch is complete, so that positions count epochs by default."""
         return len(self._ends) > 1
 
     def place(self, update: float, by_epoch: bool | None = None) -> float:
         """Position of an update on the axis; the last update of an epoch is at the epoch's number."""
         if not self._counts_epochs(by_epoch):
             return float(update)
+        # Interpolate between the two ends of epochs around the update, or extrapolate from the last two.
         after = min(max(bisect_left(self._ends, (float(update), 0.0)), 1), len(self._ends) - 1)
         update_before, epoch_before = self._ends[after - 1]
         update_after, epoch_after = self._ends[after]
-        part = (update - update_before) * (epoch_after - epoch_before) / (update_after - update_before)
-        return epoch_before + part
+        epochs = (update - update_before) * (epoch_after - epoch_before) / (update_after - update_before)
+        return epoch_before + epochs
 
     def points(self, event: str, key: str, by_epoch: bool | None = None) -> Points:
-        """(position, value) of each line that has a finite value."""
-        pairs = [(line.get("update"), line.get(key, line.get("perf", {}).get(key))) for line in self.of(event)]
-        known = [(update, float(value)) for update, value in pairs if update is not None and value is not None]
-        return [(self.place(update, by_epoch), value) for update, value in known if math.isfinite(value)]
+        """The curve of a field, or performance metric, over the lines with this event that have a finite value."""
+        points: Points = []
+        for line in self.of(event):
+            update = line.get("update")
+            value = line.get(key, line.get("perf", {}).get(key))
+            if update is not None and value is not None and math.isfinite(float(value)):
+                points.append((self.place(update, by_epoch), float(value)))
+        return points
 
     def trained(self, key: str, by_epoch: bool | None = None) -> Points:
-        """Training metric: means of epochs, comparable with validations; single updates until the first epoch ends."""
+        """The curve of a training metric: its means over epochs, which compare with validations.
+
+        If positions count updates, it has the values of the reports instead.
+        """
         event = "epoch" if self._counts_epochs(by_epoch) else "train"
         return self.points(event, key, by_epoch)
 
     def best_point(self, key: str, by: Metric, by_epoch: bool | None = None) -> Points:
-        """A metric in the best validation by the metric `by`: one point, or none."""
+        """The point of a metric in the validation that is best by the metric `by`: a list of one point, or empty."""
         best = self.best(by)
         if best is None:
             return []
@@ -256,20 +286,22 @@ class History:
         return [self.place(line["update"], by_epoch) for line in self.of("run") if line.get("what") == "resume"]
 
     def skips(self, by_epoch: bool | None = None) -> Points:
-        """(position, loss scale) of each report that has more skipped updates than the one before."""
+        """(position, loss scale) of each report with more skipped updates than the report before it."""
         points: Points = []
-        before = 0
-        trained = self.of("train")
-        if trained and self.lines[0].get("what") == "resume":  # of another run, whose skipped updates count on
-            before = trained[0].get("skipped") or 0
-        for line in trained:
-            if (line.get("skipped") or 0) > before and line.get("scale"):
-                points.append((self.place(line["update"], by_epoch), float(line["scale"])))
-            before = line.get("skipped") or before
+        skipped_before = 0
+        reports = self.of("train")
+        # A run that resumes another run in a folder of its own continues to count that run's skipped updates.
+        if reports and self.lines[0].get("what") == "resume":
+            skipped_before = reports[0].get("skipped") or 0
+        for report in reports:
+            skipped = report.get("skipped") or 0
+            if skipped > skipped_before and report.get("scale"):
+                points.append((self.place(report["update"], by_epoch), float(report["scale"])))
+            skipped_before = skipped or skipped_before
         return points
 
 
 def _perf(lines: Sequence[Line], event: str, metric: str) -> list[float]:
-    """A metric in all lines of a kind that have it."""
+    """A performance metric in all lines with this event that have a value of it other than 0."""
     values = [line.get("perf", {}).get(metric) for line in lines if line.get("event") == event]
     return [value for value in values if value]

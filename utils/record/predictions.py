@@ -1,4 +1,4 @@
-"""predictions.safetensors: what a run's last validation predicted for each image, beside metrics.jsonl."""
+"""Reads and writes predictions.safetensors: the predictions of a run's last validation for each image."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,45 +14,53 @@ PREDICTIONS = "predictions.safetensors"
 UPDATE = "update"
 DIGEST = "sha256"
 GROUPS = "groups"
-"""Column of hashes of the images' groups, where DATA.GROUP names them"""
+"""Column with a hash of each image's group, if images are in groups (DATA.GROUP)."""
 PROBE = "probe_guess"
-"""Column of a run that began with a linear probe"""
+"""Column with the predictions of the linear probe that a run began with."""
 
 
 def write_predictions(folder: Path, update: int, table: Mapping[str, np.ndarray]) -> None:
-    """`update`: after which the run was validated. `table`: a row per image, with `names` (hashes of them), `labels`.
+    """Write the predictions of a validation into a run's folder; raises OSError.
 
-    Raises OSError.
+    update: the update after which the run was validated
+    table: column -> array with one row per image; among the columns are `names` (hashes of the names) and `labels`
     """
     rows = {**{name: np.ascontiguousarray(column) for name, column in table.items()}, UPDATE: np.array([update])}
     write_atomically(folder / PREDICTIONS, save({**rows, DIGEST: _digest(rows)}))
 
 
 def read_predictions(folder: Path, update: int) -> dict[str, np.ndarray] | None:
-    """The table; None if it is missing, damaged, or of another update."""
-    rows = _read(folder)
-    return rows if rows and rows.pop(UPDATE).tolist() == [update] else None
+    """Read the predictions after an update: column -> array; None if missing, damaged, or of another update."""
+    table = _read(folder)
+    if not table or table.pop(UPDATE).tolist() != [update]:
+        return None
+    return table
 
 
 def read_probe(folder: Path, labels: np.ndarray) -> np.ndarray | None:
-    """What the linear probe that the run began with predicted; None if unknown, or if the labels changed."""
-    rows = _read(folder) or {}
-    return rows[PROBE] if PROBE in rows and np.array_equal(rows["labels"], labels) else None
+    """Read the predictions of the linear probe that the run began with; None if unknown, or if the labels changed."""
+    table = _read(folder) or {}
+    if PROBE not in table or not np.array_equal(table["labels"], labels):
+        return None
+    return table[PROBE]
 
 
 def _read(folder: Path) -> dict[str, np.ndarray] | None:
+    """Read the file without its digest: column -> array; None if it is missing or damaged."""
     try:
-        rows = load(read_regular(folder / PREDICTIONS))
+        table = load(read_regular(folder / PREDICTIONS))
     except (OSError, SafetensorError):
         return None
-    digest = rows.pop(DIGEST, None)
-    return None if digest is None or not np.array_equal(digest, _digest(rows)) else rows
+    digest = table.pop(DIGEST, None)
+    if digest is None or not np.array_equal(digest, _digest(table)):
+        return None
+    return table
 
 
-def _digest(rows: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Of all values in the file."""
+def _digest(table: Mapping[str, np.ndarray]) -> np.ndarray:
+    """SHA-256 of all columns, as an array of bytes."""
     digest = hashlib.sha256()
-    for name in sorted(rows):
-        digest.update(f"{name} {rows[name].dtype} {rows[name].shape} ".encode())
-        digest.update(rows[name].tobytes())
+    for name in sorted(table):
+        digest.update(f"{name} {table[name].dtype} {table[name].shape} ".encode())
+        digest.update(table[name].tobytes())
     return np.frombuffer(digest.digest(), np.uint8)

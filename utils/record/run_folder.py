@@ -26,44 +26,53 @@ from vitamp.files import read_json, write_atomically
 CONFIG = "config.yaml"
 ABOUT = "run.json"
 STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-"""When this process began"""
+"""Time at which this process began."""
 DATA = "data.json"
-"""What was said of the data before training"""
+"""File with the findings about the data before training."""
 FOLDS = "probe_in_folds"
-"""Key under which a run's choices keep the top-1 that its probe had in folds"""
+"""Key in a run's choices for the top-1 accuracy that its probe had in folds."""
 ALIKE = "alike_in_validation"
-"""Key under which they keep how many validation images look like training images, of how many compared"""
+"""Key in a run's choices for how many validation images look like training images, of how many compared."""
 FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS_FILE, CHECKPOINTS)
 
 
 def is_run_folder(folder: Path) -> bool:
+    """Whether a folder has a file that a run writes."""
     return any(os.path.exists(folder / name) for name in FILES_OF_A_RUN)
 
 
 def missing_from(folder: Path, best: str | None = None) -> list[str]:
-    """Files that a run with a checkpoint has written, and that are no longer in its folder. `best`: its checkpoint."""
+    """Paths of the files that are missing in the folder of a run that has written a checkpoint.
+
+    best: name of its best checkpoint; None if there is none
+    """
     names = [CONFIG, ABOUT, METRICS_FILE, LOG, f"{CHECKPOINTS}/{INDEX}"]
     last = read_index(folder / CHECKPOINTS)["last"]
-    for checkpoint in dict.fromkeys((last, best)):
+    for checkpoint in dict.fromkeys((last, best)):  # which may be the same one
         if checkpoint:
             names.append(f"{CHECKPOINTS}/{checkpoint}")
     return [name for name in names if not (folder / name).exists()]
 
 
 def is_config_of_run(file: Path) -> bool:
-    """Whether a run has written this file, perhaps someone else's; a config.yaml by itself is the user's."""
+    """Whether a file is the config.yaml of a run, perhaps someone else's; a config.yaml alone in a folder is not."""
     return file.name == CONFIG and any((file.parent / name).exists() for name in FILES_OF_A_RUN if name != CONFIG)
 
 
 def check_output(output: str | None, save: str, resumed: Path | None) -> None:
-    """Check, before anything is built, that the run's folder can be used; create nothing."""
+    """Check, before anything is built, that the run's folder can be used; create nothing.
+
+    output: -output; None for a new folder in `save`
+    resumed: folder of the run that is resumed; None without one
+    """
     folder = Path(save if output is None else output)
-    with os_errors_as_user_errors(folder):  # of a name that is too long, for example
+    with os_errors_as_user_errors(folder):  # such as a name that is too long
         if output is not None and folder.exists() and not folder.is_dir():
             raise UserError(f"-output {folder}: this is a file; name a folder for the run.")
         is_run = output is not None and is_run_folder(folder)
-        begun = (folder / LOG).exists()  # a run that was killed early has no other file
-        if is_run and not begun and not is_config_of_run(folder / CONFIG):
+        # A run that was killed early has log.txt and config.yaml, and no other file.
+        has_log = (folder / LOG).exists()
+        if is_run and not has_log and not is_config_of_run(folder / CONFIG):
             raise UserError(f"-output {folder}: its {CONFIG} is yours, which is not overwritten; name another folder.")
         if is_run and (resumed is None or resumed.resolve() != folder.resolve()):
             raise UserError(
@@ -74,14 +83,16 @@ def check_output(output: str | None, save: str, resumed: Path | None) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that `folder`, or the nearest parent that exists, is a writable folder."""
-    base = folder.absolute()
-    while not base.exists():
-        base = base.parent
-    if not base.is_dir():
-        raise UserError(f"{folder}: {base} is a file, so the folder cannot be created; choose another -output or SAVE.")
-    if not os.access(base, os.W_OK | os.X_OK):
-        raise UserError(f"{folder}: this user cannot write to {base}; choose another -output or SAVE.")
+    """Check that `folder`, or its nearest parent that exists, is a writable folder."""
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UserError(
+            f"{folder}: {parent} is a file, so the folder cannot be created; choose another -output or SAVE."
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: this user cannot write to {parent}; choose another -output or SAVE.")
 
 
 def make_folder(output: str | None, save: str, kind: str) -> Path:
@@ -106,7 +117,10 @@ def make_folder(output: str | None, save: str, kind: str) -> Path:
 
 @contextlib.contextmanager
 def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError while a run starts into a UserError; after the first update, a run continues without the file."""
+    """Turn an OSError inside the block into a UserError, as is right before the first update.
+
+    After the first update, a run continues without a file that it cannot write.
+    """
     try:
         yield
     except OSError as error:
@@ -116,11 +130,16 @@ def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
 
 
 def reason(error: OSError, path: Path) -> str:
-    """The system's words; of a disk without inodes these are that no space is left, however much is free."""
+    """The reason of an error about a path, in the system's words.
+
+    If the disk has no free inode, this is added: the system then reports that no space is left, although there is.
+    """
     words = error.strerror or str(error)
     if error.errno == errno.ENOSPC:
-        disk = os.statvfs(next(place for place in (path, *path.absolute().parents) if place.exists()))
-        if disk.f_files and not disk.f_favail:
+        existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+        disk = os.statvfs(existing)
+        counts_inodes = disk.f_files > 0
+        if counts_inodes and disk.f_favail == 0:
             words += ": it has no inode for another file; remove files"
     return words
 
@@ -141,7 +160,7 @@ def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of those of these packages that are installed; by default of the main ones."""
+    """Package -> version, of these packages, or of the main ones without arguments; a package may be missing."""
     installed = {}
     for name in packages or ("torch", "torchvision", "timm", "numpy", "pydantic"):
         with contextlib.suppress(PackageNotFoundError):
@@ -156,7 +175,7 @@ def git_state() -> dict[str, Any] | None:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 
-    if INSTALLED:  # a checkout around it is of another project
+    if INSTALLED:  # A checkout around an installed program belongs to another project.
         return None
     try:
         commit = git("rev-parse", "HEAD")
@@ -167,6 +186,7 @@ def git_state() -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file of a run, without passwords of URLs."""
     write_atomically(path, redacted(json.dumps(content, indent=2, ensure_ascii=False)) + "\n")
 
 
@@ -176,112 +196,132 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def start_of(run: Path | None) -> str:
-    """The folder in which a run was started, where relative paths of an earlier version begin; '' if unknown."""
+    """The folder in which a run was started; '' if unknown. Runs of an earlier version save paths relative to it."""
     with contextlib.suppress(UserError, KeyError):
         return str(read_about(run)["folder"]) if run else ""
     return ""
 
 
 def read_data(folder: Path) -> dict[str, Any]:
-    """The content of a run's data.json; empty for a run without image files, and if the file is damaged."""
+    """The content of a run's data.json; empty if the run has none, as without image files, or if it is damaged."""
     with contextlib.suppress(UserError):
         return read_json(folder / DATA)
     return {}
 
 
+# Images of one split that look like images of another are counted in `alike`, a list of up to five numbers, as
+# `Nearest.counted` returns them:
+#
+#   0  how many images look like another one
+#   1  how many images were compared
+#   2  how many other images such an image looks like (median)
+#   3  how many of them have the label of the most similar image
+#   4  how many of them have the label of the most similar image among those that do not look alike
+#
+# Earlier versions counted fewer, and the list is empty if nothing was counted.
+
 MANY = 10
-"""Images that an image looks like, for which copies are an unlikely cause"""
-
-
-FEWEST_OTHERS, PART_OTHERS = 3, 1 / 3
-"""Pairs with two labels, from which on alike images may be no copies: of wrong labels, copies have some too; and how
-often they have two labels, as a part of how often less similar ones have"""
+"""If an image looks like so many others, they are probably no copies."""
+FEWEST_OTHERS = 3
+"""With fewer pairs of two labels, images that look alike are probably copies, some of them with a wrong label."""
+PART_OTHERS = 1 / 3
+"""The same limit, as a fraction of the number of pairs of less similar images that have two labels."""
 
 
 def share_a_style(alike: Sequence[int]) -> bool:
-    """Whether images that look like others are hardly copies, because most of these have another label.
-
-    `alike`: as `Nearest.counted`, or less of it, as an earlier version counted; empty: not counted.
-    """
+    """Whether images that look like others are probably no copies, because most pairs have two labels."""
     return len(alike) > 3 and alike[2] < MANY and 2 * alike[3] < alike[0]
 
 
 def copies_unknown(alike: Sequence[int]) -> bool:
-    """Whether images that look like others may be no copies, by their labels (`alike`: as `share_a_style` takes it).
+    """Whether images that look like others may be no copies, by their labels.
 
-    A copy has the label of its image. Other images that look alike have two labels about as often as less similar ones.
+    A copy has the label of its original. But pairs that merely look alike have two labels about as often as pairs that
+    are less similar.
     """
-    if share_a_style(alike) or len(alike) < 5 or alike[2] >= MANY:
-        return share_a_style(alike)
-    apart, farther = alike[0] - alike[3], alike[0] - alike[4]
-    return apart >= FEWEST_OTHERS and apart >= PART_OTHERS * farther
+    if share_a_style(alike):
+        return True
+    if len(alike) < 5 or alike[2] >= MANY:
+        return False
+    two_labels = alike[0] - alike[3]
+    two_labels_if_less_similar = alike[0] - alike[4]
+    return two_labels >= FEWEST_OTHERS and two_labels >= PART_OTHERS * two_labels_if_less_similar
 
 
 def alike_in_words(alike: Sequence[int], look: str = "validation images look like training images") -> str:
-    """What was counted of images that look like others (as `share_a_style` takes it); '' for none."""
-    if not alike or not alike[0]:
+    """A sentence, without its full stop, about images that look like others; '' if there are none.
+
+    look: which images they are, after their number
+    """
+    if not alike or alike[0] == 0:
         return ""
-    what = f"{alike[0]:,} of {alike[1]:,} {look}, "
-    if copies_unknown(alike) and not share_a_style(alike):
-        apart, farther = (100 * (1 - same / alike[0]) for same in alike[3:5])
-        return (
-            "Whether edited copies are in both splits cannot be told here, where different images look as alike: of "
-            f"pairs as similar as copies, {apart:.0f} % have two labels, of the next similar ones {farther:.0f} %"
-        )
+    beginning = f"{alike[0]:,} of {alike[1]:,} {look}, "
     if share_a_style(alike):
         return (
-            f"{what}but only {alike[3]:,} of them like one of their own label: if labels are right, they share a style "
-            "or a background, and are no copies"
+            f"{beginning}but only {alike[3]:,} of them like one of their own label: if labels are right, they share a "
+            "style or a background, and are no copies"
+        )
+    if copies_unknown(alike):
+        two_labels, two_labels_if_less_similar = (100 * (1 - same / alike[0]) for same in alike[3:5])
+        return (
+            "Whether edited copies are in both splits cannot be told here, where different images look as alike: of "
+            f"pairs as similar as copies, {two_labels:.0f} % have two labels, of the next similar ones "
+            f"{two_labels_if_less_similar:.0f} %"
         )
     if len(alike) < 3 or alike[2] < MANY:
-        return f"{what}as edited copies do, or photographs of one thing or place"
+        return f"{beginning}as edited copies do, or photographs of one thing or place"
     return (
-        f"{what}half of them like {alike[2]:,} or more: too many for copies. Either they are series of one thing, "
+        f"{beginning}half of them like {alike[2]:,} or more: too many for copies. Either they are series of one thing, "
         "which DATA.GROUP keeps together, or the model hardly tells such images apart"
     )
 
 
 KNOWN = 0.05
-"""Fraction of the validation images, from which on those known to training make choices on them doubtful"""
+"""If training knows this fraction of the validation images, they are no good for choosing between models."""
 
 
 def known_to_training(data: dict[str, Any]) -> bool:
-    """Whether training knows `KNOWN` of the validation images. `data`: of `read_data`.
+    """Whether training knows the fraction KNOWN of the validation images. `data`: the content of data.json.
 
-    That is those with the bytes of a training image or, if they are more, those that look like one, unless they look
-    like so `MANY` that the model may hardly tell them apart, or may be no copies by their labels.
+    Known are images with the bytes of a training image. Images that look like a training image count instead if they
+    are more, unless they are probably, or by their labels possibly, no copies.
     """
     copies = data.get("copies") or {}
     alike = data.get("alike") or []
-    found, of, each = [*alike, 0, 0, 0][:3]
-    look = 0 if each >= MANY or copies_unknown(alike) else found
-    counts = [(copies.get("found", 0), copies.get("compared", 0)), (look, of)]
-    return any(known and known >= KNOWN * compared for known, compared in counts)
+    look_alike, compared, median_others = [*alike, 0, 0, 0][:3]
+    if median_others >= MANY or copies_unknown(alike):
+        look_alike = 0
+    counts = [(copies.get("found", 0), copies.get("compared", 0)), (look_alike, compared)]
+    return any(known and known >= KNOWN * of_images for known, of_images in counts)
 
 
 def copies_in_words(folder: Path, images: int | None = None, advice: bool = True) -> str:
-    """One line for the end of a run or an evaluation, if validation images of the run are also in training.
+    """A text for the end of a run or an evaluation, if validation images of the run are also in training, else ''.
 
-    `images`: the number of those evaluated; if it is not that of the run's validation split, nothing is said of them.
-    `advice`: with the commands that list them, which a warning before training has.
+    images: number of evaluated images; '' is returned if it is not that of the run's validation split. None: not known
+    advice: whether to name the commands that list these images; the warning before training has named them already
     """
-    found = read_data(folder)
+    data = read_data(folder)
     try:
-        copies = found["copies"]["found"]
-        compared = found["copies"]["compared"]
-        alike = found.get("alike") or [0]
-        if images not in (None, found["images"]["validation"]):
+        copies = data["copies"]["found"]
+        compared = data["copies"]["compared"]
+        alike = data.get("alike") or [0]
+        if images not in (None, data["images"]["validation"]):
             return ""
-    except (KeyError, TypeError):  # not looked for, or a damaged file
+    except (KeyError, TypeError):  # Nobody looked for copies, or the file is damaged.
         return ""
-    check = f"{tool('check_data')} {shlex.join(['-cfg', str(folder / CONFIG), *found.get('use', ())])}"
-    lines = []
+    command = f"{tool('check_data')} {shlex.join(['-cfg', str(folder / CONFIG), *data.get('use', ())])}"
+    sentences = []
     if copies:
         text = f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics"
-        lists = f": `{check} -fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them"
-        lines.append(f"{text}{lists}." if advice else f"{text}.")
+        if advice:
+            text += f": `{command} -fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them"
+        sentences.append(f"{text}.")
     if alike[0] > copies:
-        raises = "" if copies_unknown(alike) else " This may raise the metrics;"
-        text = f"{alike_in_words(alike)}.{raises}"
-        lines.append(f"{text} `{check} -alike DIR` shows them." if advice else text.replace("metrics;", "metrics."))
-    return " ".join(lines)
+        text = f"{alike_in_words(alike)}."
+        if not copies_unknown(alike):
+            text += " This may raise the metrics" + (";" if advice else ".")
+        if advice:
+            text += f" `{command} -alike DIR` shows them."
+        sentences.append(text)
+    return " ".join(sentences)

@@ -103,8 +103,6 @@ DEFAULT_MOMENTUM = 0.9
 
 
 class OptimizerConfig(Section):
-    """The optimiser and its numbers besides the learning rate."""
-
     NAME: str = setting("AdamW", "An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, Muon, ...")
     EPS: AboveZero | None = setting(None, "eps of Adam and its relatives; null: the optimiser's default.", _NOT_SGD)
     BETAS: Betas | None = setting(None, "betas of Adam and its relatives; null: the optimiser's default.", _NOT_SGD)

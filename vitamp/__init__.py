@@ -1,9 +1,8 @@
-"""vitamp for other Python code: `load` returns a trained model, as timm builds it, and the transform of its images;
-`train` trains one.
+"""vitamp for other Python code: `load` returns a trained model and the transform of its images, `train` trains one.
 
-`loss`, `model`, `augmentation`, `dataset` and `metric` are for files that -use names (docs/own_code.md). The program
-itself is started by the command `vitamp`, by the scripts of a clone, or in processes of its own; nothing of it is
-imported here.
+The decorators `loss`, `model`, `augmentation`, `dataset` and `metric` are for files that -use names
+(docs/own_code.md). The program itself is started by the command `vitamp`, by the scripts of a clone, or in processes of
+its own; nothing of it is imported here.
 """
 
 from __future__ import annotations
@@ -21,16 +20,17 @@ __version__ = "0.3.0"
 
 
 def load(path: str | Path, weights: str = "auto") -> Loaded:
-    """The trained model, in evaluation mode on the CPU, and the transform of one image that validation applies.
+    """Load a trained model, in evaluation mode on the CPU, and the transform that validation applies to an image.
 
-    They are a pair, `model, transform = load(path)`, and `load(path).predict(images)` gives classes and probabilities.
+    path: a run (its best checkpoint), a checkpoint, or a file of weights that vitamp wrote
+    weights: `model`, `ema`, or `auto`, which takes those that validated better
 
-    The transform takes one of Pillow's images. Where DATA.BITS or DATA.IMAGE_CHANNELS are those of other images than
-    photographs, it takes the path of a file, a list of an image's files, or an array of the stored values.
+    The result is a pair, `model, transform = load(path)`, and `load(path).predict(images)` gives classes and
+    probabilities. `model.vitamp` tells which weights were loaded, and has the names of the classes. A batch is a stack
+    of images: `model(torch.stack([transform(image) for image in images]))`.
 
-    `path`: a run (its best checkpoint), a checkpoint, or a file of weights that vitamp wrote. `weights`: `model`,
-    `ema`, or `auto`, which takes those that validated better. `model.vitamp` says which they are, and has the names of
-    the classes. A batch is a stack of images: `model(torch.stack([transform(image) for image in images]))`.
+    The transform takes an image of Pillow. If the model is not for photographs (DATA.BITS, DATA.IMAGE_CHANNELS), it
+    takes the path of a file, a list of the files of one image, or an array of the stored values.
     """
     from vitamp.timm_model import load_model
 
@@ -40,9 +40,13 @@ def load(path: str | Path, weights: str = "auto") -> Loaded:
 def train(cfg: str | Path, ngpus: int | None = None, **flags: Any) -> Run:
     """Train as the command line does, in a process of its own, and return the run when it is done.
 
-    `flags` are those of main_single_gpu.py: `amp=True`, `data_path="photos"`, `output="runs/photos"`; settings of the
-    recipe are given as `**{"TRAIN.BASE_LR": 1e-3}`. `ngpus`: with main_multi_gpu.py. ValueError: a wrong flag or
-    setting; RuntimeError: the run failed; each in the program's words. Ctrl-C, or a notebook's stop, lets it save.
+    cfg: a YAML file, or the name of a recipe
+    ngpus: number of processes, which main_multi_gpu.py starts; None: one, by main_single_gpu.py
+    flags: flags of that script, such as `amp=True`, `data_path="photos"` or `output="runs/photos"`; settings are given
+        as `**{"TRAIN.BASE_LR": 1e-3}`
+
+    Raises ValueError for a wrong flag or setting, and RuntimeError if the run fails, with the program's own message.
+    Ctrl-C, or stopping the cell of a notebook, lets the run save first.
     """
     from vitamp.processes import trained
 

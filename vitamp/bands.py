@@ -1,6 +1,7 @@
-"""Images of any number of channels and any depth as arrays: for `vitamp.load`, and for training.
+"""Reads images of any number of channels and any depth as arrays, for `vitamp.load` and for training.
 
-Values stay as they are stored; of DICOM, slope and window are applied. Several files of one image are a zip of them.
+Values stay as they are stored, except that the slope and window of DICOM files are applied. If an image has several
+files, they are handled as one zip file.
 """
 
 import importlib
@@ -25,31 +26,36 @@ TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 BY_PILLOW = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "JPEG2000")
 MODES = ("L", "LA", "RGB", "RGBA", "F", "I", "I;16", "I;16B", "I;16L")
 DTYPES = {"8": "uint8", "16": "uint16", "float": "float32"}
-"""DATA.BITS -> type of the values; floats may have 16 or 64 bits, too"""
+"""DATA.BITS -> type of the values; floats may also have 16 or 64 bits."""
 DEFLATED = "1.2.840.10008.1.2.1.99"
-"""Transfer syntax of DICOM files that are compressed as a whole"""
+"""Transfer syntax of DICOM files that are compressed as a whole."""
 
 
 def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str, most: int = MOST_BYTES) -> np.ndarray:
-    """An image file, or an array, as height x width x channels.
+    """Read an image file, or arrange an array, as height x width x channels.
 
-    ValueError, in half a sentence, unless a model of these channels and bits takes it, and it has at most `most` bytes.
+    image: the bytes of a file, of a zip with the files of one image (see `together`), or an array
+    channels, bits: DATA.IMAGE_CHANNELS and DATA.BITS; a ValueError unless the image has these
+    most: largest number of bytes of the pixels; a ValueError if there are more
+
+    The message of a ValueError continues a sentence about the image: 'it has 4 channels; ...'.
     """
     paths = getattr(image, "paths", ())
     arrays = list[np.ndarray]()
-    for number, part in enumerate(_parts(image, most)):
+    bytes_left = most
+    for index, part in enumerate(_parts(image, most)):
         try:
-            array = part if isinstance(part, np.ndarray) else _read(part, most)
+            array = part if isinstance(part, np.ndarray) else _read(part, bytes_left)
             arrays.append(_arranged(array, channels))
         except Exception as error:
             if paths:
-                error.add_note(f"its file {paths[number]}")
+                error.add_note(f"its file {paths[index]}")
             raise
-        most -= array.nbytes
-    kinds = [f"{one.shape[1]} x {one.shape[0]} of {one.dtype.name}" for one in arrays]
-    for number, kind in enumerate(kinds):
+        bytes_left -= array.nbytes
+    kinds = [f"{array.shape[1]} x {array.shape[0]} of {array.dtype.name}" for array in arrays]
+    for index, kind in enumerate(kinds):
         if kind != kinds[0]:
-            place = f" ({paths[number]})" if paths else ""
+            place = f" ({paths[index]})" if paths else ""
             raise ValueError(f"its files differ: {kinds[0]} and {kind}{place}")
     pixels = np.concatenate(arrays, axis=2)
     _check(pixels, channels, bits)
@@ -57,52 +63,56 @@ def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str, most: 
 
 
 def _check(pixels: np.ndarray, channels: int, bits: int | str) -> None:
-    """ValueError unless a model of these channels and bits takes these pixels."""
+    """Raise ValueError unless a model of these channels and bits takes these pixels (height x width x channels)."""
     if pixels.size == 0:
         raise ValueError(f"its shape is {' x '.join(map(str, pixels.shape))}, which has no pixels")
-    kind = pixels.dtype
-    wanted = DTYPES[str(bits)]
-    if kind.kind == "i":
-        raise ValueError(f"its values are {kind.name}, which have a sign; store uint16, or floats with DATA.BITS=float")
-    if kind.name != wanted and not (wanted == "float32" and kind.kind == "f"):
-        raise ValueError(f"its values are {kind.name}; DATA.BITS {bits} takes {wanted}")
+    dtype = pixels.dtype
+    expected = DTYPES[str(bits)]
+    if dtype.kind == "i":
+        raise ValueError(
+            f"its values are {dtype.name}, which have a sign; store uint16, or floats with DATA.BITS=float"
+        )
+    is_float = dtype.kind == "f"
+    if dtype.name != expected and not (is_float and expected == "float32"):
+        raise ValueError(f"its values are {dtype.name}; DATA.BITS {bits} takes {expected}")
     if pixels.shape[2] != channels:
-        files = "" if pixels.shape[2] > channels else ", or name its other files in a table: docs/bands.md"
-        raise ValueError(f"it has {pixels.shape[2]} channels; DATA.IMAGE_CHANNELS is {channels}{files}")
-    if kind.kind == "f":
-        wrong = pixels.size - int(np.isfinite(pixels).sum())
-        if wrong:
-            raise ValueError(f"{wrong:,} of its {pixels.size:,} values are NaN or infinity")
+        advice = "" if pixels.shape[2] > channels else ", or name its other files in a table: docs/bands.md"
+        raise ValueError(f"it has {pixels.shape[2]} channels; DATA.IMAGE_CHANNELS is {channels}{advice}")
+    if is_float:
+        not_finite = pixels.size - int(np.isfinite(pixels).sum())
+        if not_finite:
+            raise ValueError(f"{not_finite:,} of its {pixels.size:,} values are NaN or infinity")
 
 
 def _parts(image: bytes | np.ndarray, most: int) -> Iterator[bytes | np.ndarray]:
-    """The files in a zip, one after the other; of another image, that alone."""
+    """Yield the content of each file in a zip, at most `most` bytes in all; any other image is yielded itself."""
     if isinstance(image, np.ndarray) or not image.startswith(ZIP):
         yield image
         return
     with zipfile.ZipFile(io.BytesIO(image)) as files:
         refuse_large(sum(info.file_size for info in files.infolist()), most)
         for info in files.infolist():
-            # Others unpack as much as they like at once.
+            # With other methods, a small file could fill the memory before its size is checked.
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError("its files are compressed by another method than deflate")
             with files.open(info) as file:
-                yield file.read(info.file_size)  # no more, even if the file's size is a lie
+                yield file.read(info.file_size)  # The limit matters if the recorded size is wrong.
 
 
 class SeveralFiles(bytes):
-    """Several files of one image as one zip, so that all that handles an image's bytes handles them, too."""
+    """The files of one image as one zip, so that code that handles the bytes of an image handles them, too."""
 
     paths: Sequence[str] = ()
-    """Of the files, for errors: the bytes of equal images are equal, wherever these are."""
+    """Paths of the files, for errors. They are not in the bytes, so that equal images have equal bytes."""
 
 
 def together(contents: Sequence[bytes], paths: Sequence[str] = ()) -> SeveralFiles:
-    whole = io.BytesIO()
-    with zipfile.ZipFile(whole, "w") as packed:
+    """Pack the contents of an image's files into one zip. `paths`: their paths, for errors."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as zip_file:
         for number, content in enumerate(contents, start=1):
-            packed.writestr(zipfile.ZipInfo(f"{number}"), content)
-    files = SeveralFiles(whole.getvalue())
+            zip_file.writestr(zipfile.ZipInfo(f"{number}"), content)
+    files = SeveralFiles(archive.getvalue())
     files.paths = paths
     return files
 
@@ -110,7 +120,10 @@ def together(contents: Sequence[bytes], paths: Sequence[str] = ()) -> SeveralFil
 def planes_of(
     image: str | Path | Sequence[str | Path] | np.ndarray, channels: int, bits: int | str, most: int = MOST_BYTES
 ) -> torch.Tensor:
-    """The values of a file, of the files of one image, or of an array, as channels x height x width."""
+    """Read a file, the files of one image, or an array, as a float tensor of channels x height x width.
+
+    See `read_bands` for the parameters.
+    """
     if not isinstance(image, np.ndarray):
         paths = [image] if isinstance(image, str | Path) else image
         contents = [read_regular(path, most) for path in paths]
@@ -120,8 +133,13 @@ def planes_of(
 
 
 def _arranged(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Height x width x channels. Of three axes, that of the channels is the first or the last, and short."""
-    pixels = pixels.squeeze() if pixels.ndim > 3 else pixels
+    """Arrange the axes of an array as height x width x channels.
+
+    With three axes, the first or the last one is that of the channels: the one with the expected number, else the
+    shorter one.
+    """
+    if pixels.ndim > 3:
+        pixels = pixels.squeeze()
     if pixels.ndim == 2:
         return pixels[:, :, None]
     if pixels.ndim != 3:
@@ -133,44 +151,49 @@ def _arranged(pixels: np.ndarray, channels: int) -> np.ndarray:
 
 
 def _read(content: bytes, most: int) -> np.ndarray:
-    """The array that one file holds, with its axes as they are stored."""
+    """Decode one file of any format to an array, with its axes as they are stored; it has at most `most` bytes."""
     if content.startswith(NUMPY):
         file = io.BytesIO(content)
-        first = np.lib.format.read_magic(file) == (1, 0)
-        read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+        is_version_1 = np.lib.format.read_magic(file) == (1, 0)
+        read_header = np.lib.format.read_array_header_1_0 if is_version_1 else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(file)
         refuse_large(math.prod(shape) * dtype.itemsize, most)
         file.seek(0)
         return np.lib.format.read_array(file, allow_pickle=False)
-    if content[128:132] == b"DICM":  # such files may begin as a TIFF does
+    # This comes before TIFF, because the 128 bytes before this mark may be those of a TIFF.
+    if content[128:132] == b"DICM":
         return _of_dicom(content, most)
     if content.startswith(TIFF):
         tifffile = _package("tifffile")
-        tifffile.logger().setLevel("CRITICAL")  # the reason that is raised says enough
+        tifffile.logger().setLevel("CRITICAL")  # The exception has the reason; tifffile would also log it.
         with tifffile.TiffFile(io.BytesIO(content)) as file:
             refuse_large(file.series[0].nbytes, most)
             return file.series[0].asarray()
     with Image.open(io.BytesIO(content), formats=BY_PILLOW) as image:
         refuse_large(BYTES_PER_PIXEL * image.width * image.height, most)
-        if (content[:4], content[24]) == DEEP_PNG:  # Pillow keeps 8 bits of colours
+        # Byte 24 of a PNG is its bit depth. Of 16-bit colours, Pillow would keep 8 bits.
+        if (content[:4], content[24]) == DEEP_PNG:
             from torchvision.io import ImageReadMode, decode_image
 
             encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             return decode_image(encoded, ImageReadMode.UNCHANGED).permute(1, 2, 0).numpy()
         if image.mode not in MODES:
             raise ValueError(f"its colour mode is {image.mode}; store grey, RGB or RGBA")
-        # Mode "I" is Pillow's of 16-bit PGM.
         array = np.asarray(image)
+        # Pillow reads 16-bit PGM files as mode "I", with 32 bits.
         return array.astype(np.uint16) if image.mode == "I" else array
 
 
 def has_window(content: bytes | np.ndarray, most: int) -> bool:
-    """Whether a DICOM file has a window, whose ends become 0 and 1. A broken one has none."""
+    """Whether a DICOM file has a window, whose ends become 0 and 1; False for a broken file."""
     return _dicom(bytes(content), most, stop_before_pixels=True).get("WindowCenter") is not None
 
 
-def _dicom(content: bytes, most: int, **how: bool) -> Any:
-    """The fields of a DICOM file. One compressed as a whole is unpacked as a whole, so its size comes first."""
+def _dicom(content: bytes, most: int, **options: bool) -> Any:
+    """Read a DICOM file with pydicom. `options`: for pydicom's dcmread.
+
+    A file that is compressed as a whole is unpacked as a whole. So its size is checked first.
+    """
     file = io.BytesIO(content)
     reader = _package("pydicom.filereader")
     reader.read_preamble(file, True)
@@ -181,36 +204,43 @@ def _dicom(content: bytes, most: int, **how: bool) -> Any:
             size += len(unpacker.decompress(part))
             refuse_large(size, most)
     file.seek(0)
-    return _package("pydicom").dcmread(file, force=True, **how)
+    return _package("pydicom").dcmread(file, force=True, **options)
 
 
 def _of_dicom(content: bytes, most: int) -> np.ndarray:
-    """The stored values with slope and intercept; scaled to 0..1 over the window, if there is one. White is high."""
+    """The pixels of a DICOM file with slope and intercept; with a window, scaled so that its ends are 0 and 1.
+
+    High values are white. The pixels of colour images stay as they are stored.
+    """
     pixels = _package("pydicom.pixels")
-    about = _dicom(content, most)
-    frames = int(about.get("NumberOfFrames") or 1)
-    refuse_large(about.get("Rows", 0) * about.get("Columns", 0) * frames * BYTES_PER_PIXEL, most)
-    values = about.pixel_array
-    if about.get("PhotometricInterpretation") == "PALETTE COLOR":  # the values number colours
-        return pixels.apply_color_lut(values, about)
-    if about.get("SamplesPerPixel", 1) != 1:
+    fields = _dicom(content, most)
+    frames = int(fields.get("NumberOfFrames") or 1)
+    refuse_large(fields.get("Rows", 0) * fields.get("Columns", 0) * frames * BYTES_PER_PIXEL, most)
+    values = fields.pixel_array
+    if fields.get("PhotometricInterpretation") == "PALETTE COLOR":
+        return pixels.apply_color_lut(values, fields)
+    if fields.get("SamplesPerPixel", 1) != 1:
         return values
-    least = -(2 ** (about.BitsStored - 1)) if about.PixelRepresentation else 0
-    ends = np.array([least, least + 2**about.BitsStored - 1])
-    values = pixels.apply_modality_lut(values, about)
-    low, high = pixels.apply_modality_lut(ends, about)
-    if about.get("WindowCenter") is not None:
-        low, high = pixels.apply_windowing(np.array([-1e12, 1e12]), about)  # beyond the window
-        values = (pixels.apply_windowing(values, about) - low) / (high - low)
+
+    # The smallest and the largest value that the file could have, with slope and intercept.
+    is_signed = fields.PixelRepresentation
+    smallest_stored = -(2 ** (fields.BitsStored - 1)) if is_signed else 0
+    stored_ends = np.array([smallest_stored, smallest_stored + 2**fields.BitsStored - 1])
+    values = pixels.apply_modality_lut(values, fields)
+    low, high = pixels.apply_modality_lut(stored_ends, fields)
+    if fields.get("WindowCenter") is not None:
+        # Values far outside the window become its ends.
+        window_low, window_high = pixels.apply_windowing(np.array([-1e12, 1e12]), fields)
+        values = (pixels.apply_windowing(values, fields) - window_low) / (window_high - window_low)
         low = 0
         high = 1
-    if about.get("PhotometricInterpretation") == "MONOCHROME1":  # low values are white
+    if fields.get("PhotometricInterpretation") == "MONOCHROME1":  # Low values are white.
         values = float(low) + float(high) - values
     return values.astype(np.float32)
 
 
 def _package(name: str) -> Any:
-    """A package that only some kinds of files need."""
+    """Import a package that only some kinds of files need; a UserError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -219,7 +249,7 @@ def _package(name: str) -> Any:
 
 
 def picture_of_bands(pixels: np.ndarray) -> Image.Image:
-    """A picture of pixels (height x width x channels). Of floats, which bands are: the first three, or one in grey."""
+    """Make a picture of pixels (height x width x channels): of floats, the first three bands, or the first in grey."""
     bands = pixels[:, :, : 3 if pixels.shape[2] >= 3 else 1]
     if bands.dtype != np.uint8:
         low, high = np.percentile(bands, (2, 98), axis=(0, 1))

@@ -1,7 +1,7 @@
-"""A run's checkpoints on disk: their names, the index of the last and the best, and their check by size and hash.
+"""Finds a run's checkpoints on disk, reads the index of the last and the best, and checks them by size and hash.
 
-A run with adapters (MODEL.LORA) has its frozen weights in one file beside its checkpoints, which hold only what is
-trained. meta.json names its hash, so that adapters are never added to other weights.
+A run with adapters (MODEL.LORA) has its frozen weights in one file beside its checkpoints, which hold only the trained
+weights. meta.json records the hash of that file, so that adapters are never added to other weights.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from vitamp.metrics import PLAIN
 CHECKPOINTS = "checkpoints"
 BASE = "base.safetensors"
 LORA = "lora"
-"""Field of meta.json"""
+"""Field of meta.json about adapters."""
 ADAPTER = "lora_"
-"""How the names of the adapters' weights begin"""
+"""Beginning of the names of adapters' weights."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
 MODEL = PLAIN.file
 STATE = "state.pt"
 INDEX = "index.json"
 NAMED = ("best", "last")
-"""Words for checkpoints of a run, in place of their names"""
+"""Words that may replace the name of a run's checkpoint in a path."""
 PREFIX = "step-"
 NAME = rf"{PREFIX}(\d{{9}}|[1-9]\d{{9,}})"
 _SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
@@ -39,77 +39,93 @@ _SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Folder of a checkpoint, with the content of its meta.json."""
+    """A checkpoint: its folder, and the content of its meta.json."""
 
     folder: Path
     meta: dict[str, Any]
 
     def has(self, name: str) -> bool:
-        """Whether the file `name` or its shards are there."""
+        """Whether the checkpoint has the file `name` or all of its shards."""
         return bool(files_of(name, self.meta["files"]))
 
 
 def folder_name(update: int) -> str:
+    """The name of a checkpoint's folder: 'step-000000088'."""
     return f"{PREFIX}{update:09d}"
 
 
 def update_in(name: str) -> int | None:
-    """The update in a name that `folder_name` makes; None for any other, such as a user's `step-000000005.mine`."""
+    """The update in the name of a checkpoint's folder; None for another name, such as `step-000000005.mine`."""
     match = re.fullmatch(NAME, name, re.ASCII)
     return int(match[1]) if match else None
 
 
 def run_folder_of(path: Path) -> Path | None:
-    """The run folder of a checkpoint, of a file in one, or of the run folder itself; None if there is none."""
-    # No further up than this: a single checkpoint may be in any folder, and one above may be called `checkpoints`.
-    folder_of_path = path.parent if path.is_file() else path
-    if (folder_of_path / CHECKPOINTS).is_dir():
-        return folder_of_path
-    absolute = folder_of_path.absolute()
-    places = absolute, absolute.parent, folder_of_path.resolve().parent  # the last one for a link to a checkpoint
-    return next((one.parent for one in places if one.name == CHECKPOINTS), None)
+    """The run's folder of a path to it, to one of its checkpoints, or to a file in either; None if it is in no run."""
+    folder = path.parent if path.is_file() else path
+    if (folder / CHECKPOINTS).is_dir():
+        return folder
+    # The folder of the run's checkpoints is the path itself, or contains it. Folders further up do not count: a
+    # checkpoint may be copied to any folder, and one above that may be called `checkpoints` by chance.
+    absolute = folder.absolute()
+    target = folder.resolve()  # differs for a link to a checkpoint
+    for checkpoints_folder in (absolute, absolute.parent, target.parent):
+        if checkpoints_folder.name == CHECKPOINTS:
+            return checkpoints_folder.parent
+    return None
 
 
 def checkpoints_in(root: Path) -> dict[int, Path]:
-    """A run's checkpoints by their update, oldest first. Folders under names of the user's own are not among them."""
-    found = {}
+    """The checkpoints in a folder by their update, oldest first, without folders that the user has renamed."""
+    checkpoints = {}
     for path in root.glob(f"{PREFIX}*"):
         update = update_in(path.name)
         if update is not None and path.is_dir():
-            found[update] = path
-    return dict(sorted(found.items()))
+            checkpoints[update] = path
+    return dict(sorted(checkpoints.items()))
 
 
 def place_of(path: Path) -> tuple[Path | None, Path]:
-    """The checkpoint that `path` is, or is in, if there is one; and the folder of a run's checkpoints."""
+    """The checkpoint that a path leads to, or into, and the folder that contains the run's checkpoints.
+
+    The first is None if the path leads to a run.
+    """
     folder = path.parent if path.is_file() else path
     if (folder / META).exists() or update_in(folder.name) is not None:
         return folder, folder.parent
-    return None, folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    if (folder / CHECKPOINTS).is_dir():
+        return None, folder / CHECKPOINTS
+    return None, folder
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Checkpoint folders of a path, oldest first, at least one: all of a run, or the one that the path is or is in."""
+    """All checkpoints of a run, oldest first, or the one checkpoint that a path leads to, or into.
+
+    There is at least one; otherwise a UserError is raised.
+    """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder.")
-    folder, root = place_of(path)
-    if path.is_file() and folder is None and path.name.endswith(WEIGHTS):
+    checkpoint, root = place_of(path)
+    if path.is_file() and checkpoint is None and path.name.endswith(WEIGHTS):
         raise UserError(f"{path}: this file holds only weights; name a run or a checkpoint.")
-    if folder is not None:
-        return [folder]
-    found = list(checkpoints_in(root).values())
-    if not found:
+    if checkpoint is not None:
+        return [checkpoint]
+    checkpoints = list(checkpoints_in(root).values())
+    if not checkpoints:
         raise UserError(f"{path}: no checkpoint found (looked for {root}/{PREFIX}*).")
-    return found
+    return checkpoints
 
 
 def checkpoint_of(path: Path) -> tuple[Path, str]:
-    """The checkpoint at a path, and the reason: of a run its best, else its last; no reason for a checkpoint itself."""
+    """The best checkpoint of a run, else its last, or the one that a path leads to; and why, in words.
+
+    The reason is '' if the path leads to a checkpoint.
+    """
     checkpoints = checkpoints_at(path)
-    folder, root = place_of(path)
-    if folder is not None:
-        return folder, ""
-    by_name = {found.name: found for found in checkpoints}
+    checkpoint, root = place_of(path)
+    if checkpoint is not None:
+        return checkpoint, ""
+    by_name = {folder.name: folder for folder in checkpoints}
     index = read_index(root)
     if index["best"] in by_name:
         return by_name[index["best"]], "the run's best"
@@ -117,23 +133,26 @@ def checkpoint_of(path: Path) -> tuple[Path, str]:
 
 
 def located(path: Path) -> Path:
-    """The path, but of RUN/best and RUN/last, also in RUN/checkpoints, the checkpoint that the run calls so.
+    """Replace RUN/best or RUN/last, or the same in RUN/checkpoints, by the path of that checkpoint.
 
-    A file or folder of this name is itself.
+    Any other path is returned as it is, also that of a file or folder which exists under this name.
     """
     word = path.name
     root = path.parent if path.parent.name == CHECKPOINTS else path.parent / CHECKPOINTS
     if word not in NAMED or os.path.lexists(path) or not root.is_dir():
         return path
-    by_name = {found.name: found for found in checkpoints_in(root).values()}
-    name = read_index(root)["best"] if word == "best" else next(reversed(by_name), None)
+    by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints_in(root).values()}
+    if word == "best":
+        name = read_index(root)["best"]
+    else:
+        name = next(reversed(by_name), None)  # the newest
     if name not in by_name:
         raise UserError(f"{path}: this run has no {word} checkpoint yet (looked in {root}).")
     return by_name[name]
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """Names of the last and the best checkpoint, where index.json has them."""
+    """Read index.json: the names of the checkpoints `best` and `last`; None for one that it does not name."""
     names: dict[str, Any] = {}
     with contextlib.suppress(UserError):
         names = read_json(root / INDEX)
@@ -141,13 +160,17 @@ def read_index(root: Path) -> dict[str, Any]:
 
 
 def write_index(root: Path, last: str, best: str | None) -> None:
+    """Write index.json, with the names of the last and the best checkpoint."""
     write_atomically(root / INDEX, json.dumps({"last": last, "best": best}, indent=2) + "\n")
 
 
 def best_of(root: Path, update: int | None) -> str | None:
-    """Name of the best existing checkpoint: that of `update`, or else the best one before it."""
-    newest = folder_name(update) if update is not None else None
-    for name in (newest, read_index(root)["best"]):
+    """The name of the best checkpoint that exists: that of `update`, else the one that index.json names; or None.
+
+    update: the update with the best validation; None without one
+    """
+    name_by_update = folder_name(update) if update is not None else None
+    for name in (name_by_update, read_index(root)["best"]):
         if name is not None and (root / name).is_dir():
             return name
     return None
@@ -177,9 +200,11 @@ def inspect(folder: Path) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
-    """Check the hashes of all files, or of the file `only` and its shards: a flipped bit is an error.
+    """Check the hashes of a checkpoint's files, and return it; a UserError if a file is not what was written.
 
-    The frozen weights that adapters need are checked too.
+    The frozen weights that adapters need are checked, too.
+
+    only: name of the one file to check, which may be in shards; None: all files
     """
     files = checkpoint.meta["files"]
     try:
@@ -188,7 +213,7 @@ def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
             with open(checkpoint.folder / name, "rb", opener=only_regular) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
                     raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
-    except OSError as error:  # of the disk itself, it names no file
+    except OSError as error:  # An error of the disk itself names no file.
         place = error.filename or checkpoint.folder
         reason = error.strerror or str(error)
         raise UserError(f"{place}: cannot be read ({reason}).") from None
@@ -196,9 +221,15 @@ def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
 
 
 def base_file(folder: Path, meta: Mapping[str, Any]) -> Path | None:
-    """The file of frozen weights of the checkpoint `folder`, by its size; None if the checkpoint needs none."""
+    """Find the file of frozen weights that the adapters in a checkpoint need; None if the checkpoint has no adapters.
+
+    folder, meta: the checkpoint's folder, and the content of its meta.json
+
+    Raises UserError if the file is missing, or does not have the size that meta.json records.
+    """
     if meta.get(LORA) is None:
         return None
+    # In the checkpoint, if it was copied together with the file; else beside the checkpoint, or beside a link's target.
     places = folder.absolute() / BASE, folder.absolute().parent / BASE, folder.resolve().parent / BASE
     seal = meta[LORA]["base"]
     for place in places:
@@ -217,7 +248,7 @@ def base_file(folder: Path, meta: Mapping[str, Any]) -> Path | None:
 
 
 def verified_base(folder: Path, meta: Mapping[str, Any]) -> Path | None:
-    """`base_file` after a check of its hash."""
+    """Find the file of frozen weights as `base_file` does, and also check its hash."""
     file = base_file(folder, meta)
     if file is not None and sha256_of(file) != meta[LORA]["base"]["sha256"]:
         raise UserError(f"{file}: damaged or of another run, its contents are not those that {folder} records.")
@@ -225,32 +256,38 @@ def verified_base(folder: Path, meta: Mapping[str, Any]) -> Path | None:
 
 
 def seal_of(file: Path) -> Any:
-    """What the meta.json beside a file, perhaps of another program, records of it; None if nothing."""
+    """The size and hash that the meta.json beside a file records of it; None without a record.
+
+    The meta.json may be of another program, so that the record may be anything.
+    """
     seals = unchecked_meta(file.parent).get("files")
     return seals.get(file.name) if isinstance(seals, dict) else None
 
 
 def sha256_of(file: Path) -> str:
-    """Hash of a file, computed once for as long as the file does not change."""
-    about = file.stat()
-    return _digest(file.resolve(), about.st_size, about.st_mtime_ns)
+    """The SHA-256 of a file's content, computed again only if the file has changed."""
+    status = file.stat()
+    return _digest(file.resolve(), status.st_size, status.st_mtime_ns)
 
 
 @cache
 def _digest(file: Path, _size: int, _changed: int) -> str:
+    """Compute the hash of a file. Size and time are only for the cache, which is not valid for a changed file."""
     with open(file, "rb", opener=only_regular) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def shard_name(name: str, nth: int, count: int) -> str:
-    """Name of the shard `nth` (from 0) of `count`."""
+    """The name of the shard number `nth`, counted from 0, of a file in `count` shards."""
     return f"{name.removesuffix('.safetensors')}.shard-{nth + 1}-of-{count}.safetensors"
 
 
 def files_of(name: str, files: Collection[str]) -> list[str]:
-    """The file `name`, or its shards in order; empty if neither is complete."""
+    """The names among `files` that make up the file `name`: itself, or its shards in order; empty if not complete."""
     if name in files:
         return [name]
-    count = max((int(found[2]) for found in map(_SHARD.search, files) if found), default=0)
-    wanted = [shard_name(name, nth, count) for nth in range(count)]
-    return wanted if set(wanted) <= set(files) else []
+    matches = [_SHARD.search(file) for file in files]
+    count = max((int(match[2]) for match in matches if match), default=0)
+    shards = [shard_name(name, nth, count) for nth in range(count)]
+    is_complete = set(shards) <= set(files)
+    return shards if is_complete else []

@@ -1,4 +1,4 @@
-"""The error that users can mend themselves, and how its text names commands."""
+"""The exception for errors that users can correct themselves, and the names of commands in its texts."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ class UserError(Exception):
 
 
 INSTALLED = (Path(__file__).parent / "program").is_dir()
-"""Whether pip has installed the program, which then is a folder of this package"""
+"""Whether pip has installed the program, which then is a folder in this package."""
 TRAIN = "vitamp train" if INSTALLED else "python main_single_gpu.py"
 
 
 def started(script: str) -> str:
-    """The command of a script of a clone, or of the installed program."""
+    """The command that starts a script: `vitamp NAME` if the program is installed, else that of a clone."""
     return f"vitamp {script}" if INSTALLED else f"python scripts/{script}.py"

@@ -14,61 +14,61 @@ from typing import Any
 from vitamp.errors import UserError
 
 ARRAYS = (".npy", ".npz", ".dcm")
-"""Endings of the files that only vitamp/bands.py reads"""
-# How files begin
+"""Endings of the files that only vitamp/bands.py reads."""
+# The first bytes of files
 NUMPY = b"\x93NUMPY"
 ZIP = b"PK\x03\x04"
 ODD = "a pipe or device"
 MOST_WITHOUT_SIZE = 2**24
-"""Bytes to read of a file whose size the system gives as 0"""
+"""Most bytes to read from a file whose size the system gives as 0."""
 LINK = "it is a link, which is not followed here"
 
 
 class NotRegular(OSError):
-    """The path leads to a pipe, a socket or a device, or is a link where none is followed."""
+    """Raised if a path leads to a pipe, a socket or a device, or is a link that must not be followed."""
 
 
 def only_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """An `opener` for `open` that raises NotRegular for what could be read for ever, as a pipe or a device.
+    """Open a regular file for `open`, as its `opener`; NotRegular for a pipe or device, which could be read for ever.
 
     It never waits for the other end of a pipe, and checks the open file, which costs next to nothing even for a million
-    images. With os.O_NOFOLLOW in `flags`, a link is refused, too.
+    images. With os.O_NOFOLLOW in `flags`, a link raises NotRegular, too.
     """
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if flags & os.O_NOFOLLOW and os.path.islink(path):
             raise NotRegular(error.errno, LINK, str(path)) from None
-        if error.errno != errno.ENXIO:  # of a socket, or of a pipe that nobody reads
+        if error.errno != errno.ENXIO:  # This is the error for a socket, or for a pipe that nobody reads.
             raise
     else:
         mode = os.fstat(handle).st_mode
-        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` refuses folders itself
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` itself raises an error for folders.
             return handle
         os.close(handle)
     raise NotRegular(errno.EINVAL, f"it is {ODD}, not a file", str(path))
 
 
 def read_regular(path: str | os.PathLike[str], most: float = math.inf) -> bytes:
-    """The content of a file. NotRegular if it has more than `most` bytes (DATA.MAX_IMAGE_BYTES, of an image)."""
+    """Read a regular file; NotRegular if it has more than `most` bytes, which for images is DATA.MAX_IMAGE_BYTES."""
     with open(path, "rb", buffering=0, opener=only_regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise NotRegular(errno.EFBIG, f"it has {size:,} bytes; DATA.MAX_IMAGE_BYTES allows {most:,}", str(path))
         if size > 0:
             return file.readall()
-        # It is empty, or one that the system makes up, such as /proc/kmsg, which may have no end.
+        # The file is empty, or the system generates its content, as of /proc/kmsg, which may have no end.
         content = b""
         while len(content) <= MOST_WITHOUT_SIZE:
             part = file.read(MOST_WITHOUT_SIZE)
-            if not part:  # None: nothing is there yet
+            if not part:  # b"" at the end, and None if nothing can be read yet.
                 return content
             content += part
         raise NotRegular(errno.EFBIG, "it has no size, and does not end", str(path))
 
 
 def leads_to(path: Path, handle: int) -> bool:
-    """Whether `path` is still the open file: after `rm` or `mv` it is another, or none."""
+    """Whether a path still leads to an open file; after `rm` or `mv`, it leads to another file or to none."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def leads_to(path: Path, handle: int) -> bool:
 
 
 def kind_of_path(path: Path) -> str | None:
-    """'a folder' and the like, links followed; None if the path does not exist."""
+    """What a path leads to: 'a folder', 'a file' or 'a pipe or device'; None if it does not exist."""
     if os.path.isdir(path):
         return "a folder"
     if os.path.isfile(path):
@@ -92,20 +92,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, sync: bool = True, one_writer: bool = False) -> Iterator[Path]:
-    """Yield a hidden path to write to; then sync that file to the disk, if wanted, and rename it to `path`.
+    """Yield a hidden path to write to, and rename the written file to `path` at the end of the block.
 
-    An error removes it. An OSError about it names `path`. `one_writer`: no two processes write `path` at once, so
-    that what a killed process leaves has a fixed name and is overwritten.
+    If an error ends the block, the hidden file is removed. An OSError about it names `path`.
+
+    sync: whether to sync the file to the disk before it is renamed
+    one_writer: whether no two processes write `path` at once. Then the hidden file has a fixed name, so that the next
+        writer overwrites the file of a process that was killed.
     """
-    # Else a random name: the number of a process is not unique on a disk that several machines share.
+    # With several writers, the name is random: the pid is not unique on a disk that several machines share.
     ending = "part" if one_writer else int.from_bytes(os.urandom(4))
     unfinished = path.with_name(f".{path.name}.{ending}")
     try:
-        unfinished.unlink(missing_ok=True)  # what a killed process left, or someone else's link
+        unfinished.unlink(missing_ok=True)  # It may be a file of a killed process, or someone else's link.
         unfinished.touch(exist_ok=False)
         mode = unfinished.stat().st_mode
         yield unfinished
-        with contextlib.suppress(OSError):  # safetensors makes files that only their owner may read
+        with contextlib.suppress(OSError):  # safetensors creates files that only their owner may read.
             unfinished.chmod(mode)
         if sync:
             with open(unfinished, "rb") as file:
@@ -120,7 +123,10 @@ def replacing(path: Path, sync: bool = True, one_writer: bool = False) -> Iterat
 
 
 def try_to_write(path: Path) -> None:
-    """Raise OSError unless a file can be written beside `path`: permissions do not show a full or read-only disk."""
+    """Raise OSError unless a file can be written beside `path`.
+
+    Permissions alone do not show whether a disk is full or read-only.
+    """
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
         file.write(b"trial")
         file.flush()
@@ -128,17 +134,17 @@ def try_to_write(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if it has another value. UserError if it cannot be read."""
+    """Read a JSON file that holds an object; {} if it holds another value, a UserError if it cannot be read."""
     try:
         content = parse_json(read_regular(path).decode("utf-8", "surrogateescape"))
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: cannot be read ({why}).") from None
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: cannot be read ({reason}).") from None
     return content if isinstance(content, dict) else {}
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of JSON text from a file. Nesting that is too deep is a ValueError, like any other damage."""
+    """Parse JSON text from a file; text that is damaged or nested too deeply raises ValueError."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,6 +1,7 @@
-"""meta.json of a checkpoint: its fields, and their check. A missing or wrong field is an error that names it.
+"""Reads and checks meta.json of a checkpoint. A missing or wrong field is an error that names it.
 
-Only fields that the program reads are listed. Those that older versions did not write are optional; others are ignored.
+The classes list only fields that the program reads; others are ignored. Fields that older versions did not write are
+optional.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ Number = Annotated[int, Field(ge=1)]
 
 
 class Fields(BaseModel):
+    """The fields of a JSON object, which may also have others."""
+
     model_config = ConfigDict(strict=True, extra="allow")
 
 
@@ -38,6 +41,8 @@ class Seal(Fields):
 
 
 class Batch(Fields):
+    """The global batch that a run trained with."""
+
     per_process: Number
     accumulated: Number
     processes: Number
@@ -46,6 +51,8 @@ class Batch(Fields):
 
 
 class Samples(Fields):
+    """The identity of the training split: a resumed run must have the same."""
+
     number: Number
     updates: Number
     order: str
@@ -62,7 +69,7 @@ class Choices(Fields):
 
 
 class WeightsMeta(Fields):
-    """Fields that users of the weights need; in a file of weights alone they are in the header."""
+    """Fields that are needed to use the weights; in a file of weights alone, they are in the header."""
 
     choices: Choices = Choices()
     classes: list[str] | None = None
@@ -70,35 +77,37 @@ class WeightsMeta(Fields):
     metrics: dict[str, float | None] = {}
     samples: Samples | None = None
     settings: dict[str, Any]
-    """By dotted key; checked when they are loaded."""
+    """Dotted key -> value; they are checked when they are loaded."""
     thresholds: dict[Literal["model", "ema"], list[float]] = {}  # by the names in vitamp.metrics.SETS
-    """Several labels per sample: the probability from which on each class is predicted, by weights."""
+    """With several labels per sample: set of weights -> the lowest probability at which each class is predicted."""
 
 
 class BestState(Fields):
+    """The best validation of a run so far."""
+
     figure: float | None = None
-    """Value of the metric"""
+    """Value of the metric."""
     kind: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = ONE_LABEL.best.name
-    """Value of SAVE_BEST_BY, with the prefix of the better weights"""
+    """Name of the metric (SAVE_BEST_BY), with the prefix of the better set of weights."""
     update: Count = 0
     epoch: Count = 0
     stale: Count = 0
-    """Validations since then without improvement"""
+    """Number of validations since then, none of which was better."""
 
 
 class Adapters(Fields):
-    """Of a checkpoint that leaves out frozen weights (MODEL.LORA)"""
+    """The adapters in a checkpoint (MODEL.LORA), which does not hold the frozen weights."""
 
     base: Seal
-    """Of the file with the frozen weights"""
+    """Size and hash of the file with the frozen weights."""
     factor: float
-    """What the adapters' products are multiplied by"""
+    """Number by which the product of an adapter's matrices is multiplied."""
     source: str | None = None
-    """What the frozen weights were made of: MODEL.PRETRAINED"""
+    """The weights from which the frozen weights were made: MODEL.PRETRAINED."""
 
 
 class Meta(WeightsMeta):
-    """meta.json"""
+    """All fields of meta.json."""
 
     format: int
     files: dict[str, Seal]
@@ -110,7 +119,7 @@ class Meta(WeightsMeta):
     frozen: list[str] = []
     lora: Adapters | None = None
     val_data: str | None = None
-    """Hash of the names and labels of the validation images"""
+    """Hash of the names and labels of the validation images."""
     val_images: Count | None = None
     samples: Samples  # pyright: ignore[reportIncompatibleVariableOverride,reportGeneralTypeIssues]
 
@@ -126,7 +135,7 @@ class Input(Fields):
     """Preprocessing of images, in meta.json and in the header of a file of weights alone."""
 
     image_size: Number | Annotated[list[Number], Field(min_length=2, max_length=2)] = 1
-    """One number for a square, else height and width"""
+    """One number for a square, else height and width."""
     crop_pct: float = 1.0
     crop_mode: str = ""
     interpolation: str = ""
@@ -135,6 +144,7 @@ class Input(Fields):
 
 
 def read_meta(path: Path) -> dict[str, Any]:
+    """Read and check a meta.json; a UserError if it is missing, damaged or edited, or of another format."""
     if not path.exists():
         raise UserError(f"{path.parent}: incomplete checkpoint, {path.name} is missing.")
     meta = read_json(path)
@@ -148,29 +158,37 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def unchecked_meta(folder: Path) -> dict[str, Any]:
-    """The meta.json beside weights, perhaps of another program; empty without one. UserError if it cannot be read."""
+    """Read the meta.json in a folder, which may be of another program; empty without one.
+
+    Its fields are not checked. Raises UserError if it cannot be read.
+    """
     path = folder / META
     return read_json(path) if path.is_file() else {}
 
 
 def hash_of(meta: dict[str, Any]) -> str:
-    """Hash of the fields of a meta.json but its own, independent of their layout in the file."""
+    """Hash of the fields of a meta.json, without META_HASH itself; it does not depend on their layout in the file."""
     fields = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != META_HASH}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def check_fields(fields: type[BaseModel], content: object, path: Path) -> None:
-    """Raise UserError if a field of `content`, read from `path`, is missing or wrong."""
+    """Raise UserError if a field of an object that was read from a file is missing or wrong.
+
+    fields: the fields that it must have
+    content: the object
+    path: the file, for the error
+    """
     try:
         fields.model_validate(content)
     except ValidationError as error:
         problems = []
         for details in error.errors(include_url=False, include_input=False):
-            place = ".".join(map(str, details["loc"]))
+            field = ".".join(map(str, details["loc"]))
             text = details["msg"].removeprefix("Value error, ")
             if details["type"] == "missing":
-                problems.append(f"{place} is missing")
+                problems.append(f"{field} is missing")
             else:
-                problems.append(f"{place}: {text}" if place else text)
+                problems.append(f"{field}: {text}" if field else text)
         more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
         raise UserError(f"{path}: damaged, {'; '.join(problems[:MOST_LISTED])}{more}.") from None

@@ -1,4 +1,4 @@
-"""Metrics by the labels of a run (one class per image, several, or none), and the sets of weights that have them."""
+"""Describes all metrics, the tasks (one label per image, several or none) that have them, and the sets of weights."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,54 +7,61 @@ from typing import Any, NamedTuple
 
 
 class Metric(NamedTuple):
-    """The one description of a metric: whatever shows or compares metrics reads it here."""
+    """The description of a metric, which all code that shows or compares metrics uses."""
 
     name: str
-    """In metrics.jsonl, meta.json and SAVE_BEST_BY"""
+    """Name in metrics.jsonl, meta.json and SAVE_BEST_BY."""
     words: str
+    """Name in log lines and tables."""
     title: str = ""
-    """Of its chart in a report; none: it has no chart"""
+    """Title of its chart in a report; '': it has no chart."""
     percent: bool = True
+    """Whether its values are in percent."""
     higher: bool = True
-    """Whether a higher value is better"""
+    """Whether a higher value is better."""
     counts_images: bool = False
-    """Whether it is a share of the validation images, so that it changes by whole images"""
+    """Whether it is a fraction of the validation images, so that it changes by whole images."""
     decides: bool = True
-    """Whether SAVE_BEST_BY may name it"""
+    """Whether SAVE_BEST_BY may name it."""
     beside: bool = False
-    """Whether only some runs measure it; curves.png and the table of epochs then show it beside `TaskKind.best`"""
+    """Whether only some runs measure it; curves.png and the table of epochs then show it beside `TaskKind.best`."""
     plain_words: str = ""
-    """For a reader who does not train models; '': `words`"""
+    """Name for a reader who does not train models; '': `words`."""
     without_learning: tuple[float, str] | None = None
-    """What a model that has learnt nothing reaches, and how"""
+    """The value of a model that has learnt nothing, and what such a model does."""
     trivial: int = 0
-    """Number of classes up to which it is always 100 %"""
+    """Largest number of classes with which the metric is always 100 %."""
 
     @property
     def heading(self) -> str:
-        """The words with their unit."""
+        """The name with its unit, for the heading of a column."""
         return f"{self.words} (%)" if self.percent else self.words
 
     def number(self, value: float) -> str:
+        """A value as text, with its unit."""
         return f"{value:.2f} %" if self.percent else f"{value:.4f}"
 
     def number_in_table(self, value: float) -> str:
-        """Without the unit, which is in the heading."""
+        """A value as text, without its unit, which is in the heading."""
         return self.number(value).removesuffix(" %")
 
 
 @dataclass(frozen=True)
 class TaskKind:
+    """A task, by the labels of its images, and its metrics."""
+
     words: str
+    """The task in words, such as 'with one label per image'."""
     metrics: tuple[Metric, ...]
+    """The loss first."""
     best: Metric
-    """Which decides about the best checkpoint, unless SAVE_BEST_BY is set; curves show it beside the loss"""
+    """The metric that decides which checkpoint is best by default; curves show it beside the loss."""
     axis: str
-    """Its words in curves.png"""
+    """Label of the axis of `best` in curves.png."""
 
     @property
     def deciding(self) -> list[str]:
-        """Values of SAVE_BEST_BY, the loss last."""
+        """The values of SAVE_BEST_BY, the loss last."""
         loss, *others = self.metrics
         return [metric.name for metric in [*others, loss] if metric.decides]
 
@@ -100,12 +107,15 @@ for _kind in TASKS:
 
 
 def metric_named(name: str) -> Metric:
-    """One of the user's own (VALIDATE_METRICS) has no other description than its name: a higher value is better."""
+    """The metric with this name; an unknown one is of the user's own code (VALIDATE_METRICS): higher is better."""
     return METRICS.get(name) or Metric(name, name, name, percent=False, beside=True)
 
 
 def task_of(lines: Iterable[Mapping[str, Any]]) -> TaskKind:
-    """The task whose metrics have values in these lines of metrics.jsonl, or metrics of meta.json."""
+    """The first task that has a metric with a value in these lines of metrics.jsonl, or metrics of meta.json.
+
+    The loss does not count, because every task has it. Without another metric, the task is ONE_LABEL.
+    """
     measured = set()
     for line in lines:
         measured |= {name for name, value in line.items() if value is not None}
@@ -117,51 +127,58 @@ def task_of(lines: Iterable[Mapping[str, Any]]) -> TaskKind:
 
 
 SAME = 1e-6
-"""Percent within which two accuracies are equal"""
+"""Percentage points within which two accuracies are equal."""
 
 
 def against_guessing(guess: float | None, top1: float | None) -> str:
-    """'as good as' or 'worse than' always guessing the largest class; '' for a better model, or if one is unknown.
+    """'as good as' or 'worse than': a model compared with always guessing the largest class; '' if it is better.
 
-    `guess`: the top-1 of such guessing, in percent, as `top1` is.
+    guess: top-1 accuracy of always guessing the largest class, in percent; None if unknown, then the result is ''
+    top1: top-1 accuracy of the model, in percent; None, too
     """
-    if guess is None or top1 is None or not top1 <= guess + SAME:
+    if guess is None or top1 is None or not top1 <= guess + SAME:  # This is also for a top-1 that is NaN.
         return ""
     return "worse than" if top1 < guess - SAME else "as good as"
 
 
 def always_guessing(guess: float, top1: float | None = None) -> str:
-    """What guessing would reach; and that a model does not surpass it, if so."""
-    against = against_guessing(guess, top1)
+    """The accuracy of always guessing the largest class, in words, and that a model is not better, if it is not.
+
+    See `against_guessing` for the parameters.
+    """
+    comparison = against_guessing(guess, top1)
     words = f"always guessing the largest class: {guess:.1f} % top-1"
-    return f"{words}: this model is {against} guessing" if against else words
+    return f"{words}: this model is {comparison} guessing" if comparison else words
 
 
 class WeightSet(NamedTuple):
+    """A set of weights that a checkpoint may have: the plain ones or the EMA."""
+
     name: str
-    """In -weights, and in meta.json's thresholds"""
+    """Name in -weights, and in meta.json's thresholds."""
     prefix: str
-    """Of its metrics in metrics.jsonl and meta.json"""
+    """Beginning of the names of its metrics in metrics.jsonl and meta.json."""
     file: str
-    """In a checkpoint"""
+    """Name of its file in a checkpoint."""
     label: str
-    """In words for users"""
+    """Adjective in texts for users: 'plain' or 'EMA'."""
     words: str
-    """The same as a noun"""
+    """Noun in texts for users."""
     setting: str = ""
-    """Setting that makes a run keep it; none for the plain weights, which every run keeps"""
+    """Setting that makes a run keep it; '' for the plain weights, which every run keeps."""
 
     @property
     def mark(self) -> str:
-        """The label where plain weights need none, as in a chart's legend."""
+        """The label, but '' for plain weights, as in a chart's legend, which marks only the others."""
         return self.label if self.prefix else ""
 
     def marked(self, what: str) -> str:
-        """For example 'EMA top-1', and 'top-1' of the plain weights."""
+        """The name of a metric with the mark before it: 'EMA top-1', or 'top-1' for plain weights."""
         return f"{self.mark} {what}".lstrip()
 
     @property
     def described(self) -> str:
+        """The label, with the setting if there is one: 'EMA (TRAIN.MODEL_EMA)'."""
         return f"{self.label} ({self.setting})" if self.setting else self.label
 
 
@@ -169,28 +186,35 @@ PLAIN = WeightSet("model", "", "model.safetensors", "plain", "the model's weight
 AVERAGE = WeightSet("ema", "ema_", "ema.safetensors", "EMA", "the EMA", "TRAIN.MODEL_EMA")
 SETS = (PLAIN, AVERAGE)
 BETTER = "auto"
-"""In -weights: the set that validated better"""
+"""Value of -weights: the set that validated better."""
 CHOICES = (BETTER, *(which.name for which in SETS))
-"""Values of -weights"""
+"""All values of -weights."""
 _SETS_IN_WORDS = ", ".join(f"{which.name} ({which.label} weights)" for which in SETS)
 CHOICES_IN_WORDS = f"{BETTER} (whichever validated better), {_SETS_IN_WORDS}"
 
 
 def set_named(name: str) -> WeightSet:
+    """The set of weights with this name."""
     return next(which for which in SETS if which.name == name)
 
 
-def set_of(metric: str) -> tuple[WeightSet, str]:
-    """'ema_acc1' -> the EMA, 'acc1'."""
-    which = next((one for one in SETS if one.prefix and metric.startswith(one.prefix)), PLAIN)
-    return which, metric.removeprefix(which.prefix)
+def set_of(field: str) -> tuple[WeightSet, str]:
+    """Split the field of a metric into the set of weights and the metric's name: 'ema_acc1' into the EMA and 'acc1'."""
+    for which in SETS:
+        if which.prefix and field.startswith(which.prefix):
+            return which, field.removeprefix(which.prefix)
+    return PLAIN, field
 
 
 def best_set(values: Mapping[WeightSet, Any], by: Metric) -> WeightSet | None:
-    """The better weights by their values of the metric `by`; the first if they are equal, None without a value."""
+    """The set of weights with the best value of a metric; the first one if they are equal, None without a value.
+
+    values: set of weights -> its value of the metric `by`
+    """
     scores = {which: float(value if by.higher else -value) for which, value in values.items() if is_number(value)}
     return max(scores, key=lambda which: scores[which]) if scores else None
 
 
 def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)

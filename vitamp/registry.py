@@ -1,4 +1,4 @@
-"""What the user's own files (-use) register, by name: losses, models, augmentations, data sets, metrics."""
+"""Registers losses, models, augmentations, data sets and metrics in the user's own files (-use), by name."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Kind:
-    """What can be registered."""
+    """A kind of function or class that can be registered, such as losses, and the arguments that the program passes."""
 
     setting: str
-    """The setting that chooses it by name"""
+    """The setting that chooses one by its name."""
     first: tuple[str, ...] = ()
-    """The arguments that the program passes by position, to a function. A class gets them when its object is called."""
+    """Arguments that the program passes by position to a function; for a class, to its object when that is called."""
     named: tuple[str, ...] = ()
-    """The arguments that the program passes by name, if they are there. All others are settings of its own."""
+    """Arguments that the program passes by name if the function has them. Its other arguments are its own settings."""
     needed: tuple[str, ...] = ()
-    """Those of `named` that must be there"""
+    """The arguments in `named` that the function must have."""
 
 
 KINDS = {
@@ -50,53 +50,64 @@ class Own:
     settings: type[BaseModel]
     file: str
     values: dict[str, Any] = field(default_factory=dict)
-    """Those of its own settings that are given, checked"""
+    """The given values of its own settings, after a check."""
 
     def made(self) -> Callable[..., Any]:
-        """The function, or an object of the class. Its own settings are filled in."""
+        """Return the function, or an object of the class, with its own settings filled in."""
         if inspect.isclass(self.call):
-            made: Any = self.call(**self.values)
-            return made
-        call = self.call
-        values = self.values
-        return lambda *given, **named: call(*given, **named, **values)
+            instance: Any = self.call(**self.values)
+            return instance
+        function = self.call
+        own_settings = self.values
+        return lambda *arguments, **named_arguments: function(*arguments, **named_arguments, **own_settings)
 
     def takes(self, argument: str) -> bool:
-        """Whether it names the argument, or is a model whose `**kwargs` may have it."""
+        """Whether the argument may be passed by name: it is a parameter, or a model's `**kwargs` pass it on."""
         passed_on = self.kind == "model" and argument in KINDS["model"].named and _passes_on(self.call)
         return passed_on or argument in inspect.signature(self.call).parameters
 
 
 def _passes_on(call: Callable[..., Any]) -> bool:
-    """Whether `num_classes` is among `**kwargs`, as in timm's functions."""
+    """Whether `num_classes` is no parameter, so that it can only be passed in `**kwargs`, as to timm's functions."""
     parameters = inspect.signature(call).parameters
-    return "num_classes" not in parameters and any(one.kind == one.VAR_KEYWORD for one in parameters.values())
+    has_kwargs = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "num_classes" not in parameters and has_kwargs
 
 
 registered: dict[str, Own] = {}
+"""All registered functions and classes by their names."""
 
 
 def own_named(kind: str, name: str) -> Own | None:
-    """What is registered under this name, if it is of this kind."""
+    """The function or class of this kind that is registered under this name; None without one."""
     own = registered.get(name.strip())
-    return own if own is not None and own.kind == kind else None
+    if own is None or own.kind != kind:
+        return None
+    return own
 
 
 def names_of(kind: str) -> list[str]:
+    """The names of all registered functions and classes of a kind, sorted."""
     return sorted(own.name for own in registered.values() if own.kind == kind)
 
 
 def _decorator(kind: str) -> Callable[[Call], Call]:
+    """Make the decorator that registers functions and classes of a kind."""
+
     def register(call: Call) -> Call:
-        """UserErrors here get file and line where the program executes the file. Elsewhere, nothing happens."""
-        if "utils.own_code" not in sys.modules:  # as in a test of the user's
+        """Register a function or class under its own name, and return it unchanged.
+
+        The program, when it executes the file, adds file and line to a UserError. If another program imports the file,
+        such as a test of the user's, nothing is registered.
+        """
+        if "utils.own_code" not in sys.modules:
             return call
         if not callable(call):
             raise UserError(f"@{kind} stands above a function or a class, without parentheses")
         name: str = getattr(call, "__name__", "")
-        other = registered.get(name)
-        if other is not None:
-            raise UserError(f"the name {name!r} is taken: {other.file} has registered a {other.kind} of this name")
+        earlier = registered.get(name)
+        if earlier is not None:
+            raise UserError(f"the name {name!r} is taken: {earlier.file} has registered a {earlier.kind} of this name")
         file = str(getattr(inspect.getmodule(call), "__file__", ""))
         registered[name] = Own(kind, name, call, _settings_of(kind, name, call), file)
         return call
@@ -120,29 +131,36 @@ Or a class whose object is called so, or has `update` and `compute`.
 
 
 def _settings_of(kind: str, name: str, call: Callable[..., Any]) -> type[BaseModel]:
-    """The arguments that the program does not pass, as a schema of settings."""
+    """Make a pydantic model of the arguments that the program does not pass: the settings of a function or class.
+
+    Raises UserError if arguments that the program passes are missing, or if others cannot be settings.
+    """
     from pydantic import ConfigDict, PydanticUserError, create_model
 
-    about = KINDS[kind]
+    passed = KINDS[kind]
     try:
         parameters = list(inspect.signature(call).parameters.values())
         hints = typing.get_type_hints(call.__init__ if inspect.isclass(call) else call)
     except (NameError, TypeError, ValueError) as error:
         raise UserError(f"the arguments of {kind} {name!r} cannot be read: {error}") from None
-    first = () if inspect.isclass(call) else about.first
+    first = () if inspect.isclass(call) else passed.first
     if len(parameters) < len(first):
         raise UserError(f"{kind} {name!r} must take the arguments ({', '.join(first)}, ...)")
-    needed = () if kind == "model" and _passes_on(call) else about.needed
-    names = [one.name for one in parameters]
-    missing = [one for one in needed if one not in names]
+    needed = () if kind == "model" and _passes_on(call) else passed.needed
+    names = [parameter.name for parameter in parameters]
+    missing = [argument for argument in needed if argument not in names]
     if missing:
         raise UserError(f"{kind} {name!r} must have the argument {' and '.join(missing)}")
+
     fields: dict[str, Any] = {}
-    for one in parameters[len(first) :]:
-        if one.name in about.named or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+    for parameter in parameters[len(first) :]:
+        if parameter.name in passed.named or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        of_default = {bool: bool, int: int | float, float: float}.get(type(one.default), Any)
-        fields[one.name] = (hints.get(one.name, of_default), ... if one.default is one.empty else one.default)
+        # Without an annotation, the default decides the type. An integer default may mean any number.
+        default = parameter.default
+        default_type = {bool: bool, int: int | float, float: float}.get(type(default), Any)
+        setting_type = hints.get(parameter.name, default_type)
+        fields[parameter.name] = (setting_type, ... if default is parameter.empty else default)
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
     try:
         return create_model(name, __config__=config, **fields)

@@ -1,4 +1,4 @@
-"""Resize decoded images to the model's size: for `vitamp.load`, and for images that training keeps in memory."""
+"""Resizes decoded images to the model's size, for `vitamp.load` and for images that training keeps in memory."""
 
 import math
 from dataclasses import dataclass
@@ -11,36 +11,53 @@ from vitamp.sizes import ImageSize, sides
 
 
 def resized_size(mode: str, size: ImageSize, crop_pct: float, width: int, height: int) -> tuple[int, int]:
-    """Width and height to which an image is resized before its centre is cropped, as in timm. `mode`: see `Resized`."""
-    high, wide = (side if mode == "none" else math.floor(side / crop_pct) for side in sides(size))
-    if mode in ("none", "squash"):
-        return wide, high
-    if mode == "center" and high == wide:  # by torchvision, which rounds down
-        return (wide, int(wide * height / width)) if width <= height else (int(wide * width / height), wide)
-    ratio = (max if mode == "border" else min)(width / wide, height / high)
+    """Width and height to which an image is resized before its centre is cropped, as in timm.
+
+    mode, crop_pct: see `Resized`
+    size: the model's input
+    width, height: the image
+    """
+    target_height, target_width = sides(size)
+    if mode == "none":
+        return target_width, target_height
+    target_height = math.floor(target_height / crop_pct)
+    target_width = math.floor(target_width / crop_pct)
+    if mode == "squash":
+        return target_width, target_height
+    # timm leaves this to torchvision, which rounds down.
+    if mode == "center" and target_height == target_width:
+        side = target_width
+        if width <= height:
+            return side, int(side * height / width)
+        return int(side * width / height), side
+    # With border, the whole image fits into the target; with center, it covers the target.
+    choose = max if mode == "border" else min
+    ratio = choose(width / target_width, height / target_height)
     return max(1, round(width / ratio)), max(1, round(height / ratio))
 
 
 @dataclass(frozen=True)
 class Resized:
-    """Pixels (C x H x W; uint8, or float32 of other images than photographs) at the model's size."""
+    """Resizes pixels to the model's size: C x H x W, uint8 of photographs, or float32 of other images."""
 
     size: ImageSize
     mode: str
-    """What is resized to `size` / `crop_pct` before the centre is cropped, as in timm: center, squash or border; or
-    `none`: the whole image is squeezed"""
+    """Sides that become `size` / `crop_pct` before the centre is cropped, as in timm: center (the short side), squash
+    (both) or border (the long side). With `none`, both sides become `size`, and nothing is cropped."""
     crop_pct: float
     interpolation: str
     border: tuple[float, ...]
-    """Colour around an image that is smaller than the model's, with mode border; else it is black, as in timm"""
+    """With mode border, the colour around an image that is smaller than `size`; with others it is black, as in timm."""
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        wide, high = resized_size(self.mode, self.size, self.crop_pct, pixels.shape[-1], pixels.shape[-2])
-        pixels = functional.resize(pixels, [high, wide], InterpolationMode(self.interpolation), antialias=True)
-        rows, columns = sides(self.size)
-        left = max(0, columns - wide)
-        top = max(0, rows - high)
-        if self.mode == "border" and (left or top):
-            edges = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
+        width, height = resized_size(self.mode, self.size, self.crop_pct, pixels.shape[-1], pixels.shape[-2])
+        pixels = functional.resize(pixels, [height, width], InterpolationMode(self.interpolation), antialias=True)
+        target_height, target_width = sides(self.size)
+        missing_width = max(0, target_width - width)
+        missing_height = max(0, target_height - height)
+        if self.mode == "border" and (missing_width or missing_height):
+            left = missing_width // 2
+            top = missing_height // 2
+            edges = [left, top, missing_width - left, missing_height - top]
             pixels = functional.pad(pixels, edges, fill=list(self.border))
-        return functional.center_crop(pixels, [rows, columns])
+        return functional.center_crop(pixels, [target_height, target_width])

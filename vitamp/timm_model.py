@@ -1,6 +1,6 @@
-"""`vitamp.load`: the model of a run, as timm builds it, and the transform of its images, of torchvision's parts.
+"""`vitamp.load`: builds the model of a run with timm, and the transform of its images from torchvision's parts.
 
-Only JSON and tensors are read, and nothing is executed.
+Only JSON and tensors are read; no code in the files is executed.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,24 +33,27 @@ EXPORT = started("export")
 
 @dataclass(frozen=True)
 class Origin:
-    """`model.vitamp`: which weights a model has, and what is recorded of them."""
+    """`model.vitamp`: the weights that a model has, and what is recorded about them."""
 
     path: Path
-    """The checkpoint's folder, or the file of weights"""
+    """The checkpoint's folder, or the file of weights."""
     weights: str
-    """`model`, or `ema`"""
+    """`model` or `ema`."""
     why: str
-    """Why these weights, in words"""
+    """The reason why these weights were chosen, in words."""
     classes: list[str] | None
-    """Names in the order of the outputs; None if the training data had none"""
+    """Names in the order of the outputs; None if the training data had none."""
     temperature: float
-    """Of `evaluate -calibrate`: divide the logits by it for calibrated probabilities; 1 without a calibration"""
+    """Divide the logits by it for calibrated probabilities (`evaluate -calibrate`); 1 without a calibration."""
     thresholds: list[float] | None
-    """With several labels per image: the probability (sigmoid) from which on each class is predicted"""
+    """With several labels per image: the lowest probability (sigmoid) at which each class is predicted."""
 
 
 def load_model(path: Path, weights: str) -> Loaded:
-    """See `vitamp.load`. ValueError, or FileNotFoundError, if there is no such model, or timm cannot build it."""
+    """Load a model and its transform: see `vitamp.load`.
+
+    Raises FileNotFoundError if there is nothing at the path, and ValueError if timm cannot build a model from it.
+    """
     if weights not in CHOICES:
         raise ValueError(f"weights={weights!r}: takes 'auto', 'model' or 'ema'")
     try:
@@ -63,14 +66,14 @@ def load_model(path: Path, weights: str) -> Loaded:
         chosen = chosen_at(path, weights)
         model = _build(chosen.meta, path)
         model.load_state_dict(read_weights(chosen))
-        most = chosen.meta["settings"].get("DATA.MAX_IMAGE_BYTES", MOST_BYTES)
-        transform = transform_of(chosen.meta["input"], most)
+        most_bytes = chosen.meta["settings"].get("DATA.MAX_IMAGE_BYTES", MOST_BYTES)
+        transform = transform_of(chosen.meta["input"], most_bytes)
         temperature = chosen.calibration.temperature if chosen.calibration else 1.0
     except UserError as error:
         raise ValueError(str(error)) from None
     except (KeyError, OSError, SafetensorError) as error:
         raise ValueError(f"{path}: damaged ({type(error).__name__}: {error}).") from None
-    except RuntimeError as error:  # names or shapes of tensors differ
+    except RuntimeError as error:  # The names or shapes of tensors differ from those of the model.
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise ValueError(f"{path}: the weights do not fit timm's plain model ({reason}). {_export(path)}") from None
     vars(model)["vitamp"] = Origin(
@@ -84,50 +87,58 @@ def load_model(path: Path, weights: str) -> Loaded:
     return Loaded((model.eval(), transform))
 
 
-def _build(about: Mapping[str, Any], path: Path) -> nn.Module:
-    """timm's model, without pretrained weights. The caller's random numbers stay as they are."""
-    call = about.get("timm")
-    if about["settings"].get("MODEL.MAE_PRETRAIN"):
+def _build(meta: Mapping[str, Any], path: Path) -> nn.Module:
+    """Build the model with timm, without pretrained weights; the caller's random number generators do not change.
+
+    meta: fields of meta.json
+    path: where they come from, for errors
+    """
+    timm_call = meta.get("timm")
+    if meta["settings"].get("MODEL.MAE_PRETRAIN"):
         raise ValueError(
             f"{path}: this model learned without labels and has no classes. Fine-tune it first: {TRAIN} -cfg "
             f"RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {path}"
         )
-    if call is None or not timm.is_model(call["name"]):
-        if about.get("own_code"):
+    if timm_call is None or not timm.is_model(timm_call["name"]):
+        if meta.get("own_code"):
             raise ValueError(
                 f"{path}: this model is code of its run's own, which is not executed here. Export it, with your "
                 f"consent, to a program that torch alone runs: {EXPORT} {path} -trust -to torch -out model.pt2"
             )
         raise ValueError(f"{path}: an earlier version wrote it, without the arguments of timm's model. {_export(path)}")
     with torch.random.fork_rng(devices=[]):
-        model = timm.create_model(call["name"], **call["arguments"])
-        pool = about["settings"].get("MODEL.POOL")
+        model = timm.create_model(timm_call["name"], **timm_call["arguments"])
+        pool = meta["settings"].get("MODEL.POOL")
         if pool:
             pool_by(model, pool)
         return model
 
 
 def _export(path: Path) -> str:
+    """The advice to export the model instead, with the command."""
     return f"Export it, and load the file: {EXPORT} {path} -to safetensors -out model.safetensors"
 
 
 def transform_of(about: Mapping[str, Any], most: int = MOST_BYTES) -> v2.Compose:
-    """One of Pillow's images, or of bands a file or an array -> C x S x S, normalised. `about`: the weights' input.
+    """Compose the transform from an image to normalised pixels, C x H x W.
 
-    `most`: bytes of an image (DATA.MAX_IMAGE_BYTES).
+    It takes an image of Pillow or, if the input has `bits`, a file or an array of any bands.
+
+    about: the field `input` of meta.json
+    most: largest number of bytes of an image's pixels (DATA.MAX_IMAGE_BYTES)
     """
     channels = about["channels"]
     bits = about.get("bits")
     background = about.get("background")
     mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")
     low, high = about.get("range", (0, 255))
-    border = [low + (high - low) * value for value in about["mean"]]
+    border = [low + (high - low) * value for value in about["mean"]]  # in stored values
     steps: list[Callable[[Any], Any]] = []
     if bits:
         steps.append(partial(planes_of, channels=channels, bits=bits, most=most))
     else:
-        behind = tuple(background) if background else None
-        steps.append(Upright(channels, bool(about.get("exif_rotate")), behind, most))
+        background_colour = tuple(background) if background else None
+        steps.append(Upright(channels, bool(about.get("exif_rotate")), background_colour, most))
         steps.append(v2.PILToTensor())
         border = [min(255, max(0, round(shade))) for shade in border]
     steps.append(Resized(about["image_size"], mode, about["crop_pct"], about["interpolation"], tuple(border)))
@@ -137,14 +148,15 @@ def transform_of(about: Mapping[str, Any], most: int = MOST_BYTES) -> v2.Compose
 
 @dataclass(frozen=True)
 class Upright:
-    """An image as RGB, or as grey for one channel: upright, with 8 bits, and on a colour where it is transparent."""
+    """Converts an image to 8-bit RGB, or to grey for one channel, upright and without transparency."""
 
     channels: int
     rotate: bool
-    """As its EXIF data says"""
+    """Whether to rotate the image as its EXIF data says."""
     background: tuple[int, ...] | None
-    """None: transparency is dropped"""
+    """Colour behind transparent pixels; None: transparency is ignored."""
     most: int = MOST_BYTES
+    """Largest number of bytes of the image's pixels; a ValueError if there are more."""
 
     def __call__(self, image: Image.Image) -> Image.Image:
         refuse_large(BYTES_PER_PIXEL * image.width * image.height, self.most)
@@ -155,13 +167,17 @@ class Upright:
 
 @dataclass(frozen=True)
 class Normalised:
-    """(pixel / 255 - mean) / std, computed as in validation: one multiplication and one addition."""
+    """Scales stored values to 0..1, and normalises them: ((pixel - low) / (high - low) - mean) / std.
+
+    It is computed as in validation, by one multiplication and one addition, so that the results are equal.
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     low: float = 0
+    """Stored value that becomes 0."""
     high: float = 255
-    """Values that become 0 and 1"""
+    """Stored value that becomes 1."""
 
     def __call__(self, pixels: Tensor) -> Tensor:
         mean = torch.tensor(self.mean, dtype=torch.float64).reshape(-1, 1, 1)

@@ -1,8 +1,8 @@
-"""Which weights are chosen: of a run its best checkpoint, and of a checkpoint the set that validated better.
+"""Chooses weights: of a run those of its best checkpoint, and of a checkpoint the set that validated better.
 
-Besides runs and checkpoints, this reads files of weights alone, with a description in their header, which
-scripts/checkpoint.py and scripts/export.py write. The temperatures of a run, which scripts/evaluate.py -calibrate
-fits, are in its calibration.json. A temperature divides the logits; it belongs to the weights with its hash.
+Besides runs and checkpoints, this reads files of weights alone, which scripts/checkpoint.py and scripts/export.py write
+with a description in their header. The calibration.json of a run has the temperatures that scripts/evaluate.py
+-calibrate fits. A temperature divides the logits; it belongs to the weights with its hash.
 """
 
 from __future__ import annotations
@@ -39,68 +39,71 @@ from vitamp.metrics import (
 
 CALIBRATION = "calibration.json"
 MADE_BY = "vitamp"
-"""Value of `made_by` in the header"""
+"""Value of `made_by` in the header."""
 EXPORTED = "vitamp"
-"""The one key of the header under which an export has all its fields"""
+"""Key of the header under which an export has all its fields."""
 NEEDED = ("settings", "classes", "choices", "fp32_modules")
 WRITERS = f"`{started('checkpoint')} strip` or `{started('export')} -to safetensors`"
 PROGRAMS = (".onnx", ".xml", ".pt2")
 
 
 class Calibration(Fields):
-    """Also a field of the header of a file of weights alone."""
+    """A temperature, as the header of a file of weights alone may have it."""
 
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     images: Number
-    """Number of images that it was fitted on"""
+    """Number of images on which it was fitted."""
 
     @property
     def words(self) -> str:
-        images = "image" if self.images == 1 else "images"
-        return f"temperature {self.temperature:.4g}, fitted on {self.images:,} {images}"
+        """The temperature in words for the log."""
+        noun = "image" if self.images == 1 else "images"
+        return f"temperature {self.temperature:.4g}, fitted on {self.images:,} {noun}"
 
 
 class Fitted(Calibration):
     """A temperature in calibration.json."""
 
     sha256: list[str]
-    """Of the weights' file, or of its shards in order"""
+    """Hashes of the weights' file, or of its shards in order."""
     checkpoint: str
     weights: str
     data: str
     precision: str
     before: dict[str, float]
-    """NLL and ECE (in percent) of the uncalibrated model"""
+    """NLL and ECE (in percent) of the uncalibrated model."""
     crossfitted: dict[str, float]
-    """The same, of images that the temperature was not fitted on"""
+    """The same with a temperature that was fitted on other images (cross-fitting)."""
     after: dict[str, float] | None = None
-    """The same with the temperature, of the images that it was fitted on; None: in a file of an earlier version"""
+    """The same with this temperature, on the images on which it was fitted; None in a file of an earlier version."""
     input: dict[str, Any] | None = None
-    """As in meta.json; None: not known, in a file of an earlier version"""
+    """The field `input` of meta.json; None in a file of an earlier version."""
 
 
 class _Calibrations(Fields):
+    """The content of calibration.json."""
+
     temperatures: list[Fitted]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Weights at a path, checked but not loaded, and what is recorded of them."""
+    """The weights that were chosen at a path, checked but not loaded, and what is recorded about them."""
 
     place: Path
-    """The checkpoint's folder, or the file of weights alone"""
+    """The checkpoint's folder, or the file of weights alone."""
     which: WeightSet
     words: str
-    """For the log: step-000000088 (the run's best), plain weights, top-1 95.00 %; EMA: 92.50 %"""
+    """The choice in words for the log: step-000000088 (the run's best), plain weights, top-1 95.00 %; EMA: 92.50 %."""
     sets: tuple[WeightSet, ...]
-    """All that are there"""
+    """All sets of weights at this place."""
     meta: Mapping[str, Any]
-    """Fields of meta.json, or those of them that the header of the file has"""
+    """Fields of meta.json; for a file of weights alone, those in its header."""
     checkpoint: Checkpoint | None = None
-    """None: a file of weights alone"""
+    """The checkpoint; None for a file of weights alone."""
 
     def other(self, which: WeightSet) -> Chosen:
-        """Another set at the same place."""
+        """Choose another set of weights at the same place; a UserError if it is not there."""
         if which not in self.sets:
             instead = self.sets[0].name
             raise UserError(
@@ -115,151 +118,172 @@ class Chosen:
 
     @property
     def classes(self) -> list[str] | None:
-        """Names in the order of the labels, if the training data had names."""
+        """Names in the order of the labels; None if the training data had no names."""
         return self.meta.get("classes")
 
     @property
     def choices(self) -> dict[str, Any]:
+        """The choices that the run made by measurement, as in meta.json."""
         return self.meta.get("choices", {})
 
     @property
     def samples(self) -> dict[str, Any] | None:
-        """Identity of the training split."""
+        """The identity of the training split."""
         return self.meta.get("samples")
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of these weights by their names without a prefix, as far as they are known."""
+        """The known validation metrics of these weights: name without a prefix -> value."""
         return _metrics(self.meta).get(self.which, {})
 
     @property
     def thresholds(self) -> list[float] | None:
-        """With several labels: the probability from which on each class is predicted."""
+        """With several labels per image: the lowest probability at which each class is predicted."""
         return self.meta.get("thresholds", {}).get(self.which.name)
 
     @property
     def hashes(self) -> list[str]:
-        """Of the file of these weights, or of its shards: what tells them from those of other checkpoints."""
+        """The hashes of the file of these weights, or of its shards, which identify the weights."""
         files = self.meta.get("files", {})
         return [files[name]["sha256"] for name in files_of(self.which.file, files)]
 
     @property
     def calibration(self) -> Calibration | None:
-        """The temperature that was fitted to exactly these weights."""
+        """The temperature that was fitted to exactly these weights; None without one."""
         if self.checkpoint is None:
-            kept = self.meta.get("calibration")
-            return Calibration.model_validate(kept) if kept else None
-        return next((one for one in read_calibrations(self.place) if one.sha256 == self.hashes), None)
+            recorded = self.meta.get("calibration")
+            return Calibration.model_validate(recorded) if recorded else None
+        for fitted in read_calibrations(self.place):
+            if fitted.sha256 == self.hashes:
+                return fitted
+        return None
 
     def with_calibration(self, applied: bool) -> str:
-        """`words`, and those about the temperature."""
-        words = self.describe_calibration(applied)
-        return f"{self.words}; {words}" if words else self.words
+        """The choice of weights and the calibration in words for the log. `applied`: whether it is applied."""
+        calibration_words = self.describe_calibration(applied)
+        return f"{self.words}; {calibration_words}" if calibration_words else self.words
 
     def describe_calibration(self, applied: bool) -> str:
-        """For the log; '' if the run has no temperature at all."""
-        own = self.calibration
-        if own is not None:
-            return f"calibrated ({own.words})" if applied else "not calibrated (-no_calibration)"
-        others = self.checkpoint is not None and read_calibrations(self.place)
-        return f"not calibrated (the temperatures in {CALIBRATION} are of other weights)" if others else ""
+        """The calibration of these weights in words for the log; '' if the run has no temperature at all."""
+        calibration = self.calibration
+        if calibration is not None:
+            return f"calibrated ({calibration.words})" if applied else "not calibrated (-no_calibration)"
+        if self.checkpoint is not None and read_calibrations(self.place):
+            return f"not calibrated (the temperatures in {CALIBRATION} are of other weights)"
+        return ""
 
 
 def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
-    """The weights of a run, of a checkpoint, or in a file of weights alone. `weights`: a value of -weights."""
+    """Choose weights at a path: a run, a checkpoint, a file in one, or a file of weights alone.
+
+    weights: a value of -weights; `auto` for a file in a checkpoint means this file
+    """
     path = located(path)
     if not path.exists():
         raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: this is {kind_of_path(path)}. Name a run, a checkpoint, or a file of weights.")
-    reasons = []
-    asked = BETTER
+
+    # Find the checkpoint, and its sets of weights. `chosen` is not complete before the end.
+    place_reasons = []
+    wanted = BETTER
     if path.is_file() and path.name != META and seal_of(path) is None:
-        meta, only = read_weights_meta(path)
-        found = Chosen(path, only, "", (only,), meta)
+        meta, only_set = read_weights_meta(path)
+        chosen = Chosen(path, only_set, "", (only_set,), meta)
     else:
-        folder, why = checkpoint_of(path)
-        if why:
-            reasons.append(why)
+        folder, why_this_checkpoint = checkpoint_of(path)
+        if why_this_checkpoint:
+            place_reasons.append(why_this_checkpoint)
         checkpoint = inspect(folder)
         meta = checkpoint.meta
         sets = tuple(which for which in SETS if checkpoint.has(which.file))
-        found = Chosen(folder, sets[0], "", sets, meta, checkpoint)
-        asked = next((which.name for which in SETS if path.name == which.file), BETTER)
+        chosen = Chosen(folder, sets[0], "", sets, meta, checkpoint)
+        for which in SETS:
+            if path.name == which.file:
+                wanted = which.name
         if meta["update"] == 0 and meta["settings"].get("MODEL.NEW_CLASSIFIER") == "probe":
-            reasons.append("the linear probe before the first update")
-    reason = ""
+            place_reasons.append("the linear probe before the first update")
+
+    # Choose one set of weights.
+    set_reason = ""
     if weights != BETTER:
-        asked = weights
-        reason = f"-weights {weights}"
-    if asked != BETTER:
-        found = found.other(set_named(asked))
-    which, words = choose_weights(meta, found.sets, asked, reason)
-    place = found.place.name
-    if reasons:
-        place += f" ({': '.join(reasons)})"
-    return replace(found, which=which, words=f"{place}, {words}")
+        wanted = weights
+        set_reason = f"-weights {weights}"
+    if wanted != BETTER:
+        chosen = chosen.other(set_named(wanted))
+    which, set_words = choose_weights(meta, chosen.sets, wanted, set_reason)
+    place_words = chosen.place.name
+    if place_reasons:
+        place_words += f" ({': '.join(place_reasons)})"
+    return replace(chosen, which=which, words=f"{place_words}, {set_words}")
 
 
 def choose_weights(
     meta: Mapping[str, Any], available: Collection[WeightSet], wanted: str, reason: str = ""
 ) -> tuple[WeightSet, str]:
-    """Choose among the weights that are there, at least one. And words for the log.
+    """Choose one of the available sets of weights, and describe the choice for the log.
 
-    `meta`: of a checkpoint, perhaps a foreign one. `wanted`: a value of -weights. `reason`: why, if not auto.
+    meta: content of a checkpoint's meta.json, which may be of another program
+    available: at least one set
+    wanted: a value of -weights
+    reason: why this set is wanted, in words; '' if `wanted` is auto
     """
-    of_sets = _metrics(meta)
-    by = _decisive(meta, of_sets)
-    values = {which: metrics[by.name] for which, metrics in of_sets.items() if by.name in metrics}
-    better = best_set(values, by)
-    best = meta.get("best")
+    metrics_of_sets = _metrics(meta)
+    by = _deciding_metric(meta, metrics_of_sets)
+    values = {which: metrics[by.name] for which, metrics in metrics_of_sets.items() if by.name in metrics}
+    better_set = best_set(values, by)
+    best_validation = meta.get("best")
     why = ""
     if wanted != BETTER:
         which = set_named(wanted)
         why = reason
     elif len(available) == 1:
         which = next(iter(available))
-    elif better is not None:
-        which = better
-    elif isinstance(best, Mapping) and isinstance(best.get("kind"), str):
-        which, _ = set_of(best["kind"])
+    elif better_set is not None:
+        which = better_set
+    elif isinstance(best_validation, Mapping) and isinstance(best_validation.get("kind"), str):
+        which, _ = set_of(best_validation["kind"])
         why = f"chosen without metrics of this update: the run's best validation was that of its {which.label} weights"
     else:
         which = PLAIN
         why = "by default: this checkpoint has no validation metrics"
+
     words = f"{which.label} weights"
     if why:
         words += f" ({why})"
     if which in values:
         words += f", {by.words} {by.number(values[which])}"
-    for other, value in values.items():
-        if other != which and other in available:
-            words += f"; {other.label}: {by.number(value)}"
+    for other_set, value in values.items():
+        if other_set != which and other_set in available:
+            words += f"; {other_set.label}: {by.number(value)}"
     return which, words
 
 
-def _decisive(meta: Mapping[str, Any], of_sets: Mapping[WeightSet, Mapping[str, float]]) -> Metric:
-    """The run's SAVE_BEST_BY; its default if it is missing or unknown, as in a foreign meta.json."""
-    key = meta.get("settings", {}).get("SAVE_BEST_BY")
-    if isinstance(key, str) and (key in METRICS or any(key in metrics for metrics in of_sets.values())):
-        return metric_named(key)
+def _deciding_metric(meta: Mapping[str, Any], metrics_of_sets: Mapping[WeightSet, Mapping[str, float]]) -> Metric:
+    """The metric that SAVE_BEST_BY of the run names; top-1 if it is missing or unknown, as in a foreign meta.json."""
+    name = meta.get("settings", {}).get("SAVE_BEST_BY")
+    if isinstance(name, str) and (name in METRICS or any(name in metrics for metrics in metrics_of_sets.values())):
+        return metric_named(name)
     return ONE_LABEL.best
 
 
 def _metrics(meta: Mapping[str, Any]) -> dict[WeightSet, dict[str, float]]:
-    """The metrics of each set of weights by their names without its prefix."""
-    found = {which: {} for which in SETS}
+    """The metrics in meta.json: set of weights -> name without its prefix -> value."""
+    metrics_of_sets = {which: {} for which in SETS}
     metrics = meta.get("metrics")
     if isinstance(metrics, Mapping):
-        for key, value in metrics.items():
-            which, name = set_of(key)
+        for field, value in metrics.items():
+            which, name = set_of(field)
             if is_number(value):
-                found[which][name] = value
-    return found
+                metrics_of_sets[which][name] = value
+    return metrics_of_sets
 
 
 def read_calibrations(place: Path) -> list[Fitted]:
-    """All temperatures of the run that the checkpoint `place` is in."""
+    """Read all temperatures of the run that a checkpoint belongs to; empty without a run or a calibration.json.
+
+    place: the checkpoint's folder
+    """
     run = run_folder_of(place)
     file = run / CALIBRATION if run else None
     if file is None or not file.exists():
@@ -273,41 +297,44 @@ def read_calibrations(place: Path) -> list[Fitted]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Decoded header of a safetensors file, with the names of meta.json; empty for another kind of file."""
+    """Read the header of a safetensors file as fields with the names of meta.json; empty for another kind of file."""
     if file.suffix != ".safetensors" or not file.is_file():
         return {}
     try:
-        # safetensors says of a file that may not be read that it does not exist
+        # The file is also opened by `open`, because safetensors reports a file without read permission as missing.
         with open(file, "rb"), safe_open(str(file), framework="np") as opened:
             header = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}).") from None
     fields: dict[str, Any] = header.copy()
-    for key, text in header.items():  # lists, dictionaries and null are JSON; any other text is itself
+    # A header has only strings. Lists, dictionaries and null are stored as JSON; any other text is itself.
+    for key, text in header.items():
         with contextlib.suppress(ValueError):
             value = parse_json(text)
             if value is None or isinstance(value, dict | list):
                 fields[key] = value
-    exported = fields.get(EXPORTED)
-    found = exported if isinstance(exported, dict) else fields
-    if "timm_name" in found:  # an export has all at the top
-        call = {"name": found["timm_name"], "arguments": found.get("timm_arguments", {})}
-        found = {**found, "timm": call, "input": found}
-    return found
+    exported_fields = fields.get(EXPORTED)
+    if isinstance(exported_fields, dict):
+        fields = exported_fields
+    # An export has the fields about timm's model, and those of `input`, at the top level.
+    if "timm_name" in fields:
+        timm_call = {"name": fields["timm_name"], "arguments": fields.get("timm_arguments", {})}
+        return {**fields, "timm": timm_call, "input": fields}
+    return fields
 
 
 def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
-    """Fields that a checkpoint's meta.json would have for these weights, and which weights they are.
+    """Read the fields of meta.json in the header of a file of weights alone, and tell which set of weights it is.
 
-    UserError if the header does not have them.
+    Raises UserError if the header does not have them.
     """
     if file.suffix != ".safetensors":
-        other = "not weights of vitamp"
+        kind = "not weights of vitamp"
         if file.suffix in PROGRAMS:
-            other = "an exported program, not weights for vitamp (docs/export.md has code that runs it)"
+            kind = "an exported program, not weights for vitamp (docs/export.md has code that runs it)"
         elif file.name.endswith(WEIGHTS):
-            other = "weights without a description of their model"
-        raise UserError(f"{file}: {other}. Name a run, a checkpoint, or a file written by {WRITERS}.")
+            kind = "weights without a description of their model"
+        raise UserError(f"{file}: {kind}. Name a run, a checkpoint, or a file written by {WRITERS}.")
     header = read_header(file)
     if header.get("made_by") != MADE_BY or not header.keys() >= set(NEEDED):
         raise UserError(
@@ -327,5 +354,5 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
 
 
 def encoded(fields: dict[str, Any]) -> dict[str, str]:
-    """The header of a file: safetensors stores strings only; other values are JSON."""
+    """Convert fields to the header of a safetensors file, which has strings only: other values become JSON."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}

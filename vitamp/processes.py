@@ -1,6 +1,6 @@
-"""The program in processes of its own, for Python code and notebooks: `load(...).predict` and `train`.
+"""Runs the program in processes of its own, for Python code and notebooks: `load(...).predict` and `train`.
 
-Its packages (`datasets`, `utils`, ...) have names that other packages have too, so nothing of it is imported here.
+The program's packages (`datasets`, `utils`, ...) have names that other packages have, too. So none is imported here.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from vitamp.__main__ import EXIT_USAGE, PROGRAM
 
 IN_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-"""Modes of images that PNG keeps"""
+"""Pillow's modes of images that PNG stores without loss."""
 SECONDS_STOPPED = 30
-"""A process that is stopped (SIGSTOP) for so long is killed."""
+"""A process that is stopped (SIGSTOP) for this time is killed."""
 
 
 class Guess(NamedTuple):
-    """One class of an image."""
+    """A class that a model predicts for an image."""
 
     name: str
     label: int
@@ -45,18 +45,18 @@ class Guess(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a model says of one image."""
+    """The classes that a model predicts for one image."""
 
     image: str
-    """Its path, or its number among those that were given"""
+    """Path of the image, or its number, from 0, among the given images."""
     guesses: list[Guess]
-    """The most probable class first; with several labels per image those that reach their threshold"""
+    """The most probable class first; with several labels per image, the classes that reach their threshold."""
     error: str
-    """Why there are no guesses; else empty"""
+    """Why there are no guesses; '' if there are."""
 
 
 class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
-    """What `vitamp.load` returns: the model and the transform of an image, as a pair, and `predict`."""
+    """The result of `vitamp.load`: a pair of the model and the transform of an image, with the method `predict`."""
 
     _predictor: _Predictor | None = None
 
@@ -70,7 +70,7 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
 
     @property
     def classes(self) -> list[str] | None:
-        """Names in the order of the outputs; None if the training data had none."""
+        """Names of the classes in the order of the outputs; None if the training data had none."""
         origin: Any = self.model.vitamp
         return origin.classes
 
@@ -78,102 +78,122 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
         return Loaded, (tuple(self),)
 
     def predict(self, images: Any, **flags: Any) -> list[Prediction]:
-        """The classes of images, with the numbers of predict.py, whose flags these are (topk=3, device="cuda").
+        """Predict the classes of images as predict.py does, with its flags (topk=3, device="cuda").
 
-        `images`: the path of an image, a folder, or a glob; an image of Pillow; an array of H x W (x 3) bytes, or of
-        the stored values where a run has other images than photographs; or a list of these. A damaged one has an
-        `error`, and the others their classes. The first call starts a process, which takes seconds and stays.
+        images: the path of an image, of a folder, or a glob; an image of Pillow; an array of H x W (x 3) bytes, or, if
+            the model is not for photographs, of the stored values; or a list of these
+
+        For a damaged image, the prediction has an `error`; the others are not affected. The first call starts a
+        process, which takes seconds; later calls use the same process.
         """
-        many = images if isinstance(images, (list, tuple)) else [images]
-        if not many:
+        image_list = images if isinstance(images, (list, tuple)) else [images]
+        if not image_list:
             return []
         origin: Any = self.model.vitamp
         words = [str(origin.path), "-weights", origin.weights]
         words += words_of(flags)
-        with _starting:  # threads that ask at once share one process
+        with _starting:  # Threads that call this at the same time share one process.
             predictor = self._predictor
             if predictor is None or not predictor.answers(words):
                 predictor = _Predictor(words)
                 self._predictor = predictor
+
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             paths: list[str] = []
-            broken: dict[str, str] = {}
-            for number, image in enumerate(many):
-                free = Path(folder, f"{number}")
+            errors: dict[str, str] = {}
+            for index, image in enumerate(image_list):
+                path_in_folder = Path(folder, f"{index}")
                 try:
-                    paths.append(_path_of(image, free))
+                    paths.append(_path_of(image, path_in_folder))
                 except TypeError as error:
-                    error.add_note(f"It is number {number} of the images that were given.")
+                    error.add_note(f"It is number {index} of the images that were given.")
                     raise
-                except (OSError, SyntaxError, ValueError) as error:  # Pillow's of a damaged image, as of a damaged file
-                    empty = free.with_suffix(".png")
-                    empty.touch()
-                    paths.append(str(empty))
-                    broken[str(empty)] = str(error)
+                except (OSError, SyntaxError, ValueError) as error:
+                    # Pillow raises these for a damaged image. An empty file takes its place.
+                    empty_file = path_in_folder.with_suffix(".png")
+                    empty_file.touch()
+                    paths.append(str(empty_file))
+                    errors[str(empty_file)] = str(error)
             rows = predictor.ask(paths)
+
         predictions = []
         for row in rows:
-            image = row["image"]
-            name = Path(image).stem if image.startswith(folder) else image
-            guesses = [Guess(one["class"], one["label"], one["probability"]) for one in row.get("guesses", ())]
-            predictions.append(Prediction(name, guesses, broken.get(image, row.get("error") or "")))
+            path = row["image"]
+            name = Path(path).stem if path.startswith(folder) else path
+            guesses = [Guess(guess["class"], guess["label"], guess["probability"]) for guess in row.get("guesses", ())]
+            predictions.append(Prediction(name, guesses, errors.get(path, row.get("error") or "")))
         return predictions
 
 
-def _path_of(image: Any, free: Path) -> str:
-    """Where the program reads an image. One in memory is written to `free`, without loss."""
+def _path_of(image: Any, new_file: Path) -> str:
+    """The path from which the program reads an image; an image in memory is written to a file without loss.
+
+    new_file: path of that file, without its ending
+    """
     if isinstance(image, (str, os.PathLike)):
         return os.fspath(image)
     if isinstance(image, Image.Image):
         if image.mode not in IN_PNG:
             image = image.convert("RGBA" if image.has_transparency_data else "RGB")
-        path = f"{free}.png"
+        path = f"{new_file}.png"
         image.save(path, exif=image.getexif())
         return path
     array = np.asarray(image)
     if array.dtype.kind not in "biuf" or array.ndim < 2:
         raise TypeError(f"{type(image).__name__}: an image is a path, one of Pillow's images, or an array of numbers")
-    if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2:] in ((3,), (4,))):
-        return _path_of(Image.fromarray(array), free)
-    path = f"{free}.npy"
+    is_photograph = array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2:] in ((3,), (4,)))
+    if is_photograph:
+        return _path_of(Image.fromarray(array), new_file)
+    path = f"{new_file}.npy"
     np.save(path, array, allow_pickle=False)
     return path
 
 
 def _as_child() -> dict[str, str]:
-    """Environment of a process that ends with this one; training saves before."""
+    """The environment of a process that ends when this one ends; a training saves first."""
     return {**os.environ, "VITAMP_PARENT_PID": str(os.getpid())}
 
 
 _starting = threading.Lock()
 
 
-def _watch(command: list[str], how: dict[str, Any], started: Future[subprocess.Popen[str]]) -> None:
-    """A thread: start a process, and wait for its end. Linux ends a process with the thread that started it."""
+def _watch(command: list[str], options: dict[str, Any], started: Future[subprocess.Popen[str]]) -> None:
+    """Start a process, wait for its end, and kill it if it is stopped (SIGSTOP) for too long.
+
+    This runs in a thread of its own, because Linux ends the process with the thread that started it.
+
+    options: for Popen
+    started: gets the process, or the exception if it cannot be started
+    """
     try:
-        process = subprocess.Popen(command, **how)
+        process = subprocess.Popen(command, **options)
     except BaseException as error:
         started.set_exception(error)
         return
     started.set_result(process)
-    seconds = 0
-    before = list[str]()
+    seconds_stopped = 0
+    last_state = list[str]()
     while process.poll() is None:
         time.sleep(1)
-        now = _state(process.pid)
-        seconds = seconds + 1 if now[:1] == ["T"] and now == before else 0
-        before = now
-        if seconds == SECONDS_STOPPED:
-            said = how["stderr"]
-            said.write(f"\nerror: process {process.pid}, which predicts, was stopped (SIGSTOP) for {seconds} s, so it ")
-            said.write("was killed. The next call starts another.")
-            said.flush()
+        state = _state(process.pid)
+        is_stopped = state[:1] == ["T"] and state == last_state
+        seconds_stopped = seconds_stopped + 1 if is_stopped else 0
+        last_state = state
+        if seconds_stopped == SECONDS_STOPPED:
+            stderr = options["stderr"]
+            stderr.write(
+                f"\nerror: process {process.pid}, which predicts, was stopped (SIGSTOP) for {seconds_stopped} s, so it "
+            )
+            stderr.write("was killed. The next call starts another.")
+            stderr.flush()
             process.kill()
 
 
 def _state(pid: int) -> list[str]:
-    """Of a process on Linux: T if it is stopped, and the processor time that it has used. Elsewhere empty."""
+    """The state of a process on Linux ('T' if it is stopped), and the processor times that it has used; else empty."""
     try:
+        # The fields after the program's name, which is in brackets: proc(5) numbers them from 3 on. 14 and 15 are the
+        # times in user mode and in the kernel.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
     except OSError:
         return []
@@ -181,7 +201,7 @@ def _state(pid: int) -> list[str]:
 
 
 class _Predictor:
-    """A process of `predict.py -serve`, which ends with this object."""
+    """A process of `predict.py -serve`, which is killed when this object is no longer used."""
 
     def __init__(self, words: list[str]) -> None:
         self._words = words
@@ -189,7 +209,7 @@ class _Predictor:
         self._lock = threading.Lock()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, str(PROGRAM / "scripts" / "predict.py"), *words, "-serve"]
-        how = {
+        options = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
             "stderr": self._errors,
@@ -198,14 +218,16 @@ class _Predictor:
             "errors": "surrogateescape",
         }
         started = Future[subprocess.Popen[str]]()
-        threading.Thread(target=_watch, args=(command, how, started), daemon=True).start()
+        threading.Thread(target=_watch, args=(command, options, started), daemon=True).start()
         self._process = started.result()
         weakref.finalize(self, self._process.kill)
 
     def answers(self, words: list[str]) -> bool:
+        """Whether the process runs, with this command line and in the current folder."""
         return self._words == words and self._folder == os.getcwd() and self._process.poll() is None
 
     def ask(self, images: list[str]) -> list[dict[str, Any]]:
+        """Send the paths of images to the process, and return its answer: one dict per image."""
         stdin: Any = self._process.stdin
         stdout: Any = self._process.stdout
         line = ""
@@ -214,7 +236,7 @@ class _Predictor:
                 stdin.write(f"{json.dumps(images)}\n")
                 stdin.flush()
                 line = stdout.readline()
-        except BaseException:  # its answer would be taken for that of the next question
+        except BaseException:  # Otherwise, the answer to this question would be read as that to the next one.
             self._process.kill()
             self._process.wait()
             raise
@@ -223,7 +245,8 @@ class _Predictor:
             self._errors.seek(0)
             raise _failed(self._process.returncode, self._errors.read())
         answer = json.loads(line)
-        if isinstance(answer, dict):
+        is_error = isinstance(answer, dict)
+        if is_error:
             raise ValueError(answer["error"])
         return answer
 
@@ -240,34 +263,41 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: `pandas.DataFrame(run.metrics)` is a table of them."""
+        """The lines of metrics.jsonl; `pandas.DataFrame(run.metrics)` makes a table of them."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
     def predict(self, images: Any, **flags: Any) -> list[Prediction]:
-        """See `Loaded.predict`."""
+        """Predict with the run's best weights: see `Loaded.predict`."""
         return self._load(self.folder).predict(images, **flags)
 
     def report(self) -> Path:
-        """Write the run's report, a page for a browser."""
+        """Write the run's report, a page for a browser, and return its path."""
         _run("scripts/report.py", [str(self.folder)])
         return self.folder / "report.html"
 
 
 def trained(cfg: str, flags: dict[str, Any], load: Callable[[Path], Loaded]) -> Run:
-    """See `vitamp.train`."""
+    """Train, and return the run: see `vitamp.train`. `flags`: name -> value, with `ngpus`. `load`: `vitamp.load`."""
     script = "main_single_gpu.py" if flags["ngpus"] is None else "main_multi_gpu.py"
     with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
-        place = Path(folder, "run")
-        _run(script, ["-cfg", cfg, *words_of(flags)], VITAMP_FOLDER_FILE=str(place))
-        if not place.exists():
+        # The program writes the path of the run's folder into this file.
+        run_folder_file = Path(folder, "run")
+        _run(script, ["-cfg", cfg, *words_of(flags)], VITAMP_FOLDER_FILE=str(run_folder_file))
+        if not run_folder_file.exists():
             raise ValueError("this command trained nothing, so there is no run; use the command line for it")
-        return Run(Path(os.fsdecode(place.read_bytes()).removesuffix("\n")).absolute(), load)
+        run_folder = Path(os.fsdecode(run_folder_file.read_bytes()).removesuffix("\n"))
+        return Run(run_folder.absolute(), load)
 
 
 def words_of(flags: dict[str, Any]) -> Iterator[str]:
-    """As they are typed: `-name value`, `-name` alone for True, KEY=VALUE for a setting; nothing for None and False."""
+    """Yield the words of a command line for keyword arguments: name -> value of a flag or setting.
+
+    A flag becomes `-name value`, or `-name` alone if it is True, and nothing if it is None or False. A setting becomes
+    KEY=VALUE.
+    """
     for name, value in flags.items():
-        if not name.islower():
+        is_setting = not name.islower()
+        if is_setting:
             text = json.dumps(value) if isinstance(value, (list, tuple, bool)) else value
             yield f"{name}={text}"
         elif value is True:
@@ -278,61 +308,70 @@ def words_of(flags: dict[str, Any]) -> Iterator[str]:
 
 
 def _run(script: str, words: list[str], **env: str) -> None:
-    """Run a script of the program, with its output here as it comes, and raise an exception if it fails.
+    """Run a script of the program, print its output as it comes, and raise an exception if it fails.
 
-    In a terminal or a notebook it has a terminal of its own, so it draws a progress bar.
+    In a terminal or a notebook, the script gets a terminal of its own, so that it draws a progress bar.
+
+    words: the words of its command line
+    env: environment variables besides those of this process
     """
     if sys.stdout.isatty() or "ipykernel" in sys.modules:
-        ours, its = os.openpty()
-        columns, lines = shutil.get_terminal_size((100, 24))  # a new terminal has none, and no bar is drawn in it
-        termios.tcsetwinsize(its, (lines, columns))
+        read_end, write_end = os.openpty()
+        # A new terminal has no size, and no progress bar is drawn in it.
+        columns, lines = shutil.get_terminal_size((100, 24))
+        termios.tcsetwinsize(write_end, (lines, columns))
     else:
-        ours, its = os.pipe()
+        read_end, write_end = os.pipe()
     process = subprocess.Popen(
         [sys.executable, str(PROGRAM / script), *words],
         stdin=subprocess.DEVNULL,
-        stdout=its,
-        stderr=its,
+        stdout=write_end,
+        stderr=write_end,
         env={**_as_child(), **env},
-        start_new_session=True,  # an interrupt reaches it from here alone, once
+        start_new_session=True,  # so that Ctrl-C reaches it only from this function, once
     )
-    os.close(its)
-    shown = ""
+    os.close(write_end)
+    output = ""  # the end of it, for the exception
     interrupted = False
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     try:
         while True:
             try:
-                data = os.read(ours, 1 << 16)
+                data = os.read(read_end, 1 << 16)
                 text = decoder.decode(data).replace("\r\n", "\n")
-                shown = shown[-100_000:] + text
-                with contextlib.suppress(OSError, UnicodeError):  # no reason to lose the training
+                output = output[-100_000:] + text
+                # An error in printing is no reason to lose the training.
+                with contextlib.suppress(OSError, UnicodeError):
                     sys.stdout.write(text)
                     sys.stdout.flush()
-            except KeyboardInterrupt:  # it saves, says how to resume, and ends
+            except KeyboardInterrupt:  # The training saves, prints how to resume, and ends.
                 interrupted = True
                 process.send_signal(signal.SIGINT)
                 continue
-            except OSError:  # how the end of a terminal is read
+            except OSError:  # Reading a terminal that has ended raises this.
                 break
             if not data:
                 break
-        code = process.wait()
+        exit_code = process.wait()
     except BaseException:
         process.kill()
         raise
     finally:
-        os.close(ours)
+        os.close(read_end)
     if interrupted:
         raise KeyboardInterrupt
-    if code:
-        raise _failed(code, shown)
+    if exit_code != 0:
+        raise _failed(exit_code, output)
 
 
-def _failed(code: int, text: str) -> Exception:
-    """An exception with the program's own words."""
-    _, found, words = f"\n{text}".partition("\nerror: ")
-    if code < 0 and not found:
-        words = f"the process was ended by signal {-code}"
-    words = (words or text[-1000:]).strip() or f"the process ended with code {code}"
-    return ValueError(words) if code == EXIT_USAGE else RuntimeError(words)
+def _failed(exit_code: int, output: str) -> Exception:
+    """Make the exception for a process that failed: with its error message, else the end of its output.
+
+    ValueError for a wrong flag or setting, else RuntimeError.
+    """
+    _, mark, message = f"\n{output}".partition("\nerror: ")
+    has_error_line = mark != ""
+    if exit_code < 0 and not has_error_line:
+        message = f"the process was ended by signal {-exit_code}"
+    message = (message or output[-1000:]).strip() or f"the process ended with code {exit_code}"
+    return ValueError(message) if exit_code == EXIT_USAGE else RuntimeError(message)

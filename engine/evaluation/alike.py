@@ -1,7 +1,7 @@
-"""Images that look like others, as edited copies of them do: by a model's features.
+"""Finds images that look like others, as edited copies of them would: by a model's features.
 
 How similar is too similar depends on the model and on the images. So some images are edited here, and the similarity of
-the edited copies to them is the limit.
+an image to its edited copies is the limit.
 """
 
 import contextlib
@@ -30,90 +30,105 @@ EDITED = 64
 AT_ONCE = 1024
 """Images that are compared with all others at once"""
 MOST_VALUES = 1 << 28
-"""In features of the training images, which are compared in memory"""
+"""Most numbers in the features of the training images, which are compared in memory"""
 
 
 def edited(images: Tensor) -> list[Tensor]:
-    """Each of EDITS, of images (B x C x H x W)."""
-    high, wide = images.shape[-2:]
-    whole = images.float()
+    """Return a copy of the images (B x C x H x W) for each of EDITS."""
+    height, width = images.shape[-2:]
+    originals = images.float()
+    sigma = min(height, width) / 112  # 2 pixels at 224
+    cropped = functional.center_crop(originals, [height * 9 // 10, width * 9 // 10])
     copies = [
-        whole.flip(-1),
-        functional.rotate(whole, 10, functional.InterpolationMode.BILINEAR),
-        functional.gaussian_blur(whole, [9, 9], [min(high, wide) / 112] * 2),
-        functional.resize(functional.center_crop(whole, [high * 9 // 10, wide * 9 // 10]), [high, wide]),
+        originals.flip(-1),
+        functional.rotate(originals, 10, functional.InterpolationMode.BILINEAR),
+        functional.gaussian_blur(originals, [9, 9], [sigma, sigma]),
+        functional.resize(cropped, [height, width]),
     ]
     return [copy.round().to(images.dtype) for copy in copies]
 
 
 def directions(features: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Of features from their mean; the product of two is how similar the images are."""
-    features = features - mean
-    return features / np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
+    """Return the directions of features from their mean, as unit vectors.
+
+    The product of two is the cosine similarity by which images are compared.
+    """
+    from_mean = features - mean
+    return from_mean / np.linalg.norm(from_mean, axis=1, keepdims=True).clip(1e-12)
 
 
-def similarity_of_edited(seeing: Seeing, dataset: ImageDataset, mean: np.ndarray, batch: int) -> float:
-    """Median similarity of images to their edited copies. `mean`: of the features."""
+def similarity_of_edited(seeing: Seeing, dataset: ImageDataset, mean: np.ndarray, batch_size: int) -> float:
+    """Return the median similarity of some images to their edited copies. `mean`: of the features."""
     chosen = np.sort(generator_of("edited").permutation(len(dataset))[:EDITED])
-    plan = [chosen[first : first + batch] for first in range(0, len(chosen), batch)]
-    loader = ValLoader(dataset, batch, 0, 1, 0, seeing.precision.device, shard=lambda *_: plan)
+    batches = [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
+    loader = ValLoader(dataset, batch_size, 0, 1, 0, seeing.precision.device, shard=lambda *_: batches)
     loading = contextlib.closing(loader)
-    bar = Progress(loader, len(plan), "batches", "edited copies")
+    bar = Progress(loader, len(batches), "batches", "edited copies")
 
-    def seen(images: Tensor) -> np.ndarray:
+    def directions_of(images: Tensor) -> np.ndarray:
         columns = columns_of(seeing, images)[:, : len(mean)]
         return directions(columns.cpu().numpy(), mean)
 
-    found = list[np.ndarray]()
+    similarities = list[np.ndarray]()
     with torch.no_grad(), in_eval_mode(seeing.model), loading, bar:
         for images, _, indices in bar:
-            read = images[indices >= 0]
-            whole = seen(read)
-            found += [(whole * seen(copy)).sum(1) for copy in edited(read)]
-    return float(np.median(np.concatenate(found)))
+            read = images[indices >= 0]  # -1 of a broken image
+            originals = directions_of(read)
+            similarities += [(originals * directions_of(copy)).sum(1) for copy in edited(read)]
+    return float(np.median(np.concatenate(similarities)))
 
 
 class Nearest(NamedTuple):
-    """Of each direction, among others:"""
+    """For each image, which others are most similar to it, and how many are alike: as similar as the limit."""
 
     place: np.ndarray
-    """The most similar one"""
+    """Index of the most similar image"""
     similar: np.ndarray
     """How similar that is"""
     alike: np.ndarray
-    """How many are as similar as the limit"""
+    """Number of images that are alike"""
     farther: np.ndarray
-    """The most similar one below the limit"""
+    """Index of the most similar image that is not alike"""
 
-    def counted(self, labels: np.ndarray, of_others: np.ndarray) -> tuple[int, int, int, int, int]:
-        """How many have any that is alike, of how many; how many such a one has (the median); how many of them have
-        the label of the most similar one, and how many that of the most similar one below the limit."""
-        some = self.alike > 0
-        own = labels[: len(some)]
+    def counted(self, labels: np.ndarray, other_labels: np.ndarray) -> tuple[int, int, int, int, int]:
+        """Sum up how many images have others that are alike, and what that says of labels.
 
-        def with_label_of(others: np.ndarray) -> int:
-            same = (own == of_others[others]).reshape(len(some), -1).all(1)
-            return int((some & same).sum())
+        Returns the number of images with any that is alike; of how many images; the median number of images that are
+        alike to such an image; how many such images have the label of the most similar image; and how many have the
+        label of the most similar one that is not alike.
+        """
+        has_alike = self.alike > 0
+        own_labels = labels[: len(has_alike)]  # time may have been too short for all images
 
-        each = int(np.median(self.alike[some])) if some.any() else 0
-        return int(some.sum()), len(some), each, with_label_of(self.place), with_label_of(self.farther)
+        def count_with_label_of(others: np.ndarray) -> int:
+            same_label = (own_labels == other_labels[others]).reshape(len(has_alike), -1).all(1)
+            return int((has_alike & same_label).sum())
+
+        median = int(np.median(self.alike[has_alike])) if has_alike.any() else 0
+        with_label_of_nearest = count_with_label_of(self.place)
+        with_label_of_farther = count_with_label_of(self.farther)
+        return int(has_alike.sum()), len(has_alike), median, with_label_of_nearest, with_label_of_farther
 
 
 def joined(blocks: Iterable[Nearest]) -> Nearest:
+    """Join the results for consecutive blocks of images."""
     return Nearest(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
 def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = float("inf")) -> Nearest:
-    """Of the first ones alone, if time is short."""
+    """Find the most similar images to each of the images `of`, in the images `among`. Both are `directions`.
+
+    After so many `seconds`, the search ends, and the result is for the first images alone.
+    """
     end = time.monotonic() + seconds
     blocks = list[Nearest]()
-    for first in range(0, len(of), AT_ONCE):
-        similar = of[first : first + AT_ONCE] @ among.T
-        place = similar.argmax(1)
-        most = similar.max(1)
-        alike = similar >= limit
-        similar[alike] = -2  # less than any
-        blocks.append(Nearest(place, most, alike.sum(1), similar.argmax(1)))
+    for start in range(0, len(of), AT_ONCE):
+        similarities = of[start : start + AT_ONCE] @ among.T
+        place = similarities.argmax(1)
+        highest = similarities.max(1)
+        is_alike = similarities >= limit
+        similarities[is_alike] = -2  # lower than any, so that the next argmax finds the highest of the others
+        blocks.append(Nearest(place, highest, is_alike.sum(1), similarities.argmax(1)))
         if time.monotonic() > end:
             break
     return joined(blocks)
@@ -122,28 +137,31 @@ def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = fl
 def count_alike(
     seeing: Seeing, dataset: ImageDataset, seen: Features, known: Features, pool: str, data: DataConfig
 ) -> list[int]:
-    """`Nearest.counted` of the images of `dataset`, with the features `seen`, among training images; empty if these
-    are too many."""
-    of = np.asarray(seen.of(pool))
-    among = np.asarray(known.of(pool))
-    if among.size > MOST_VALUES:
+    """Count which images of `dataset` look like training images; see `Nearest.counted` for the numbers.
+
+    `seen`: features of these images. `known`: of the training images. `pool`: the pooling by which they are compared.
+    Returns an empty list if there are too many training images.
+    """
+    features = np.asarray(seen.of(pool))
+    train_features = np.asarray(known.of(pool))
+    if train_features.size > MOST_VALUES:
         return []
-    mean = among.mean(0)
+    mean = train_features.mean(0)
     limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
     seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
-    found = nearest(directions(of, mean), directions(among, mean), limit, seconds)
-    return list(found.counted(seen.labels, known.labels))
+    result = nearest(directions(features, mean), directions(train_features, mean), limit, seconds)
+    return list(result.counted(seen.labels, known.labels))
 
 
 def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
-    """`Nearest.counted` of validation images among training images.
+    """Count which validation images look like training images, as `count_alike`. A collective call.
 
-    `known`: of the training images. Empty if these are too many. A collective call.
+    `known`: features of the training images. Returns an empty list if they are too many, and on ranks besides 0.
     """
     pool = pool_of(seeing.model)
     if known.of(pool).size > MOST_VALUES:
         return []
     data = run.config.DATA.changed(PART="val")
     dataset = open_dataset(data, False, int(run.config.MODEL.NUM_CLASSES), run.config.SEED, run.device)
-    found = features_of(seeing, run.config, dataset, data, run.world)
-    return count_alike(seeing, dataset, found, known, pool, data) if run.world.first else []
+    seen = features_of(seeing, run.config, dataset, data, run.world)
+    return count_alike(seeing, dataset, seen, known, pool, data) if run.world.first else []

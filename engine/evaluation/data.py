@@ -1,4 +1,4 @@
-"""The images that a model is evaluated on: DATA.PART, and settings that other data than the run's does not inherit."""
+"""Settles which images a model is evaluated on (DATA.PART), and which settings of the run do not fit other data."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -36,24 +36,26 @@ from vitamp.weights import Chosen, chosen_at
 PART = "DATA.PART"
 CROP = "DATA.CROP"
 OF_RUN = ("same place", "moved")
-"""What `whose_data` says of the run's own images"""
+"""Origins of the run's own images"""
 Origin = Literal["same place", "moved", "other", "unknown"]
+"""How the images that are evaluated relate to those that the model was trained on, see `whose_data`"""
 
 
 def settings_for_evaluation(
     config: Config, saved: Chosen | None, given: Collection[str], needs_labels: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Settings of DATA that an evaluation of the weights `saved` changes, by key, and notes for the log.
+    """Return the settings of DATA that change for an evaluation of the weights `saved`, by key, and notes for the log.
 
-    `given`: the settings on the command line, which stay. `needs_labels`: whatever the run learned from.
+    `given`: keys on the command line, which stay as they are. `needs_labels`: the evaluation needs labels, even if the
+    run learned without them.
     """
     changes: dict[str, Any] = {}
     notes: list[str] = []
     if "DATA.DATA_PATH" in given:
-        found = None if DATASET in given else _other_layout(config.DATA, needs_labels)
-        if found:
-            changes[DATASET] = found[0]
-            notes.append(f"{DATASET} {': '.join(found)}")
+        layout = None if DATASET in given else _other_layout(config.DATA, needs_labels)
+        if layout:
+            changes[DATASET] = layout[0]
+            notes.append(f"{DATASET} {': '.join(layout)}")
             config = config.changed(**nested(changes))
         unread = unread_path(config.DATA)
         if unread:
@@ -72,9 +74,10 @@ def settings_for_evaluation(
     elif saved is not None and not trained_on:
         _leave_own_settings(config, saved, given, changes, notes)
     if part == AUTO:
-        changes[PART], why = _part_of(config, origin, comes_unsplit(config.changed(**nested(changes)).DATA))
-        if why:
-            notes.append(f"{PART} {changes[PART]}: {why}")
+        unsplit = comes_unsplit(config.changed(**nested(changes)).DATA)
+        changes[PART], reason = _choose_part(config, origin, unsplit)
+        if reason:
+            notes.append(f"{PART} {changes[PART]}: {reason}")
         unlisted = saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None
         if origin == "other" and unlisted:
             notes.append("If only some images or labels differ, give DATA.EXCLUDE or DATA.RELABEL")
@@ -84,90 +87,115 @@ def settings_for_evaluation(
 def _leave_own_settings(
     config: Config, saved: Chosen, given: Collection[str], changes: dict[str, Any], notes: list[str]
 ) -> None:
-    """Add changes for data that is not the run's: it does not inherit what fits the run's own data alone."""
+    """Add changes, and notes on them, for data that is not the run's: settings that fit the run's data alone are reset.
+
+    `given`: keys on the command line, which stay as they are.
+    """
     changes |= {key: default_of(key) for key in OF_OWN_DATA if key not in given}
-    if CROP not in given and squeezes(DataConfig(DATASET=settings_of(saved).get(DATASET, config.DATA.DATASET))):
-        changes[CROP] = "none"  # its own data set squeezes images whatever CROP is, as digits
+    run_data = DataConfig(DATASET=settings_of(saved).get(DATASET, config.DATA.DATASET))
+    if CROP not in given and squeezes(run_data):
+        # Images were squeezed whatever CROP was, as those of digits are.
+        changes[CROP] = "none"
     if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
         notes.append(
             f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {source_of(config.DATA)} is other data"
         )
 
 
-def _part_of(config: Config, origin: Origin, unsplit: bool) -> tuple[str, str]:
-    """The value for DATA.PART auto, and why. `unsplit`: the data has no validation split of its own."""
-    place = source_of(config.DATA)
+def _choose_part(config: Config, origin: Origin, unsplit: bool) -> tuple[str, str]:
+    """Return the value for DATA.PART auto, and the reason for the log; '' if it is the usual one.
+
+    `unsplit`: the data has no validation split of its own.
+    """
+    source = source_of(config.DATA)
     if origin == "moved":
-        return "val", f"{place} is the data that the model was trained on, in another place"
+        return "val", f"{source} is the data that the model was trained on, in another place"
     if origin == "other":
-        part, why = ("all", "; it has no validation split of its own") if unsplit else ("val", "")
-        return part, f"{place} has other file names or labels than the training, though perhaps the same images{why}"
+        reason = f"{source} has other file names or labels than the training, though perhaps the same images"
+        if unsplit:
+            return "all", f"{reason}; it has no validation split of its own"
+        return "val", reason
     if origin == "same place" or not unsplit:
         return "val", ""
     try:
         with unheard():
             check_dataset(config.DATA.changed(PART="val"), ANY_LABEL, train=False)
     except TooFewToSplit:
-        return "all", f"{place} has one image per class, so nothing can be split off"
+        return "all", f"{source} has one image per class, so nothing can be split off"
     return "val", (
-        f"whether the model was trained on {place} is unknown, so the split of a training (DATA.VAL_FRACTION) is "
+        f"whether the model was trained on {source} is unknown, so the split of a training (DATA.VAL_FRACTION) is "
         "evaluated; -part all evaluates all images"
     )
 
 
 def _other_layout(data: DataConfig, needs_labels: bool) -> tuple[str, str] | None:
-    """What `recognise` finds in DATA_PATH; None if the data set that DATA names is there, or nothing is recognised."""
+    """Recognise how the images in DATA_PATH are laid out, if the data set that DATA names is not there.
+
+    Returns the name of the data set that reads them, and a description; None if nothing is to be changed, or nothing is
+    recognised.
+    """
     with unheard(), suppress(UserError):
         if not unread_path(data) and (has_labels(data) or not needs_labels):
             check_dataset(data.changed(DOWNLOAD=False), ANY_LABEL, train=False)
             return None
     with suppress(UserError):  # the check of the data set that DATA names reports what is missing
-        found = recognise(str(data.DATA_PATH))
-        return found if found and found[0] != data.DATASET else None
+        layout = recognise(str(data.DATA_PATH))
+        return layout if layout and layout[0] != data.DATASET else None
 
 
 def whose_data(config: Config, saved: Chosen | None) -> Origin:
-    """Whether DATA names the data of the run that trained the weights `saved`."""
-    own = settings_of(saved) if saved else {}
-    if saved is None or "DATA.DATASET" not in own:
+    """Tell whether DATA names the data of the run that trained the weights `saved`.
+
+    "same place": the data set and path are the run's. "moved": another path, but the names and labels of the run's
+    training split. "other": neither. "unknown": nothing is recorded of the run's data.
+    """
+    run_settings = settings_of(saved) if saved else {}
+    if saved is None or "DATA.DATASET" not in run_settings:
         return "unknown"
-    place = {"DATASET": own["DATA.DATASET"], "DATA_PATH": own.get("DATA.DATA_PATH")}
-    if place_of(config.DATA) == place_of(config.DATA.changed(**place)):
+    run_place = {"DATASET": run_settings["DATA.DATASET"], "DATA_PATH": run_settings.get("DATA.DATA_PATH")}
+    if place_of(config.DATA) == place_of(config.DATA.changed(**run_place)):
         return "same place"
     if not saved.samples:
         return "unknown"
+    # Lists of images that are gone are an error: without them, the run's own images would be taken for others.
     for key, read in (("EXCLUDE", excluded), ("RELABEL", read_rows)):
-        try:  # without the run's list, its own images would be taken for others
+        try:
             if getattr(config.DATA, key):
                 read(config.DATA)
         except UserError as error:
             raise UserError(f"{error} For other images than the run's, give DATA.{key}=null.") from None
-    as_trained = config.changed(DATA={key: own.get(f"DATA.{key}") for key in ("EXCLUDE", "RELABEL")})
-    # An evaluation may leave out others.
-    for one in (config,) if as_trained.DATA == config.DATA else (config, as_trained):
+    # The evaluation may have other lists than the training, so the training's are tried too.
+    run_lists = {key: run_settings.get(f"DATA.{key}") for key in ("EXCLUDE", "RELABEL")}
+    as_trained = config.changed(DATA=run_lists)
+    candidates = [config]
+    if as_trained.DATA != config.DATA:
+        candidates.append(as_trained)
+    for candidate in candidates:
         with suppress(UserError):
-            if _has_samples(one, saved.samples):
+            if _has_samples(candidate, saved.samples):
                 return "moved"
     return "other"
 
 
 def check_split(config: Config, saved: Chosen, part: str) -> None:
-    """Refuse to evaluate a run whose images would now be split otherwise than in its training.
+    """Raise UserError if the images of a run would now be split otherwise than in its training.
 
-    Its lists of images to leave out or to relabel apply after the split, and may have changed: then it is not known.
+    Then images that the model was trained on would be evaluated. Settings of the split are compared, and if possible
+    the names and labels of the training split. That is not possible if the run leaves out or relabels images: these
+    lists apply after the split, and may have changed.
     """
-    own = config_of_weights(saved)
-    if part not in (AUTO, "val") or not comes_unsplit(config.DATA) or own.task == NO_LABELS:
+    trained = config_of_weights(saved)
+    if part not in (AUTO, "val") or not comes_unsplit(config.DATA) or trained.task == NO_LABELS:
         return
-    same = all(value_of(own, key) == value_of(config, key) for key in keys_of_split(config.DATA))
-    if same and saved.samples and not own.DATA.EXCLUDE and not own.DATA.RELABEL:
-        # Each class is split by itself, so other labels make another split.
-        now = {key: getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD", "COLUMNS")}
-        same = _has_samples(own.changed(DATA=now), saved.samples)
+    same = all(value_of(trained, key) == value_of(config, key) for key in keys_of_split(config.DATA))
+    if same and saved.samples and not trained.DATA.EXCLUDE and not trained.DATA.RELABEL:
+        # With the labels (COLUMNS) of now: each class is split by itself, so other labels make another split.
+        current = {key: getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD", "COLUMNS")}
+        same = _has_samples(trained.changed(DATA=current), saved.samples)
     elif same:
-        # Versions that split groups otherwise by VAL_FRACTION did not note how many there were.
-        same = own.DATA.GROUP is None or own.DATA.FOLD is not None or "groups" in (saved.samples or {})
-        same = same and own.DATA.COLUMNS == config.DATA.COLUMNS
+        # Early versions split groups by VAL_FRACTION in another way, and did not record the number of groups.
+        same = trained.DATA.GROUP is None or trained.DATA.FOLD is not None or "groups" in (saved.samples or {})
+        same = same and trained.DATA.COLUMNS == config.DATA.COLUMNS
     if not same:
         keys = ", ".join(("DATA.COLUMNS", *deciding("split", "random split")))
         raise UserError(
@@ -178,35 +206,42 @@ def check_split(config: Config, saved: Chosen, part: str) -> None:
 
 
 def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
-    """Whether the training split has the names and labels of these samples, the `identity_of` a run's."""
+    """Whether the training split of `config` has the names and labels of a run's, by what `identity_of` gave then.
+
+    `samples`: that fingerprint.
+    """
     field = "data" if "data" in samples else "order"  # checkpoints of 0.1.0 may have no data
     # The weights of classes may be in a file that is gone, and augmentations in one that is not executed here.
     plain = {"CLASS_WEIGHTS": None, "AUGMENT": config.TRAIN.AUGMENT and ("trivial",)}
-    one_by_one = config.changed(DATA={"BATCH_SIZE": 1, "PART": AUTO}, TRAIN=plain)
-    with unheard():  # the split that is made here is not evaluated
-        train_set, loader = training_data(one_by_one, ALONE, torch.device("cpu"))
+    simplified = config.changed(DATA={"BATCH_SIZE": 1, "PART": AUTO}, TRAIN=plain)
+    with unheard():  # what is logged about this split would mislead: it is not evaluated
+        train_set, loader = training_data(simplified, ALONE, torch.device("cpu"))
     return identity_of(train_set, loader.order).get(field) == samples.get(field)
 
 
 def data_for_evaluation(
     config: Config, saved: Chosen | None, given: Collection[str], needs_labels: bool = False
 ) -> tuple[DataConfig, list[str]]:
-    """DATA as `settings_for_evaluation` changes it, and the notes."""
+    """Return DATA as `settings_for_evaluation` changes it, and its notes for the log."""
     changes, notes = settings_for_evaluation(config, saved, given, needs_labels)
     return config.changed(**nested(changes)).DATA, notes
 
 
 def title_of(data: DataConfig) -> str:
-    """'imagefolder in /data/flowers, validation split'."""
+    """Name the evaluated images for log and tables: 'imagefolder in /data/flowers, validation split'."""
     part = "val" if data.PART == AUTO else data.PART
-    kept = " but those of test" if part == "all" and comes_unsplit(data) and has_test(data) else ""
+    exception = " but those of test" if part == "all" and comes_unsplit(data) and has_test(data) else ""
     if part == "val" and validates_on_test(data):
         part = "test"
-    return f"{source_of(data)}, {TITLES[part]}{kept}"
+    return f"{source_of(data)}, {TITLES[part]}{exception}"
 
 
 def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
-    """One line, if `images` are those of the run's validation split, and some are also in training."""
+    """Say for the log that some of the evaluated images are also in the training split; '' if none are known to be.
+
+    `images`: number of evaluated images. Only of the run's own validation split it is known, since the run's start
+    looked for copies.
+    """
     run = run_folder_of(saved.place) if saved else None
     if run is None or config.DATA.PART not in ("val", AUTO) or whose_data(config, saved) != "same place":
         return ""
@@ -214,60 +249,69 @@ def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
 
 
 def warn_of_images(config: Config, saved: Chosen | None, dataset: ImageDataset) -> None:
-    """Warn of images of other data whose bytes the model was trained on, and of those that are left out."""
+    """Warn of evaluated images that are left out, and of those that the model was trained on byte by byte."""
     samples = dataset.single_images()
     left_out = len(samples.lines) if isinstance(samples, Remaining) else 0
     if samples is not None and left_out:
-        of = f"{left_out:,} of {left_out + len(samples):,} images here"
-        log.info("DATA.EXCLUDE leaves out %s. If a model's mistakes chose them, the metrics flatter it.", of)
-    found = copies_of_training(config, saved, dataset)
-    if found:
-        warn_once(found[0])
+        counts = f"{left_out:,} of {left_out + len(samples):,} images here"
+        log.info("DATA.EXCLUDE leaves out %s. If a model's mistakes chose them, the metrics flatter it.", counts)
+    copies = copies_of_training(config, saved, dataset)
+    if copies:
+        message, _ = copies
+        warn_once(message)
 
 
 def copies_of_training(config: Config, saved: Chosen | None, dataset: ImageDataset) -> tuple[str, float] | None:
-    """What to say of such images, and their percentage of those that were compared; None without any."""
+    """Look for evaluated images whose bytes are those of a training image, for some seconds.
+
+    Returns a message about them, and their percentage of the compared images. None if there are none; if they cannot be
+    compared; or if the run's own split is evaluated, whose copies the run's start has looked for.
+    """
     own_images = config.DATA.PART != "test" and saved is not None and whose_data(config, saved) in OF_RUN
     if saved is None or own_images or "DATA.DATASET" not in settings_of(saved):
         return None
     train = None
     evaluated = dataset.single_images()
-    with unheard(), suppress(UserError):  # it may be gone, or on another machine
-        own = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
-        if "://" not in str(own.DATA_PATH):
-            train = open_dataset(own, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
+    with unheard(), suppress(UserError):  # the training data may be gone, or on another machine
+        train_data = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
+        if "://" not in str(train_data.DATA_PATH):
+            train = open_dataset(train_data, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
     if not (train and evaluated) or evaluated.remote or "pixels" in (train.stored, evaluated.stored):
         return None
     copies = find_copies(train, evaluated, QUICK_SECONDS)
     if not copies.examples:
         return None
     copy, original = copies.examples[0]
-    said = (
+    message = (
         f"{copies.found:,} of {copies.compared:,} compared images have the bytes of training images ({copy} is "
         f"{original}); at most {len(evaluated) - copies.found:,} are new, and only these show what to expect."
     )
-    return said, 100 * copies.found / copies.compared
+    return message, 100 * copies.found / copies.compared
 
 
 def validations_of(config: Config, saved: Chosen) -> int:
-    """Number of validations, on the images that DATA names, of which `saved` is the best; 0 for others."""
+    """Count the validations on the evaluated images among which the checkpoint `saved` was the best one.
+
+    Its metric is the luckiest of so many. 0 if it was not chosen by these images.
+    """
     run = run_folder_of(saved.place)
     if run is None or config.DATA.PART not in ("val", AUTO) or whose_data(config, saved) not in OF_RUN:
         return 0
-    return len(History.of_run(run).of("val")) if read_index(run / CHECKPOINTS)["best"] == saved.place.name else 0
+    is_best = read_index(run / CHECKPOINTS)["best"] == saved.place.name
+    return len(History.of_run(run).of("val")) if is_best else 0
 
 
 def evaluated_weights(config: Config) -> Chosen | None:
-    """The weights that -eval evaluates; None if nothing is known of their training."""
-    wanted = config.MODEL.RESUME
+    """Find the weights that -eval evaluates, with what is known of their training; None if nothing is known."""
+    resume = config.MODEL.RESUME
     source = config.MODEL.PRETRAINED
     try:
         run = resumed_run(config)
         if run:
             return chosen_at(run)
-        if wanted not in (None, AUTO):
-            return chosen_at(Path(str(wanted)))
-        found = local_weights(source) if source else None
-        return chosen_at(found.file) if found else None
-    except UserError:  # loading the weights reports it, if it is one
+        if resume not in (None, AUTO):
+            return chosen_at(Path(str(resume)))
+        local = local_weights(source) if source else None
+        return chosen_at(local.file) if local else None
+    except UserError:  # if it prevents the evaluation, loading the weights reports it
         return None

@@ -26,9 +26,10 @@ from vitamp.metrics import KNN, WeightSet
 
 @torch.no_grad()  # not inference mode: fp8 layers do not run in it
 def validate(ready: Ready, model: nn.Module, world: World, between: Callable[[], None] = lambda: None) -> Metrics:
-    """All metrics of the validation split, of `model`, which is the run's own or has its shape. A collective call.
+    """Measure all metrics of `model` on the validation split. A collective call.
 
-    `between` is called before each batch, and may raise to end the validation.
+    `model` is the run's own, or one of the same shape, such as the EMA. `between` is called before each batch, and may
+    raise to end the validation.
     """
     loader = ready.val_loader
     precision = ready.precision
@@ -58,9 +59,9 @@ def validate(ready: Ready, model: nn.Module, world: World, between: Callable[[],
 
 
 def on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """`model`, or a copy of it on `device` if it is elsewhere, as an EMA in host memory is.
+    """Return `model` if it is on `device`; else a copy of it there, such as of an EMA in host memory.
 
-    Moving it there and back would replace the tensors that the EMA updates.
+    It is not moved there and back, since that would replace the tensors that the EMA updates.
     """
     elsewhere = next(model.parameters()).device.type != device.type
     return copy.deepcopy(model).to(device) if elsewhere else model
@@ -69,16 +70,16 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 def keep_predictions(
     folder: Path, val_set: ImageDataset, data: DataConfig, metrics: Mapping[WeightSet, Metrics], update: int
 ) -> None:
-    """Write what this validation predicted for each image, for comparisons of runs. On rank 0.
+    """Write the predictions of this validation for each image into the run's folder, on rank 0, for comparing runs.
 
-    A full disk does not end the training.
+    `metrics`: of each set of weights. A full disk causes only a warning, and does not end the training.
     """
-    of_sets = dict[str, np.ndarray]()
-    for which, one in metrics.items():
-        of_sets |= {f"{which.prefix}{name}": row for name, row in one.predictions.items()}
-    if not of_sets:
+    predictions = dict[str, np.ndarray]()
+    for which, metrics_of_set in metrics.items():
+        predictions |= {f"{which.prefix}{name}": column for name, column in metrics_of_set.predictions.items()}
+    if not predictions:
         return
-    # Without the folder of the data, which may be another in another run
+    # Images are recognised in another run by their names without the folder of the data, which may be another there.
     samples = val_set.single_images()
     prefix = name_prefix(data)
     names = map(str, range(len(val_set)))
@@ -90,11 +91,12 @@ def keep_predictions(
         table = {"names": _hashes(names), "labels": labels.astype(np.min_scalar_type(int(labels.max(initial=0))))}
         if groups:
             table[GROUPS] = _hashes(groups)
-        write_predictions(folder, update, table | of_sets)
+        write_predictions(folder, update, table | predictions)
     except OSError as error:
         log.warning("%s: cannot be written (%s).", folder / PREDICTIONS, error.strerror)
 
 
 def _hashes(names: Iterable[str]) -> np.ndarray:
+    """Return a hash of 8 bytes per name, as one array: names would take more room."""
     digests = (hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest() for name in names)
     return np.frombuffer(b"".join(digests), np.uint64)

@@ -25,7 +25,10 @@ from vitamp.tensors import open_tensors
 
 
 def evaluate_only(given: Run, dry: bool) -> None:
-    """Validate the given weights; of a checkpoint, all that it has."""
+    """Validate the given weights (of a checkpoint, each set that it has), and write the metrics into a new folder.
+
+    `dry`: build everything and load the weights, but validate and write nothing.
+    """
     world = given.world
     checkpoint = chosen_checkpoint(given.config, world)
     if checkpoint is not None:
@@ -50,9 +53,9 @@ def evaluate_only(given: Run, dry: bool) -> None:
     log.info(banner(run, ready, folder))
     if world.first:
         warn_of_images(config, saved, ready.val_set)
-    weights = "the weights match the model"
+    weights_sentence = "the weights match the model"
     if checkpoint is None and not config.MODEL.PRETRAINED:
-        weights = "no weights were loaded"
+        weights_sentence = "no weights were loaded"
         log.warning(
             "-eval without -pretrained or a checkpoint: no weights are loaded, the model is randomly initialised."
         )
@@ -61,7 +64,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     if folder is None:
         if checkpoint:
             load_weights(ready.model, dict(open_tensors(checkpoint)), str(checkpoint.folder))
-        log.info("Dry run: %s. Nothing was validated or written.", weights)
+        log.info("Dry run: %s. Nothing was validated or written.", weights_sentence)
         return
     write_run_files(run, ready, folder)
     began = time.perf_counter()
@@ -72,7 +75,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     reporter = Reporter(config, 1, folder if world.first else None, Position())
     reporter.validation(position, metrics, seconds)
     reporter.close()
-    context, text = _in_words(config, ready, metrics)
+    context, text = _describe_metrics(config, ready, metrics)
     log_lines((context, copies_evaluated(config, saved, len(ready.val_set))))
     if checkpoint:
         text = f"{checkpoint.folder.name}, {text}"
@@ -80,7 +83,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
 
 
 def _validate_each(ready: Ready, checkpoint: Checkpoint | None, world: World) -> dict[WeightSet, Metrics]:
-    """Metrics of the loaded weights; of a checkpoint, of each set that it has."""
+    """Measure the metrics of the loaded weights; of a checkpoint, of each set that it has, such as the EMA."""
     if checkpoint is None:
         return {PLAIN: validate(ready, ready.model, world)}
     metrics: dict[WeightSet, Metrics] = {}
@@ -92,8 +95,8 @@ def _validate_each(ready: Ready, checkpoint: Checkpoint | None, world: World) ->
     return metrics
 
 
-def _in_words(config: Config, ready: Ready, metrics: dict[WeightSet, Metrics]) -> tuple[str, str]:
-    """How far noise may have moved the better weights' metric, and all their metrics."""
+def _describe_metrics(config: Config, ready: Ready, metrics: dict[WeightSet, Metrics]) -> tuple[str, str]:
+    """Say how far noise may have moved the better weights' metric, and list their metrics for the last line."""
     by = metric_named(config.SAVE_BEST_BY)
     values = {which: means.value(by.name) for which, means in metrics.items()}
     better = best_set(values, by) or PLAIN

@@ -1,7 +1,7 @@
-"""Features of all images of a split, computed once and kept on the disk: for -probe, -knn, and frozen backbones.
+"""Computes features of all images of a split once, and keeps them on the disk: for -probe, -knn and frozen backbones.
 
-They are computed in blocks, and a second file says which images are complete. So a killed process loses one block, any
-number of processes share the work, and memory holds what is read of a map.
+They are computed in blocks of images, and a second file says which images are complete. So a killed process loses one
+block, and any number of processes share the work. The files are memory maps: memory holds only what is read.
 """
 
 import contextlib
@@ -44,20 +44,21 @@ from utils.progress import Progress
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
 
 BLOCK = 512
-"""Images"""
+"""Images per block"""
 AT_ONCE = 1 << 13
 """Rows that are read at once"""
 # Files of a folder of features
 TABLE = "features.npy"
 COMPLETE = "complete.npy"
-"""Which images are complete"""
+"""Whether the features of each image are complete"""
 DIGESTS = "images.npy"
-"""Hashes of their bytes"""
+"""Hash of each image's bytes"""
 ABOUT = "about.json"
+"""What the features depend on besides the images"""
 
 
 class Seeing(Protocol):
-    """A model with what it sees with."""
+    """A model with its normalisation and its precision: all that features are computed by."""
 
     model: nn.Module
     inputs: nn.Module
@@ -65,13 +66,17 @@ class Seeing(Protocol):
 
 
 class Validating(Seeing, Protocol):
+    """The same, with the images that it is validated on."""
+
     val_set: ImageDataset
     val_loader: ValLoader
 
 
 class Features(NamedTuple):
+    """Features and labels of all images of a split."""
+
     table: np.ndarray
-    """Images x the columns of all poolings, float32: a map"""
+    """Images x the columns of all poolings, float32: a memory map"""
     labels: np.ndarray
     """As in `Samples.labels`"""
     pools: dict[str, slice]
@@ -80,50 +85,61 @@ class Features(NamedTuple):
     """As `ImageDataset.groups`"""
 
     def of(self, pool: str) -> np.ndarray:
+        """Return the features of a pooling, images x columns."""
         return self.table[:, self.pools[pool]]
 
     def rows(self, pool: str, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Features, labels and indices of some images after others."""
+        """Yield features, labels and indices of the images, a chunk at a time."""
         indices = np.arange(len(self.table))
-        for first in range(0, len(self.table), AT_ONCE):
-            here = slice(first, first + AT_ONCE)
-            columns = np.array(self.of(pool)[here]), self.labels[here], indices[here]
-            features, labels, numbers = (torch.from_numpy(column).to(device) for column in columns)
-            yield features, labels, numbers
+        for start in range(0, len(self.table), AT_ONCE):
+            chunk = slice(start, start + AT_ONCE)
+            arrays = np.array(self.of(pool)[chunk]), self.labels[chunk], indices[chunk]
+            features, labels, chunk_indices = (torch.from_numpy(array).to(device) for array in arrays)
+            yield features, labels, chunk_indices
 
 
 @torch.no_grad()
 def columns_of(seeing: Seeing, images: Tensor) -> Tensor:
-    """Of uint8 images: what timm's classifier sees, and with tokens the widest pooling, which has all others."""
+    """Compute the features of uint8 images, from which `_pools` picks each pooling.
+
+    They are what timm's classifier sees; beside it, of models with tokens, the widest pooling, which contains all
+    others.
+    """
     with uncompiled(), seeing.precision.autocast(training=False):
-        pools = dict.fromkeys((POOLED, pools_of(seeing.model)[-1]))
+        widest = pools_of(seeing.model)[-1]
+        pools = dict.fromkeys((POOLED, widest))  # once, if both are the same
         return pooled_features(seeing.model, seeing.inputs(images.to(seeing.precision.device)), *pools)
 
 
-def _pools(model: Any, end: int) -> dict[str, slice]:
-    """Where each pooling is in `columns_of`, which are `end` in number."""
-    known = pools_of(model)
+def _pools(model: Any, column_count: int) -> dict[str, slice]:
+    """Return the columns of each pooling that the model has, among those of `columns_of`.
+
+    The order of the columns is: what timm's classifier sees; then the class tokens of the last blocks, of which the
+    last is the class token itself; then the mean of the patches. Each but the first is `embed_dim` wide.
+    """
+    pools = pools_of(model)
     width = getattr(model, "embed_dim", 0)
     blocks = min(BLOCKS, len(getattr(model, "blocks", ())))
-    widths = {POOLED: 0, "mean": 1, "both": 2, "blocks": 1 + blocks}
-    first = end - widths[known[-1]] * width
-    both = end - 2 * width
+    tokens_in_widest = {POOLED: 0, "mean": 1, "both": 2, "blocks": 1 + blocks}
+    widest_start = column_count - tokens_in_widest[pools[-1]] * width
+    mean_start = column_count - width
+    class_start = column_count - 2 * width
     columns = {
-        POOLED: slice(0, first),
-        "class": slice(both, end - width),
-        "mean": slice(end - width, end),
-        "both": slice(both, end),
-        "blocks": slice(first, end),
+        POOLED: slice(0, widest_start),
+        "class": slice(class_start, mean_start),
+        "mean": slice(mean_start, column_count),
+        "both": slice(class_start, column_count),
+        "blocks": slice(widest_start, column_count),
     }
-    return {pool: columns[pool] for pool in known}
+    return {pool: columns[pool] for pool in pools}
 
 
 def features_of(
     seeing: Seeing, config: Config, dataset: ImageDataset, data: DataConfig, world: World = ALONE
 ) -> Features:
-    """The features of `dataset`, which `data` describes; computed as far as they are not kept yet.
+    """Return the features of `dataset`, which `data` describes. Those that the disk does not have yet are computed.
 
-    Several processes share the work; only the first one waits until it is done.
+    Several processes share the work. Only the first one waits until all features are complete.
     """
     images = len(dataset)
     labels = dataset.sample_labels()
@@ -131,39 +147,45 @@ def features_of(
     with in_eval_mode(seeing.model):
         width = columns_of(seeing, torch.zeros(1, *data.shape, dtype=torch.uint8)).shape[1]
         about = _about(seeing, config, data)
-        kind = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-        folder = cache_folder(data, f"features/{kind}-{contents_of(dataset)[:16]}")
-        size = size_words(4 * images * width)
+        about_hash = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+        folder = cache_folder(data, f"features/{about_hash}-{contents_of(dataset)[:16]}")
+        size = size_words(4 * images * width)  # float32
         _make_files(folder, about, dataset, width)
         computing = _Computing(seeing, dataset, folder, min(config.DATA.val_batch, BLOCK), workers)
         missing = computing.missing()
         if world.size > 1 and torch.distributed.is_initialized():
-            torch.distributed.barrier()  # all have counted before one computes
-        what = "features are kept in"
+            torch.distributed.barrier()  # all have counted what is missing before one computes
+        state = "features are kept in"
         if len(missing):
             kept = f"features of {images - len(missing):,} are kept"
             if len(missing) == images:
-                kept = f"no features of these very weights and images are kept yet{_of_others(folder, about)}"
-            what = f"{kept}, {len(missing):,} are computed now in"
-        log.info("%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", what, folder, size)
+                kept = f"no features of these very weights and images are kept yet{_why_not_others(folder, about)}"
+            state = f"{kept}, {len(missing):,} are computed now in"
+        log.info("%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", state, folder, size)
         with Progress(None, len(missing), "images", "features", shown=world.first) as bar:
-            # Others may have begun already.
+            # Blocks go to the processes in turn.
             computing.compute(missing[missing // BLOCK % world.size == world.rank], bar)
-            # Those of a process that is slower, or that could not read them
+            # Then the first process computes what is still missing, from the last block on: the blocks of a process
+            # that is slower, or that could not read them.
             while world.first and len(missing := computing.missing()):
                 computing.compute(missing[missing // BLOCK == missing[-1] // BLOCK], bar)
         if world.first:
             try:
                 computing.broken.raise_together(ALONE)
-            except AllRanksError as error:  # nothing is trained yet; a TrainingError ends others at once
-                raise (UserError if world.size == 1 else TrainingError)(str(error)) from None
+            except AllRanksError as error:
+                # Only this process has the error. A TrainingError ends the other ranks at once.
+                error_type = UserError if world.size == 1 else TrainingError
+                raise error_type(str(error)) from None
     labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
     return Features(computing.table, labels, _pools(seeing.model, width), dataset.groups())
 
 
 def _make_files(folder: Path, about: dict[str, Any], dataset: ImageDataset, width: int) -> None:
-    """Make the files for these features, if none are there yet. UserError if the disk has no room."""
-    needed = 4 * len(dataset) * width
+    """Make the files for these features, if none are there yet. Raises UserError if the disk has no room.
+
+    Features that other folders have of the same images and weights are copied.
+    """
+    needed = 4 * len(dataset) * width  # bytes, of float32
     free = shutil.disk_usage(folder).free
     with process_lock(folder / ".lock", "makes room for features"):
         if (folder / COMPLETE).exists():
@@ -180,7 +202,7 @@ def _make_files(folder: Path, about: dict[str, Any], dataset: ImageDataset, widt
 
 
 class _Computing:
-    """Features in the files of a folder."""
+    """Computes features into the files of a folder."""
 
     def __init__(self, seeing: Seeing, dataset: ImageDataset, folder: Path, batch: int, workers: int) -> None:
         self.seeing = seeing
@@ -192,39 +214,41 @@ class _Computing:
         self.broken = BrokenInValidation("image")
 
     def missing(self) -> np.ndarray:
-        """Images without features, but for those that could not be read."""
+        """Return the indices of images without features, but for those that could not be read."""
         return np.setdiff1d(np.flatnonzero(~self.complete), [*self.broken.images])
 
     def compute(self, rows: np.ndarray, bar: Progress) -> None:
-        """Of these images, in blocks."""
-        plan = list[np.ndarray]()
-        ends = set[int]()
-        for block in np.split(rows, np.flatnonzero(np.diff(rows // BLOCK)) + 1):
+        """Compute the features of the images with these indices, and mark them as complete block by block."""
+        # Batches that do not cross the end of a block.
+        batches = list[np.ndarray]()
+        block_ends = set[int]()
+        starts = np.flatnonzero(np.diff(rows // BLOCK)) + 1
+        for block in np.split(rows, starts):
             if len(block):
-                ends.add(int(block[-1]))
-                plan += [block[first : first + self.batch] for first in range(0, len(block), self.batch)]
+                block_ends.add(int(block[-1]))
+                batches += [block[start : start + self.batch] for start in range(0, len(block), self.batch)]
         device = self.seeing.precision.device
-        loader = ValLoader(self.dataset, self.batch, 0, 1, self.workers, device, self.broken, lambda *_: plan)
+        loader = ValLoader(self.dataset, self.batch, 0, 1, self.workers, device, self.broken, lambda *_: batches)
         computed = list[np.ndarray]()
         try:
-            for wanted, one in zip(plan, loader, strict=True):
-                read = one.indices.cpu().numpy() >= 0  # -1 of a broken image
-                found = columns_of(self.seeing, one.images).cpu().numpy()[read]
-                computed.append(wanted[read])
-                self.table[wanted[read]] = found
-                if not np.isfinite(found).all():
+            for indices, batch in zip(batches, loader, strict=True):
+                read = batch.indices.cpu().numpy() >= 0  # -1 of a broken image
+                features = columns_of(self.seeing, batch.images).cpu().numpy()[read]
+                computed.append(indices[read])
+                self.table[indices[read]] = features
+                if not np.isfinite(features).all():
                     raise UserError("The model has NaN or infinite features; nothing can be compared.")
-                if int(wanted[-1]) in ends:
+                if int(indices[-1]) in block_ends:
                     self.table.flush()
                     self.complete[np.concatenate(computed)] = True
                     computed.clear()
-                bar.update(len(wanted))
+                bar.update(len(indices))
         finally:
             loader.close()
 
 
 def _about(seeing: Seeing, config: Config, data: DataConfig) -> dict[str, Any]:
-    """What the features of an image depend on."""
+    """Return all that the features of an image depend on besides the image: weights, precision, preprocessing, code."""
     amp = config.AMP.model_dump(mode="json", include={"CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES"})
     about = {
         "weights": [config.MODEL.NAME, str(sizes_of(seeing.model)), _weights(seeing.model)],
@@ -236,42 +260,48 @@ def _about(seeing: Seeing, config: Config, data: DataConfig) -> dict[str, Any]:
     return json.loads(json.dumps(about))  # as it is read again
 
 
-def _of_others(folder: Path, about: dict[str, Any]) -> str:
-    """Why kept features of the same weights are not used."""
+def _why_not_others(folder: Path, about: dict[str, Any]) -> str:
+    """Say why other features of the same weights on the disk are not used; '' if there are none."""
     for file in folder.parent.glob(f"*/{ABOUT}"):
-        theirs = json.loads(file.read_text())
-        differing = [key for key in about if theirs.get(key) != about[key]]
-        if differing and theirs["weights"] == about["weights"]:
+        other = json.loads(file.read_text())
+        differing = [key for key in about if other.get(key) != about[key]]
+        if differing and other["weights"] == about["weights"]:
             return f" (those in {file.parent.name} have another {' and '.join(differing)})"
     return ""
 
 
 def _copy_kept(samples: Samples | None, folder: Path, table: np.ndarray) -> np.ndarray:
-    """Copy features of the same images from other lists of them, such as the data's copy. Returns which were found."""
-    found = np.zeros(len(table), bool)
+    """Copy features into `table` that other folders have of the same images, such as of a copy of the data set.
+
+    Images are the same if their bytes are. Returns for each image whether its features were found.
+    """
+    is_copied = np.zeros(len(table), bool)
     if samples is None or samples.remote:
-        return found
+        return is_copied
     digests = np.zeros(len(table), "S16")
     for index in Progress(range(len(table)), len(table), "images", "reading"):
-        with contextlib.suppress(OSError, Unreadable):  # the loader says so
-            read = samples.read(index)
-            shape = "" if isinstance(read, bytes) else str(read.shape)
-            digests[index] = hashlib.sha256(shape.encode() + bytes(read)).digest()
+        with contextlib.suppress(OSError, Unreadable):  # the loader reports an image that cannot be read
+            content = samples.read(index)
+            shape = "" if isinstance(content, bytes) else str(content.shape)
+            digests[index] = hashlib.sha256(shape.encode() + bytes(content)).digest()
     np.save(folder / DIGESTS, digests)
-    for other in folder.parent.glob(f"{folder.name.partition('-')[0]}-*/{COMPLETE}"):
-        if not other.with_name(DIGESTS).exists():
+    about_hash = folder.name.partition("-")[0]
+    for complete_file in folder.parent.glob(f"{about_hash}-*/{COMPLETE}"):
+        if not complete_file.with_name(DIGESTS).exists():
             continue
-        complete, theirs, rows = (np.load(other.with_name(name), "r") for name in (COMPLETE, DIGESTS, TABLE))
-        order = np.argsort(theirs)
-        place = order[np.searchsorted(theirs, digests, sorter=order).clip(max=len(order) - 1)]
-        same = (theirs[place] == digests) & (digests != b"") & complete[place]
-        table[same] = rows[place[same]]
-        found[same] = True
-    return found
+        names = (COMPLETE, DIGESTS, TABLE)
+        complete, other_digests, other_table = (np.load(complete_file.with_name(name), "r") for name in names)
+        # For each image, the row there that has its digest, if one has.
+        order = np.argsort(other_digests)
+        row = order[np.searchsorted(other_digests, digests, sorter=order).clip(max=len(order) - 1)]
+        same = (other_digests[row] == digests) & (digests != b"") & complete[row]
+        table[same] = other_table[row[same]]
+        is_copied[same] = True
+    return is_copied
 
 
 def _weights(model: nn.Module) -> str:
-    """A hash of all but the classifier, which features do not depend on."""
+    """Return a hash of all weights but those of the classifier, which features do not depend on."""
     digest = hashlib.sha256()
     heads = classifiers(model)
     for name, value in model.state_dict().items():
@@ -282,15 +312,19 @@ def _weights(model: nn.Module) -> str:
 
 
 def contents_of(dataset: ImageDataset) -> str:
-    """A hash of names, labels and order, of pixels in memory, and of sizes and times of files."""
+    """Return a hash that changes if any image does, without reading files.
+
+    It covers names, labels and order, pixels in memory, and sizes and times of files.
+    """
     digest = hashlib.sha256(data_identity(dataset).encode())
     samples = dataset.single_images()
     if samples is not None and samples.stored == "files":
         for index in range(len(samples)):
             try:
-                about = os.stat(samples.name(index))
-                digest.update(f"{about.st_size} {about.st_mtime_ns} ".encode())
-            except OSError:  # no file, such as an image that own code makes; loading reports one that is missing
+                status = os.stat(samples.name(index))
+                digest.update(f"{status.st_size} {status.st_mtime_ns} ".encode())
+            except OSError:
+                # There is no file, but own code may make the image. If a file is missing, loading reports it.
                 with contextlib.suppress(OSError, Unreadable):
                     digest.update(bytes(np.asarray(samples.read(index)).data))
     pixels = getattr(getattr(dataset, "samples", None), "pixels", None)
@@ -300,24 +334,28 @@ def contents_of(dataset: ImageDataset) -> str:
 
 
 class FeatureSet(Variant):
-    """A split whose images are replaced by what the model's classifier sees of them."""
+    """A split whose images are replaced by their features, which the model's classifier sees."""
 
     def __init__(self, inner: ImageDataset, features: Features, pool: str, device: torch.device) -> None:
         super().__init__(inner)
-        self._columns = features.of(pool)
+        self._features = features.of(pool)
         self._labels = features.labels
         self._device = device
         self.in_memory = True
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         indices = np.array([index for _, index in keys])
-        rows = np.maximum(indices, 0) % len(self._labels)  # not padding, nor a copy (variants.Repeated)
-        columns = self._columns[rows], self._labels[rows], indices
-        return Batch(*(torch.from_numpy(column).to(self._device) for column in columns))
+        # Padding has index -1, and gets any row. Copies of images have higher indices (variants.Repeated).
+        rows = np.maximum(indices, 0) % len(self._labels)
+        arrays = self._features[rows], self._labels[rows], indices
+        return Batch(*(torch.from_numpy(array).to(self._device) for array in arrays))
 
 
 def sees_features_alone(seeing: Seeing, data: DataConfig) -> bool:
-    """Whether the model's output is that of its classifier for the features, as of `_of_features`."""
+    """Whether the model does nothing with its features but apply its classifier to them, as `_classify_features` does.
+
+    It is tried with black images. A model that fails in this way returns False.
+    """
     model = seeing.model
     pixels = seeing.inputs(torch.zeros(1, *data.shape, device=seeing.precision.device))
     calls = list[Any]()
@@ -326,23 +364,26 @@ def sees_features_alone(seeing: Seeing, data: DataConfig) -> bool:
         classifier = model.get_submodule(classifiers(model)[0])
         with classifier.register_forward_hook(lambda _, *call: calls.append(call)):
             outputs = model(pixels)
-        (seen,), found = calls[0]
-        # What the classifier sees, not only its output: a new one may be all zeros.
+        (classifier_input,), classifier_output = calls[0]
+        # The input is compared too: the output of a new classifier may be all zeros.
         pooled = pooled_features(model, pixels, pool_of(model))
-        return _are_close(outputs, found) and _are_close(seen, pooled)
+        return _are_close(outputs, classifier_output) and _are_close(classifier_input, pooled)
     return False
 
 
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one.float().flatten(1), other.float().flatten(1), rtol=1e-2, atol=1e-2)
+def _are_close(first: Tensor, second: Tensor) -> bool:
+    """Whether two results agree up to rounding in half precision."""
+    return torch.allclose(first.float().flatten(1), second.float().flatten(1), rtol=1e-2, atol=1e-2)
 
 
 def see_features(
     run: Run, ready: Validating, parts: TrainState, train_set: ImageDataset, dry: bool
 ) -> ImageDataset | None:
-    """Let training and validation read features in place of images. Returns the training split. A collective call.
+    """Let training and validation read features in place of images, if only the classifier is trained.
 
-    None: the images change, it is a `dry` run, or the model does more with its features than `_of_features`.
+    Returns the training split of features. Returns None if the run computes the features anew in each epoch: the images
+    change at random, it is a `dry` run, or the model does more with its features than to apply its classifier. A
+    collective call.
     """
     config = run.config
     epochs = config.TRAIN.NUM_EPOCHS
@@ -362,29 +403,34 @@ def see_features(
     if not sees_features_alone(ready, config.DATA) or len(classifiers(model)) > 1:
         log.info("The features of this %s are not kept: its classifier is not applied to them alone.", kind)
         return None
-    # One backbone's features are those of all: an average may be of earlier updates, which trained it.
+    # All sets of weights must have the same backbone. The EMA has another one if earlier updates trained it.
     if len({_weights(module) for module in parts.weights.values()}) > 1:
         log.info("The features of this %s are not kept: the EMA has another backbone.", kind)
         return None
 
     def features(dataset: ImageDataset, part: Part) -> FeatureSet:
+        """Compute the features of a split, which all ranks share, and return them in place of its images."""
         data = config.DATA.changed(PART=part)
         images = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, run.device)
-        # The first process is here once all are complete; one on a machine with another disk computes its own then.
-        found = on_every_rank(world, lambda: features_of(ready, config, images, data, world))
-        found = found if world.first else features_of(ready, config, images, data)
-        return FeatureSet(dataset, found, pool, run.device)
+        features_of_split = on_every_rank(world, lambda: features_of(ready, config, images, data, world))
+        # Now all features are complete, for which the first process has waited. The others read them again; one on a
+        # machine with another disk computes what is missing there.
+        if not world.first:
+            features_of_split = features_of(ready, config, images, data)
+        return FeatureSet(dataset, features_of_split, pool, run.device)
 
     train_set = features(train_set, "train")
     ready.val_set = features(ready.val_set, "val")
     ready.val_loader = ValLoader(ready.val_set, config.DATA.val_batch, world.rank, world.size, 0, run.device)
     for module in parts.weights.values():
-        module.forward = MethodType(_of_features, module)
+        module.forward = MethodType(_classify_features, module)
     ready.inputs = nn.Identity()
     parts.inputs = ready.inputs
     return train_set
 
 
-def _of_features(self: nn.Module, seen: Tensor) -> Tensor:
+def _classify_features(self: nn.Module, features: Tensor) -> Tensor:
+    """Forward of a model that gets features in place of images: its classifier alone."""
     classifier = self.get_submodule(classifiers(self)[0])
-    return classifier(seen[..., None, None] if isinstance(classifier, nn.Conv2d) else seen).flatten(1)
+    inputs = features[..., None, None] if isinstance(classifier, nn.Conv2d) else features
+    return classifier(inputs).flatten(1)

@@ -1,6 +1,7 @@
-"""k-NN: classifies images by the training images with the most similar features, of which only batches fit in memory.
+"""k-NN: classifies images by the classes of the training images with the most similar features.
 
-TRAIN.KNN measures so at each validation of a model that learns without labels; evaluate.py -knn does after training.
+TRAIN.KNN measures this accuracy at each validation of a model that learns without labels; evaluate.py -knn does so
+after training. Training images are read in batches, since the features of all may not fit in memory.
 """
 
 import math
@@ -37,7 +38,7 @@ OF_OWN_DATA = deciding("images", "training images", "split")
 
 
 def place_of(data: DataConfig) -> str:
-    """The data set and the real path that it is read from."""
+    """Name the data set and the real path that it is read from, as one string by which data are compared."""
     path = data.DATA_PATH
     if path is not None and "://" not in path:
         data = data.changed(DATA_PATH=os.path.realpath(os.path.expanduser(path)))
@@ -48,17 +49,19 @@ def place_of(data: DataConfig) -> str:
 
 
 def labelled_data(config: Config) -> DataConfig:
-    """The images of TRAIN.KNN, as DATA describes images. Other images than the run's get no settings of OF_OWN_DATA.
+    """Return DATA for the images of TRAIN.KNN. Settings that fit the run's own data alone are reset for other images.
+
+    TRAIN.KNN is the name of a data set, NAME=PATH, or a path whose layout is recognised.
 
     DATA.EXCLUDE stays, since this run reads both: unlabelled `images` and the class folders of k-NN can be one folder,
     and a broken image that only k-NN reads must be excludable too.
     """
     text = config.TRAIN.KNN or ""
-    name, named, path = text.partition("=")
-    named = named and not os.path.exists(os.path.expanduser(text))
-    if not named and (text in names() or own_named("dataset", text) or text.startswith("hf:")):
+    name, equals_sign, path = text.partition("=")
+    has_name_and_path = equals_sign and not os.path.exists(os.path.expanduser(text))  # a path may have a "="
+    if not has_name_and_path and (text in names() or own_named("dataset", text) or text.startswith("hf:")):
         path = None
-    elif not named:
+    elif not has_name_and_path:
         from datasets.recognise import recognise
 
         try:
@@ -72,17 +75,19 @@ def labelled_data(config: Config) -> DataConfig:
     data = config.DATA.changed(DATASET=name, DATA_PATH=path, PART="val")
     if place_of(data) == place_of(config.DATA):
         return data
-    own = {"DATA.CROP": "none"} if squeezes(config.DATA) else {}  # as of digits, whatever CROP is
-    own |= {key: default_of(key) for key in OF_OWN_DATA if key != "DATA.EXCLUDE"}
-    return data.changed(**nested(own)["DATA"])
+    # The run's data set may squeeze images whatever CROP is, as digits does. Then these are squeezed too.
+    changes = {"DATA.CROP": "none"} if squeezes(config.DATA) else {}
+    changes |= {key: default_of(key) for key in OF_OWN_DATA if key != "DATA.EXCLUDE"}
+    return data.changed(**nested(changes)["DATA"])
 
 
 def open_labelled(
     data: DataConfig, count: int, seed: int, device: torch.device, setting: str, do: str, several: bool = False
 ) -> tuple[ImageDataset, ImageDataset]:
-    """Training images, and those of DATA.PART, which need not have the labels of any model.
+    """Open the training split, whose images are the neighbours, and the split of DATA.PART, which is classified.
 
-    `count`: of neighbours. `setting` asked for it; `do`: what names other images. `several`: labels are possible.
+    Their classes need not be those of a model. `count`: number of neighbours. For errors: `setting` is what asked for
+    k-NN, and `do` what would name images with labels. `several`: allow several labels per image.
     """
     if data.MULTI_LABEL and not several:
         raise UserError(f"{setting}: needs one label per image; this data has several (DATA.MULTI_LABEL).")
@@ -90,7 +95,8 @@ def open_labelled(
         raise UserError(f"{setting}: {source_of(data)} has no labels. Name images with labels, as in {do}.")
     classes = count_classes(data, train=True)
     check_dataset(data, classes)
-    bank, images = (open_dataset(one, False, classes, seed, device) for one in (data.changed(PART="train"), data))
+    bank = open_dataset(data.changed(PART="train"), False, classes, seed, device)
+    images = open_dataset(data, False, classes, seed, device)
     if count > len(bank) and not several:
         raise UserError(f"{setting} {count}: {source_of(data)} has only {len(bank):,} training images.")
     if not len(images):
@@ -99,7 +105,7 @@ def open_labelled(
 
 
 TEMPERATURE = 0.07
-"""Of the votes: exp(similarity / 0.07), as Wu et al. 2018 (arXiv:1805.01978)"""
+"""A neighbour's vote weighs exp(similarity / 0.07), as in Wu et al. 2018 (arXiv:1805.01978)"""
 COUNT = 20
 """Nearest images that vote for TRAIN.KNN"""
 AT_ONCE = 1 << 14
@@ -109,54 +115,59 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def classify(images: Iterable[Rows], bank: Iterable[Rows], count: int, world: World = ALONE) -> tuple[Tensor, Tensor]:
-    """Guessed and true class of each image, by the `count` nearest images of `bank`. A collective call.
+    """Classify each image by the `count` nearest images of `bank`. Returns the guessed and the true classes of all.
 
-    Each rank gives its part of both, and gets the classes of all images.
+    A collective call: each rank gives its part of the images and of the bank, and gets the classes of all images.
     """
     features, labels, indices = (torch.cat(column) for column in zip(*images, strict=True))
     total = int(sum_over_ranks(torch.tensor(len(indices), device=indices.device), world))
-    rows = _directions(_of_all_ranks(features, total, indices, world))
-    truth = _of_all_ranks(labels, total, indices, world)
-    similar = rows.new_full((total, count), -torch.inf)
+    rows = _unit_vectors(_gather_rows(features, total, indices, world))
+    truth = _gather_rows(labels, total, indices, world)
+
+    # Similarity and class of the nearest images so far, in this rank's part of the bank.
+    similarities = rows.new_full((total, count), -torch.inf)
     classes = torch.zeros(total, count, dtype=torch.int64, device=rows.device)
-    parts = [slice(first, first + AT_ONCE) for first in range(0, total, AT_ONCE)]
-    for others, labels, _ in bank:
-        more = _directions(others)
-        for part in parts:
-            of_more = labels.expand(len(rows[part]), -1)
-            _keep_nearest(similar[part], classes[part], rows[part] @ more.T, of_more)
-    for part in parts:
-        found = _of_all_ranks(similar[part][None], world.size, [world.rank], world)
-        of_found = _of_all_ranks(classes[part][None], world.size, [world.rank], world)
+    chunks = [slice(first, first + AT_ONCE) for first in range(0, total, AT_ONCE)]
+    for bank_features, bank_labels, _ in bank:
+        bank_rows = _unit_vectors(bank_features)
+        for chunk in chunks:
+            new_classes = bank_labels.expand(len(rows[chunk]), -1)
+            _keep_nearest(similarities[chunk], classes[chunk], rows[chunk] @ bank_rows.T, new_classes)
+
+    # The nearest images in all ranks' parts.
+    for chunk in chunks:
+        similarities_by_rank = _gather_rows(similarities[chunk][None], world.size, [world.rank], world)
+        classes_by_rank = _gather_rows(classes[chunk][None], world.size, [world.rank], world)
         for rank in range(world.size):
             if rank != world.rank:
-                _keep_nearest(similar[part], classes[part], found[rank], of_found[rank])
+                _keep_nearest(similarities[chunk], classes[chunk], similarities_by_rank[rank], classes_by_rank[rank])
+
     votes = rows.new_zeros(total, int(classes.max()) + 1)
-    weights = (similar / TEMPERATURE).exp()
+    weights = (similarities / TEMPERATURE).exp()
     return votes.scatter_add_(1, classes, weights).argmax(1), truth
 
 
-def _of_all_ranks(own: Tensor, count: int, places: Tensor | list[int], world: World) -> Tensor:
-    """A table of `count` rows, of which each rank has its own, for these places."""
-    table = own.new_zeros(count, *own.shape[1:])
-    table[places] = own
+def _gather_rows(rows: Tensor, count: int, indices: Tensor | list[int], world: World) -> Tensor:
+    """Return a table of `count` rows to which each rank gives the `rows` at its `indices`. A collective call."""
+    table = rows.new_zeros(count, *rows.shape[1:])
+    table[indices] = rows
     return sum_over_ranks(table, world)
 
 
-def _directions(features: Tensor) -> Tensor:
-    """Features of length 1, in double precision: in single precision, similar images are often equally near."""
+def _unit_vectors(features: Tensor) -> Tensor:
+    """Scale features to length 1, in double precision: in single precision, similar images are often equally near."""
     return F.normalize(features.to(sum_type_of(features.device)), dim=1)
 
 
-def _keep_nearest(similar: Tensor, labels: Tensor, more: Tensor, of_more: Tensor) -> None:
-    """Keep the most similar images of those that are known and of more, in place."""
-    found = torch.cat((similar, more), 1).topk(similar.shape[1], dim=1)
-    labels.copy_(torch.cat((labels, of_more), 1).gather(1, found.indices))
-    similar.copy_(found.values)
+def _keep_nearest(similarities: Tensor, labels: Tensor, new_similarities: Tensor, new_labels: Tensor) -> None:
+    """Replace the nearest images so far by those of the new ones that are nearer, in place."""
+    nearest = torch.cat((similarities, new_similarities), 1).topk(similarities.shape[1], dim=1)
+    labels.copy_(torch.cat((labels, new_labels), 1).gather(1, nearest.indices))
+    similarities.copy_(nearest.values)
 
 
 class Neighbours:
-    """Images with labels, and the accuracy of the nearest neighbours of a model's features on them.
+    """The labelled images of TRAIN.KNN, on which the k-NN accuracy of a model's features is measured.
 
     It is the number of scripts/evaluate.py -knn on the same images.
     """
@@ -184,18 +195,22 @@ class Neighbours:
 
     @property
     def batches(self) -> int:
-        """Of this process, at a validation"""
-        return sum(math.ceil(len(each) / self._batch_size / self._world.size) for each in (self.images, self.bank))
+        """Number of batches that this process reads per validation."""
+        return sum(math.ceil(len(split) / self._batch_size / self._world.size) for split in (self.images, self.bank))
 
     @torch.no_grad()
     def accuracy(
         self, model: nn.Module, inputs: nn.Module, precision: Precision, between: Callable[[], None] = lambda: None
     ) -> float:
-        """In percent; NaN if features are not finite. A collective call. `between`: as in `validate`."""
+        """Return the k-NN accuracy in percent; NaN if features are not finite. A collective call.
+
+        `between` is called before each batch, and may raise to end the validation.
+        """
         world = self._world
         finite = torch.ones((), dtype=torch.bool, device=precision.device)
 
         def rows(dataset: ImageDataset) -> Iterator[Rows]:
+            """Yield features, labels and indices of this rank's batches."""
             loader = ValLoader(
                 dataset,
                 self._batch_size,
@@ -221,7 +236,9 @@ class Neighbours:
 
         sharded: Any = model if any(is_sharded(weight) for weight in model.parameters()) else None
         try:
-            if sharded is not None:  # blocks gather their own weights; the others only where forward is called
+            if sharded is not None:
+                # Blocks gather their own weights when they are called. Other weights are gathered when the model is
+                # called, but features are computed without that.
                 sharded.unshard()
             with in_eval_mode(model):
                 guesses, labels = classify(rows(self.images), rows(self.bank), COUNT, world)
@@ -230,5 +247,5 @@ class Neighbours:
                 sharded.reshard()
         if sum_over_ranks((~finite).float(), world).item():
             return math.nan
-        # Of equally near images, which rank looks first decides.
+        # Ranks may choose differently among equally near images, so rank 0's number counts.
         return broadcast(100 * int((guesses == labels).sum()) / len(labels), world)

@@ -1,4 +1,7 @@
-"""Linear classifiers of kept features: logistic regression, whose strength folds of the training images choose."""
+"""Fits linear classifiers to kept features (linear probes): logistic regression.
+
+The strength of its weight decay is chosen by cross-validation on the training images.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,22 +25,24 @@ from utils.text import counted
 
 FOLDS = 5
 STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
-"""Of weight decay, from 10 to 1e-5: half of it times the squared weights is added to the mean loss"""
+"""Strengths of weight decay that are tried, from 10 to 1e-5: half of it times the squared weights is added to the mean
+loss"""
 STALE = 3
 """Strengths without a better result after which weaker ones are not tried"""
 ITERATIONS = 100
-"""Of L-BFGS for a strength"""
+"""Most iterations of L-BFGS per strength"""
 TURNED = 1 << 26
-"""Numbers: features of fewer are held in memory as the fit needs them, 256 MiB"""
+"""Most numbers that features may have to be held in memory as the fit needs them: 256 MiB"""
 UNWEIGHTED = "In the fit, all images weigh alike: TRAIN.CLASS_WEIGHTS and DATA.SAMPLER have no part in it"
 
 
 def folds_of(
     dataset: ImageDataset, labels: np.ndarray, data: DataConfig, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, str]:
-    """The fold of each image of a training split, as DATA.FOLD and DATA.GROUP make them, and a line about it.
+    """Divide the images of a training split into folds, as DATA.FOLD and DATA.GROUP do.
 
-    `rows`: of these images alone, with these labels.
+    `rows`: the images to divide, whose `labels` are given; None: all. Returns the fold of each image, and a sentence
+    for the log.
     """
     groups = dataset.groups()
     if rows is not None and groups:
@@ -46,9 +51,9 @@ def folds_of(
     if folds < 2:
         raise UserError(f"{source_of(data)}: a probe needs two images or groups; MODEL.NEW_CLASSIFIER=zero needs none.")
     fold_of = np.zeros(len(labels), dtype=np.int64)
-    for number in range(folds):
-        of_fold = data.changed(FOLD=f"{number + 1}/{folds}")
-        fold_of[split_rows(labels, of_fold, "val", source_of(data), groups)] = number
+    for fold in range(folds):
+        data_of_fold = data.changed(FOLD=f"{fold + 1}/{folds}")
+        fold_of[split_rows(labels, data_of_fold, "val", source_of(data), groups)] = fold
     counts = labels.sum(0).astype(np.int64) if labels.ndim == 2 else np.bincount(labels)
     words = f"{folds} folds of the training images choose the strength"
     few = np.flatnonzero((counts > 0) & (counts < folds))
@@ -62,10 +67,11 @@ def folds_of(
 
 
 class _Rows:
-    """Features, labels and folds of some images after others, on the device.
+    """Features, labels and folds of all images, which iteration yields in chunks, on the device.
 
-    Features are fitted in directions in which the loss is curved nearly alike, once they are scaled for a strength:
-    then L-BFGS needs few steps.
+    The fit does not use the features' own columns but directions in which, once they are scaled for a strength, the
+    loss is curved nearly alike: then L-BFGS needs few steps. They are the principal components of the standardised
+    features.
     """
 
     def __init__(self, features: np.ndarray, labels: np.ndarray, fold_of: np.ndarray, device: torch.device) -> None:
@@ -79,122 +85,147 @@ class _Rows:
             centred = rows.to(self.exact) - self._mean
             products += centred.T @ centred / count
         deviation = products.diagonal().sqrt()
-        deviation = deviation.clamp(
-            min=1e-3 * float(deviation.max()) or 1.0
-        )  # else nearly dead columns get huge weights
+        # A nearly dead column would get huge weights, so no deviation counts as less than 0.001 of the largest.
+        deviation = deviation.clamp(min=1e-3 * float(deviation.max()) or 1.0)
         curves, directions = torch.linalg.eigh((products / deviation.outer(deviation)).cpu())
-        # With fewer images than columns, the other curves are 0.
+        # With fewer images than columns, only as many directions have any variance. The loss is curved by at most a
+        # quarter of it.
         self.curves = curves[-count:].clamp(min=0).to(device) / 4
         self._directions = directions[:, -count:].to(device) / deviation[:, None]
-        self._turned = count * len(self.curves) <= TURNED  # once, in place of the weights for each step
+        # If there is memory, the features are turned into these directions once. Otherwise, the weights are turned into
+        # those of the features at each step.
+        self._turned = count * len(self.curves) <= TURNED
         if self._turned:
             self._parts[0] = [((rows - self._mean) @ self._directions).float() for rows, _, _ in self]
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield features, labels and folds of a chunk of images after the other."""
         for chunk in zip(*self._parts, strict=True):
             yield tuple(part.to(self.device) for part in chunk)
 
-    def of_rows(self, found: Tensor) -> Tensor:
-        """Weights of the directions, and the bias, as those of the features that it iterates over."""
-        return found if self._turned else self.of_features(found)
+    def weights_for_iteration(self, weights: Tensor) -> Tensor:
+        """Turn weights of the directions into weights of what iteration yields. The last row is the bias."""
+        return weights if self._turned else self.weights_of_features(weights)
 
-    def of_features(self, found: Tensor) -> Tensor:
-        weight = self._directions @ found[:-1]
-        return torch.cat((weight, found[-1:] - self._mean @ weight))
+    def weights_of_features(self, weights: Tensor) -> Tensor:
+        """Turn weights of the directions into weights of the features themselves. The last row is the bias."""
+        weight = self._directions @ weights[:-1]
+        return torch.cat((weight, weights[-1:] - self._mean @ weight))
 
 
 class _Models:
-    """Classifiers of which each leaves out a fold, the last one none."""
+    """Classifiers that are fitted at once: one per fold, which leaves out its images, and a last one of all images.
+
+    Their weights are one matrix: columns of the features (and a row of biases) x models and classes.
+    """
 
     def __init__(self, rows: _Rows, fold_of: np.ndarray, classes: int) -> None:
         self.rows = rows
         self.number = int(fold_of.max()) + 2
         self.width = self.number * classes
-        shares = 1 / (len(fold_of) - np.bincount(fold_of, minlength=self.number))
-        self._share = torch.tensor(shares, dtype=torch.float32, device=rows.device)
+        images_of_model = len(fold_of) - np.bincount(fold_of, minlength=self.number)
+        self._weight_of_image = torch.tensor(1 / images_of_model, dtype=torch.float32, device=rows.device)
 
     def _logits(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Images x models x classes."""
+        """Return logits of a chunk of images: images x models x classes."""
         outputs = torch.addmm(weights[-1].float(), rows, weights[:-1].float())
         return outputs.view(-1, self.number, self.width // self.number)
 
-    def loss(self, weights: Tensor, scale: Tensor, strength: float) -> Tensor:
-        weights.grad = None
-        found = weights / scale
-        seen = self.rows.of_rows(found)
-        leaf = seen.detach().requires_grad_(True)
-        total = strength / 2 * found[:-1].square().sum()
+    def loss(self, scaled: Tensor, scale: Tensor, strength: float) -> Tensor:
+        """Return the sum of the models' losses, with weight decay, and set the gradient of the `scaled` weights.
+
+        `scale`: L-BFGS sees the weights multiplied by it.
+        """
+        scaled.grad = None
+        weights = scaled / scale
+        weights_in_use = self.rows.weights_for_iteration(weights)
+        # The chunks' gradients are summed in a leaf, so that the graph of each chunk is freed at once.
+        leaf = weights_in_use.detach().requires_grad_(True)
+        total = strength / 2 * weights[:-1].square().sum()
         for rows, truth, folds in self.rows:
             outputs = self._logits(rows, leaf)
             if truth.ndim == 2:
-                wanted = truth[:, None].expand_as(outputs)
-                of = F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none").sum(2)
+                targets = truth[:, None].expand_as(outputs)
+                losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").sum(2)
             else:
-                wanted = truth[:, None].expand(-1, self.number)
-                of = F.cross_entropy(outputs.movedim(2, 1), wanted, reduction="none")
-            seen_by = folds[:, None] != torch.arange(self.number, device=self.rows.device)
-            part = (of * self._share * seen_by).sum()
-            part.backward()
-            total = total + part.detach()
-        torch.autograd.backward([total, seen], [None, leaf.grad])
+                targets = truth[:, None].expand(-1, self.number)
+                losses = F.cross_entropy(outputs.movedim(2, 1), targets, reduction="none")
+            is_fitted = folds[:, None] != torch.arange(self.number, device=self.rows.device)
+            chunk_loss = (losses * self._weight_of_image * is_fitted).sum()
+            chunk_loss.backward()
+            total = total + chunk_loss.detach()
+        torch.autograd.backward([total, weights_in_use], [None, leaf.grad])
         return total.detach()
 
-    def logits_of_other(self, found: Tensor) -> Tensor:
-        """Of each image, by the model that left out its fold."""
-        seen = self.rows.of_rows(found)
-        of_other = [self._logits(rows, seen)[torch.arange(len(rows)), folds].cpu() for rows, _, folds in self.rows]
-        return torch.cat(of_other).double()
+    def held_out_logits(self, weights: Tensor) -> Tensor:
+        """Return logits of each image by the model that left out its fold, float64 on the host."""
+        weights_in_use = self.rows.weights_for_iteration(weights)
+        chunks: list[Tensor] = []
+        for rows, _, folds in self.rows:
+            logits = self._logits(rows, weights_in_use)
+            chunks.append(logits[torch.arange(len(rows)), folds].cpu())
+        return torch.cat(chunks).double()
 
 
 class Classifier(NamedTuple):
+    """A linear classifier of features."""
+
     weight: Tensor
     """Classes x columns, float64"""
     bias: Tensor
     strength: float
+    """The strength of weight decay that was chosen"""
     figure: float
     """Top-1, or mAP with several labels, of images that the classifier of their fold was not fitted to, in percent"""
 
     def logits(self, features: np.ndarray) -> Tensor:
-        parts = torch.from_numpy(features).split(AT_ONCE)
-        return torch.cat([part.double() @ self.weight.T + self.bias for part in parts])
+        """Return logits of images x classes, float64."""
+        chunks = torch.from_numpy(features).split(AT_ONCE)
+        return torch.cat([chunk.double() @ self.weight.T + self.bias for chunk in chunks])
 
 
 def fit(
     features: np.ndarray, labels: np.ndarray, fold_of: np.ndarray, classes: int, device: torch.device
 ) -> tuple[Classifier, np.ndarray]:
-    """The classifier of the strength that is best for folds, and logits of all images by those of the other folds.
+    """Fit a classifier to the features of all images, with the strength of weight decay that is best on folds.
 
-    `fold_of`: the fold of each image.
+    `fold_of`: the fold of each image. Returns the classifier, and held-out logits of all images: each image's by the
+    classifier that was fitted to the other folds.
 
-    Features are standardised. Those of all folds and of all images are fitted at once, since they read the same
-    features; each strength begins at the solution of the stronger one before it.
+    Features are standardised. The classifiers of all folds and of all images are fitted at once, since they read the
+    same features. Each strength begins at the solution of the stronger one before it.
     """
     rows = _Rows(features, labels, fold_of, device)
     models = _Models(rows, fold_of, classes)
-    found = torch.zeros(len(rows.curves) + 1, models.width, dtype=rows.exact, device=device)
+    weights = torch.zeros(len(rows.curves) + 1, models.width, dtype=rows.exact, device=device)
     best: tuple[float, float, Tensor, Tensor] | None = None
     stale = 0
     log.info("Fitting linear classifiers to the features of %s ...", counted(len(features), "image"), extra=DETAIL)
     for strength in Progress(STRENGTHS, len(STRENGTHS), "strengths", "linear classifier"):
+        # In weights multiplied by this, the loss is curved nearly alike in all directions; the bias (last row) is not
+        # scaled.
         scale = torch.cat(((rows.curves + strength).sqrt(), rows.curves.new_ones(1)))[:, None]
-        weights = (found * scale).requires_grad_(True)
+        scaled = (weights * scale).requires_grad_(True)
         # The history, as long as scikit-learn's, takes 20 times the memory of all classifiers.
-        steps = LBFGS([weights], 1, ITERATIONS, tolerance_grad=1e-4, history_size=10, line_search_fn="strong_wolfe")
-        steps.step(partial(models.loss, weights, scale, strength))
+        steps = LBFGS([scaled], 1, ITERATIONS, tolerance_grad=1e-4, history_size=10, line_search_fn="strong_wolfe")
+        steps.step(partial(models.loss, scaled, scale, strength))
         with torch.no_grad():
-            found = weights / scale
-            guesses = models.logits_of_other(found)
+            weights = scaled / scale
+            logits = models.held_out_logits(weights)
         if labels.ndim == 2:
-            figure = scores_of(guesses.sigmoid().numpy(), labels > 0).map
+            figure = scores_of(logits.sigmoid().numpy(), labels > 0).map
         else:
-            figure = float((guesses.argmax(1).numpy() == labels).mean())
+            figure = float((logits.argmax(1).numpy() == labels).mean())
         stale += 1
         if best is None or figure > best[0]:
-            best = figure, strength, found[:, -classes:], guesses
+            of_all_images = weights[:, -classes:]
+            best = figure, strength, of_all_images, logits
             stale = 0
         if stale == STALE:
             break
     assert best is not None
-    figure, strength, found, guesses = best
-    found = rows.of_features(found).cpu().double()
-    return Classifier(found[:-1].T.contiguous(), found[-1].contiguous(), strength, 100 * figure), guesses.numpy()
+    figure, strength, of_all_images, logits = best
+    final = rows.weights_of_features(of_all_images).cpu().double()
+    weight = final[:-1].T.contiguous()
+    bias = final[-1].contiguous()
+    return Classifier(weight, bias, strength, 100 * figure), logits.numpy()

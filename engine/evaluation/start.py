@@ -1,4 +1,4 @@
-"""A training that begins at a linear probe: how the new classifier is fitted, and what the end says of it."""
+"""Lets a training begin at a linear probe: fits the new classifier, and says at the end what was gained over it."""
 
 import contextlib
 import math
@@ -43,12 +43,15 @@ PROBE_IS_BEST = (
 
 
 def settle_start(run: Run, ready: Seeing, resumed: Checkpoint | None, dry: bool) -> dict[str, Any]:
-    """Let a new run begin at a linear probe, if it is to. Returns what fitting it has found, as the run's choices."""
+    """Let a new run begin at a linear probe, if its settings say so.
+
+    Returns what is recorded of the fit among the run's choices; of a resumed run, what its start recorded.
+    """
     config = run.config
     starts_at_probe = config.MODEL.starts_at_probe
     if dry and (starts_at_probe or config.trains_on_features):
-        other = " and a linear probe, so loss and accuracy here are not its own" if starts_at_probe else ""
-        log.info("-dry_run keeps no features: training begins with a pass over the images%s.", other)
+        further = " and a linear probe, so loss and accuracy here are not its own" if starts_at_probe else ""
+        log.info("-dry_run keeps no features: training begins with a pass over the images%s.", further)
         return {}
     if resumed is None and starts_at_probe:
         figure, alike = start_at_probe(run, ready)
@@ -58,9 +61,10 @@ def settle_start(run: Run, ready: Seeing, resumed: Checkpoint | None, dry: bool)
 
 
 def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
-    """Fit the new classifier to features of the training images. A collective call.
+    """Fit the new classifier to features of the training images, and put it into the model. A collective call.
 
-    Returns its figure in folds, and how many validation images look like training images (`alike_in_validation`).
+    Returns its metric in cross-validation, and how many validation images look like training images
+    (`alike_in_validation`); an empty list if they were not compared.
     """
     config = run.config
     model = ready.model
@@ -73,35 +77,40 @@ def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
             "MODEL.NEW_CLASSIFIER=zero."
         )
     data = config.DATA.changed(PART="train")
-    bank = open_dataset(data, False, classes, config.SEED, run.device)
+    images = open_dataset(data, False, classes, config.SEED, run.device)
     # Before the features, which take time: there may be too few images.
-    fold_of, words = on_every_rank(run.world, lambda: folds_of(bank, bank.sample_labels(), data))
-    known = on_every_rank(run.world, lambda: features_of(ready, config, bank, data, run.world))
+    fold_of, folds_sentence = on_every_rank(run.world, lambda: folds_of(images, images.sample_labels(), data))
+    features = on_every_rank(run.world, lambda: features_of(ready, config, images, data, run.world))
 
-    def fitted() -> Classifier:
-        found, _ = fit(known.of(pool_of(model)), known.labels, fold_of, classes, run.device)
-        by = f"{task_of(config).kind.best.words} {found.figure:.2f} %"
-        log.info("The new classifier is a linear probe of strength %.2g, %s in folds. %s", found.strength, by, words)
+    def fit_probe() -> Classifier:
+        """Fit the probe on rank 0, and log how well it does."""
+        probe, _ = fit(features.of(pool_of(model)), features.labels, fold_of, classes, run.device)
+        metric = f"{task_of(config).kind.best.words} {probe.figure:.2f} %"
+        message = "The new classifier is a linear probe of strength %.2g, %s in folds. %s"
+        log.info(message, probe.strength, metric, folds_sentence)
         if config.TRAIN.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
             log.info("%s.", UNWEIGHTED)
-        alone = not config.TRAIN.NUM_EPOCHS or config.trains_on_features  # no augmented image is seen
-        return found if alone else _tempered(found, run, ready, known, data)
+        sees_augmented = config.TRAIN.NUM_EPOCHS and not config.trains_on_features
+        return _tempered(probe, run, ready, features, data) if sees_augmented else probe
 
-    found = broadcast(on_rank_0(run.world, fitted), run.world)
+    probe = broadcast(on_rank_0(run.world, fit_probe), run.world)
     with torch.no_grad():
-        for head in heads:  # the two of a distilled model have the mean of their logits
-            head.weight.copy_(found.weight.view_as(head.weight))
-            head.bias.copy_(found.bias)
-    # As `examine` does, which looks for copies: not of the program's own images, in memory.
-    alike = config.DATA.CHECK != "off" and bank.single_images() is not None
-    return found.figure, alike_in_validation(run, ready, known) if alike else []
+        # A distilled model has two classifiers, whose logits are averaged: both get the probe.
+        for head in heads:
+            head.weight.copy_(probe.weight.view_as(head.weight))
+            head.bias.copy_(probe.bias)
+    # As in `examine`, which looks for copies: images of the program's own data sets, in memory, are not compared.
+    is_compared = config.DATA.CHECK != "off" and images.single_images() is not None
+    alike = alike_in_validation(run, ready, features) if is_compared else []
+    return probe.figure, alike
 
 
 def _linear_heads(ready: Seeing, data: DataConfig) -> list[Any]:
-    """The model's classifiers. UserError if a probe cannot be put in their place."""
+    """Return the model's classifiers; raise UserError if a probe cannot take their place."""
     model = ready.model
     heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
-    fits = len(heads) > 1 or sees_features_alone(ready, data)  # two do by their mean, see `start_at_probe`
+    # A distilled model has two classifiers. The mean of their logits is what one probe gives, see `start_at_probe`.
+    fits = len(heads) > 1 or sees_features_alone(ready, data)
     if not fits or any(getattr(head, "bias", None) is None for head in heads):
         raise UserError(
             f"MODEL.NEW_CLASSIFIER probe: {type(model).__name__}'s classifier is not one linear layer with a bias that "
@@ -111,62 +120,75 @@ def _linear_heads(ready: Seeing, data: DataConfig) -> list[Any]:
 
 
 def _trains_norms(model: nn.Module) -> bool:
+    """Whether any batch norm is trained. Then its statistics change too, and so do the features of the same image."""
     norms = (part for part in model.modules() if isinstance(part, BATCH_NORM))
     weights = chain.from_iterable(part.parameters() for part in norms)
     return any(weight.requires_grad for weight in weights)
 
 
-def _tempered(found: Classifier, run: Run, ready: Seeing, known: Features, data: DataConfig) -> Classifier:
-    """Divide a classifier that augmentation misleads, whose gradients would damage what the model has learned.
+def _tempered(probe: Classifier, run: Run, ready: Seeing, features: Features, data: DataConfig) -> Classifier:
+    """Make a probe less sure that is worse than no classifier (all zeros) on augmented images.
 
-    Augmented images then have the least loss, and the same classes: a power of two changes no rounding.
+    Its large gradients would damage what the model has learned. Its weights are divided by the power of two with which
+    some augmented training images have the least loss. Its predictions stay: such a division changes no rounding.
+    `features`: of the training images without augmentation.
     """
-    batch = min(run.config.DATA.val_batch, BLOCK)
-    images = open_dataset(data, True, len(found.bias), run.config.SEED, run.device)
+    batch_size = min(run.config.DATA.val_batch, BLOCK)
+    images = open_dataset(data, True, len(probe.bias), run.config.SEED, run.device)
     rows = np.unique(np.linspace(0, len(images) - 1, BLOCK).astype(int))
-    plan = np.array_split(rows, len(rows) // batch + 1)
-    loading = contextlib.closing(ValLoader(images, batch, 0, 1, 0, run.device, shard=lambda *_: plan))
-    columns = []
-    indices = []
+    batches = np.array_split(rows, len(rows) // batch_size + 1)
+    loading = contextlib.closing(ValLoader(images, batch_size, 0, 1, 0, run.device, shard=lambda *_: batches))
+    columns_of_batches = []
+    indices_of_batches = []
     with in_eval_mode(ready.model), loading as loader:
-        for one in loader:
-            columns.append(columns_of(ready, one.images).cpu())
-            indices.append(one.indices.cpu())
-    read = torch.cat(indices) >= 0  # -1 of a broken image
-    logits = found.logits(torch.cat(columns)[read, known.pools[pool_of(ready.model)]].numpy())
-    labels = torch.from_numpy(known.labels[torch.cat(indices)[read].numpy()])
-    of = F.binary_cross_entropy_with_logits if labels.ndim == 2 else F.cross_entropy
+        for batch in loader:
+            columns_of_batches.append(columns_of(ready, batch.images).cpu())
+            indices_of_batches.append(batch.indices.cpu())
+    indices = torch.cat(indices_of_batches)
+    read = indices >= 0  # -1 of a broken image
+    augmented = torch.cat(columns_of_batches)[read, features.pools[pool_of(ready.model)]]
+    logits = probe.logits(augmented.numpy())
+    labels = torch.from_numpy(features.labels[indices[read].numpy()])
+    criterion = F.binary_cross_entropy_with_logits if labels.ndim == 2 else F.cross_entropy
 
     def loss(divisor: float) -> float:
-        return float(of(logits / divisor, labels))
+        """Loss of the probe divided by `divisor`."""
+        return float(criterion(logits / divisor, labels))
 
-    whole = loss(1)
-    of_zeros = loss(math.inf)
-    if whole <= of_zeros:
-        return found
+    undivided = loss(1)
+    zeros = loss(math.inf)
+    if undivided <= zeros:
+        return probe
     divisor = min((2**step for step in range(1, 11)), key=loss)
     log.info(
         "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %d, for loss %.2f, "
         "and too unsure of whole images: should it stay the best checkpoint, calibrate it (evaluate.py). If flips "
         "or small crops show something else, set DATA.FLIP=0 DATA.CROP_SCALE=[0.6,1].",
-        whole,
-        of_zeros,
+        undivided,
+        zeros,
         divisor,
         loss(divisor),
     )
-    return found._replace(weight=found.weight / divisor, bias=found.bias / divisor)
+    return probe._replace(weight=probe.weight / divisor, bias=probe.bias / divisor)
 
 
 def gained(by: Metric, history: History, folder: Path, best: Best, last: int) -> str:
-    """For the end of a run that began at a probe: what training has gained over it. `last`: number of its updates."""
+    """Say at the end of a run that began at a probe what training has gained over it; '' if that is unknown.
+
+    `by`: the metric of SAVE_BEST_BY. `last`: number of the last update.
+    """
     gain = gain_over_probe(by, history, folder)
     if gain and best.update:
         return gain
-    return probe_is_best(by, history, gain) if best.figure is not None and best.update == 0 < last else ""
+    best_is_probe = best.figure is not None and best.update == 0 and last > 0
+    return probe_is_best(by, history, gain) if best_is_probe else ""
 
 
 def probe_is_best(by: Metric, history: History, gain: str = "") -> str:
-    """That training has not improved on the linear probe. `by`: of SAVE_BEST_BY. `gain`: of `gain_over_probe`."""
+    """Say that the best checkpoint is the linear probe that training began with, and what might help.
+
+    `by`: the metric of SAVE_BEST_BY. `gain`: sentences of `gain_over_probe`; '' without them.
+    """
     validated = history.of("val")
     if validated and not any(line["update"] for line in validated):
         return (
@@ -183,7 +205,7 @@ def probe_is_best(by: Metric, history: History, gain: str = "") -> str:
 
 
 def gain_over_probe(by: Metric, history: History, folder: Path) -> str:
-    """`beside_probe` of a run's last validation; '' if it is unknown what that predicted."""
+    """Compare a run's last validation with the probe, as `beside_probe`; '' if its predictions are not kept."""
     validated = history.of("val")
     last = validated[-1]["update"] if validated else 0
     table = read_predictions(folder, last) if last else None
@@ -202,33 +224,36 @@ def gain_over_probe(by: Metric, history: History, folder: Path) -> str:
 def beside_probe(
     by: Metric, history: History, labels: np.ndarray, probe: np.ndarray, guesses: np.ndarray, groups: Groups = ()
 ) -> str:
-    """Whether training improved on the linear probe by more than chance, by SAVE_BEST_BY; '' without metrics.jsonl.
+    """Say whether training improved on the linear probe by more than chance, in the metric `by` of SAVE_BEST_BY.
 
-    `guesses`: of the last validation. The best one is the luckiest of several on these images.
+    `probe`, `guesses`: predictions of the probe, and of the last validation. The last one is compared, not the best:
+    that is the luckiest of several on these images. Returns '' if metrics.jsonl lacks the metric.
     """
     validated = history.of("val") or [{}]
     before = validated[0]
     after = validated[-1]
-    than = "the linear probe that training began with"
+    probe_words = "the linear probe that training began with"
     if by is TOP1:
         gain, low, high = interval_and_test(guesses == labels, probe == labels, groups)
         more = "more" if gain >= 0 else "fewer"
-        words = f"right on {abs(gain):.0f} {more} of {counted(len(labels), 'image')} than {than} "
+        words = f"right on {abs(gain):.0f} {more} of {counted(len(labels), 'image')} than {probe_words} "
         words += f"(95 % interval {low:+.0f} to {high:+.0f})"
         top1 = ""
     else:
         if None in (after.get(by.name), before.get(by.name)):
             return ""
-        words = f"by {by.words}, {by.number(after[by.name])} against {by.number(before[by.name])} of {than}"
+        words = f"by {by.words}, {by.number(after[by.name])} against {by.number(before[by.name])} of {probe_words}"
         top1 = f"; top-1 {TOP1.number(after[TOP1.name])} against {TOP1.number(before[TOP1.name])}"
         if by not in BY_CLASS:
             return f"{AT_LAST} {words}{top1}."
         _, by_image = BY_CLASS[by]
-        half = half_width_of_mean(by_image(labels, guesses) - by_image(labels, probe), groups)
+        half_width = half_width_of_mean(by_image(labels, guesses) - by_image(labels, probe), groups)
         gain = after[by.name] - before[by.name]
-        low = gain - half
-        high = gain + half
+        low = gain - half_width
+        high = gain + half_width
         words += f" ({gain:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f})"
     verdict = "may be chance" if low <= 0 <= high else "is beyond chance"
-    words = f"{AT_LAST} {words}, which {verdict}{top1}."
-    return words if low > 0 else f"{words} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"
+    sentence = f"{AT_LAST} {words}, which {verdict}{top1}."
+    if low > 0:
+        return sentence
+    return f"{sentence} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"

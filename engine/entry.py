@@ -30,14 +30,18 @@ SECONDS_FOR_OTHER_RANK = 5
 
 
 def main(script: str, many: bool) -> NoReturn:
-    """Run the program and exit. `many`: it may start several processes, or be one of several."""
+    """Run the program and exit.
+
+    `script`: path of the main script, to start it again. `many`: the program may start several processes, or be one of
+    several.
+    """
     signals.listen()
     die_with_starting_tool()
     # timm imports wandb if it is installed, which takes as long as importing torch. None marks a missing module.
     sys.modules.setdefault("wandb", None)  # pyright: ignore[reportArgumentType]
     late_compiler.import_compiler_late()
     watch_standard_output()
-    # Without it, c10d prints a C++ stack trace whenever the connection to a rank or launcher that died is closed.
+    # Otherwise, c10d prints a C++ stack trace whenever the connection to a rank or launcher that died is closed.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = _exit_code(script, sys.argv[1:], many)
     with contextlib.suppress(OutputError):
@@ -48,9 +52,9 @@ def main(script: str, many: bool) -> NoReturn:
 
 
 def _exit_code(script: str, argv: list[str], many: bool) -> int:
-    """Run the program, and report any exception as text."""
-    place = world_from_launcher() or ALONE
-    start_log(place.first, survives_closed_pipe=True)
+    """Run the program, report any exception as text, and return the exit code."""
+    world = world_from_launcher() or ALONE
+    start_log(world.first, survives_closed_pipe=True)
     try:
         return flush_after(lambda: _dispatch(script, argv, many))
     except ClosedPipe:  # printing for a flag such as -list_models; log lines never raise it
@@ -63,30 +67,33 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
     except UserError as error:
         # Ranks raise the same error together, and rank 0 prints it. Before the ranks are known, and where each has a
         # terminal of its own, each machine prints its own.
-        on_all_ranks = isinstance(error, AllRanksUserError) and place.size > 1 and place.launcher != BY_HAND
-        _report(str(error), aloud=place.local_rank == 0 and not on_all_ranks)
+        on_all_ranks = isinstance(error, AllRanksUserError) and world.size > 1 and world.launcher != BY_HAND
+        _report(str(error), aloud=world.local_rank == 0 and not on_all_ranks)
         return EXIT_USAGE
     except TrainingError as error:
-        common = isinstance(error, AllRanksError)
-        name = _rank_name()
-        _report(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
+        on_all_ranks = isinstance(error, AllRanksError)
+        rank_name = _rank_name()
+        message = str(error)
+        if not on_all_ranks and rank_name is not None:
+            message = f"{rank_name}: {error}"
+        _report(message, aloud=not on_all_ranks)
         return EXIT_FAILED
     except (SystemExit, KeyboardInterrupt) as leave:
-        own = _in_own_code(leave)
-        if own:
-            _report(_of_this_rank(own), aloud=True)
+        own_code_error = _describe_in_own_code(leave)
+        if own_code_error:
+            _report(_with_rank_name(own_code_error), aloud=True)
             return EXIT_FAILED
         if isinstance(leave, KeyboardInterrupt):
             raise
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
         _give_way_to_lost_rank(error)
-        _report(_of_this_rank(_in_own_code(error) or traceback.format_exc()), aloud=True)
+        _report(_with_rank_name(_describe_in_own_code(error) or traceback.format_exc()), aloud=True)
         return EXIT_FAILED
 
 
 def _give_way_to_lost_rank(error: Exception) -> None:
-    """If another rank is lost, this rank's error only follows from it: leave time to find out which one it is."""
+    """If this rank's error only follows from the loss of another rank, leave time to find out which one was lost."""
     group = _group()
     if group and group.caused_by_lost_rank(error):
         signals.exit_if_asked(CTRL_C)
@@ -98,28 +105,30 @@ def _give_way_to_lost_rank(error: Exception) -> None:
 
 
 def _group() -> Any:
-    """The module of the process group; None in a run of one process, which does not import it."""
+    """Return the module of the process group; None in a run of one process, which does not import it."""
     return sys.modules.get("utils.distributed.group")
 
 
 def _rank_name() -> str | None:
+    """Return the name of this rank for messages; None in a run of one process, or before the ranks have joined."""
     group = _group()
     return group.rank_name if group else None
 
 
-def _of_this_rank(failure: str) -> str:
+def _with_rank_name(failure: str) -> str:
+    """Put the name of this rank before the text of an error, if there are several ranks."""
     name = _rank_name()
     return f"{name} failed:\n{failure}" if name else failure
 
 
-def _in_own_code(error: BaseException) -> str:
-    """An error in the user's own code, with its lines there; '' for another."""
-    own = sys.modules.get("utils.own_code")
-    return own.own_lines(error) if own else ""
+def _describe_in_own_code(error: BaseException) -> str:
+    """Describe an error in the user's own code, with its lines there; '' for an error elsewhere."""
+    own_code = sys.modules.get("utils.own_code")
+    return own_code.own_lines(error) if own_code else ""
 
 
 def _report(text: str, aloud: bool) -> None:
-    """Log an error. `aloud`: also print it if this process is a rank that does not print to the terminal."""
+    """Log an error. `aloud`: also print it if this process is a rank that does not log to the terminal."""
     log.error("%s", text)
     if aloud and not logs_to_terminal():
         print(f"error: {redacted(text)}", file=sys.stderr)
@@ -130,7 +139,7 @@ def _report(text: str, aloud: bool) -> None:
 
 
 def _dispatch(script: str, argv: list[str], many: bool) -> int:
-    """Do what the command line asks for."""
+    """Do what the command line asks for, such as printing the settings or training, and return the exit code."""
     if not argv:
         raise UserError(help_here(WITHOUT_WORDS.format(program=Path(script).name)))
     command = parse(argv, Path(script).name)
@@ -149,6 +158,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
             _use_own_code(loaded, given, command.trust)
         optimizer = loaded.config.TRAIN.OPTIMIZER.NAME
         if optimizer != default_of("TRAIN.OPTIMIZER.NAME"):
+            # Refuse an unknown name here too. This imports torch, so not for the default.
             from engine.optim.build import optimizer_name
 
             optimizer_name(optimizer)
@@ -174,7 +184,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
 
 
 def _use_own_code(loaded: Loaded, given: bool, trust: bool) -> None:
-    """Execute the files of USE. Those in the settings of a run count as the run's, not as given."""
+    """Execute the files of USE. `given`: the user has named them now; otherwise they are those of a run."""
     if loaded.config.USE or trust:
         from engine.trained.own_code import use_own_code
 
@@ -188,33 +198,35 @@ def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, g
         _use_own_code(loaded, given, command.trust)
         from engine.preflight import check, fill_in
 
-        number = 1
+        process_count = 1
         if many and world is ALONE:
             from engine.machine.device import visible_devices, why_one_process
 
-            number = visible_devices(loaded.config)
-            if number == 1:
+            process_count = visible_devices(loaded.config)
+            if process_count == 1:
                 log.info("One process: %s.", why_one_process(loaded.config))
         elif world.size > 1:
             from utils.distributed.launch import die_with_launcher
 
             die_with_launcher()
 
-        if number > 1:
-            hold_warnings(after=0)  # rank 0 logs the same
+        # A process that starts others checks the settings first, without warnings, which rank 0 logs.
+        if process_count > 1:
+            hold_warnings(after=0)
         loaded = fill_in(loaded)
         check(loaded.config)
-        if number > 1:
+        if process_count > 1:
             stop_holding_warnings(counts=False)
             from utils.distributed.launch import self_launch
 
             os.environ[stopping.LAUNCHER_BEGAN] = str(stopping.BEGAN)
-            return self_launch(script, argv, number)
+            return self_launch(script, argv, process_count)
         from engine.run import run
 
         return run(loaded, world, dry=command.action == "dry_run")
     except Exception as error:
-        if world.size > 1 and _rank_name() is None:  # it has not joined
+        # A rank that fails before it has joined the others tells them, since they would wait for it.
+        if world.size > 1 and _rank_name() is None:
             from utils.distributed.group import refuse
 
             if not refuse(world, error) and not logs_to_terminal():
@@ -223,9 +235,12 @@ def _train(script: str, argv: list[str], command: CommandLine, loaded: Loaded, g
 
 
 def _world_of(command: CommandLine, loaded: Loaded, many: bool) -> World:
-    """The ranks that a launcher or flags give; from here on, the log goes to the terminal as this rank's should."""
+    """Return the ranks that a launcher or flags give, and let this rank log to the terminal as it should from now on.
+
+    Raises UserError if a launcher has started main_single_gpu.py several times.
+    """
     config = loaded.config
-    # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
+    # main_single_gpu.py needs no address at which ranks find each other, for which read_world would ask.
     world = (None if many else world_from_launcher()) or read_world(command.ranks) or ALONE
     if not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
@@ -240,7 +255,7 @@ def _world_of(command: CommandLine, loaded: Loaded, many: bool) -> World:
             "process would train a model of its own. "
             f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
         )
-    starts = many and world is ALONE
-    if not starts and loaded.sources["NGPUS"].is_typed and config.NGPUS not in (-1, world.local_size):
+    starts_processes = many and world is ALONE
+    if not starts_processes and loaded.sources["NGPUS"].is_typed and config.NGPUS not in (-1, world.local_size):
         log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
     return world

@@ -1,4 +1,7 @@
-"""What precedes the start of processes: settings that the data and the weights decide, and checks without memory."""
+"""Fills in settings that the data and the weights decide, and checks all settings, before processes are started.
+
+The checks take little memory and time: nothing of the run is built.
+"""
 
 import resource
 
@@ -23,16 +26,16 @@ from utils.record.run_folder import check_output
 from vitamp.metrics import metric_named
 
 LEAST_FILES = 256
-"""Open files that a run may need, of which a batch from a loading process is one or more"""
+"""Open files that a run may need: each batch that comes from a loading process takes one or more"""
 
 
 def check(config: Config) -> None:
-    """Raise UserError for the first problem."""
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # negative: no limit
-    if 0 <= most < LEAST_FILES:
-        raise UserError(f"ulimit -n is {most}; a run may need {LEAST_FILES} open files at once: `ulimit -n 1024`.")
-    if 0 <= allowed < LEAST_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, most))
+    """Raise UserError for the first problem that would make the run fail. Raises the limit of open files if needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # negative: no limit
+    if 0 <= hard < LEAST_FILES:
+        raise UserError(f"ulimit -n is {hard}; a run may need {LEAST_FILES} open files at once: `ulimit -n 1024`.")
+    if 0 <= soft < LEAST_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, hard))
     if config.MODEL.RESUME is not None:
         from engine.checkpoint.find import check_resumable
 
@@ -55,7 +58,7 @@ def check(config: Config) -> None:
         from engine.task.own_code import try_own_code
 
         try_own_code(config)
-    memory = total_memory(torch.device("cpu"))  # in which weights are initialised
+    memory = total_memory(torch.device("cpu"))  # weights are initialised there
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
     weights = _first_weights(config)
     if weights:  # last: it may ask the network
@@ -65,27 +68,29 @@ def check(config: Config) -> None:
 
 
 def _check_training(config: Config) -> None:
-    """What an evaluation need not keep."""
+    """Raise UserError for the first problem with settings that an evaluation does not use."""
     train = config.TRAIN
     steps = train.SIZE_SCHEDULE
-    full = config.DATA.IMAGE_SIZE
-    by = config.SAVE_BEST_BY
-    if metric_named(by).trivial >= config.MODEL.NUM_CLASSES:
-        raise UserError(f"SAVE_BEST_BY {by}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
+    full_size = config.DATA.IMAGE_SIZE
+    metric = config.SAVE_BEST_BY
+    if metric_named(metric).trivial >= config.MODEL.NUM_CLASSES:
+        raise UserError(f"SAVE_BEST_BY {metric}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
     if train.NUM_EPOCHS == AUTO:
         from engine.memory.dry_run import check_open_epochs
 
         check_open_epochs(config)
-    if steps and steps[-1][1] != full:  # checked here, since the data or the weights may have given the full size
-        ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {one_line(steps[-1][1])}"
-        raise UserError(f"{ends}; it must end with DATA.IMAGE_SIZE {one_line(full)}, the size of validation.")
+    # Checked here, and not with the settings, since the data or the weights may have given the full size.
+    last_size = steps[-1][1] if steps else full_size
+    if last_size != full_size:
+        problem = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {one_line(last_size)}"
+        raise UserError(f"{problem}; it must end with DATA.IMAGE_SIZE {one_line(full_size)}, the size of validation.")
     if train.AUGMENT or not config.DATA.is_plain:
         from datasets.transforms.augment import check_augmentations
 
         check_augmentations(train, config.DATA)
     check_class_weights(train)
     if train.BCE_TARGET_THRESH is not None:
-        task_of(config).loss(train, None)  # which refuses a threshold beside its targets
+        task_of(config).loss(train, None)  # building it refuses a threshold that is below or above all targets
     for key, project in config.trackers.items():
         from engine.report.trackers import check_project
 
@@ -93,7 +98,7 @@ def _check_training(config: Config) -> None:
 
 
 def _first_weights(config: Config) -> str | None:
-    """The pretrained weights that the run begins with; None for one that is resumed."""
+    """Return the pretrained weights that the run begins with; None without, and for a run that is resumed."""
     resume = resume_of(values_by_key(config)) if config.MODEL.PRETRAINED else None
     return config.MODEL.PRETRAINED if resume is None or resume.begins_anew else None
 
@@ -105,29 +110,31 @@ def _first_weights(config: Config) -> str | None:
 
 
 def with_data_set(loaded: Loaded) -> Loaded:
-    """The settings with the data set that is recognised in DATA_PATH, unless the user has named one."""
-    place = loaded.config.DATA.DATA_PATH
-    if place is None or not loaded.is_default(DATASET):
+    """Return the settings with the data set that is recognised in DATA_PATH, unless the user has named one."""
+    path = loaded.config.DATA.DATA_PATH
+    if path is None or not loaded.is_default(DATASET):
         return loaded
     from datasets.recognise import recognise
 
-    found = recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)
-    if found is None:
+    recognised = recognise(path, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)
+    if recognised is None:
         return loaded
-    name, why = found
-    return loaded.with_values({DATASET: name}, f"recognised in {place}", [f"{DATASET} {name}: {why}"])
+    name, reason = recognised
+    return loaded.with_values({DATASET: name}, f"recognised in {path}", [f"{DATASET} {name}: {reason}"])
 
 
 def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
-    """The settings with numbers for `auto`, the layout of DATA_PATH, and the preprocessing of the weights.
+    """Return the settings with values that the data and the weights decide.
 
-    For an evaluation also with the split to evaluate. `of_run`: of a run, not of a tool.
+    They are numbers in place of `auto`, the data set in DATA_PATH, the preprocessing of the weights, and for an
+    evaluation the split to evaluate. `of_run`: False if a tool asks, not a run.
     """
     loaded = with_data_set(loaded)
     given = {key for key, source in loaded.sources.items() if source.is_typed}
-    loaded = _with_typed_data(loaded, given)
-    of_model = [key for key in loaded.sources if key.startswith("MODEL.") and key != "MODEL.NUM_CLASSES"]
-    if of_run and all(map(loaded.is_default, of_model)) and loaded.sources[DATASET].kind is Kind.FOUND:
+    loaded = _check_given_data(loaded, given)
+    model_keys = [key for key in loaded.sources if key.startswith("MODEL.") and key != "MODEL.NUM_CLASSES"]
+    nothing_chooses_model = all(map(loaded.is_default, model_keys))
+    if of_run and nothing_chooses_model and loaded.sources[DATASET].kind is Kind.FOUND:
         loaded = loaded.with_warning(
             "Nothing chooses a model, so a ViT-B/16 learns from scratch, which takes very many images. "
             "-cfg finetune begins with trained weights, -cfg small_images suits images of up to 96 pixels."
@@ -148,9 +155,9 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
     if loaded.config.TRAIN.DISTILLATION_TYPE is not None:
         from engine.distill.teacher import default_teacher
 
-        found = default_teacher(loaded.config)
-        if found is not None:
-            name, note = found
+        teacher = default_teacher(loaded.config)
+        if teacher is not None:
+            name, note = teacher
             loaded = loaded.with_values({"TRAIN.TEACHER_MODEL": name}, "PaddleViT's default", [note])
     if any(value_of(loaded.config, key) == AUTO for key in AUTO_BY_DATA):
         from engine.inputs.auto import with_image_size, with_measurements, with_patch_size
@@ -170,8 +177,11 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
     return loaded.with_values(values, "the evaluated data", notes)
 
 
-def _with_typed_data(loaded: Loaded, given: set[str]) -> Loaded:
-    """Refuse a DATA_PATH of the command line that is not read, and warn of splits that are not made."""
+def _check_given_data(loaded: Loaded, given: set[str]) -> Loaded:
+    """Raise UserError for a DATA_PATH that is not read. Returns the settings, with warnings of splits not made.
+
+    `given`: keys on the command line.
+    """
     config = loaded.config
     if config.EVAL:
         return loaded
@@ -179,11 +189,11 @@ def _with_typed_data(loaded: Loaded, given: set[str]) -> Loaded:
     if unread:
         raise UserError(unread)
     if not config.TRAIN.KNN and "DATA.VAL_FRACTION" in given and not comes_unsplit(config.DATA):
-        kept = "; DATA.KEEP_TEST=true makes one of train" if validates_on_test(config.DATA) else ""
+        advice = "; DATA.KEEP_TEST=true makes one of train" if validates_on_test(config.DATA) else ""
         loaded = loaded.with_warning(
-            f"DATA.VAL_FRACTION has no effect: {source_of(config.DATA)} comes with its own validation split{kept}"
+            f"DATA.VAL_FRACTION has no effect: {source_of(config.DATA)} comes with its own validation split{advice}"
         )
     if config.DATA.KEEP_TEST and not (comes_unsplit(config.DATA) and has_test(config.DATA)):
-        why = "has no split test" if comes_unsplit(config.DATA) else "comes with its own validation split"
-        loaded = loaded.with_warning(f"DATA.KEEP_TEST has no effect: {source_of(config.DATA)} {why}")
+        reason = "has no split test" if comes_unsplit(config.DATA) else "comes with its own validation split"
+        loaded = loaded.with_warning(f"DATA.KEEP_TEST has no effect: {source_of(config.DATA)} {reason}")
     return loaded

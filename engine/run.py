@@ -1,4 +1,4 @@
-"""Training in one process, from joining the other ranks to the last log line."""
+"""Carries out a command in one process: from joining the other ranks to the last log line."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             from engine.machine.environment import join_run
 
             join_run(config, world, device, threads)
-        dist = config.DIST
-        if world.size == 1 and dist.STRATEGY == "fsdp":
+        asked = {"DIST.STRATEGY": config.DIST.STRATEGY, "DIST.HSDP": config.DIST.HSDP}
+        if world.size == 1 and config.DIST.STRATEGY == "fsdp":
             log.info("DIST.STRATEGY fsdp has no effect with one process.")
             config = config.changed(DIST={"STRATEGY": "ddp", "HSDP": False})
-        this = Run(config, world, device, threads, asked={"DIST.STRATEGY": dist.STRATEGY, "DIST.HSDP": dist.HSDP})
+        this_run = Run(config, world, device, threads, asked=asked)
         try:
-            return _carry_out(this, dry)
+            return _carry_out(this_run, dry)
         except Exception as error:
             signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
             if is_out_of_memory(error):
                 from engine.memory.out_of_memory import describe
 
-                kind = UserError if world.size == 1 else TrainingError
-                raise kind(describe(error, this)) from None
+                error_type = UserError if world.size == 1 else TrainingError
+                raise error_type(describe(error, this_run)) from None
             raise
     finally:
         if world.size > 1:
@@ -88,7 +88,7 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
 
 
 def _carry_out(run: Run, dry: bool) -> int:
-    """Evaluate, try out, or train; until then, the run's folder is locked, and the lists of operators apply."""
+    """Evaluate, try out or train. Meanwhile the run's folder is locked, and the user's lists of operators apply."""
     amp = run.config.AMP
     with ExitStack() as until_the_end:
         lock = until_the_end.enter_context(FolderLock())
@@ -107,7 +107,10 @@ def _carry_out(run: Run, dry: bool) -> int:
 
 
 def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
-    """Train from start to end, and return the exit code."""
+    """Train from start to end, and return the exit code.
+
+    `lock`: takes the run's folder. `lists`: the user's lists of operators, which already apply.
+    """
     world = given.world
     on_rank_0(world, lambda: lock_existing_folder(given.config, lock))
     run, checkpoint = _settle(given)
@@ -120,15 +123,15 @@ def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
     on_rank_0(world, lambda: check_room(folder / CHECKPOINTS, ready.parts))
     write_run_files(run, ready, folder)
     ready.parts.assemble()
-    begun = ready.position.update
+    first_update = ready.position.update
     try:
         return _fit(run, ready, folder, lists)
     except UserError as error:
-        if ready.position.update == begun:
+        if ready.position.update == first_update:
             raise
-        # Exit code 2 is only for what is found before the first update.
-        kind = AllRanksError if isinstance(error, AllRanksUserError) else TrainingError
-        raise kind(str(error)) from None
+        # A UserError has exit code 2, which is only for problems found before the first update.
+        error_type = AllRanksError if isinstance(error, AllRanksUserError) else TrainingError
+        raise error_type(str(error)) from None
 
 
 def dry_run(given: Run) -> int:
@@ -145,7 +148,10 @@ def dry_run(given: Run) -> int:
 
 
 def _settle(run: Run) -> tuple[Run, Checkpoint | None]:
-    """`run` with its batch and number of epochs, and the checkpoint that it resumes. A collective call."""
+    """Return `run` with its batch size and number of epochs, and the checkpoint that it resumes; None for a new run.
+
+    A collective call.
+    """
     checkpoint = None
     if run.config.MODEL.RESUME is not None:
         from engine.checkpoint.find import chosen_checkpoint
@@ -161,7 +167,7 @@ def _settle(run: Run) -> tuple[Run, Checkpoint | None]:
 
 
 def _build(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyToTrain:
-    """Build the training on all ranks, with the same images, and log advice on its precision."""
+    """Build the training on all ranks, check that all have the same images, and log advice on its precision."""
     ready = on_every_rank(run.world, lambda: build_for_training(run, checkpoint, dry))
     if run.world.size > 1:
         from engine.machine.environment import check_images
@@ -179,7 +185,7 @@ def _build(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyT
 
 
 def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, folder: Path | None) -> None:
-    """Log what is wrong, what is trained, from where, and what the images are. `folder` None: a dry run."""
+    """Log the checkpoint that is resumed, warnings, the banner, and what the images show. `folder` None: a dry run."""
     if checkpoint:
         from engine.checkpoint.restore import log_resumption
 
@@ -203,30 +209,34 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
 
 
 def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:
-    """Whether a resumed run has nothing left to do, which is logged. Otherwise, set the metric that it has to beat."""
+    """Whether a resumed run has nothing left to do; if so, log it. Otherwise, set the best metric that it has to beat.
+
+    A collective call.
+    """
     config = run.config
     world = run.world
     position = ready.position
     # A run that was killed between its last checkpoint and its last line goes through its end again.
     last = last_line(folder)
-    ended = broadcast(not last or is_end(last), world)
-    finished = ended and is_complete(config, position)
-    if not finished:  # TRAIN.PATIENCE counts validations since the best only if that is still to beat
+    has_ended = broadcast(not last or is_end(last), world)
+    finished = has_ended and is_complete(config, position)
+    if not finished:
         from engine.checkpoint.restore import best_to_beat
 
         ready.best = best_to_beat(ready.best, data_identity(ready.val_set), folder, checkpoint, config, world)
-        finished = ended and position.step == 0 and ready.best.is_given_up(config.TRAIN.PATIENCE)
+        # TRAIN.PATIENCE counts validations since the best one, if that still is the one to beat.
+        finished = has_ended and position.step == 0 and ready.best.is_given_up(config.TRAIN.PATIENCE)
     if finished:
-        place = resumed_run(config) or folder
+        finished_folder = resumed_run(config) or folder
         if world.first:
-            log.info(next_commands(run, position, ready.best, place))
+            log.info(next_commands(run, position, ready.best, finished_folder))
         done = counted(position.update, "update") + ready.best.words_after(", best ")
-        log.info("This run had already finished: %s; its folder is %s", done, place)
+        log.info("This run had already finished: %s; its folder is %s", done, finished_folder)
     return finished
 
 
 def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> int:
-    """Train, close what was opened, and log how it ended."""
+    """Train with a reporter, close that, log how the training ended, and return the exit code."""
     config = run.config
     world = run.world
     splits = splits_of(config.DATA)
@@ -235,9 +245,9 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         from engine.report.trackers import TrackedRun
 
         tracked = [TrackedRun(key, config, folder, ready.precision.name) for key in config.trackers]
-    own = folder if world.first else None
-    reporter = Reporter(config, ready.train_loader.order.updates, own, ready.position, tracked)
-    # Without AMP the notes on the settings say already that the lists have no effect.
+    report_folder = folder if world.first else None  # only rank 0 writes
+    reporter = Reporter(config, ready.train_loader.order.updates, report_folder, ready.position, tracked)
+    # Without AMP, notes on the settings have said already that the lists have no effect.
     trainer = Trainer(run, ready, folder, reporter, lists if ready.precision.level != "O0" else None)
     try:
         code = trainer.fit()
@@ -255,34 +265,41 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
 
 
 def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -> None:
-    """Log how the training ended, and what comes next. It reads no data, which may be gone by now."""
+    """Log how the training ended, and what comes next. It reads no data, which may be gone by now.
+
+    A tool that started the run gets the folder's path in the file that FOLDER_FILE names.
+    """
     folder = trainer.folder
-    lost = trainer.broken.summary() if trainer.broken is not None else ""
-    if lost:
-        log.warning(lost)
-    place = ""
-    clocked = "total time"
+    broken_images = trainer.broken.summary() if trainer.broken is not None else ""
+    if broken_images:
+        log.warning(broken_images)
+    files = ""
+    time_label = "total time"
     if run.world.first:
         history = History.of_run(folder)
         if any(line.get("what") == "resume" for line in history.of("run")):
-            clocked = "time since the resume"
+            time_label = "time since the resume"
         log_lines(at_end(trainer, splits, history))
-        place = f"; {_whereabouts(run, ready, folder, trainer)}"
-    words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
+        files = f"; {_describe_files(run, ready, folder, trainer)}"
+    outcome = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best = trainer.best.words_after(": best ")
     total = clock(time.monotonic() - stopping.BEGAN)
-    log.info("%s%s; %s %s%s", words, best, clocked, total, place)
-    file = os.environ.get(FOLDER_FILE)
-    if run.world.first and file:
-        Path(file).write_bytes(os.fsencode(f"{folder}\n"))
+    log.info("%s%s; %s %s%s", outcome, best, time_label, total, files)
+    folder_file = os.environ.get(FOLDER_FILE)
+    if run.world.first and folder_file:
+        Path(folder_file).write_bytes(os.fsencode(f"{folder}\n"))
 
 
-def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:
-    """Where the run's files are. Those that were removed while it trained are written again, or else named."""
-    best = None if trainer.best.figure is None else folder_name(trainer.best.update)
-    if missing_from(folder, best):
+def _describe_files(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:
+    """Say where the run's files are, and which are missing.
+
+    config.yaml and run.json are written again if anything was removed while the run trained.
+    """
+    best_checkpoint = None if trainer.best.figure is None else folder_name(trainer.best.update)
+    if missing_from(folder, best_checkpoint):
         with suppress(UserError):
             write_run_files(run, ready, folder)
-    gone = missing_from(folder, best) + trainer.reporter.lost
-    what = f"{folder} lacks {some_of(gone)}, removed or not written while the run trained"
-    return what if gone else f"everything is in {folder}"
+    missing = missing_from(folder, best_checkpoint) + trainer.reporter.lost
+    if missing:
+        return f"{folder} lacks {some_of(missing)}, removed or not written while the run trained"
+    return f"everything is in {folder}"

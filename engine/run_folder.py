@@ -1,4 +1,4 @@
-"""The folder of a run: locked, made, and described by config.yaml and run.json."""
+"""Makes and locks the folder of a run, and writes config.yaml and run.json into it."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -35,19 +35,24 @@ from vitamp.metrics import NO_LABELS
 
 
 def lock_existing_folder(config: Config, lock: FolderLock) -> None:
-    """Lock the run's folder if it exists. Done before a checkpoint is looked for: another run may be writing one."""
+    """Lock the run's folder if it exists, and warn of files that the run had written and that are gone.
+
+    This comes before a checkpoint is looked for, which another run may be writing.
+    """
     target = target_folder(config)
     if target is not None and Path(target).is_dir():
         lock.take(Path(target))
         check_output(target, config.SAVE, resumed_run(config))
-        gone = missing_from(Path(target)) if checkpoints_in(Path(target) / CHECKPOINTS) else []
-        if gone:
-            log.warning("Missing in %s, although the run had written it: %s.", target, some_of(gone))
+        missing = missing_from(Path(target)) if checkpoints_in(Path(target) / CHECKPOINTS) else []
+        if missing:
+            log.warning("Missing in %s, although the run had written it: %s.", target, some_of(missing))
 
 
 def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path:
-    """Make the folder on rank 0, and log into it on all ranks. `kind`: train or eval, for its name."""
+    """Make the run's folder on rank 0, and log into it on all ranks. A collective call.
 
+    `kind`: train or eval, for its name. `lock`: takes the folder, in which a training must be alone.
+    """
     config = run.config
     world = run.world
 
@@ -55,8 +60,8 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
         folder = make_folder(target_folder(config), config.SAVE, kind)
         if lock is not None and lock.take(folder) and is_run_folder(folder):
             raise UserError(f"{folder}: another run has just started in this folder; name another -output.")
-        if lock is not None:  # no run is alive in this folder
-            # An existing folder of checkpoints may be on another disk, or something else: can they be written?
+        if lock is not None:
+            # An existing folder of checkpoints may be on another disk, or no folder: try whether it can be written.
             root = folder / CHECKPOINTS
             if root.exists() or root.is_symlink():
                 with os_errors_as_user_errors(root):
@@ -73,7 +78,10 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
 
 
 def largest_class(ready: Ready) -> float | None:
-    """Percent of the validation images in the most frequent class; None without labels, or with several."""
+    """Return the percentage of validation images in the most frequent class; None without labels, or with several.
+
+    It is the accuracy of always guessing that class.
+    """
     labels = ready.val_set.sample_labels()
     if ready.task.kind == NO_LABELS or labels.ndim > 1 or not len(labels):
         return None
@@ -81,16 +89,19 @@ def largest_class(ready: Ready) -> float | None:
 
 
 def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
-    """Write config.yaml and run.json."""
+    """Write config.yaml and run.json into the run's folder on rank 0."""
     config = run.config
     world = run.world
     threads = run.threads
     if not world.first:
         return
-    with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
-        # What is of this start alone would let a new run with these settings continue this one.
+
+    # The settings come first: a run that is killed from here on resumes with them.
+    with os_errors_as_user_errors(folder):
+        # Without settings of this start alone: with -resume among them, a new run would continue this one.
         values = values_by_key(config) if config.EVAL else values_to_keep(config)
         write_atomically(folder / CONFIG, redacted(as_yaml(nested({**values, **run.asked}))))
+
     choices = {"why": ready.precision.choice.reason, "threads": threads, "world_size": world.size, **ready.choices}
     if not ready.val_set.in_memory:
         from datasets.decoding import decoder_of_jpeg
@@ -107,12 +118,14 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
     if groups:
         about["val_groups"] = len(groups)
     about["largest_class_percent"] = largest_class(ready)
-    every, trained = count_parameters(ready.model)
-    about["parameters"] = {"all": every, "trainable": trained}
+    parameter_count, trained_count = count_parameters(ready.model)
+    about["parameters"] = {"all": parameter_count, "trainable": trained_count}
+
     with os_errors_as_user_errors(folder):
-        with suppress(UserError):  # of a resumed run; without it, or damaged, it is only not said
-            begun = read_about(folder)
-            about["begun"] = begun.get("begun", {key: begun.get(key) for key in ("command", "started")})
+        # A resumed run keeps the command and time of its first start. If run.json is gone or damaged, it has none.
+        with suppress(UserError):
+            earlier = read_about(folder)
+            about["begun"] = earlier.get("begun", {key: earlier.get(key) for key in ("command", "started")})
         if config.USE:
             from utils.own_code import keep_own_code
 

@@ -1,4 +1,4 @@
-"""Building everything that a run needs before its first update."""
+"""Builds everything that a run needs before its first update."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from engine.evaluation.knn import Neighbours
     from engine.parallel.fsdp import Sharding
 
-Choices = Mapping[str, Any]  # of a run, as its checkpoints keep them
+Choices = Mapping[str, Any]
+"""What a run has chosen by measurement, or by what the machine has, as its checkpoints keep it"""
 NO_CHOICES: Choices = MappingProxyType({})
 BATCH_CHOICE = "batch_size"
 """Key under which a run's choices keep the batch size that `auto` found."""
@@ -82,18 +83,21 @@ class Ready(TunedModel):
 
 @dataclass(kw_only=True)
 class ReadyToTrain(Ready):
+    """All that training needs."""
+
     train_set: ImageDataset
     train_loader: TrainLoader
     parts: TrainState
     position: Position
     best: Best
     adapters: dict[str, Any] | None = None
-    """Of a run with MODEL.LORA: the entry of meta.json that names its frozen weights; on rank 0 alone."""
+    """With MODEL.LORA, on rank 0: the entry of meta.json that names the file of frozen weights"""
     warnings: list[str] = field(default_factory=list)
-    """Of what differs from the resumed checkpoint, to be logged below the settings that changed"""
+    """Warnings of what differs from the resumed checkpoint, to be logged below the settings that changed"""
 
 
 def choices_of(resumed: Checkpoint | None) -> Choices:
+    """Return the choices of a resumed run; none for a new one."""
     return resumed.meta.get("choices", {}) if resumed else NO_CHOICES
 
 
@@ -123,7 +127,8 @@ def tuned_model(
 ) -> TunedModel:
     """Build the model and choose how its layers compute. A collective call: all ranks take rank 0's choices.
 
-    `choices`: those of the model's run. `replaced`: a checkpoint's weights will replace those that are made here.
+    `choices`: those of the run that the model is from. `replaced`: a checkpoint's weights will replace the initial
+    ones, so that no pretrained weights are loaded.
     """
     model = on_every_rank(world, lambda: _model(config, device, replaced))
     choice = broadcast(choose(config.AMP, device, model), world)  # the CPUs of several machines may differ
@@ -133,22 +138,29 @@ def tuned_model(
         from engine.amp.low_precision import prepare_model
 
         on_every_rank(world, lambda: prepare_model(model, config.AMP, precision))
-    chosen, computing = speed_up(config, model, inputs, precision, world, previous=choices)
-    return TunedModel(model, inputs, precision, chosen, computing)
+    new_choices, computing = speed_up(config, model, inputs, precision, world, previous=choices)
+    return TunedModel(model, inputs, precision, new_choices, computing)
 
 
 def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
-    """Model with pretrained weights, or with initial ones from SEED, which are the same on every rank."""
+    """Build the model with pretrained weights, or with initial ones from SEED, which are the same on every rank.
+
+    `replaced`: a checkpoint's weights will replace them, so that no pretrained weights are loaded.
+    """
     seed_all(config.SEED, "init")
     model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
     if config.MODEL.PRETRAINED and not replaced:
         from models.weights.fit import load_pretrained
 
-        new = config.MODEL.NEW_CLASSIFIER
-        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, new, complete=config.EVAL))
+        new_classifier = config.MODEL.NEW_CLASSIFIER
+        message = load_pretrained(
+            model, config.MODEL.PRETRAINED, config.MODEL.NAME, new_classifier, complete=config.EVAL
+        )
+        log.info(message)
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
-    if config.MODEL.LORA.RANK is not None and not config.EVAL:  # else the adapters are merged into the weights
+    # An evaluation has no adapters: they are merged into the weights that it loads.
+    if config.MODEL.LORA.RANK is not None and not config.EVAL:
         from models.lora import add_adapters
 
         add_adapters(model, config.MODEL.LORA, config.SEED)
@@ -158,7 +170,7 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
 def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyToTrain:
     """Build all that training needs, and restore `checkpoint` if there is one. A collective call.
 
-    `dry`: keep no features, and fit nothing to them.
+    `dry`: for a dry run, compute no features of all images, and fit no probe to them.
     """
     config = run.config
     world = run.world
@@ -185,7 +197,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         if ready.neighbours:
             splits += [ready.neighbours.bank, ready.neighbours.images]
         warn_of_splits(config.DATA, *(split.single_images() for split in splits))
-    if checkpoint and sharding:  # which decides in what dtype to gather weights when it shards them
+    if checkpoint and sharding:
+        # Before the weights are sharded: FSDP then decides in what dtype to gather them.
         from engine.checkpoint.restore import restore_fp32
 
         restore_fp32(ready.model, checkpoint, ready.precision)
@@ -194,12 +207,12 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     if config.freezes_backbone:
         from engine.evaluation.features import see_features
 
-        found = see_features(run, ready, parts, train_set, dry)
-        if found is not None:
-            train_set = found
-            loader = TrainLoader(found, loader.order, config.SEED, workers=0, device=device)
+        features = see_features(run, ready, parts, train_set, dry)
+        if features is not None:
+            train_set = features
+            loader = TrainLoader(features, loader.order, config.SEED, workers=0, device=device)
     loader.on_arrival = partial(parts.stages.mark, DATA)
-    ready.choices |= _compiled(run, parts, updates_left(config, position, updates), choices)
+    ready.choices |= _choose_compiling(run, parts, updates_left(config, position, updates), choices)
     for callback in parts.callbacks:
         ready.choices |= callback.noted()
     built: Any = {**vars(ready), "train_set": train_set, "train_loader": loader}
@@ -209,7 +222,10 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
 def _beginning(
     run: Run, parts: TrainState, checkpoint: Checkpoint | None, train_set: ImageDataset, order: EpochOrder
 ) -> tuple[Position, Best, list[str]]:
-    """Where training begins, the best so far, and warnings of what differs from `checkpoint`, which is restored."""
+    """Return where training begins, the best validation so far, and warnings of what differs from the checkpoint.
+
+    A checkpoint is restored. A new run begins after TRAIN.LAST_EPOCH, if that is set.
+    """
     config = run.config
     if checkpoint is not None:
         from engine.checkpoint.restore import check_and_restore, check_classes
@@ -217,26 +233,29 @@ def _beginning(
         restored = check_and_restore(parts, checkpoint, identity_of(train_set, order), config, run.world)
         check_classes(checkpoint.folder, checkpoint.meta.get("classes"), train_set.classes, config)
         return restored
-    last = config.TRAIN.LAST_EPOCH
-    position = Position(epoch=last + 1, update=last * order.updates)
-    if last:
+    last_epoch = config.TRAIN.LAST_EPOCH
+    position = Position(epoch=last_epoch + 1, update=last_epoch * order.updates)
+    if last_epoch:
         parts.schedule.restore(position.update)
     return position, Best(kind=config.SAVE_BEST_BY), []
 
 
-def _compiled(run: Run, parts: TrainState, updates: int, resumed: Choices) -> dict[str, str]:
-    """Whether the training is compiled, and why, as entries of its choices. `updates`: those to come."""
+def _choose_compiling(run: Run, parts: TrainState, updates: int, resumed: Choices) -> dict[str, str]:
+    """Decide whether the training is compiled. Returns that and the reason, as entries of the run's choices.
+
+    `updates`: those that are still to train. `resumed`: choices of the run that is resumed.
+    """
     how = "none"
-    why = why_not_compiled(run.config, run.device, resumed)
-    if why is None:
+    reason = why_not_compiled(run.config, run.device, resumed)
+    if reason is None:
         from engine.compile.choice import choose_compiling
 
-        how, why = choose_compiling(run.config, parts, run.world, updates, resumed, run.compiling)
-    return {"compile": how, "compile_why": why}
+        how, reason = choose_compiling(run.config, parts, run.world, updates, resumed, run.compiling)
+    return {"compile": how, "compile_why": reason}
 
 
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:
-    """Training split with its augmentation, and the loader of its batches."""
+    """Open the training split with its augmentation, and build the loader of its batches."""
     data = config.DATA
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device, world).augment(config.TRAIN)
     if data.SAMPLER == "by_machine":
@@ -254,18 +273,18 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
 
 
 def training_order(config: Config, world: World, train_set: ImageDataset) -> tuple[EpochOrder, int]:
-    """The order of a run's epochs, and the most copies of a sample in one."""
+    """Build the order of the samples in a run's epochs. Returns it, and the most copies of a sample in an epoch."""
     data = config.DATA
     balanced = None
     if data.SAMPLER == "balanced":
         balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT)
     weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
     weights = weights_of_classes(config, train_set) if weighs_images else None
-    order_of = EpochOrder
+    build_order = EpochOrder
     samples = train_set.single_images()
     if data.SAMPLER == "by_machine" and samples and world.machines > 1:
-        order_of = partial(OrderByMachine, samples, world.machines)
-    order = order_of(
+        build_order = partial(OrderByMachine, samples, world.machines)
+    order = build_order(
         len(train_set),
         data.BATCH_SIZE,
         config.TRAIN.ACCUM_ITER,
@@ -281,7 +300,7 @@ def training_order(config: Config, world: World, train_set: ImageDataset) -> tup
 
 
 def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:
-    """Weight of each class in the loss, or with bce of its positives; None without TRAIN.CLASS_WEIGHTS."""
+    """Return the weight of each class in the loss (with bce, of its positive targets); None: all weigh alike."""
     if config.TRAIN.CLASS_WEIGHTS is None or loss_named(config.TRAIN.LOSS).weighs == "nothing":
         return None
     return class_weights(config.MODEL.NUM_CLASSES, train_set.sample_labels())
@@ -296,9 +315,10 @@ def build_train_state(
     train_set: ImageDataset | None = None,
     resumed: Choices = NO_CHOICES,
 ) -> TrainState:
-    """Optimiser, schedule and all else that an update needs.
+    """Build the optimiser, the schedule and all else that an update needs.
 
-    `train_set` None: a trial, with equal classes. `resumed`: choices of the run that is resumed.
+    `per_epoch`: updates per epoch. `train_set`: for class weights and names; None in a trial, where all classes weigh
+    alike. `resumed`: choices of the run that is resumed.
     """
     train = config.TRAIN
     model = tuned.model
@@ -311,18 +331,19 @@ def build_train_state(
     if config.REPORT_STAGES:
         from engine.measure.stages import EventStages, HostEvent
 
-        stages = EventStages(partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else HostEvent)
+        on_gpu = device.type == "cuda"
+        stages = EventStages(partial(torch.cuda.Event, enable_timing=True) if on_gpu else HostEvent)
     if train.RANDOM_ERASE_PROB or train.mixes:
         from engine.inputs.mixing import build_batch_transform
 
         batch_transform = build_batch_transform(train, task, device)
     classes = None if train_set is None else train_set.classes
-    built = tuple(callbacks(config, tuned, world, sharding is not None, resumed, classes))
+    run_callbacks = tuple(callbacks(config, tuned, world, sharding is not None, resumed, classes))
     if sharding is not None:
         sharding.shard(model, precision)
-        for callback in built:
-            for other in callback.weights().values():
-                sharding.shard(other, precision, computing=False)
+        for callback in run_callbacks:
+            for weights in callback.weights().values():
+                sharding.shard(weights, precision, computing=False)
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
     scheduler = build_scheduler(optimizer, train, rates, per_epoch)
@@ -346,16 +367,18 @@ def build_train_state(
         batch_transform=batch_transform,
         sharding=sharding,
         stages=stages,
-        callbacks=built,
+        callbacks=run_callbacks,
     )
 
 
 def _criterion(config: Config, task: Task, train_set: ImageDataset | None, device: torch.device) -> Criterion:
+    """Build the loss on its device, with class weights if they are set. `train_set` None: without."""
     weights = None if train_set is None else weights_of_classes(config, train_set)
     criterion = task.loss(config.TRAIN, None if weights is None else torch.tensor(weights, dtype=torch.float32))
     if isinstance(criterion, nn.Module):
         criterion = criterion.to(device)
-    if config.TRAIN.own_loss:  # outside autocast, which would compute its matrix products in half precision
+    if config.TRAIN.own_loss:
+        # Autocast would compute the matrix products of the user's own loss in half precision.
         criterion = torch.autocast(device.type, enabled=False)(criterion)
     return criterion
 
@@ -363,13 +386,14 @@ def _criterion(config: Config, task: Task, train_set: ImageDataset | None, devic
 def callbacks(
     config: Config, tuned: TunedModel, world: World, sharded: bool, resumed: Choices, classes: list[str] | None
 ) -> Iterator[Callback]:
-    """What the run may have, in the one order of building, attaching and calling; docs/architecture.md says why.
+    """Build the callbacks of a run, in the one order in which they are built, attached and called.
 
-    `sharded`: FSDP casts weights and sums gradients, so that no copy and no DDP does. `classes`: names of the data's.
+    docs/architecture.md says why in this order. `sharded`: FSDP casts weights and sums gradients, so that neither a
+    half-precision copy nor DDP is needed. `classes`: names of the data's classes.
     """
     train = config.TRAIN
     precision = tuned.precision
-    if train.DISTILLATION_TYPE is not None:  # changes what the model returns, so before it is copied
+    if train.DISTILLATION_TYPE is not None:  # it changes what the model returns, so it comes before copies of the model
         from engine.distill.teacher import Distillation
 
         yield Distillation(config, tuned.model, precision, classes, resumed)
@@ -389,10 +413,10 @@ def callbacks(
         from engine.amp.overflow import KeptStatistics, OverflowWatch
 
         yield KeptStatistics()
-        # It replays the copy, or the model without DDP, in one rank, where shared batch norms would wait for all.
+        # It replays an update in one rank alone. Batch norms that are synchronised would wait there for the others.
         if not sharded and not (world.size > 1 and config.DIST.SYNC_BATCHNORM):
             yield OverflowWatch(config.SEED, precision)
-    if why_not_compiled(config, precision.device, resumed) is None:  # what is inside DDP
+    if why_not_compiled(config, precision.device, resumed) is None:  # before DDP, which is around the compiled model
         from engine.compile.compiled import Compiling
 
         yield Compiling(config.DATA, precision, world, sharded)
@@ -400,14 +424,17 @@ def callbacks(
         from engine.parallel.ddp import Ddp
 
         yield Ddp(precision.device)
-    if train.MODEL_EMA:  # copies the model after all that changes it
+    if train.MODEL_EMA:  # last, since it copies the model after all that changes it
         from engine.optim.ema import Ema
 
         yield Ema(tuned.model, train, precision.device)
 
 
 def why_not_compiled(config: Config, device: torch.device, resumed: Choices) -> str | None:
-    """None if there is something to decide; `auto` only compiles on a GPU, or as the run that is resumed."""
+    """Say why nothing will be compiled; None if it may be.
+
+    TRAIN.COMPILE auto only compiles on a GPU, or if the run that is resumed was compiled.
+    """
     wanted = config.TRAIN.COMPILE
     if config.trains_on_features:
         return "features are kept, so no model is computed"
@@ -417,12 +444,12 @@ def why_not_compiled(config: Config, device: torch.device, resumed: Choices) -> 
 
 
 def setting_of(ready: ReadyToTrain) -> Setting:
-    """Facts about the run that the advice on its bottleneck depends on."""
+    """Collect the facts about the run that the advice on its bottleneck depends on."""
     device = ready.precision.device
     model = ready.model
     uses_amp = ready.precision.level != "O0"
     gains_by_amp = amp_may_gain(device, model)
-    samples = ready.train_set.single_images()  # none: an array of pixels
+    samples = ready.train_set.single_images()  # None: the images are one array of pixels
     how_compiled = ready.choices.get("compile"), ready.choices.get("compile_why")
     faster = []
     if device.type == "cpu":
@@ -433,7 +460,7 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     return Setting(
         device=device.type,
         amp=uses_amp or not gains_by_amp,
-        # Only who has switched compiling off may gain by it: auto has weighed it.
+        # Compiling is advice only if the user has switched it off: auto has weighed it.
         compiled=how_compiled != ("none", "as asked for"),
         workers=None if ready.train_set.in_memory else ready.train_loader.workers,
         cores=ready.parts.world.own_cores,

@@ -1,4 +1,4 @@
-"""Training loop around the update: epochs, reports, validation, checkpoints, and when to stop."""
+"""The training loop around the update: epochs, reports, validation, checkpoints, and when to stop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Trainer:
     def __init__(
         self, run: Run, ready: ReadyToTrain, folder: Path, reporter: Reporter, op_lists: OpLists | None
     ) -> None:
-        """`op_lists`: lists whose operators that the model never calls are reported."""
+        """`op_lists`: the user's lists of operators, of which those that the model never calls are reported."""
         config = run.config
         world = run.world
         self.run = run
@@ -64,18 +64,19 @@ class Trainer:
         self.best = ready.best
         self._best_before = self.best
         self.best_metrics: Metrics | None = None
-        """Of the last validation that was the best so far, unless it was before this start"""
-        # Without a best so far, the validation images may have changed.
-        kept = world.first and config.MODEL.starts_at_probe and self.best.figure is not None
-        self.probe = read_probe(folder, ready.val_set.sample_labels()) if kept else None
-        """On rank 0: what the linear probe that the run began with predicted"""
+        """Metrics of the best validation so far; None if that was before this start of the run"""
+        # Without a best so far, the validation images may have changed, and the probe's predictions with them.
+        is_probe_known = world.first and config.MODEL.starts_at_probe and self.best.figure is not None
+        self.probe = read_probe(folder, ready.val_set.sample_labels()) if is_probe_known else None
+        """On rank 0: the predictions of the linear probe that the run began with, if it did"""
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._setting = setting_of(ready)
-        self._judged = False
+        self._bottleneck_reported = False
         self._meta = weights_meta(run, ready)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self.guess = largest_class(ready) if world.first else None
+        """Top-1 accuracy in percent of always guessing the most frequent class"""
         self._curves = Curves(folder, config.SAVE_BEST_BY)
         self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)
@@ -84,9 +85,11 @@ class Trainer:
         limit = seconds_of(config.MAX_TIME) if config.MAX_TIME else None
         self._deadline = Deadline(limit, lambda: self._saver.longest or estimate_seconds(self.parts))
         self._stopping = Stopping(world, self._deadline.passed, config.DIST.group_timeout)
-        epochs = -(-(self.position.step + updates_left(config, self.position, self.per_epoch)) // self.per_epoch)
-        coming = range(self.position.epoch, self.position.epoch + epochs)
-        self._windows = self.train_loader.epochs(coming, self.position.step)
+        updates = self.position.step + updates_left(config, self.position, self.per_epoch)
+        epoch_count = -(-updates // self.per_epoch)  # rounded up
+        epochs = range(self.position.epoch, self.position.epoch + epoch_count)
+        self._windows = self.train_loader.epochs(epochs, self.position.step)
+        # The micro-batches of the update that is computed now.
         self._window: Window | None = None
         if not ready.train_set.in_memory:
             from datasets.loading import workers
@@ -103,8 +106,8 @@ class Trainer:
         try:
             self._train()
         except Stopped as stopped:
-            # Save, so that the resumed run logs and does all that is still to be logged and done after this update. The
-            # curves are left to it as well, because there is no time to draw them.
+            # Only save. All else that is due after this update is left to the resumed run, also the curves, because
+            # there may be no time for it.
             self.paused = True
             log.info("%s: saving after update %d; resume with -resume.", stopped.words, self.position.update)
             self._save()
@@ -121,14 +124,18 @@ class Trainer:
         return EXIT_DONE
 
     def _train(self) -> None:
+        """Train all epochs that are left, between what is due before the first and after the last update."""
         position = self.position
-        here = (self.folder / CHECKPOINTS / folder_name(position.update)).exists()
-        if position.update and not broadcast(here, self.world):
-            self._save(anew=True)  # a run that begins at another's checkpoint: -resume auto needs one in this folder
+        # A run that begins at a checkpoint of another run saves it anew: -resume auto needs one in this folder.
+        is_here = (self.folder / CHECKPOINTS / folder_name(position.update)).exists()
+        if position.update and not broadcast(is_here, self.world):
+            self._save(anew=True)
+        # The run may have been stopped in a validation within an epoch, which is then repeated.
         if 0 < position.step < self.per_epoch:
-            self._validate_and_save()  # the run may have been stopped in a validation
+            self._validate_and_save()
+        # A probe is validated and saved before it is trained, which may only make it worse.
         if position.update == 0 and self.config.MODEL.starts_at_probe:
-            self._validate_and_save(last=True)  # training may only make it worse
+            self._validate_and_save(last=True)
         profiling: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
         if self.config.PROFILE and self.world.first:
             from engine.measure.stages import profiled
@@ -140,6 +147,7 @@ class Trainer:
         self._validate_and_save(last=True)
 
     def _bottleneck(self) -> Bottleneck | None:
+        """Find what limits the speed of training; None after too few updates. A collective call."""
         tally = self.throughput.tally
         return find_bottleneck(tally, self._setting, all_gather([tally.waited_percent], self.world))
 
@@ -167,7 +175,8 @@ class Trainer:
             if number % freq == 0 or position.step == self.per_epoch or position.update == 1:
                 self._report()
             elif self.parts.precision.scaler.is_enabled() and position.update % MOST_SKIPS == 0:
-                self._stop_on_skips(self._read())  # reports may be too far apart to notice them
+                # Reports, which look for skipped updates, may be far apart.
+                self._stop_on_skips(self._read())
             self._stopping.check()
             if position.step < self.per_epoch:
                 self._validate_and_save()
@@ -181,6 +190,7 @@ class Trainer:
             self.reporter.summary("Train", position, reading.epoch, seconds)
 
     def _report(self) -> None:
+        """Report the metrics of this update, and stop on NaN or on too many skipped updates."""
         reading = self._read()
         perf = self.throughput.read(self.train_loader.take_wait())
         self._health.report(self.position, together=True)
@@ -190,12 +200,14 @@ class Trainer:
         self._saver.report()
 
     def _end_epoch(self, reading: Reading, seconds: float) -> None:
+        """Report an epoch that has ended, and do what is due after it: validate, save, draw the curves."""
         position = self.position
         self._stop_on_nan(reading)
         self._health.report(position, together=True)
-        verdict = None if self._judged else self._bottleneck()  # after the first epoch alone
-        self._judged = True
-        self.reporter.epoch(position, reading.epoch, seconds, verdict)
+        # The bottleneck is reported once, after the first epoch of this start.
+        bottleneck = None if self._bottleneck_reported else self._bottleneck()
+        self._bottleneck_reported = True
+        self.reporter.epoch(position, reading.epoch, seconds, bottleneck)
         self._validate_and_save(position.epoch, last=position.epoch == self.config.TRAIN.NUM_EPOCHS)
         if self.broken is not None:
             self.broken.share(self.world)
@@ -203,48 +215,55 @@ class Trainer:
         self._restart_clocks()
 
     def _stop_waiting(self) -> None:
-        """End a long wait for a batch if it is time to stop; with several ranks, the others would wait for this one."""
+        """End a long wait for a batch if it is time to stop. The loader calls this while it waits.
+
+        Not with several ranks: the others would wait for this one.
+        """
         if self.world.size == 1 and (self._window is None or not self._window.begun):
             if signals.request or self.position.update:  # before the first update there is nothing to save
                 self._stopping.check()
         elif self.world.size == 1 and signals.request:  # half an update cannot be saved
             signals.leave()
 
-    def _validate_and_save(self, finished: int | None = None, last: bool = False) -> None:
-        """Do what is due after this update. `finished`: the epoch that it ends. `last`: of the run, so both are due."""
+    def _validate_and_save(self, finished_epoch: int | None = None, last: bool = False) -> None:
+        """Validate and save, if that is due after this update.
+
+        `finished_epoch`: the epoch that this update ends, if it does. `last`: the run ends, so both are due.
+        """
         position = self.position
         config = self.config
 
         def is_due(epochs: int | None, updates: int | None = None) -> bool:
+            """Whether something is due that is done every so many epochs, or updates."""
             if last or (updates and position.update % updates == 0):
                 return True
-            return finished is not None and bool(epochs) and finished % epochs == 0
+            return finished_epoch is not None and bool(epochs) and finished_epoch % epochs == 0
 
         improved = is_due(config.VALIDATE_FREQ, config.VALIDATE_EVERY_UPDATES) and self._validate()
-        if finished is not None:
-            position.epoch = finished + 1
+        if finished_epoch is not None:
+            position.epoch = finished_epoch + 1
             position.step = 0
             self.parts.meters.start_epoch()
         if improved or is_due(config.SAVE_FREQ, config.SAVE_EVERY_UPDATES) or is_due(config.KEEP_EVERY):
-            self._save(finished, anew=improved)
+            self._save(finished_epoch, anew=improved)
             self._restart_clocks()
 
     def _load_validation_ahead(self) -> None:
         """If a validation is near, begin to load its first batches."""
         position = self.position
         config = self.config
-        away = [updates_left(config, position, self.per_epoch)]
+        updates_until_next = [updates_left(config, position, self.per_epoch)]
         every = config.VALIDATE_EVERY_UPDATES
         if every:
-            away.append(every - position.update % every)
+            updates_until_next.append(every - position.update % every)
         if position.epoch % config.VALIDATE_FREQ == 0:
-            away.append(self.per_epoch - position.step)
-        if min(away) <= UPDATES_AHEAD:
+            updates_until_next.append(self.per_epoch - position.step)
+        if min(updates_until_next) <= UPDATES_AHEAD:
             with suppress(TrainingError):  # the validation itself will raise it, after the training so far is saved
                 self.ready.val_loader.load_ahead(len(self.parts.weights))
 
     def _restart_clocks(self) -> None:
-        """Leave validation and saving out of the training's time and of its waiting for data."""
+        """Begin to measure anew, so that validation and saving do not count as training, or as waiting for data."""
         self._deadline.restart()
         self.train_loader.take_wait()
         self.throughput.restart()
@@ -262,12 +281,14 @@ class Trainer:
         # Only between epochs, also where a run is resumed within one: the rest of the epoch may bring a better metric.
         if position.step or not self.best.is_given_up(self.config.TRAIN.PATIENCE):
             return False
-        by = metric_named(self.best.by).words
-        log.info("The run ends here: no better %s in %d validations (TRAIN.PATIENCE).", by, self.best.stale)
+        metric = metric_named(self.best.by).words
+        log.info("The run ends here: no better %s in %d validations (TRAIN.PATIENCE).", metric, self.best.stale)
         return True
 
     def _stop_on_skips(self, reading: Reading) -> None:
-        if reading.skipped_in_a_row >= MOST_SKIPS:  # unless AMP.AUTO_FP32 now moves the module that overflows
+        """Save and raise an error if too many updates in a row were skipped, since the gradients overflowed."""
+        if reading.skipped_in_a_row >= MOST_SKIPS:
+            # With AMP.AUTO_FP32, the report may move the module that overflows to fp32, which starts the count anew.
             self._health.report(self.position, together=True)
             reading = self._read()
         error = self._health.too_many_skips(reading, self.position.update)
@@ -277,19 +298,26 @@ class Trainer:
             raise error
 
     def _read(self) -> Reading:
+        """Read the metrics of the last update and of the epoch so far. Waits for the device. A collective call."""
         parts = self.parts
         return parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
 
     def _stop_on_nan(self, reading: Reading) -> None:
+        """Raise an error if a loss or a gradient was NaN or infinite."""
         if reading.first_bad != NEVER:
             self._saver.finish_after_failure()  # the error names the last checkpoint, which may not be written yet
             self._health.stop_on_nan(reading, self.position, self.folder)
 
     def _validate(self) -> bool:
-        """Validate all weights that the run keeps, unless it is done. True if one of them is now the best so far."""
+        """Validate all sets of weights that the run keeps, and report it. Returns whether one is now the best so far.
+
+        Does nothing, and returns False, if this update is validated already.
+        """
         position = self.position
-        known = position.update or self.best.figure is not None  # a start may be validated too
-        if known and position.validated == position.update:
+        # Before the first update, `validated` and `update` are both 0. Then the start is validated only if there is a
+        # best so far.
+        validated_is_set = position.update or self.best.figure is not None
+        if validated_is_set and position.validated == position.update:
             return False
         self._stop_on_nan(self._read())
         began = perf_counter()
@@ -301,10 +329,11 @@ class Trainer:
         self._wait_for_writer()
         self._last_metrics = metrics
         position.validated = position.update
-        here = position if position.step else replace(position, epoch=position.epoch - 1)
+        # At step 0, the epoch before has just ended, and the validation counts as its.
+        validated_at = position if position.step else replace(position, epoch=position.epoch - 1)
         self._add_probe(metrics)
         by = metric_named(self.config.SAVE_BEST_BY)
-        values = {which: means.value(by.name) for which, means in metrics.items()}
+        values = {which: metrics_of_set.value(by.name) for which, metrics_of_set in metrics.items()}
         better = best_set(values, by) or PLAIN
         figure = values[better]
         improved = figure is not None and self.best.is_beaten_by(figure)
@@ -312,12 +341,13 @@ class Trainer:
         if improved:
             mark = mark_of_best(self.guess, figure if by.name == TOP1.name else None)
         if self.world.first:
-            keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, here.update)
-        self.reporter.validation(here, metrics, seconds, mark)
+            keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, validated_at.update)
+        self.reporter.validation(validated_at, metrics, seconds, mark)
         self._restart_clocks()
         if improved:
             self._best_before = self.best
-            self.best = Best(figure=figure, kind=f"{better.prefix}{by.name}", update=here.update, epoch=here.epoch)
+            kind = f"{better.prefix}{by.name}"
+            self.best = Best(figure=figure, kind=kind, update=validated_at.update, epoch=validated_at.epoch)
             self.best_metrics = metrics[better]
         else:
             if self.config.MODEL.starts_at_probe and self.best.update == 0 and not self.best.stale:
@@ -327,14 +357,17 @@ class Trainer:
         return improved
 
     def _add_probe(self, metrics: dict[WeightSet, Metrics]) -> None:
-        """Add what the linear probe predicted, which is validated before the first update, to later predictions."""
+        """Add the predictions of the linear probe that the run began with to those of this validation.
+
+        The report and a resumed run read them there. The probe itself is validated before the first update.
+        """
         if self.config.MODEL.starts_at_probe and self.position.update == 0:
             self.probe = metrics[PLAIN].predictions.get("guess")
-        if self.probe is not None:  # for the report, and for a resumed run
+        if self.probe is not None:
             metrics[PLAIN] = replace(metrics[PLAIN], predictions={**metrics[PLAIN].predictions, PROBE: self.probe})
 
     def _measure(self) -> dict[WeightSet, Metrics]:
-        """Metrics of all weights that the run keeps. If that fails, the training so far is saved."""
+        """Measure the metrics of all sets of weights that the run keeps. If that fails, save the training so far."""
         metrics = {}
         check = partial(self._stopping.check, step_kind="batches")
         try:
@@ -343,9 +376,9 @@ class Trainer:
                 broadcast_buffers(model, self.world)
                 metrics[which] = validate(self.ready, model, self.world, check)
         except Exception as error:
-            # Of several ranks, all raise only an AllRanksError alike.
-            alike = self.world.size == 1 or isinstance(error, AllRanksError)
-            if self.position.update and alike and not isinstance(error, Stopped):
+            # Saving needs all ranks. Only an AllRanksError is raised by all of them.
+            all_ranks_failed = self.world.size == 1 or isinstance(error, AllRanksError)
+            if self.position.update and all_ranks_failed and not isinstance(error, Stopped):
                 self._save()
                 self._finish_saving()
                 log.warning("The training so far is saved; -resume repeats this validation.")
@@ -353,13 +386,16 @@ class Trainer:
         return metrics
 
     def _save(self, finished_epoch: int | None = None, anew: bool = False) -> None:
-        """Save a checkpoint, unless this update is saved; also then at the end of `finished_epoch`, or `anew`."""
+        """Save a checkpoint of this update, unless there is one.
+
+        It is saved again if the update ends `finished_epoch`, or `anew`, as after an improvement. A collective call.
+        """
         parts = self.parts
         position = self.position
         if self._saved_at == (position.update, position.validated) and finished_epoch is None and not anew:
             return
         self._stop_on_nan(self._read())
-        self._health.report(position, together=True)  # report skips now: what was found is not in the checkpoint
+        self._health.report(position, together=True)  # report skips now: a resumed run would not know of them
         began = perf_counter()
         meters = parts.meters.state()
         self._wait_for_writer()
@@ -373,17 +409,18 @@ class Trainer:
         self._saver.save(replace(snapshot, paused_at=began))
 
     def _wait_for_writer(self) -> None:
-        """Wait until the previous checkpoint is written. If the best could not be, return to the best before.
+        """Wait until the previous checkpoint is written. If it was the best and could not be, restore the best before.
 
         A collective call.
         """
         self._saver.wait_for_writer()
         if self.best.figure is not None and broadcast(self.best.update in self._saver.failing, self.world):
-            lost = self.best
+            lost_best = self.best
             self.best = self._best_before
-            log.warning("Best so far: %s. Lost with its checkpoint: %s.", self.best.words(), lost.words())
+            log.warning("Best so far: %s. Lost with its checkpoint: %s.", self.best.words(), lost_best.words())
 
     def _finish_saving(self) -> None:
+        """Wait until the last checkpoint is written on all ranks, and share the list of images that were unreadable."""
         self._saver.finish()
         if self.parts.sharding is not None:  # rank 0 may still ask a rank for its rows
             self._stopping.wait_for_all()
@@ -391,5 +428,6 @@ class Trainer:
             self.broken.share(self.world)
 
     def _draw(self, force: bool = False) -> None:
+        """Draw the run's curves on rank 0. `force`: also if they were drawn a short time ago."""
         if self.world.first:
             self._curves.draw(self._title + self.best.words_after(", best "), force)

@@ -38,7 +38,10 @@ class ForwardResult(NamedTuple):
 
 @dataclass
 class TrainState:
-    """Everything that an update uses. Its callbacks hold on to it from `assemble` on, as a `Computing`."""
+    """Everything that an update uses.
+
+    From `assemble` on, the callbacks hold on to it, and may replace what computes (see `Computing`).
+    """
 
     model: nn.Module
     forward: nn.Module
@@ -58,7 +61,9 @@ class TrainState:
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 has moved to fp32, besides AMP.FP32_MODULES."""
     after_pause: Callable[[], None] = lambda: None
+    """Called after what is no training, such as compiling, so that it does not count in speeds."""
     compute: Callable[[Batch], ForwardResult] = field(init=False)
+    """Forward pass of a micro-batch: `eager`, or compiled."""
 
     def __post_init__(self) -> None:
         self.parameters = list(self.model.parameters())
@@ -66,29 +71,30 @@ class TrainState:
 
     @property
     def others(self) -> dict[WeightSet, nn.Module]:
-        """Weights beside the trained ones; see `Callback.weights`."""
-        found: dict[WeightSet, nn.Module] = {}
+        """Sets of weights beside the trained ones, such as the EMA; see `Callback.weights`."""
+        weights: dict[WeightSet, nn.Module] = {}
         for callback in self.callbacks:
-            found.update(callback.weights())
-        return found
+            weights.update(callback.weights())
+        return weights
 
     @property
     def weights(self) -> dict[WeightSet, nn.Module]:
-        """All that is validated and saved."""
+        """All sets of weights, which are validated and saved: the trained ones first."""
         return {PLAIN: self.model, **self.others}
 
     def callback(self, kind: type[A]) -> A | None:
-        """The callback of this kind, if the run has it."""
-        return next((one for one in self.callbacks if isinstance(one, kind)), None)
+        """Return the callback of this class; None if the run does not have it."""
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def leave_out(self, kind: type[Callback]) -> None:
-        """Do without a callback, in a trial."""
-        self.callbacks = tuple(one for one in self.callbacks if not isinstance(one, kind))
+        """Remove the callback of this class, for a trial without it."""
+        self.callbacks = tuple(callback for callback in self.callbacks if not isinstance(callback, kind))
 
     def assemble(self) -> None:
-        """Let the callbacks hold on to what computes.
+        """Let the callbacks attach to the model and to what computes, in their order.
 
-        A collective call: once the weights are loaded and every rank is ready, and again when modules move to fp32.
+        A collective call, made once the weights are loaded and every rank is ready, and again when modules move to
+        fp32.
         """
         self.forward = self.model
         self.compute = self.eager
@@ -96,26 +102,26 @@ class TrainState:
             callback.attach(self)
 
     def enter(self, epoch: int) -> None:
-        """Prepare for an epoch."""
+        """Let the callbacks prepare for an epoch."""
         for callback in self.callbacks:
             callback.enter(epoch, self.model, self.forward)
 
     def figures(self) -> dict[str, Figure]:
-        """What the callbacks report of the last update. A collective call."""
-        found: dict[str, Figure] = {}
+        """Return what the callbacks report of the last update, by name. A collective call."""
+        figures: dict[str, Figure] = {}
         for callback in self.callbacks:
-            found.update(callback.figures())
-        return found
+            figures.update(callback.figures())
+        return figures
 
     def eager(self, batch: Batch) -> ForwardResult:
-        """Forward pass of a micro-batch without compiled code around it."""
+        """Compute loss and logits of a micro-batch, without compiled code around the model."""
         with self.precision.autocast():
             images, targets, labels = self.batch_transform(self.inputs(batch.images), batch.labels)
             logits = self.forward(images)
             return ForwardResult(self.criterion(logits.float(), targets), logits.detach(), labels)
 
     def force_fp32(self, modules: list[str]) -> None:
-        """Make these modules compute in fp32, once all is assembled (anew)."""
+        """Let these modules compute in fp32 from the next `assemble` on."""
         from engine.amp.low_precision import force_fp32
 
         device = self.precision.device.type
@@ -135,7 +141,9 @@ def train_update(parts: TrainState, window: Window, update: int) -> None:
         callback.before_step(update)
     precision.scaler.unscale_(optimizer)  # once per update, before anything uses the gradients
     norm = clip_gradients(parts.parameters, parts.grad_clip)
-    seed_all(parts.seed, "step", update)  # Kron draws, and each rank was seeded by its own micro-batches
+    # The optimiser Kron draws random numbers, which must be the same on all ranks. So far, each rank is seeded by its
+    # own micro-batches.
+    seed_all(parts.seed, "step", update)
     stepped = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
     parts.schedule.advance(stepped)
@@ -146,7 +154,7 @@ def train_update(parts: TrainState, window: Window, update: int) -> None:
 
 
 def accumulate(parts: TrainState, window: Window, update: int) -> None:
-    """Compute the gradients of all micro-batches of `window`."""
+    """Sum up the gradients of all micro-batches of `window`, each weighted by its part of the update."""
     precision = parts.precision
     mark = parts.stages.mark
     for nth, (share, batch) in enumerate(window, start=1):
@@ -166,7 +174,11 @@ def accumulate(parts: TrainState, window: Window, update: int) -> None:
 
 
 def sync_gradients(parts: TrainState, last: bool) -> AbstractContextManager[None]:
-    """DDP all-reduces gradients in the last micro-batch only. FSDP reduce-scatters in each, HSDP all-reduces last."""
+    """Let ranks exchange gradients only in the micro-batches in which they must. `last`: of the update.
+
+    DDP all-reduces gradients in the last micro-batch only. FSDP reduce-scatters in each; HSDP also all-reduces in the
+    last one.
+    """
     if isinstance(parts.forward, DistributedDataParallel) and not last:
         return parts.forward.no_sync()
     if parts.sharding is not None:

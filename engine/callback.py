@@ -78,7 +78,7 @@ class Callback:
         return {}
 
     def weights(self) -> dict[WeightSet, nn.Module]:
-        """Return further sets of weights, which are validated, saved, sharded and moved to fp32 with the trained ones."""
+        """Return further sets of weights: validated, saved, sharded and moved to fp32 with the trained ones."""
         return {}
 
     def state(self) -> dict[str, Any]:

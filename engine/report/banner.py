@@ -1,4 +1,4 @@
-"""Banner that a run logs before it begins: versions, device, precision, model, data, settings of training."""
+"""The banner that a run logs before it begins: versions, device, precision, model, data, settings of training."""
 
 import shlex
 import sys
@@ -27,7 +27,7 @@ from vitamp.sizes import in_pixels
 
 
 def banner(run: Run, ready: Ready, folder: Path | None) -> str:
-    """One row per topic. `folder` None: a dry run."""
+    """Write the banner, one row per topic, with the versions above. `folder` None: a dry run."""
     config = run.config
     world = run.world
     data = run.config.DATA
@@ -35,7 +35,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     std = ", ".join(f"{value:g}" for value in data.IMAGENET_STD)
     inputs = f"mean {mean}; std {std}"
     source = source_named(data.DATASET)
-    if source is None or source.arrays != "whole":  # else no image is cropped or resized
+    if source is None or source.arrays != "whole":  # otherwise, no image is cropped or resized
         crop = [f"CROP_PCT {data.CROP_PCT:g}"]
         if isinstance(ready, ReadyToTrain):
             crop.insert(0, f"crop {data.CROP}")
@@ -48,19 +48,20 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         ("precision", ready.precision.line()),
         ("computing", ready.computing),
         ("model", describe_model(ready.model)),
-        ("data", _data(config, ready)),
+        ("data", _describe_data(config, ready)),
         ("inputs", inputs),
     ]
     rows += ready.task.rows(ready.val_set).items()
     if isinstance(ready, ReadyToTrain):
         rows += _training_rows(config, ready, world)
+        # Rows of the same name are joined.
         by_name = dict[str, list[str]]()
         for name, words in rows:
             by_name.setdefault(name, []).append(words)
-        rows = [(name, "; ".join(said)) for name, said in by_name.items()]
+        rows = [(name, "; ".join(texts)) for name, texts in by_name.items()]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:
-        rows.insert(0, ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())))
+        rows.insert(0, ("libraries", ", ".join(f"{name} {version}" for name, version in libraries().items())))
     rows.insert(0, ("arguments", shlex.join(sys.argv[1:]) or "none"))
     if config.TAG:
         rows.insert(0, ("tag", config.TAG))
@@ -70,30 +71,33 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
 
 
 def _training_rows(config: Config, ready: ReadyToTrain, world: World) -> Iterator[tuple[str, str]]:
+    """Yield the rows that only a training has: their names and texts."""
     parts = ready.parts
     images = global_batch(config, world)
     if parts.sharding is not None:
         yield "strategy", parts.sharding.words()
-    of_classes = _classes(config, ready)
-    if of_classes:
-        yield "classes", of_classes
+    classes = _describe_classes(config, ready)
+    if classes:
+        yield "classes", classes
     rate = scaled_learning_rates(config.TRAIN, images)[0]
-    trained = describe_fine_tuning(config, ready.model, parts.optimizer, rate)
-    if trained:
-        yield "trained", trained
+    fine_tuning = describe_fine_tuning(config, ready.model, parts.optimizer, rate)
+    if fine_tuning:
+        yield "trained", fine_tuning
     if any("use_muon" in group for group in parts.optimizer.param_groups):
         from engine.optim.muon import describe_muon
 
         yield "optimiser", describe_muon(parts.optimizer)
-    each = f"{config.DATA.BATCH_SIZE} per device x {counted(world.size, 'device')}"
-    yield ("batch", f"{each} x {config.TRAIN.ACCUM_ITER} accumulated = {images}; {ready.train_loader.order.words()}")
-    yield "training", _training(config, ready, world)
+    on_devices = f"{config.DATA.BATCH_SIZE} per device x {counted(world.size, 'device')}"
+    batch = f"{on_devices} x {config.TRAIN.ACCUM_ITER} accumulated = {images}"
+    yield "batch", f"{batch}; {ready.train_loader.order.words()}"
+    yield "training", _describe_training(config, ready, world)
     yield "compile", f"{ready.choices['compile']} ({ready.choices['compile_why']})"
     for callback in parts.callbacks:
         yield from callback.rows().items()
 
 
-def _data(config: Config, ready: Ready) -> str:
+def _describe_data(config: Config, ready: Ready) -> str:
+    """Describe the images, their number, and how they are split."""
     classes = ready.task.words()
     size = f"{in_pixels(config.DATA.IMAGE_SIZE)} x {config.DATA.IMAGE_CHANNELS}"
     if not isinstance(ready, ReadyToTrain):
@@ -108,34 +112,34 @@ def _data(config: Config, ready: Ready) -> str:
     groups = f", groups by DATA.GROUP {config.DATA.GROUP}" if config.DATA.GROUP is not None else ""
     if config.DATA.FOLD is not None:
         return f"{text}; validation on fold {config.DATA.FOLD}{groups}"
-    # The digits have folds, but one fixed split.
+    # The digits can be divided into folds, but their split without folds is fixed.
     if config.DATA.PART == "all" or config.DATA.DATASET == "digits" or not comes_unsplit(config.DATA):
         return f"{text}{groups}"
-    less = ", then without those in DATA.EXCLUDE" if config.DATA.EXCLUDE is not None else ""
-    return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}{groups}{less}"
+    excluded = ", then without those in DATA.EXCLUDE" if config.DATA.EXCLUDE is not None else ""
+    return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}{groups}{excluded}"
 
 
-def _classes(config: Config, ready: ReadyToTrain) -> str:
-    """How classes of different frequency are treated; '' if they are not."""
+def _describe_classes(config: Config, ready: ReadyToTrain) -> str:
+    """Describe what is done about classes of different frequency; '' if nothing is."""
     words = []
     if config.DATA.SAMPLER == "balanced":
         order = ready.train_loader.order
-        drawn = BalancedOrder(ready.train_set.sample_labels(), config.DATA.REPEATED_AUGMENT)
-        words.append(drawn.words(whole=order.used == order.samples))
+        balanced = BalancedOrder(ready.train_set.sample_labels(), config.DATA.REPEATED_AUGMENT)
+        words.append(balanced.words(whole=order.used == order.samples))
     weights = weights_of_classes(config, ready.train_set)
     if weights is not None:
-        where = "on positives only, " if loss_named(config.TRAIN.LOSS).weighs == "positives" else ""
-        weighed = f"class weights {config.TRAIN.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"
-        words.append(f"{weighed}, {where}in the training loss only")
+        positives = "on positives only, " if loss_named(config.TRAIN.LOSS).weighs == "positives" else ""
+        weights_range = f"class weights {config.TRAIN.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"
+        words.append(f"{weights_range}, {positives}in the training loss only")
     if words:
         by = metric_named(config.SAVE_BEST_BY)
-        instead = " (SAVE_BEST_BY=balanced_acc weighs classes alike there, but may lower top-1)" if by is TOP1 else ""
-        words.append(f"best checkpoint by {by.words}{instead}")
+        advice = " (SAVE_BEST_BY=balanced_acc weighs classes alike there, but may lower top-1)" if by is TOP1 else ""
+        words.append(f"best checkpoint by {by.words}{advice}")
     return "; ".join(words)
 
 
 def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer, rate: float) -> str:
-    """Frozen weights, adapters and learning rates by layer, for the banner. `rate`: the unscaled learning rate."""
+    """Describe frozen weights, adapters and learning rates by layer; '' without. `rate`: before its factor by layer."""
     train = config.TRAIN
     frozen = frozen_weights(model)
     parts = []
@@ -144,32 +148,33 @@ def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer,
 
         parts.append(describe_lora(model, config.MODEL.LORA))
     elif frozen:
-        by = f" ({', '.join(config.MODEL.FREEZE)})" if config.MODEL.FREEZE else ""
-        parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}")
+        patterns = f" ({', '.join(config.MODEL.FREEZE)})" if config.MODEL.FREEZE else ""
+        parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{patterns}")
     scales = [group["lr_scale"] for group in optimizer.param_groups if "lr_scale" in group]
     if scales and train.LAYER_DECAY is not None:
-        least = f"{rate * min(scales):.3g}"
-        most = f"{rate * max(scales):.3g}"
-        rates = f"learning rate {most}" if least == most else f"learning rates from {least} to {most}"
+        lowest = f"{rate * min(scales):.3g}"
+        highest = f"{rate * max(scales):.3g}"
+        rates = f"learning rate {highest}" if lowest == highest else f"learning rates from {lowest} to {highest}"
         parts.append(f"{rates} (layer decay {train.LAYER_DECAY:g})")
     return "; ".join(parts)
 
 
-def _training(config: Config, ready: ReadyToTrain, world: World) -> str:
+def _describe_training(config: Config, ready: ReadyToTrain, world: World) -> str:
+    """Describe the length of training, optimiser, learning rate and its schedule, weight decay, loss and clipping."""
     train = config.TRAIN
     images = global_batch(config, world)
-    each = ready.train_loader.order.updates
-    total = train.NUM_EPOCHS * each
+    per_epoch = ready.train_loader.order.updates
+    total = train.NUM_EPOCHS * per_epoch
     limit = train.MAX_UPDATES
-    length = f"{counted(train.NUM_EPOCHS, 'epoch')} of {counted(each, 'update')} = {counted(total, 'update')}"
+    length = f"{counted(train.NUM_EPOCHS, 'epoch')} of {counted(per_epoch, 'update')} = {counted(total, 'update')}"
     if limit is not None and limit < total:
         length += f", ending after {limit:,} (TRAIN.MAX_UPDATES)"
     warmup = min(train.WARMUP_EPOCHS, train.NUM_EPOCHS)
-    *_, end = scaled_learning_rates(train, images)
+    *_, end_rate = scaled_learning_rates(train, images)
     text = (
         f"{length}, {describe_optimizer(ready.parts.optimizer, train.OPTIMIZER.NAME)}, "
         f"learning rate {describe_learning_rate(train, images)} after "
-        f"{counted(warmup, 'epoch')} of warm-up, then {describe_schedule(train, end)}"
+        f"{counted(warmup, 'epoch')} of warm-up, then {describe_schedule(train, end_rate)}"
     )
     text += f"; weight decay {train.WEIGHT_DECAY:g}"
     loss = "" if config.MODEL.MAE_PRETRAIN else loss_named(train.LOSS).words(train)

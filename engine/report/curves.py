@@ -1,4 +1,4 @@
-"""curves.png: a run's metrics, drawn from metrics.jsonl."""
+"""Draws curves.png: a run's metrics, read from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ BESIDE = ("tab:green", "tab:purple", "tab:olive", "tab:cyan")
 
 
 def title_of(config: Config, precision: str, amp: bool) -> str:
-    """Model, data and precision of a run: 'vit_digits on digits, AMP bf16'."""
-    computed = f"AMP {precision}" if amp else f"{precision}, no AMP"
-    what = f"{config.MODEL.NAME} on {config.DATA.DATASET}, {computed}"
-    return f"{config.TAG}: {what}" if config.TAG else what
+    """Name a run by its tag, model, data and precision: 'vit_digits on digits, AMP bf16'."""
+    precision_words = f"AMP {precision}" if amp else f"{precision}, no AMP"
+    title = f"{config.MODEL.NAME} on {config.DATA.DATASET}, {precision_words}"
+    return f"{config.TAG}: {title}" if config.TAG else title
 
 
 class Curves:
-    """Draws the curves after an epoch, if enough time has passed for it to cost next to nothing."""
+    """Draws the curves after an epoch, unless they were drawn so recently that it would cost noticeable time."""
 
     def __init__(self, folder: Path, by: str) -> None:
         """`by`: SAVE_BEST_BY."""
         self._folder = folder
         self._by = by
-        self._drawn = perf_counter()
-        self._took = FIRST_SECONDS
+        self._last_drawn = perf_counter()
+        self._seconds_to_draw = FIRST_SECONDS
 
     def draw(self, title: str, force: bool = False) -> None:
-        """`force`: draw even if it is too early."""
+        """Draw the curves, if enough time has passed, or with `force`. A failure causes only a warning."""
         began = perf_counter()
-        if force or self._took <= TIME_FRACTION * (began - self._drawn):
+        if force or self._seconds_to_draw <= TIME_FRACTION * (began - self._last_drawn):
             try:
                 draw_curves(self._folder, title, metric_named(self._by))
             except Exception as error:  # of matplotlib, its fonts, or the disk: no picture is worth a run
-                why = f"{type(error).__name__}: {error}"
-                warn_once(f"{self._folder / 'curves.png'} cannot be drawn ({why}); training continues.")
-            self._drawn = perf_counter()
-            self._took = self._drawn - began
+                reason = f"{type(error).__name__}: {error}"
+                warn_once(f"{self._folder / 'curves.png'} cannot be drawn ({reason}); training continues.")
+            self._last_drawn = perf_counter()
+            self._seconds_to_draw = self._last_drawn - began
 
 
 def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     """Draw loss, accuracy, learning rate, gradient norm, loss scale with skipped updates, and speed.
 
-    Over epochs, or over updates until the first epoch is complete. `by`: decides which validation is marked as the
-    best. None if there is nothing to draw.
+    The horizontal axis has epochs, or updates until the first epoch is complete. `by`: the metric that decides which
+    validation is marked as the best. Returns the path of the picture; None if there is nothing to draw.
     """
     history = History.of_run(folder)
     train = history.of("train")
@@ -80,28 +80,31 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     (loss, accuracy, rate), (norm, scale, speed) = axes
     _train_and_validation(loss, history, LOSS.name, by)
     _train_and_validation(accuracy, history, history.task.best.name, by)
-    # The metric of SAVE_BEST_BY, for which the best validation is marked, and those that the run asks for.
-    beside = {metric for metric in history.metrics if metric.beside} | {by}
-    for metric, colour in zip(sorted(beside - {LOSS, history.task.best}), itertools.cycle(BESIDE), strict=False):
+    # The metric of SAVE_BEST_BY, by which the best validation is marked, and those that the run asks for.
+    further_metrics = {metric for metric in history.metrics if metric.beside} | {by}
+    further_metrics -= {LOSS, history.task.best}
+    for metric, colour in zip(sorted(further_metrics), itertools.cycle(BESIDE), strict=False):
         for which in SETS:
             points = history.points("val", f"{which.prefix}{metric.name}")
-            line = "--" if which.mark else "-"
-            _curve(accuracy, points, f"validation, {which.marked(metric.words)}", color=colour, linestyle=line)
+            style = "--" if which.mark else "-"
+            _curve(accuracy, points, f"validation, {which.marked(metric.words)}", color=colour, linestyle=style)
     _curve(rate, history.points("train", "lr"), "learning rate")
     _curve(norm, history.points("train", "grad_norm"), "gradient norm, unscaled")
     if any(line["scale"] not in (None, 1) for line in train):
-        of_scale = "loss scale"
+        scale_axis = "loss scale"
         _curve(scale, history.points("train", "scale"), "loss scale")
         _plot(scale, history.skips(), "x", color="tab:red", label="updates skipped")
         scale.set_yscale("log", base=2)
     else:
-        of_scale = "time (%)"
+        # Without a loss scale, its place is free.
+        scale_axis = "time (%)"
         _curve(scale, history.points("train", "data_wait_percent"), "waiting for data")
     _curve(speed, history.points("train", "images_per_second"), "images/s")
-    names = ("loss", history.task.axis, "learning rate", "gradient norm", of_scale, "images/s")
+    names = ("loss", history.task.axis, "learning rate", "gradient norm", scale_axis, "images/s")
     for plot, name in zip((loss, accuracy, rate, norm, scale, speed), names, strict=True):
-        for number, place in enumerate(history.resumes()):
-            plot.axvline(place, color="tab:gray", linestyle=":", linewidth=1, label="" if number else "resumed")
+        for number, position in enumerate(history.resumes()):
+            label = "" if number else "resumed"  # once in the legend
+            plot.axvline(position, color="tab:gray", linestyle=":", linewidth=1, label=label)
         plot.set_xlabel("epoch" if history.by_epoch else "update")
         plot.set_ylabel(name)
         plot.grid(alpha=0.3)
@@ -116,7 +119,10 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
 
 
 def _train_and_validation(axes: Axes, history: History, key: str, by: Metric) -> None:
-    """Training, validation of all weights, and the best validation, in the report's line styles and words."""
+    """Draw a metric in training and in the validations of each set of weights, and mark the best validation.
+
+    Line styles and words are those of the report.
+    """
     means = ", means of epochs" if history.by_epoch else ""
     _curve(axes, history.trained(key), f"training{means}", alpha=0.45, linewidth=1)
     for which in SETS:
@@ -128,18 +134,19 @@ def _train_and_validation(axes: Axes, history: History, key: str, by: Metric) ->
     _plot(axes, history.best_point(key, by), "D", color="tab:red", markersize=6, label="best validation")
 
 
-def _curve(axes: Axes, points: Points, label: str, **look: Any) -> None:
+def _curve(axes: Axes, points: Points, label: str, **style: Any) -> None:
+    """Draw a line through the points, if there are any. Of very many, only some are drawn, and the last one."""
     if len(points) > MOST_POINTS:
         every = math.ceil(len(points) / MOST_POINTS)
         points = points[::every] + points[-1:]
     if points:
         marker = "." if len(points) < FEW_POINTS else None
-        across, up = zip(*points, strict=True)
-        axes.plot(across, up, label=label, **{"color": "tab:blue", "linewidth": 1.4, "marker": marker, **look})
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, label=label, **{"color": "tab:blue", "linewidth": 1.4, "marker": marker, **style})
 
 
-def _plot(axes: Axes, points: Points, form: str, **look: Any) -> None:
-    """Draw marks at the points, if there are any."""
+def _plot(axes: Axes, points: Points, marker: str, **style: Any) -> None:
+    """Draw markers at the points, if there are any."""
     if points:
-        across, up = zip(*points, strict=True)
-        axes.plot(across, up, form, **look)
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, marker, **style)

@@ -1,4 +1,4 @@
-"""What a training shows on a terminal: one row per epoch, and tqdm's bar of the current epoch below it.
+"""Shows a training on a terminal: one row per epoch, and tqdm's bar of the current epoch below it.
 
 Everything is shown from numbers that the host already has: nothing here waits for the device.
 """
@@ -28,17 +28,19 @@ GREEN = "1;32"
 NOTHING = "-"
 BAR = "{desc} {bar} {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 BESIDE_WORDS = 42
-"""Columns of the bar's line for all but its last words; with less room than those need, tqdm would cut them anywhere"""
+"""Columns of the bar's line for all but its last words, which tqdm would cut anywhere if they did not fit"""
 
 
 class _Bar(tqdm):
+    """A bar whose terminal may hang up."""
+
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
         with contextlib.suppress(OutputError):  # the terminal has hung up, and the run is about to save
             return super().display(msg, pos)
 
 
 class Live:
-    """Follows a training; its methods are called in the order of the events.
+    """Shows the progress of a training. Its methods are called in the order of the events.
 
     On a terminal with LOG_STYLE auto, and everywhere with table, a table of epochs takes the place of the log's
     details. With the other styles, only the bar is shown, on standard error below the log lines. Without a terminal,
@@ -67,7 +69,7 @@ class Live:
         return f"epoch {position.epoch}/{self._config.TRAIN.NUM_EPOCHS}"
 
     def stepped(self, position: Position) -> None:
-        """An update was done."""
+        """Show that an update was done."""
         if self._table is not None:
             self._table.print_row()
         if position.epoch != self._epoch:
@@ -78,9 +80,10 @@ class Live:
         self._bar.update(position.step - self._bar.n)
 
     def reported(self, reading: Reading, perf: Perf, left: float | None) -> None:
-        """The metrics of an update were read. `left`: seconds of the run; None where no pace is known yet."""
+        """Show the metrics of an update. `left`: seconds until the run ends; None if no pace is known yet."""
         if self._table is not None:
-            if self._resumed and self._table.rate is None:  # its count is of the whole run
+            # The count of skipped updates is of the whole run; those before a resume belong to earlier rows.
+            if self._resumed and self._table.rate is None:
                 self._table.skipped_before = reading.skipped
             self._table.lr = reading.lr
             self._table.rate = perf.images_per_second
@@ -88,100 +91,107 @@ class Live:
         rate = f"{shown_rate(perf.images_per_second)} images/s"
         words = [] if left is None else [f"run {clock(left)} left"]
         words += [f"loss {reading.update.loss:.4f}", rate]
+        # On a narrow terminal, the first of these are shown.
         while len(words) > 1 and len(", ".join(words)) > terminal_width() - BESIDE_WORDS:
             words.pop()
         self._bar.set_postfix_str(", ".join(words), refresh=False)
 
     def epoch_ended(self, position: Position, means: Metrics, seconds: float) -> None:
-        """`means`, `seconds`: of its training. A validation may follow."""
+        """Begin the row of an epoch that is trained, with its mean metrics and duration. A validation may follow."""
         if self._table is not None:
             self._table.begin_row(f"{position.epoch}", seconds, means.loss)
 
     def validating(self, position: Position) -> None:
-        """A validation begins."""
+        """Show that a validation begins."""
         self._bar.set_description_str(f"{self._place(position)}, validating")
 
     def validated(self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str) -> None:
-        """`mark`: word for the best validation so far; '' for another."""
+        """Show the metrics of a validation. `mark`: word for the best validation so far; '' for another."""
         self._bar.set_description_str(self._place(position), refresh=False)
         if self._table is not None:
-            epochs = position.epoch - (position.step > 0) + position.step / self._per_epoch
+            # Within an epoch, the number of epochs that are trained is a fraction.
+            finished = position.epoch - 1 if position.step > 0 else position.epoch
+            epochs = finished + position.step / self._per_epoch
             self._table.validated(f"{epochs:.2f}" if epochs else "start", metrics, seconds, mark)
 
     def close(self) -> None:
-        """The training ended or failed."""
+        """Remove the bar, and print a row that is not printed yet, when the training has ended or failed."""
         self._bar.close()
         if self._table is not None:
             self._table.print_row()
 
 
 def _columns(config: Config) -> dict[str, tuple[WeightSet, Metric]]:
-    """Headings and metrics of validations, the most important first."""
-    main = config.task.best
+    """Return the columns for metrics of validations, the most important first: heading -> set of weights, metric."""
+    main_metric = config.task.best
     by = metric_named(config.SAVE_BEST_BY)
-    shown = [(PLAIN, main)]
+    shown = [(PLAIN, main_metric)]
     if config.TRAIN.MODEL_EMA:
-        shown.append((AVERAGE, main if by == LOSS else by))
-    named = [by]
+        shown.append((AVERAGE, main_metric if by == LOSS else by))
+    asked_for = [by]
     if config.measures_knn:
-        named.append(KNN)
-    named += map(metric_named, config.VALIDATE_METRICS)
-    shown += [(PLAIN, metric) for metric in named if metric not in (main, LOSS)]
+        asked_for.append(KNN)
+    asked_for += map(metric_named, config.VALIDATE_METRICS)
+    shown += [(PLAIN, metric) for metric in asked_for if metric not in (main_metric, LOSS)]
     if TOP5 in config.task.metrics and (config.MODEL.NUM_CLASSES or 0) > 10:
         shown.append((PLAIN, TOP5))
     if MACRO_F1 in config.task.metrics:
         shown.append((PLAIN, MACRO_F1))
     columns = dict[str, tuple[WeightSet, Metric]]()
-    for which, metric in dict.fromkeys(shown):
+    for which, metric in dict.fromkeys(shown):  # each once, in this order
         unit = " %" if metric.percent else ""
         columns[which.marked(metric.words) + unit] = (which, metric)
     return columns
 
 
 class EpochTable:
-    """Prints a row per epoch, and the header again where other lines have moved it away."""
+    """Prints a row per epoch, and the header again once other lines have moved it away."""
 
     def __init__(self, config: Config, brief: Brief) -> None:
         self._brief = brief
         self._epochs = config.TRAIN.NUM_EPOCHS
-        within = config.VALIDATE_EVERY_UPDATES is not None or config.TRAIN.MAX_UPDATES is not None
+        validates_within_epochs = config.VALIDATE_EVERY_UPDATES is not None or config.TRAIN.MAX_UPDATES is not None
         self._metrics = _columns(config)
-        in_epoch = 3 if within else 0
-        widths = {"epoch": len(f"{self._epochs}") * 2 + 1 + in_epoch, "train loss": 7, "val loss": 7}
+        # "12/90", or "11.25/90" within an epoch.
+        epoch_width = len(f"{self._epochs}") * 2 + 1 + (3 if validates_within_epochs else 0)
+        widths = {"epoch": epoch_width, "train loss": 7, "val loss": 7}
         widths |= dict.fromkeys(self._metrics, 6) | {"time": 7, "images/s": 7, "lr": 8}
         self._widths = {name: max(width, len(name)) for name, width in widths.items()}
-        room = terminal_width() - len(GAP + "best")  # a terminal that is too narrow for all columns has the first ones
+        # A terminal that is too narrow for all columns shows the first ones.
+        room = terminal_width() - len(GAP + "best")
         while len(self._widths) > 2 and sum(self._widths.values()) + len(GAP) * (len(self._widths) - 1) > room:
             self._widths.popitem()
         self._row: dict[str, str] = {}
-        """Cells of an epoch that may still be validated"""
+        """Cells of an epoch that may still be validated; empty if no row is begun"""
         self._seconds = 0.0
         self._mark = ""
         self.lr: float | None = None
         self.rate: float | None = None
         """Images per second, of the last report"""
         self.skipped = self.skipped_before = 0
-        """Updates up to now, and up to the last row"""
+        """Skipped updates up to now, and up to the last row"""
         brief.training = True
         if brief.left_out:
             print_on_terminal(f"  {brief.left_out} more in log.txt")
         print_on_terminal("")
         self._print_header()
 
-    def begin_row(self, place: str, seconds: float = 0.0, train_loss: float | None = None) -> None:
+    def begin_row(self, epoch: str, seconds: float = 0.0, train_loss: float | None = None) -> None:
+        """Begin the row of an epoch with the metrics of its training. It is printed after the validation, if any."""
         self._seconds = seconds
         self._mark = ""
         self._row = {
-            "epoch": f"{place}/{self._epochs}",
+            "epoch": f"{epoch}/{self._epochs}",
             "train loss": _cell(LOSS, train_loss),
             "time": clock(seconds),
             "images/s": NOTHING if self.rate is None else shown_rate(self.rate),
             "lr": NOTHING if self.lr is None else f"{self.lr:.2e}",
         }
 
-    def validated(self, place: str, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str) -> None:
+    def validated(self, epoch: str, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str) -> None:
+        """Add the metrics of a validation to the row that was begun, or to a new one, and print it."""
         if not self._row:
-            self.begin_row(place)
+            self.begin_row(epoch)
         self._row["time"] = clock(self._seconds + seconds)
         self._row["val loss"] = _cell(LOSS, metrics[PLAIN].loss)
         for heading, (which, metric) in self._metrics.items():
@@ -199,18 +209,24 @@ class EpochTable:
         if self._brief.lines - self._header_line >= LINES_PER_HEADER:
             self._print_header()
         text = GAP.join(row.get(name, NOTHING).rjust(width) for name, width in self._widths.items())
-        mark = self._mark if len(text + GAP + self._mark) <= terminal_width() else self._mark.split(" (")[0]
-        notes = [self._brief.coloured(mark, GREEN) if mark == self._mark == "best" else mark]
+        mark = self._mark
+        if len(text + GAP + mark) > terminal_width():
+            mark = mark.split(" (")[0]  # without the words in brackets
+        if mark == self._mark == "best":
+            mark = self._brief.coloured(mark, GREEN)
+        notes = [mark]
         if self.skipped > self.skipped_before:
             notes.append(f"{self.skipped - self.skipped_before:,} skipped")
         self.skipped_before = self.skipped
         print_on_terminal(f"{text}{GAP}{', '.join(filter(None, notes))}".rstrip())
 
     def _print_header(self) -> None:
+        """Print the headings of the columns, and note where, so that `print_row` can repeat them."""
         text = GAP.join(name.rjust(width) for name, width in self._widths.items())
         print_on_terminal(self._brief.coloured(text, BOLD))
         self._header_line = self._brief.lines
 
 
 def _cell(metric: Metric, value: float | None) -> str:
+    """Write the value of a metric for the table; a dash if there is none, or it is NaN."""
     return NOTHING if value is None or math.isnan(value) else metric.number_in_table(value)

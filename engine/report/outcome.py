@@ -1,4 +1,4 @@
-"""The end of a run: how far to trust its best metric, and what comes next."""
+"""Writes the sentences at the end of a run: how far to trust its best metric, and what to do next."""
 
 from __future__ import annotations
 
@@ -29,27 +29,30 @@ if TYPE_CHECKING:
     from engine.trainer import Trainer
 
 MOST = 6
-"""Sentences at the end of a run. `strange` may have any number, the least important ones last."""
-# Strange:
+"""Most sentences at the end of a run. The last ones of `strange`, which are the least important, are left out"""
+# Predictions are strange:
 FEWEST_IMAGES = 10
-"""So many images of a class,"""
+"""if a class with at least so many images"""
 
 
 NEARLY_ALL = 0.9
-"""of which this fraction is taken for one other;"""
+"""has at least this fraction of them taken for one other class;"""
 
 
 FAR = 15.0
-"""points below the folds"""
+"""or if top-1 is more than so many points below that of folds of the training images"""
 
 
 FEW = 100
-"""Validation images, below which folds are advised"""
+"""With fewer validation images than this, folds are advised"""
 COMPUTED = f"`{tool('evaluate')}` computes its interval"
 
 
 def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
-    """What the best validation is worth, what is strange about its predictions, and what can be done next."""
+    """Say what the best validation is worth, what is strange about its predictions, and what can be done next.
+
+    Returns sentences, some of which may be '', and the block of commands at last.
+    """
     ready = trainer.ready
     config = trainer.config
     folder = trainer.folder
@@ -57,32 +60,37 @@ def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
     by = metric_named(best.by)
     labels = ready.val_set.sample_labels()
     groups = ready.val_set.groups()
-    known = trainer.best_metrics
-    guesses = known.predictions.get("guess") if known and known.value(by.name) == best.figure else None
-    context = in_context(by, best.figure, trainer.guess, labels, guesses, groups)
-    said = [context]
-    copies = [copies_in_words(folder, advice=False)]
+
+    # What the best metric is worth. Its predictions are known if this start of the run has measured it.
+    metrics = trainer.best_metrics
+    best_guesses = metrics.predictions.get("guess") if metrics and metrics.value(by.name) == best.figure else None
+    context = in_context(by, best.figure, trainer.guess, labels, best_guesses, groups)
+    sentences = [context]
+    sentences_on_copies = [copies_in_words(folder, advice=False)]
     if config.MODEL.starts_at_probe:
         from engine.evaluation.start import gained
 
-        said.append(gained(by, history, folder, best, trainer.position.update))
+        sentences.append(gained(by, history, folder, best, trainer.position.update))
     if context and best.figure is not None:
-        copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
-        said.append(flatters(len(history.of("val")), folder, splits))
-        said.append(in_folds_instead(len(labels), folder, config.DATA, splits))
-    of_copies = " ".join(copies).strip()
-    if guesses is None:  # those of the last validation
+        sentences_on_copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
+        sentences.append(flatters(len(history.of("val")), folder, splits))
+        sentences.append(in_folds_instead(len(labels), folder, config.DATA, splits))
+    on_copies = " ".join(sentences_on_copies).strip()
+
+    # What is strange about the best predictions, or else those of the last validation, as far as there is room.
+    guesses = best_guesses
+    if guesses is None:
         table = read_predictions(folder, trainer.position.update) or {}
         guesses = table.get("guess", table.get(f"{AVERAGE.prefix}guess"))
     if guesses is not None:
         names = ready.val_set.classes or []
         in_folds = ready.choices.get(FOLDS)
-        found = strange(labels.astype(int), guesses.astype(int), names, in_folds, trainer.probe, groups)
-        room = MOST - len(list(filter(None, [*said, of_copies])))
-        said += found[:room]
-    said.append(of_copies)
-    said.append(next_commands(trainer.run, trainer.position, best, folder, trainer.paused))
-    return said
+        problems = strange(labels.astype(int), guesses.astype(int), names, in_folds, trainer.probe, groups)
+        room = MOST - len(list(filter(None, [*sentences, on_copies])))
+        sentences += problems[:room]
+    sentences.append(on_copies)
+    sentences.append(next_commands(trainer.run, trainer.position, best, folder, trainer.paused))
+    return sentences
 
 
 def in_context(
@@ -93,46 +101,53 @@ def in_context(
     guesses: np.ndarray | None = None,
     groups: Sequence[str] = (),
 ) -> str:
-    """How far noise may have moved a metric, and what guessing would reach; '' if there is nothing to say.
+    """Say how far noise may have moved a metric, and what always guessing would reach; '' if neither applies.
 
-    `labels`, `guesses`, `groups`: of each image; a resumed run does not know the guesses of an earlier validation.
+    `value`: of the metric; None without a validation. `guess`: percent that guessing the most frequent class reaches;
+    None if that means nothing. `labels`, `guesses`, `groups`: of each image; `guesses` is None if they are not known,
+    as for a validation before the run was resumed.
     """
     parts = list[str]()
-    grouped = ""
+    on_groups = ""
     by_class = metric in BY_CLASS
     if (metric.counts_images or by_class) and value is not None:
         if by_class:
-            how = _of_classes(metric, labels, guesses, groups)
+            interval = _interval_by_class(metric, labels, guesses, groups)
         elif groups and (guesses is None or metric is not TOP1):
-            how = f": {COMPUTED}"
+            # Images of a group count less, and how much depends on the predictions.
+            interval = f": {COMPUTED}"
         else:
             images = len(labels) if guesses is None else effective_images(guesses == labels, groups)
-            how = f": 95 % interval {wilson(value, images).words()}"
-        parts.append(f"{metric.words} {metric.number(value)} on {counted(len(labels), 'image')}{how}")
-        grouped = of_groups(groups)
+            interval = f": 95 % interval {wilson(value, images).words()}"
+        parts.append(f"{metric.words} {metric.number(value)} on {counted(len(labels), 'image')}{interval}")
+        on_groups = of_groups(groups)
     if guess is not None and not by_class:
         parts.append(always_guessing(guess, value if metric == TOP1 else None))
     if not parts:
         return ""
     words = "; ".join(parts)
-    return f"{words[0].upper()}{words[1:]}. {grouped}".rstrip()
+    return f"{words[0].upper()}{words[1:]}. {on_groups}".rstrip()
 
 
-def _of_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None, groups: Sequence[str]) -> str:
-    """The smallest class, the interval of balanced accuracy or macro F1, and what guessing would reach."""
+def _interval_by_class(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None, groups: Sequence[str]) -> str:
+    """Write the interval of balanced accuracy or macro F1, which depends on the smallest class, for `in_context`.
+
+    With balanced accuracy, also what guessing would reach.
+    """
     sizes = np.bincount(labels)
     present = sizes[sizes > 0]
-    how = COMPUTED
+    interval_words = COMPUTED
     if guesses is not None:
         interval_of, _ = BY_CLASS[metric]
-        found = interval_of(labels, guesses, int(max(labels.max(), guesses.max())) + 1, groups)
-        how = f"95 % interval {found.words()}" if found else "too few images per class for an interval"
+        classes = int(max(labels.max(), guesses.max())) + 1
+        interval = interval_of(labels, guesses, classes, groups)
+        interval_words = f"95 % interval {interval.words()}" if interval else "too few images per class for an interval"
     guessing = f"; always guessing one class: {100 / len(present):.1f} %" if metric is BALANCED else ""
-    return f", of which the smallest of {len(present)} classes has {present.min()}: {how}{guessing}"
+    return f", of which the smallest of {len(present)} classes has {present.min()}: {interval_words}{guessing}"
 
 
 def of_groups(groups: Sequence[str]) -> str:
-    """A sentence about intervals where images resemble each other in groups (DATA.GROUP); '' without groups."""
+    """Say that intervals allow for images that resemble each other in groups (DATA.GROUP); '' without groups."""
     number = len(set(groups))
     if not 0 < number < len(groups):
         return ""
@@ -140,7 +155,10 @@ def of_groups(groups: Sequence[str]) -> str:
 
 
 class Splits(NamedTuple):
-    """What advice needs to know of the data's splits. A run asks before it trains, since data may go meanwhile."""
+    """Facts about the data's splits that advice depends on.
+
+    A run collects them before it trains, since the data may be gone at its end.
+    """
 
     unsplit: bool = False
     """The program makes the validation split."""
@@ -149,13 +167,14 @@ class Splits(NamedTuple):
 
 
 def splits_of(data: DataConfig) -> Splits:
+    """Collect the facts about the splits of `data`; those of no data if it cannot be read."""
     with suppress(UserError):
         return Splits(comes_unsplit(data), has_test(data))
     return Splits()
 
 
 def flatters(validations: int, run: Path, splits: Splits) -> str:
-    """A sentence about a metric of the best checkpoint on the images that chose it; '' after one validation."""
+    """Say that the metric of the best checkpoint flatters on the images that chose it; '' after a single validation."""
     if validations < 2:
         return ""
     words = f"This is the best of {validations} validations on these images, so it flatters"
@@ -166,7 +185,10 @@ def flatters(validations: int, run: Path, splits: Splits) -> str:
 
 
 def favoured(folder: Path, history: History, of_probe: bool) -> str:
-    """A sentence, if known images favour what is chosen on validation. `of_probe`: training began with a probe."""
+    """Say that copies of training images in validation favour some checkpoints; '' if there are none, or no choice.
+
+    `of_probe`: training began with a linear probe, which they favour too.
+    """
     if len(history.of("val")) < 2 or not known_to_training(read_data(folder)):
         return ""
     probe = "the probe, which works like nearest neighbours, and " if of_probe else ""
@@ -174,7 +196,7 @@ def favoured(folder: Path, history: History, of_probe: bool) -> str:
 
 
 def in_folds_instead(images: int, run: Path, data: DataConfig, splits: Splits) -> str:
-    """A sentence about a validation split that is too small to judge by; '' where folds cannot help."""
+    """Advise folds if the validation split is too small to judge by; '' if it is not, or folds cannot help."""
     if images >= FEW or data.FOLD is not None or not splits.unsplit:
         return ""
     words = shlex.join(["-cfg", str(run / CONFIG), "-folds", "5", "-output", f"{run}-folds"])
@@ -191,68 +213,77 @@ def strange(
     probe: np.ndarray | None = None,
     groups: Groups = (),
 ) -> list[str]:
-    """What looks wrong with images rather than with the model, and what it may be; and classes never recognised.
+    """Say what looks wrong with the images rather than with the model, and name classes that are never recognised.
 
-    `in_folds`: percent, top-1 of a classifier on training images that it did not see. `probe`: its guesses, where
-    training may have lowered top-1.
+    Labels and predictions are of the validation images, the most important sentences come first. `in_folds`: top-1 in
+    percent that a linear probe reached in cross-validation on the training images; None if it was not measured.
+    `probe`: predictions of that probe, which are compared with it, since training may have lowered top-1.
     """
-    said = list[str]()
-    hit = labels == guesses
-    known = labels == (guesses if probe is None else probe)
-    top1 = 100 * float(known.mean())
-    independent = effective_images(known, groups)
+    sentences = list[str]()
+    right = labels == guesses
+    right_by_probe = labels == (guesses if probe is None else probe)
+    top1 = 100 * float(right_by_probe.mean())
+    independent = effective_images(right_by_probe, groups)
 
-    def called(label: int) -> str:
+    def name_of(label: int) -> str:
         return names[label] if label < len(names) else str(label)
 
     if in_folds is not None and wilson(top1, independent).high < in_folds - FAR:
-        said.append(
+        sentences.append(
             f"Only {top1:.1f} % of these images are recognised, and {in_folds:.1f} % in folds of the training images: "
             "these images may be from another source, or their class folders swapped."
         )
-    said += _taken_for_another(labels, guesses, called)
+    sentences += _describe_mistaken_classes(labels, guesses, name_of)
     images = np.bincount(labels)
-    recognised = np.bincount(labels[hit], minlength=len(images)) > 0
-    unseen = np.flatnonzero((images > 0) & ~recognised).tolist()
-    if unseen:
-        verb = "is" if len(unseen) == 1 else "are"
-        words = f"{counted(len(unseen), 'class')} of {np.count_nonzero(images):,} {verb}"
-        said.append(f"{words} never recognised: {some_of([called(label) for label in unseen])}.")
-    return said
+    recognised = np.bincount(labels[right], minlength=len(images)) > 0
+    never = np.flatnonzero((images > 0) & ~recognised).tolist()
+    if never:
+        verb = "is" if len(never) == 1 else "are"
+        words = f"{counted(len(never), 'class')} of {np.count_nonzero(images):,} {verb}"
+        sentences.append(f"{words} never recognised: {some_of([name_of(label) for label in never])}.")
+    return sentences
 
 
-def _taken_for_another(labels: np.ndarray, guesses: np.ndarray, called: Callable[[int], str]) -> list[str]:
-    """Classes of which nearly all images are taken for one other class.
+def _describe_mistaken_classes(labels: np.ndarray, guesses: np.ndarray, name_of: Callable[[int], str]) -> list[str]:
+    """Write a sentence about each class of which nearly all images are taken for one other class.
 
-    Nothing is said of them if the other classes are not recognised either, as by a model that has learnt little.
+    There is no sentence if the other classes are not recognised either, as by a model that has learnt little.
     """
-    said = list[str]()
-    hit = labels == guesses
+    sentences = list[str]()
+    right = labels == guesses
     images = np.bincount(labels)
-    number = int(max(labels.max(), guesses.max())) + 1
-    taken = dict[int, tuple[int, int]]()
-    pairs, counts = np.unique(labels * number + guesses, return_counts=True)
-    for pair, times in zip(pairs, counts, strict=True):
-        one, other = divmod(int(pair), number)
-        if one != other and images[one] >= FEWEST_IMAGES and times >= NEARLY_ALL * images[one]:
-            taken[one] = other, int(times)
-    for one, (other, times) in taken.items():
-        words = f"{times} of {images[one]} images of {called(one)} are taken for {called(other)}"
-        back, others = taken.get(other, (None, 0))
-        if back == one and one < other:
-            said.append(f"{words}, and {others} the other way: are their folders swapped?")
-        elif back != one and np.count_nonzero(images) > 2 and hit[labels != one].mean() > 0.5:
-            said.append(f"{words}: are they of that class, or from another source?")
-    return said
+    classes = int(max(labels.max(), guesses.max())) + 1
+
+    # Class -> the one that nearly all its images are taken for, and their number.
+    taken_for = dict[int, tuple[int, int]]()
+    pairs, counts = np.unique(labels * classes + guesses, return_counts=True)
+    for pair, count in zip(pairs, counts, strict=True):
+        label, guess = divmod(int(pair), classes)
+        if label != guess and images[label] >= FEWEST_IMAGES and count >= NEARLY_ALL * images[label]:
+            taken_for[label] = guess, int(count)
+
+    for label, (guess, count) in taken_for.items():
+        words = f"{count} of {images[label]} images of {name_of(label)} are taken for {name_of(guess)}"
+        guess_taken_for, count_back = taken_for.get(guess, (None, 0))
+        is_swapped = guess_taken_for == label
+        if is_swapped and label < guess:  # one sentence for both
+            sentences.append(f"{words}, and {count_back} the other way: are their folders swapped?")
+        elif not is_swapped and np.count_nonzero(images) > 2 and right[labels != label].mean() > 0.5:
+            sentences.append(f"{words}: are they of that class, or from another source?")
+    return sentences
 
 
 def next_commands(run: Run, position: Position, best: Best, folder: Path, paused: bool = False) -> str:
-    """Commands to copy, one per line: evaluate, predict, export, report, and resume; those without labels."""
-    quoted = shlex.quote(str(folder))
+    """Write commands to copy, one per line: evaluate, predict, export, report and resume.
+
+    A model that learned without labels is fine-tuned in place of the first three. `paused`: the run resumes as it is;
+    otherwise with settings that let it train longer.
+    """
+    run_words = shlex.quote(str(folder))
     if run.config.USE:  # the user's own code, which has just been executed
-        quoted += " -trust"
+        run_words += " -trust"
     train = run.config.TRAIN
-    longer = ""  # settings that let a run that has ended train longer
+    longer = ""
     if best.is_given_up(train.PATIENCE):
         longer += " TRAIN.PATIENCE=null"
     if position.epoch > train.NUM_EPOCHS:
@@ -260,20 +291,20 @@ def next_commands(run: Run, position: Position, best: Best, folder: Path, paused
     if train.MAX_UPDATES is not None and position.update >= train.MAX_UPDATES:
         longer += f" TRAIN.MAX_UPDATES={2 * position.update}"
     commands = {
-        "evaluate": f"{tool('evaluate')} {quoted}",
-        "predict": f"{tool('predict')} {quoted} IMAGE.jpg",
-        "export": f"{tool('export')} {quoted} -to onnx -out {shlex.quote(str(folder / 'model.onnx'))}",
+        "evaluate": f"{tool('evaluate')} {run_words}",
+        "predict": f"{tool('predict')} {run_words} IMAGE.jpg",
+        "export": f"{tool('export')} {run_words} -to onnx -out {shlex.quote(str(folder / 'model.onnx'))}",
     }
     if run.config.task == NO_LABELS:
-        recipe = f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {quoted}"
+        recipe = f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {run_words}"
         commands = {"finetune": start_again(run.world, recipe)}
     title = "Next:"
     if "export" in commands and run.config.DATA.is_plain:
         title = "Next (export -with_resize: a file that does the preprocessing, too):"
-    commands["report"] = f"{tool('report')} {quoted}"
+    commands["report"] = f"{tool('report')} {run_words}"
     if train.NUM_EPOCHS:
-        changed = "" if paused else longer
-        commands["resume"] = start_again(run.world, f"-resume {quoted}{changed}")
+        changes = "" if paused else longer
+        commands["resume"] = start_again(run.world, f"-resume {run_words}{changes}")
     lines = [title]
     for name, command in commands.items():
         lines.append(f"  {name:<8}  {command}")

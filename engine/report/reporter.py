@@ -1,4 +1,4 @@
-"""Reports of a run: log lines, metrics.jsonl, TensorBoard, trackers, the progress bar."""
+"""Reports what a run does: log lines, metrics.jsonl, TensorBoard, trackers, the progress bar."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Reports to all of these on rank 0; on other ranks, only log lines, which go to their own log files."""
+    """Reports to all of these on rank 0. On other ranks, it only logs lines, which go to their own log files."""
 
     def __init__(
         self, config: Config, per_epoch: int, folder: Path | None, start: Position, tracked: Sequence[TrackedRun] = ()
     ) -> None:
-        """`folder` None: write no files, and show no progress on the terminal. `start`: position to start at."""
+        """`folder` None: write no files, and show no progress on the terminal. `start`: position of this start.
+
+        `tracked`: the run at services such as Weights & Biases, which get the same metrics.
+        """
         self.config = config
         self.per_epoch = per_epoch
         self.folder = folder
@@ -50,15 +53,16 @@ class Reporter:
         self._last_verdict: Bottleneck | None = None
         self._first_update = start.update
         self._epochs_before = start.epoch - 1 + start.step / max(per_epoch, 1)
-        self._paced_from: tuple[float, float] | None = None  # seconds and epochs at the first row
+        # Seconds and epochs at the first report, from which the time left is estimated.
+        self._pace_start: tuple[float, float] | None = None
         if folder:
             with os_errors_as_user_errors(folder):
                 self._metrics = MetricsFile(folder, partial(_is_repeated, start))
-            # Points up to the checkpoint were flushed before it was saved.
+            # Points up to the checkpoint stay: they were flushed before it was saved.
             self._board = Board(folder / "tensorboard", start.update + 1)
         self.live: Live | None = None
-        shows = config.LOG_STYLE == "table" or sys.stdout.isatty() or sys.stderr.isatty()
-        if folder and not config.EVAL and shows:
+        shows_progress = config.LOG_STYLE == "table" or sys.stdout.isatty() or sys.stderr.isatty()
+        if folder and not config.EVAL and shows_progress:
             from engine.report.live import Live
 
             self.live = Live(config, per_epoch, start)
@@ -70,52 +74,58 @@ class Reporter:
             self._metrics.add(redacted(json.dumps(plain(line))))
 
     def run(self, what: str, position: Position, seconds: float, verdict: Bottleneck | None = None) -> None:
-        """Report that the run starts, resumes, is paused or ends."""
+        """Report that the run starts, resumes, is paused or ends (`what`), and its bottleneck, if given."""
         self.event("run", position, _perf(seconds, verdict), what=what, update=position.update)
         self._log_verdict(verdict)
 
     def _log_verdict(self, verdict: Bottleneck | None) -> None:
+        """Log the bottleneck of the training's speed, unless it is None or logged already."""
         if verdict is not None and verdict != self._last_verdict:
-            same = self._last_verdict is not None and verdict.bound == self._last_verdict.bound
-            extra = DETAIL if same or verdict.bound == COMPUTE else None  # nothing new, or nothing wrong
+            same_bound = self._last_verdict is not None and verdict.bound == self._last_verdict.bound
+            # As a detail, if it is not new, or if training waits for computing alone, as it should.
+            extra = DETAIL if same_bound or verdict.bound == COMPUTE else None
             log.info("Where the time went: %s", verdict.text, extra=extra)
             self._last_verdict = verdict
 
     def train(
         self, position: Position, reading: Reading, perf: Perf, figures: Mapping[str, Figure] | None = None
     ) -> None:
-        """`figures`: those of the run's callbacks."""
-        now = reading.update
+        """Report the metrics of an update, the speed, and the time left. `figures`: those of the run's callbacks."""
+        metrics_now = reading.update
         figures = figures or {}
-        at = self._epochs_before + (position.update - self._first_update) / self.per_epoch
-        end = at + updates_left(self.config, position, self.per_epoch) / self.per_epoch
-        # At the mean pace since the first row, validation and saving included. The first row itself says nothing of
-        # the pace: workers started, kernels were chosen or compiled.
-        self._paced_from = self._paced_from or (perf.seconds, at)
-        begun, work_begun = self._paced_from
-        before, done, all_work = work_until(self.config, (work_begun, at, end))
-        left = (perf.seconds - begun) * (all_work - done) / (done - before) if done > before else None
+
+        # The time left, at the mean pace since the first report, validation and saving included. The first report says
+        # nothing of the pace: workers were started until then, and kernels chosen or compiled.
+        epochs = self._epochs_before + (position.update - self._first_update) / self.per_epoch
+        epochs_at_end = epochs + updates_left(self.config, position, self.per_epoch) / self.per_epoch
+        self._pace_start = self._pace_start or (perf.seconds, epochs)
+        seconds_at_start, epochs_at_start = self._pace_start
+        before, done, all_work = work_until(self.config, (epochs_at_start, epochs, epochs_at_end))
+        left = None
+        if done > before:
+            left = (perf.seconds - seconds_at_start) * (all_work - done) / (done - before)
+
         time_left = "" if left is None else f", Left: {clock(left)}"
         health = (
             f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
             f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
             f"Time: {clock(perf.seconds)}{time_left}{perf.words()}"
         )
-        health += "".join(f", {one.words}" for one in figures.values())
+        health += "".join(f", {figure.words}" for figure in figures.values())
         if self._fleet:
-            log.info(f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {now.fleet()}")
+            log.info(f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {metrics_now.fleet()}")
             log.info("Lr: %.6e, %s", reading.lr, health)
         else:
             log.info(
                 f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
                 f"Step[{position.step:04d}/{self.per_epoch:04d}], Lr: {reading.lr:.6e}, "
-                f"Loss: {now.loss:.4f} ({reading.epoch.loss:.4f}), {reading.epoch.average()}, {health}",
+                f"Loss: {metrics_now.loss:.4f} ({reading.epoch.loss:.4f}), {reading.epoch.average()}, {health}",
                 extra=DETAIL,
             )
         if self.live:
             self.live.reported(reading, perf, left)
         metrics = {
-            **now.fields(),
+            **metrics_now.fields(),
             "lr": reading.lr,
             "grad_norm": reading.grad_norm,
             "scale": reading.scale,
@@ -126,6 +136,7 @@ class Reporter:
         self._plot("train", {**metrics, "images_per_second": perf.images_per_second, **perf.extra()}, position.update)
 
     def epoch(self, position: Position, means: Metrics, seconds: float, verdict: Bottleneck | None = None) -> None:
+        """Report the mean metrics of an epoch that has ended, its duration, and the bottleneck, if given."""
         self.summary("Train", position, means, seconds)
         self.event("epoch", position, _perf(seconds, verdict), update=position.update, **means.fields())
         if self.live:
@@ -135,7 +146,7 @@ class Reporter:
     def validation(
         self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str = ""
     ) -> None:
-        """`mark`: word for the best validation so far; '' for another."""
+        """Report the metrics of a validation, by set of weights. `mark`: word for the best so far; '' for another."""
         fields: dict[str, float | None] = {}
         for which, means in metrics.items():
             fields |= {f"{which.prefix}{name}": value for name, value in means.fields().items()}
@@ -145,18 +156,21 @@ class Reporter:
         if self.live:
             self.live.validated(position, metrics, seconds, mark)
 
-    def summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
-        """Log the metrics of an epoch, of its part up to the end of the run, or of a validation."""
+    def summary(self, phase: str, position: Position, means: Metrics, seconds: float, weights: str = "") -> None:
+        """Log the metrics of an epoch, of its part up to the end of the run, or of a validation.
+
+        `phase`: Train or Validation. `weights`: mark of the set of weights; '' for the trained ones.
+        """
         epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:0>3}], "  # with -eval perhaps auto
-        if self.config.EVAL and not position.update:  # weights that are no run's
+        if self.config.EVAL and not position.update:  # the evaluated weights are not of a run
             epoch = ""
         elif self._fleet:
             epoch = f"Epoch {position.epoch - 1}, "
         more = "".join(f", {metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
-        resumed = what == "Train" and position.update - position.step < self._first_update  # within this epoch
-        since = " since the resume" if resumed else ""
-        words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{since}{means.after_time()}{more}{whose}"
-        log.info(words, extra=DETAIL)
+        resumed_within = phase == "Train" and position.update - position.step < self._first_update
+        since = " since the resume" if resumed_within else ""
+        line = f"----- {epoch}{means.summary(phase)}, time: {seconds:.2f}{since}{means.after_time()}{more}{weights}"
+        log.info(line, extra=DETAIL)
 
     def flush(self) -> None:
         """Sync metrics.jsonl and TensorBoard to the disk, so that no checkpoint is ahead of them."""
@@ -166,6 +180,7 @@ class Reporter:
             self._board.flush()
 
     def _plot(self, group: str, metrics: Mapping[str, float | None], update: int) -> None:
+        """Send metrics to TensorBoard and the trackers. `group`: train or val."""
         values = {name: value for name, value in metrics.items() if value is not None}  # a task may lack some
         if self._board:
             for name, value in values.items():
@@ -180,13 +195,14 @@ class Reporter:
 
     @property
     def lost(self) -> list[str]:
-        """What the run's folder lacks, in words."""
+        """Names of what could not be written into the run's folder."""
         return ["later points in tensorboard"] if self._board and self._board.ended else []
 
     def close(self) -> None:
-        for one in (self.live, self._metrics, self._board, *self._tracked):
-            if one:
-                one.close()
+        """Close all that it reports to."""
+        for target in (self.live, self._metrics, self._board, *self._tracked):
+            if target:
+                target.close()
 
 
 class Board:
@@ -199,12 +215,12 @@ class Board:
         self._writer: SummaryWriter | None = None
         self.ended = False
         """Whether a point could not be written; later ones are left out."""
-        before = threading.excepthook
+        previous_hook = threading.excepthook
 
         def hook(args: threading.ExceptHookArgs) -> None:
             """Ignore disk errors of TensorBoard's own thread, where nobody can catch them."""
             if not (type(args.thread).__name__ == "_AsyncWriterThread" and issubclass(args.exc_type, OSError)):
-                before(args)
+                previous_hook(args)
 
         threading.excepthook = hook
 
@@ -229,6 +245,7 @@ class Board:
                 self._writer.close()
 
     def _attempt(self, call: Callable[..., object], *args: object) -> None:
+        """Call, unless a call has failed before. If it fails, warn, and leave out all later points."""
         if self.ended:
             return
         try:
@@ -244,11 +261,15 @@ class Board:
 
 
 def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:
+    """Return the field `perf` of a line of metrics.jsonl: duration, and the bottleneck if there is one."""
     return {"seconds": round(seconds, 3)} | ({} if verdict is None else {"verdict": verdict.as_dict()})
 
 
 def _is_repeated(start: Position, line: Line) -> bool:
-    """Whether a run that is resumed at `start` writes such a line again."""
+    """Whether a run that is resumed at `start` will write a line of metrics.jsonl again, which is then removed.
+
+    A damaged line is removed too.
+    """
     try:
         event = line["event"]
         update = line["update"]

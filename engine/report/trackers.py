@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, which get metrics beside TensorBoard. Imported only where WANDB or MLFLOW is set.
+"""Sends metrics to Weights & Biases and MLflow. This module is imported only if WANDB or MLFLOW is set.
 
 Each update is sent once, also after a resume, and no failure of a service ends training.
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     import wandb
 
 LONGEST_TAG = 64
-"""Characters; the service takes no longer one."""
+"""Most characters of a tag at Weights & Biases"""
 MOST_PARAMETERS = 100
 """MLflow's limit for one request"""
 MLFLOW_DEFAULTS = {
-    # Its own are two minutes and seven retries, for which training would wait.
+    # mlflow's own defaults are two minutes and seven retries, for which training would wait.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -45,9 +45,13 @@ MLFLOW_DEFAULTS = {
 
 
 def check_project(key: str, name: str) -> None:
-    """Refuse what the service would refuse only once training has begun."""
+    """Raise UserError if the package is missing, or for a name that the service would refuse once training has begun.
+
+    `key`: the setting that names the project, WANDB or MLFLOW. `name`: its value.
+    """
     package = key.lower()
-    # Not an import, which would take a folder of its name, as wandb makes, for the package.
+    # The installed packages are listed, not imported: an import would take a folder "wandb", which wandb makes, for the
+    # package.
     if not versions(package, f"{package}-skinny"):  # the smaller package of MLflow sends to a server
         raise UserError(
             f"{key} {name}: the package {package} is not installed. Run: pip install {package}   or leave {key} out."
@@ -60,6 +64,7 @@ def check_project(key: str, name: str) -> None:
 
 
 def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[str, Any]) -> wandb.Run:
+    """Begin a run at Weights & Biases, or resume the one whose id is `name`. `settings`: to be shown there."""
     if sys.modules.get("wandb", sys) is None:  # hidden at the start (engine/entry.py)
         del sys.modules["wandb"]
     import wandb
@@ -86,7 +91,7 @@ def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[
             finish_timeout=30,
         ),
     )
-    if run.disabled and os.environ.get("WANDB_MODE") != "disabled":  # nobody answered its question for the key
+    if run.disabled and os.environ.get("WANDB_MODE") != "disabled":  # wandb asked for a key, and nobody answered
         raise UserError("nobody is logged in")
     if run.url:
         log.info("Weights & Biases: the metrics go to %s", run.url)
@@ -100,7 +105,7 @@ def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[
 
 
 class MlflowRun:
-    """A run of MLflow, with the methods of one of Weights & Biases."""
+    """A run at MLflow, with the methods that a run of Weights & Biases has."""
 
     def __init__(self, config: Config, folder: Path, name: str | None, settings: dict[str, Any]) -> None:
         for key, value in MLFLOW_DEFAULTS.items():
@@ -110,7 +115,7 @@ class MlflowRun:
         self._metric = mlflow.entities.Metric
         parameter = mlflow.entities.Param
         for package in ("mlflow", "alembic"):
-            logging.getLogger(package).setLevel(logging.WARNING)  # they report how a new store's tables are made
+            logging.getLogger(package).setLevel(logging.WARNING)  # they log how tables of a new store are made
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         self._client = mlflow.MlflowClient(uri)
         self.summary = SimpleNamespace(update=self._log_best)
@@ -118,19 +123,21 @@ class MlflowRun:
             self.id = name
             self._client.update_run(name, status="RUNNING")
         else:
-            found = self._client.get_experiment_by_name(project)
-            experiment = found.experiment_id if found else self._client.create_experiment(project)
+            existing = self._client.get_experiment_by_name(project)
+            experiment = existing.experiment_id if existing else self._client.create_experiment(project)
             tags = {"precision": settings["precision"], "tag": config.TAG or ""}
             self.id: str = self._client.create_run(experiment, tags=tags, run_name=folder.name).info.run_id
             parameters = [parameter(key, redacted(str(value))) for key, value in values_by_key(config).items()]
-            for first in range(0, len(parameters), MOST_PARAMETERS):  # of the first start: they cannot change there
-                self._client.log_batch(self.id, params=parameters[first : first + MOST_PARAMETERS])
+            # The parameters are those of the first start, since MLflow does not allow to change them.
+            for start in range(0, len(parameters), MOST_PARAMETERS):
+                self._client.log_batch(self.id, params=parameters[start : start + MOST_PARAMETERS])
         log.info("MLflow: the metrics go to the experiment %s in %s", project, redacted(uri))
 
     def log(self, values: dict[str, float]) -> None:
-        now = int(1000 * time.time())
+        """Send metrics by name; "update" among them is the update that they are of."""
+        milliseconds = int(1000 * time.time())
         step = int(values["update"])
-        metrics = [self._metric(name, value, now, step) for name, value in values.items() if name != "update"]
+        metrics = [self._metric(name, value, milliseconds, step) for name, value in values.items() if name != "update"]
         self._client.log_batch(self.id, metrics=metrics)
 
     def _log_best(self, best: dict[str, float]) -> None:
@@ -141,10 +148,12 @@ class MlflowRun:
 
 
 class Service(NamedTuple):
+    """A service that a run can send its metrics to."""
+
     title: str
     begin: Callable[..., wandb.Run | MlflowRun]
     instead: str = ""
-    """What to do where it cannot be used"""
+    """Advice for a machine where it cannot be used"""
 
 
 SERVICES = {
@@ -159,11 +168,11 @@ SERVICES = {
 
 
 class TrackedRun:
-    """Run at a service, the same one for all starts of a run here. Only rank 0 has one."""
+    """The run at a service, which is the same for all starts of a run here. Only rank 0 has one."""
 
     def __init__(self, key: str, config: Config, folder: Path, precision: str) -> None:
         """`key`: the setting that names the project, WANDB or MLFLOW."""
-        # The last update in metrics.jsonl: earlier starts of this run have sent those up to it.
+        # Earlier starts of this run have sent the updates up to the last one in metrics.jsonl.
         history = History.of_run(folder)
         self._sent = dict[str, int]()
         for kind in ("train", "val"):
@@ -174,23 +183,24 @@ class TrackedRun:
         self._attempt(f"cannot be used{self._service.instead}", self._begin, key, config, folder, precision)
 
     def _begin(self, key: str, config: Config, folder: Path, precision: str) -> None:
-        note = folder / f"{key.lower()}.json"  # the id of the run at the service, which a resumed run continues there
+        """Begin the run at the service, or resume it there by its id, which a file in the run's folder keeps."""
+        id_file = folder / f"{key.lower()}.json"
         try:
-            name = str(parse_json(read_regular(note))["id"])
+            run_id = str(parse_json(read_regular(id_file))["id"])
         except (OSError, ValueError, KeyError, TypeError):
-            name = None
+            run_id = None
             self._sent = {}
         settings = {**redacted_values(config.model_dump(mode="json")), "precision": precision}
-        run = self._service.begin(config, folder, name, settings)
-        if name is None:
-            write_atomically(note, json.dumps({"project": getattr(config, key), "id": run.id}) + "\n")
+        run = self._service.begin(config, folder, run_id, settings)
+        if run_id is None:
+            write_atomically(id_file, json.dumps({"project": getattr(config, key), "id": run.id}) + "\n")
         self._run = run
 
     def add(self, group: str, values: dict[str, float], update: int) -> None:
         """Send the finite values, unless they were sent before: a resumed run repeats some updates."""
         if self._run is not None and update > self._sent.get(group, -1):
-            named = {f"{group}/{name}": value for name, value in values.items() if math.isfinite(value)}
-            self._attempt("no longer answers", self._run.log, {"update": update, **named})
+            finite = {f"{group}/{name}": value for name, value in values.items() if math.isfinite(value)}
+            self._attempt("no longer answers", self._run.log, {"update": update, **finite})
 
     def ended(self, best: Best) -> None:
         """Report success, at the end of training or when it is paused. Otherwise `close` reports a failure."""
@@ -200,13 +210,14 @@ class TrackedRun:
             self._attempt("no longer answers", self._run.summary.update, summary)
 
     def close(self) -> None:
+        """End the run at the service, as failed unless `ended` was called."""
         run = self._run
         self._run = None
         if run is not None:
             self._attempt("did not accept the last metrics", run.finish, 0 if self._succeeded else 1)
 
     def _attempt(self, failure: str, call: Callable[..., Any], *args: Any) -> None:
-        """Call it; if it fails, warn once and send nothing more."""
+        """Call the service. If it fails, warn that it `failure`, such as "no longer answers", and send nothing more."""
         try:
             call(*args)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""`csv`: a table with one image per line, as a path and a target; with DATA.MULTI_LABEL, several of them or none."""
+"""`csv`: a table with one image per line, as a path and a label; with DATA.MULTI_LABEL, any number of labels."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ from utils.text import one_line, some_of
 from vitamp.files import read_regular
 
 SEPARATORS = (";", "|", ",")
-"""Between the labels of an image; the first that occurs in the training table separates"""
+"""Characters that may separate the labels of an image; the first that occurs in the training table does"""
 
 PATHS = ("path", "image_path", "image", "file", "filename")
+"""Usual names of the column of paths"""
 NUMBERED = re.compile(rf"(?:{'|'.join(PATHS)})_?([0-9]{{1,4}})", re.IGNORECASE)
 """Names of columns that each hold a file of the same image"""
 TARGETS = ("target", "label", "class")
+"""Usual names of the column of labels"""
 PLURALS = ("targets", "labels", "classes")
-"""Names of the column that may hold several labels, besides TARGETS"""
+"""Usual names of the column that may hold several labels, besides TARGETS"""
 SPLITS = ("split", "set", "fold", "partition", "subset")
-"""Names of the column that may say which split an image of a single table is in"""
+"""Usual names of the column that may say which split an image of a single table is in"""
 table_name = "{}.csv".format
 """File name of the table of a split"""
 LAYOUT = """Expected layout:
@@ -60,162 +62,189 @@ ADVICE = "Name the columns in a header, such as path,target, or with -columns fi
 
 
 class _Header:
-    """The names of a table's columns, and what the columns hold, by DATA.COLUMNS, DATA.GROUP or their names."""
+    """The header of a table: it finds the columns of paths, labels, classes and splits.
+
+    DATA.COLUMNS can name the columns of path and label, and DATA.GROUP that of groups; otherwise their usual names
+    tell. A column is an index, counted from 0.
+    """
 
     def __init__(self, file: Path, names: list[str], data: DataConfig) -> None:
+        """`names`: the fields of the table's first line."""
         self.file = file
         self.names = names
         self.data = data
         self.folded = [name.casefold() for name in names]
-        self.given: dict[str, str] = dict(re.findall(COLUMN, data.COLUMNS or ""))
+        self.configured: dict[str, str] = dict(re.findall(COLUMN, data.COLUMNS or ""))
+        """DATA.COLUMNS: the names of the columns `file` and `label`, as far as they are set"""
 
-    def first_of(self, names: Iterable[str]) -> list[int]:
-        """Place of the first of the names that a column has; empty without one."""
+    def find_first(self, names: Iterable[str]) -> list[int]:
+        """Return the column with the first of these names that the table has, as a list of one; empty without one."""
         return [self.folded.index(name.casefold()) for name in names if name.casefold() in self.folded][:1]
 
-    def split(self) -> int | None:
-        """Place of the column that may name splits."""
-        taken = (self.data.GROUP, *self.given.values())
-        free = ["" if name in taken else name.casefold() for name in self.names]
-        return next((free.index(name) for name in SPLITS if name in free), None)
+    def split_column(self) -> int | None:
+        """Return the column that may say which split an image is in; None without a column of such a name."""
+        used_otherwise = (self.data.GROUP, *self.configured.values())
+        candidates = ["" if name in used_otherwise else name.casefold() for name in self.names]
+        return next((candidates.index(name) for name in SPLITS if name in candidates), None)
 
-    def places(self, split: int | None) -> tuple[list[int], list[int]]:
-        """Places of the columns of paths, and of the one of labels, or of one per class. `split`: that of splits.
+    def path_and_label_columns(self, split_column: int | None) -> tuple[list[int], list[int]]:
+        """Return the columns of paths, and the column of labels, or those of the classes; raise UserError without them.
 
-        With DATA.MULTI_LABEL and no column of labels, all but those of paths are classes. Two columns may have any
-        names.
+        With DATA.MULTI_LABEL and no column of labels, every column but those of paths is a class. If a table has just
+        two columns, they are read as path and label whatever their names are. `split_column` is neither.
         """
-        targets = TARGETS + PLURALS if self.data.MULTI_LABEL else TARGETS
-        names = (self.given["label"],) if "label" in self.given else targets
-        own = [place for place, name in enumerate(self.names) if name != self.data.GROUP and place != split]
-        paths = self.files()
-        labels = self.first_of(names)
-        if len(own) == 2 and not (self.data.MULTI_LABEL or self.given or (paths and labels)):
-            path, label = self.of_any_names(own, paths, labels)
+        usual_names = TARGETS + PLURALS if self.data.MULTI_LABEL else TARGETS
+        label_names = (self.configured["label"],) if "label" in self.configured else usual_names
+        columns = [
+            column for column, name in enumerate(self.names) if name != self.data.GROUP and column != split_column
+        ]
+        paths = self.path_columns()
+        labels = self.find_first(label_names)
+        if len(columns) == 2 and not (self.data.MULTI_LABEL or self.configured or (paths and labels)):
+            path, label = self.path_and_label_of_two(columns, paths, labels)
             paths = [path]
             labels = [label]
         if not paths:
-            raise self.lacks(PATHS)
-        called = self.folded
+            raise self.missing_column(PATHS)
+        compared_names = self.folded
         if not labels:
-            labels = self.class_columns(own, paths, names)
-            called = self.names  # classes may be a and A
-        for place in paths + labels:
-            if called.count(called[place]) > 1:
-                raise UserError(f"{self.file}: two columns are called {self.names[place]!r}; remove or rename one.")
+            labels = self.class_columns(columns, paths, label_names)
+            compared_names = self.names  # classes may be a and A
+        for column in paths + labels:
+            if compared_names.count(compared_names[column]) > 1:
+                raise UserError(f"{self.file}: two columns are called {self.names[column]!r}; remove or rename one.")
         return paths, labels
 
-    def of_any_names(self, own: list[int], paths: list[int], labels: list[int]) -> tuple[int, int]:
-        """Places of the path and the label, if a table has two columns, of which at most one has a usual name."""
-        if any(self.names[place].lower().endswith(ENDINGS) for place in own):
+    def path_and_label_of_two(self, columns: list[int], paths: list[int], labels: list[int]) -> tuple[int, int]:
+        """Decide which of a table's two columns is the path and which the label, with a warning.
+
+        At most one of them has a usual name: `paths` and `labels` are the columns that were found by their names.
+        """
+        if any(self.names[column].lower().endswith(ENDINGS) for column in columns):
             raise UserError(f"{self.file} has no header: its first line is {', '.join(self.names)}. {ADVICE}")
-        path, label = own
+        path, label = columns
         if path in labels or label in paths[:1]:
             path, label = label, path
-        read = f"{self.names[path]!r} is read as the path, {self.names[label]!r} as the label"
-        warn_once(f"{self.file}: the column {read}. {ADVICE}")
+        reading = f"{self.names[path]!r} is read as the path, {self.names[label]!r} as the label"
+        warn_once(f"{self.file}: the column {reading}. {ADVICE}")
         return path, label
 
-    def class_columns(self, own: list[int], paths: list[int], names: Sequence[str]) -> list[int]:
-        """Places of the columns that are classes. `names`: of a column of labels, which the table lacks."""
-        if not self.data.MULTI_LABEL or "label" in self.given:
-            raise self.lacks(names)
-        classes = [place for place in own if place not in paths]
+    def class_columns(self, columns: list[int], paths: list[int], label_names: Sequence[str]) -> list[int]:
+        """Return the columns that are classes, in a table without a column of labels; raise UserError without them.
+
+        These are all `columns` but those of `paths`. `label_names`: names that a column of labels could have had.
+        """
+        if not self.data.MULTI_LABEL or "label" in self.configured:
+            raise self.missing_column(label_names)
+        classes = [column for column in columns if column not in paths]
         if len(classes) < 2:
-            what = f"neither a column called {' or '.join(names)} nor one column per class"
-            raise UserError(f"{self.file} has {what}. {LAYOUT.format(root=self.file.parent)}")
+            missing = f"neither a column called {' or '.join(label_names)} nor one column per class"
+            raise UserError(f"{self.file} has {missing}. {LAYOUT.format(root=self.file.parent)}")
         return classes
 
-    def files(self) -> list[int]:
-        """Places of the columns of paths: one, or those of several files per image."""
-        return self.first_of([self.given["file"]] if "file" in self.given else PATHS) or self.numbered()
+    def path_columns(self) -> list[int]:
+        """Return the column of paths, or the columns of an image's several files; empty if there is none."""
+        names = [self.configured["file"]] if "file" in self.configured else PATHS
+        return self.find_first(names) or self.numbered_path_columns()
 
-    def numbered(self) -> list[int]:
-        """Places of columns such as file_1, file_2, each with a file of the same image, in the order of numbers."""
-        matches = () if "file" in self.given else map(NUMBERED.fullmatch, self.names)
-        found = {int(match[1]): place for place, match in enumerate(matches) if match}
-        if not found:
+    def numbered_path_columns(self) -> list[int]:
+        """Return columns such as file_1, file_2, each with a file of the same image, in the order of the numbers.
+
+        Empty if there are none. Raises UserError if a number between them is missing.
+        """
+        if "file" in self.configured:
             return []
-        numbers = sorted(found)
-        names = ", ".join(self.names[found[number]] for number in numbers)
-        of_image = f"{self.file}: the columns {names} are the files of an image"
+        matches = map(NUMBERED.fullmatch, self.names)
+        column_of = {int(match[1]): column for column, match in enumerate(matches) if match}
+        if not column_of:
+            return []
+        numbers = sorted(column_of)
+        names = ", ".join(self.names[column_of[number]] for number in numbers)
+        message = f"{self.file}: the columns {names} are the files of an image"
         for number in range(numbers[0], numbers[-1]):
-            if number not in found:
-                raise UserError(f"{of_image}, but there is none with number {number}.")
-        warn_once(f"{of_image}, in the order of its channels.", logging.INFO)
-        return [found[number] for number in numbers]
+            if number not in column_of:
+                raise UserError(f"{message}, but there is none with number {number}.")
+        warn_once(f"{message}, in the order of its channels.", logging.INFO)
+        return [column_of[number] for number in numbers]
 
-    def lacks(self, names: Sequence[str], labelled: bool = True) -> UserError:
-        """The error for a column of paths or labels that has none of these names."""
+    def missing_column(self, names: Sequence[str], labelled: bool = True) -> UserError:
+        """Make the error for a table that has no column of any of these names. `labelled`: the table needs labels."""
         suggestions = (nearest(name, names) for name in self.folded)
         suggestion = next(filter(None, suggestions), "")
-        own = ", ".join(self.names) or "none"
+        columns = ", ".join(self.names) or "none"
         advice = f" {ADVICE} {LAYOUT.format(root=self.file.parent)}" if labelled else ""
-        return UserError(f"{self.file} has no column {' or '.join(names)}; its columns are {own}.{suggestion}{advice}")
+        wanted = " or ".join(names)
+        return UserError(f"{self.file} has no column {wanted}; its columns are {columns}.{suggestion}{advice}")
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Columns of one file."""
+    """The images and labels of one table, or of the lines of one split in it."""
 
     file: Path
     several: bool
     """DATA.MULTI_LABEL: any number of labels per line; else one"""
     columns: list[str] | None
-    """With DATA.MULTI_LABEL: the classes, if each has a column"""
+    """Names of the classes, if each has a column of its own, which DATA.MULTI_LABEL allows; else None"""
     paths: list[str]
+    """One per image; several files of one image are joined by OF_SEVERAL"""
     root: Path
-    """The folder that they are relative to"""
-    numbers: list[int]
-    """Line numbers in the file"""
+    """The folder that `paths` are relative to"""
+    line_numbers: list[int]
+    """Number of the line of each image in the file, for messages"""
     groups: list[str]
-    """Of the column DATA.GROUP; empty without"""
+    """Group of each image, from the column DATA.GROUP; empty without such a column"""
     separator: str
-    """With DATA.MULTI_LABEL: between the labels of a line"""
-    sets: list[tuple[str, ...]] = field(default_factory=list)
-    """The labels of each line; empty for an image of no class"""
+    """With DATA.MULTI_LABEL: the character between the labels of a line"""
+    label_sets: list[tuple[str, ...]] = field(default_factory=list)
+    """Labels of each image; an image of no class has none"""
 
     def where(self, row: int) -> str:
-        return f"{self.file}:{self.numbers[row]}"
+        """Name the line of an image for a message, as file:line."""
+        return f"{self.file}:{self.line_numbers[row]}"
 
-    def each(self) -> list[tuple[int, str]]:
-        """All labels, each with its row."""
-        found = []
-        for row, of_image in enumerate(self.sets):
-            found += [(row, label) for label in of_image]
-        return found
+    def all_labels(self) -> list[tuple[int, str]]:
+        """List all labels of all images, each with the row of its image."""
+        rows_and_labels = []
+        for row, labels in enumerate(self.label_sets):
+            rows_and_labels += [(row, label) for label in labels]
+        return rows_and_labels
 
     def is_numbered(self) -> bool:
-        """Whether the labels are numbers, as the first one says."""
-        first = next((label for _, label in self.each()), "")
-        if not first and self.columns is None:
+        """Tell whether labels are numbers, not names. The first label decides; UserError if there is none."""
+        first_label = next((label for _, label in self.all_labels()), "")
+        if not first_label and self.columns is None:
             raise UserError(f"The table {self.file}: no image has a label.")
-        return self.columns is None and _whole_number(first) is not None
+        return self.columns is None and _whole_number(first_label) is not None
 
     def label_numbers(self, num_classes: int) -> list[int]:
-        """The numbers in `each`, checked."""
-        found = []
-        for row, text in self.each():
-            label = _whole_number(text)
-            if label is None:
+        """Convert `all_labels`, which are texts, to numbers. UserError for a label that is none, or is out of range."""
+        numbers = []
+        for row, text in self.all_labels():
+            number = _whole_number(text)
+            if number is None:
                 raise UserError(f"{self.where(row)}: the label {text!r} is not a whole number, but the first label is.")
-            check_label(label, num_classes, self.where(row))
-            found.append(label)
-        return found
+            check_label(number, num_classes, self.where(row))
+            numbers.append(number)
+        return numbers
 
     def classes(self) -> list[str] | range:
-        """The names of the classes that this table has; their numbers if they have no names."""
+        """Return the names of the classes in the order of their labels; their numbers if they have no names."""
         if self.is_numbered():
             return range(max(self.label_numbers(ANY_LABEL)) + 1)
-        return self.columns or sorted({label for _, label in self.each()})
+        return self.columns or sorted({label for _, label in self.all_labels()})
 
     def labelled(self, training: _Table, num_classes: int) -> FileSamples:
-        """The images with checked labels. `training`: the table that defines the classes."""
+        """Make samples of the images, with labels as numbers. UserError for a label that does not fit.
+
+        `training`: the table whose classes count, which may be this one. `num_classes`: those of the model; with
+        ANY_LABEL as many as the table has.
+        """
         classes = training.classes()
-        counted = self.several and num_classes == ANY_LABEL
-        width = len(classes) if counted else num_classes
+        takes_count_of_table = self.several and num_classes == ANY_LABEL
+        width = len(classes) if takes_count_of_table else num_classes
         if isinstance(classes, range):
-            if counted:
+            if takes_count_of_table:
                 self.check_gaps()
             names = None
             numbers = self.label_numbers(width)
@@ -224,8 +253,8 @@ class _Table:
             names = classes
             numbers = self.numbers_of_names(training, classes)
         if self.several:
-            labels = np.zeros((len(self.sets), width), dtype=np.uint8)
-            labels[[row for row, _ in self.each()], numbers] = 1
+            labels = np.zeros((len(self.label_sets), width), dtype=np.uint8)
+            labels[[row for row, _ in self.all_labels()], numbers] = 1
         else:
             labels = np.array(numbers, dtype=np.int64)
         files = FileSamples(self.root, self.paths, labels, names)
@@ -233,12 +262,15 @@ class _Table:
         return files
 
     def numbers_of_names(self, training: _Table, classes: list[str]) -> list[int]:
-        """The numbers of the names in `each`, checked. `classes`: names of those of `training`."""
+        """Convert `all_labels`, which are names of classes, to numbers. UserError for a name that is no class.
+
+        `classes`: the names of the classes, which the table `training` has.
+        """
         if self.columns is not None and set(self.columns) != set(classes):
             missing = min(set(self.columns) ^ set(classes))
             raise UserError(f"{self.file} and {training.file} need the same columns: one lacks {missing}.")
-        number_of = {name: label for label, name in enumerate(classes)}
-        for row, name in self.each():
+        number_of = {name: number for number, name in enumerate(classes)}
+        for row, name in self.all_labels():
             if name not in number_of:
                 raise UserError(
                     f"{self.where(row)}: {training.file} has no class {name!r}.{nearest(name, classes)} "
@@ -246,127 +278,160 @@ class _Table:
                 )
             if not self.several and _whole_number(name) is not None:
                 raise UserError(
-                    f"{self.where(row)}: the target {name} is a number, but {training.sets[0][0]!r} in "
+                    f"{self.where(row)}: the target {name} is a number, but {training.label_sets[0][0]!r} in "
                     f"{training.where(0)} is a name. Give all targets as names, or all as whole numbers."
                 )
-        return [number_of[name] for _, name in self.each()]
+        return [number_of[name] for _, name in self.all_labels()]
 
     def log_separator(self) -> None:
-        """Log what separates labels; without such lines, warn of a label that looks like a list."""
-        if any(len(labels) > 1 for labels in self.sets):
+        """Log which character separates labels. If no image has several, warn of a label that looks like a list."""
+        if any(len(labels) > 1 for labels in self.label_sets):
             log.info("%s: the labels of an image are separated by %r.", self.file, self.separator)
             return
-        marks = " " if self.several else ";|"
-        do = "separate them by ';'" if self.several else "set DATA.MULTI_LABEL=true"
-        for row, label in self.each():
-            if any(mark in label for mark in marks):
-                what = f"{self.where(row)}: the label {self.sets[row][0]!r} is read as one class."
-                log.warning("%s If it lists several labels, %s.", what, do)
+        marks_of_lists = " " if self.several else ";|"
+        advice = "separate them by ';'" if self.several else "set DATA.MULTI_LABEL=true"
+        for row, label in self.all_labels():
+            if any(mark in label for mark in marks_of_lists):
+                message = f"{self.where(row)}: the label {self.label_sets[row][0]!r} is read as one class."
+                log.warning("%s If it lists several labels, %s.", message, advice)
                 return
 
     def check_gaps(self) -> None:
-        rows = [row for row, _ in self.each()]
-        check_gaps(self.label_numbers(ANY_LABEL), lambda place: self.where(rows[place]))
+        """Raise UserError if labels are numbers of which suspiciously many do not occur; see `labels.check_gaps`."""
+        rows = [row for row, _ in self.all_labels()]
+        check_gaps(self.label_numbers(ANY_LABEL), lambda index: self.where(rows[index]))
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
-    files = _files(data)
-    training = _read(files.get("all") or files["train"], data)
-    made = part_made(files, part)
-    table = training if made else _read_part(files, part, training, data)
-    return split_files(table.labelled(training, num_classes), data, made)
+    """Open a split: it has a table of its own, or is made of the images of the only table."""
+    locations = _locations(data)
+    training = _read(locations.get("all") or locations["train"], data)
+    part_to_make = part_made(locations, part)
+    table = training if part_to_make else _read_part(locations, part, training, data)
+    return split_files(table.labelled(training, num_classes), data, part_to_make)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    given = _files(data)
-    parts = parts_read(data, train, given)
-    first = _read(given.get("all") or given["train"], data)
-    if first.columns is None:
-        first.log_separator()
-    if train and not any(first.sets):
-        raise UserError(f"The table {first.file}: no image has a label.")
-    files = first.labelled(first, num_classes)
-    split_files(files, data, part_made(given, parts[-1]))
-    read = [first if part_made(given, part) else _read_part(given, part, first, data) for part in parts]
-    classes = first.classes()
-    log_unused_outputs(len(classes), num_classes, f"The table {first.file}")
-    warn_empty_classes(files.labels, classes, f"The table {first.file}")
-    warn_alike_names(classes, f"The table {first.file}")
-    row_of: dict[str, tuple[_Table, int]] = {}
-    for table in read:
-        if table is not first:
-            split_files(table.labelled(first, num_classes), data, None)
+    """Check the tables of all splits that a run reads, and that the first images exist; log what is unusual."""
+    locations = _locations(data)
+    parts = parts_read(data, train, locations)
+    training = _read(locations.get("all") or locations["train"], data)
+    owner = f"The table {training.file}"
+    if training.columns is None:
+        training.log_separator()
+    if train and not any(training.label_sets):
+        raise UserError(f"{owner}: no image has a label.")
+    files = training.labelled(training, num_classes)
+    split_files(files, data, part_made(locations, parts[-1]))
+    tables = []
+    for part in parts:
+        is_made = part_made(locations, part) is not None
+        tables.append(training if is_made else _read_part(locations, part, training, data))
+    classes = training.classes()
+    log_unused_outputs(len(classes), num_classes, owner)
+    warn_empty_classes(files.labels, classes, owner)
+    warn_alike_names(classes, owner)
+
+    # An image that is in two lines, of one table or of two, must have the same labels in both.
+    first_line_of: dict[str, tuple[_Table, int]] = {}
+    for table in tables:
+        if table is not training:
+            split_files(table.labelled(training, num_classes), data, None)
         for row, path in enumerate(table.paths):
-            other, before = row_of.setdefault(path, (table, row))
-            if set(other.sets[before]) != set(table.sets[row]):
-                what = f"{table.where(row)}: {path.partition(OF_SEVERAL)[0]} has other labels in {other.where(before)}."
-                raise UserError(f"{what} An image has one label, or, with DATA.MULTI_LABEL, all of them in one line.")
+            first_table, first_row = first_line_of.setdefault(path, (table, row))
+            if set(first_table.label_sets[first_row]) != set(table.label_sets[row]):
+                image = path.partition(OF_SEVERAL)[0]
+                message = f"{table.where(row)}: {image} has other labels in {first_table.where(first_row)}."
+                raise UserError(
+                    f"{message} An image has one label, or, with DATA.MULTI_LABEL, all of them in one line."
+                )
         check_first_files(table.file, table.paths, data, table.root)
 
 
-def _files(data: DataConfig) -> dict[Part, tuple[Path, str]]:
-    """The file of each split, or one file for all. With it, the split's name in the file's column of splits, if any."""
-    given = data.DATASET.removeprefix(CSV_PREFIX) if data.DATASET.startswith(CSV_PREFIX) else data.DATA_PATH
-    if given is None:
+def _locations(data: DataConfig) -> dict[Part, tuple[Path, str]]:
+    """Find where each split is: its table, and its name in the column of splits if one table has several.
+
+    The name is '' if the whole table is one split. `all` is a table that the program splits.
+    """
+    is_in_name = data.DATASET.startswith(CSV_PREFIX)
+    place = data.DATASET.removeprefix(CSV_PREFIX) if is_in_name else data.DATA_PATH
+    if place is None:
         raise UserError(f"DATA.DATASET csv needs DATA.DATA_PATH (-data_path). {LAYOUT.format(root='/data/cats')}")
-    root = Path(given).expanduser()
+    root = Path(place).expanduser()
     if root.is_file():
-        return {part: (root, name) for part, name in _splits_in(root, data).items()}
+        return {part: (root, name) for part, name in _splits_in_table(root, data).items()}
     parts = parts_in_files(root, data, table_name)
     for part in ("train", "val"):
         if part not in parts and "all" not in parts:
             problem = no_file(root / table_name(part) if root.is_dir() else root)
-            key = "DATA.DATA_PATH (-data_path)" if given == data.DATA_PATH else "DATA.DATASET (-dataset)"
+            key = "DATA.DATA_PATH (-data_path)" if place == data.DATA_PATH else "DATA.DATASET (-dataset)"
             raise UserError(f"{key}: {problem}. {LAYOUT.format(root=root)}")
     return {part: (root / file, "") for part, file in parts.items()}
 
 
-def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
-    """The splits that a single table's column of splits names, and their names there; `all` without such a column."""
+def _splits_in_table(file: Path, data: DataConfig) -> dict[Part, str]:
+    """Map each split to its name in a table's column of splits.
+
+    A table without such a column is {'all': ''}: the program splits it.
+    """
     rows = _rows(file, data)
     _, header = next(rows)
-    place = _Header(file, header, data).split()
-    if place is None:
+    column = _Header(file, header, data).split_column()
+    if column is None:
         return {"all": ""}
-    line_of: dict[str, int] = {}
-    for number, fields in rows:
-        line_of.setdefault(_split_named(fields, place), number)
-    column = f"the column {header[place]!r}"
-    if TRAIN not in line_of or len(line_of) == 1:
-        if len(header) > 2 and not data.MULTI_LABEL:  # else it has the labels
-            what = f"{column} is not read as splits: it holds {some_of(list(line_of))}, not train and val or test"
-            warn_once(f"{file}: {what}. DATA.GROUP={header[place]} keeps images of one value together.")
+    first_line_of: dict[str, int] = {}
+    for line_number, fields in rows:
+        first_line_of.setdefault(_split_in_field(fields, column), line_number)
+    title = f"the column {header[column]!r}"
+    if TRAIN not in first_line_of or len(first_line_of) == 1:
+        # It is some other column. If a table has but one besides the paths, that one has the labels.
+        if len(header) > 2 and not data.MULTI_LABEL:
+            values = some_of(list(first_line_of))
+            problem = f"{title} is not read as splits: it holds {values}, not train and val or test"
+            warn_once(f"{file}: {problem}. DATA.GROUP={header[column]} keeps images of one value together.")
         return {"all": ""}
-    for name, number in line_of.items():
+    for name, line_number in first_line_of.items():
         if name not in SPLIT_NAMES:
-            raise UserError(f"{file}:{number}: {column} holds {name!r}; it must hold train, val or test.")
-    names = [name for name in SPLIT_NAMES if name in line_of]
-    warn_once(f"{file}: {column} says which split an image is in: {', '.join(names)}.", logging.INFO)
+            raise UserError(f"{file}:{line_number}: {title} holds {name!r}; it must hold train, val or test.")
+    names = [name for name in SPLIT_NAMES if name in first_line_of]
+    warn_once(f"{file}: {title} says which split an image is in: {', '.join(names)}.", logging.INFO)
     return named_parts(names, file, data)
 
 
-def _split_named(fields: list[str], place: int) -> str:
-    return fields[place].casefold().removesuffix("ing") if place < len(fields) else ""  # training, testing
+def _split_in_field(fields: list[str], column: int) -> str:
+    """Return the name of the split of a line, in small letters; '' if the line ends before that column."""
+    if column >= len(fields):
+        return ""
+    return fields[column].casefold().removesuffix("ing")  # training, testing
 
 
-def _read_part(files: dict[Part, tuple[Path, str]], part: Part, training: _Table, data: DataConfig) -> _Table:
-    if part not in files:
+def _read_part(locations: dict[Part, tuple[Path, str]], part: Part, training: _Table, data: DataConfig) -> _Table:
+    """Read the table of a split; UserError if the data set has no such split. `training` is not read again."""
+    if part not in locations:
         raise no_such_part(part, data.DATA_PATH)
-    return training if part == "train" else _read(files[part], data, training.separator)
+    return training if part == "train" else _read(locations[part], data, training.separator)
 
 
 def _root(file: Path, paths: Sequence[str], data: DataConfig) -> Path:
-    """The folder that paths in a table are relative to: its own, or DATA_PATH if images of the first lines are there
-    alone."""
-    own = file.parent
-    other = Path(data.DATA_PATH or own).expanduser()
-    first = [path.partition(OF_SEVERAL)[0] for path in paths[:PROBED]]
-    is_elsewhere = not any((own / path).exists() for path in first) and any((other / path).exists() for path in first)
-    return other if is_elsewhere else own
+    """Return the folder that the paths in a table are relative to.
+
+    It is the table's own folder, unless of the first images some are in DATA_PATH and none are in that folder.
+    """
+    table_folder = file.parent
+    data_path = Path(data.DATA_PATH or table_folder).expanduser()
+    first_paths = [path.partition(OF_SEVERAL)[0] for path in paths[:PROBED]]
+    if any((table_folder / path).exists() for path in first_paths):
+        return table_folder
+    if any((data_path / path).exists() for path in first_paths):
+        return data_path
+    return table_folder
 
 
 def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
-    """Line number and fields of the header, then of each line that is not blank."""
+    """Yield the line number and the fields of the header, then of each line that is not blank.
+
+    The encoding (UTF-8 or Latin-1) and the character between columns are guessed, and logged if they are unusual.
+    """
     try:
         content = read_regular(file)
         try:
@@ -376,7 +441,9 @@ def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
                 raise
             text = content.decode("latin1")
             warn_once(f"{file} is not UTF-8 and is read as Latin-1.")
-        delimiter = max(",\t" if data.MULTI_LABEL else ",;\t", key=text.partition("\n")[0].count)
+        first_line = text.partition("\n")[0]
+        delimiters = ",\t" if data.MULTI_LABEL else ",;\t"  # ; may separate labels
+        delimiter = max(delimiters, key=first_line.count)
         if delimiter != ",":
             warn_once(f"{file}: columns are separated by {delimiter!r}, as in its header.")
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -385,8 +452,8 @@ def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
         for row in rows:
             fields = [field.strip() for field in row]
             if any(fields[len(header) :]):
-                or_separate = " or separate labels by ';'" if data.MULTI_LABEL else ""
-                advice = f"Put fields with {delimiter!r} in quotes{or_separate}."
+                alternative = " or separate labels by ';'" if data.MULTI_LABEL else ""
+                advice = f"Put fields with {delimiter!r} in quotes{alternative}."
                 raise UserError(f"{file}:{rows.line_num} has {len(row)} fields; the header has {len(header)}. {advice}")
             if any(fields):
                 yield rows.line_num, fields
@@ -394,55 +461,66 @@ def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
         raise UserError(f"The table {file} cannot be read: {error}.") from None
 
 
-def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = None) -> _Table:
-    """`place`: see `_files`. `separator`: of the training table's labels; None: this is it."""
-    file, split_name = place
+def _read(location: tuple[Path, str], data: DataConfig, separator: str | None = None) -> _Table:
+    """Read a table, or the lines of one split in it. `location`: see `_locations`.
+
+    `separator`: the character between the labels in the training table; None: this is the training table.
+    """
+    file, split_name = location
     rows = _rows(file, data)
-    _, header = next(rows)
-    columns = _Header(file, header, data)
-    split = columns.split() if split_name else None
-    paths_at, targets = columns.places(split)
-    group = [header.index(data.GROUP)] if data.GROUP in header else []
-    last = max(paths_at + targets + group)
+    _, names = next(rows)
+    header = _Header(file, names, data)
+    split_column = header.split_column() if split_name else None
+    path_columns, label_columns = header.path_and_label_columns(split_column)
+    group_columns = [names.index(data.GROUP)] if data.GROUP in names else []
+    last_column = max(path_columns + label_columns + group_columns)
+
     paths: list[str] = []
-    texts: list[list[str]] = []
-    numbers: list[int] = []
+    label_fields: list[list[str]] = []
+    line_numbers: list[int] = []
     groups: list[str] = []
-    for number, fields in rows:
-        if split is not None and _split_named(fields, split) != split_name:
+    for line_number, fields in rows:
+        if split_column is not None and _split_in_field(fields, split_column) != split_name:
             continue
-        where = f"{file}:{number}"
-        if len(fields) <= last:
-            raise UserError(f"{where} has {len(fields)} fields; the header has {len(header)}.")
-        paths.append(OF_SEVERAL.join(check_path(fields[place], where) for place in paths_at))
-        texts.append([one_line(fields[place]) for place in targets])
-        numbers.append(number)
-        groups += [fields[place] for place in group]
+        where = f"{file}:{line_number}"
+        if len(fields) <= last_column:
+            raise UserError(f"{where} has {len(fields)} fields; the header has {len(names)}.")
+        paths.append(OF_SEVERAL.join(check_path(fields[column], where) for column in path_columns))
+        label_fields.append([one_line(fields[column]) for column in label_columns])
+        line_numbers.append(line_number)
+        groups += [fields[column] for column in group_columns]
     if not paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
+
     table = _Table(
         file=file,
         several=data.MULTI_LABEL,
-        columns=[header[place] for place in targets] if len(targets) > 1 else None,
+        columns=[names[column] for column in label_columns] if len(label_columns) > 1 else None,
         paths=paths,
         root=_root(file, paths, data),
-        numbers=numbers,
+        line_numbers=line_numbers,
         groups=groups,
-        separator=_separator_in(texts) if separator is None else separator,
+        separator=_separator_in(label_fields) if separator is None else separator,
     )
-    table.sets.extend(_label_set(fields, table, table.where(row)) for row, fields in enumerate(texts))
+    for row, fields in enumerate(label_fields):
+        table.label_sets.append(_labels_of_line(fields, table, table.where(row)))
     return table
 
 
-def _separator_in(texts: list[list[str]]) -> str:
+def _separator_in(label_fields: list[list[str]]) -> str:
+    """Return the first of SEPARATORS that occurs in a label of the training table; ';' if none does."""
     for separator in SEPARATORS:
-        if any(separator in fields[0] for fields in texts):
+        if any(separator in fields[0] for fields in label_fields):
             return separator
     return ";"
 
 
-def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
-    """The labels of a line: its target, the parts of it, or the names of the columns that hold a 1."""
+def _labels_of_line(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
+    """Return the labels of an image as texts. `fields`: those of the label columns. UserError names the line `where`.
+
+    With one column per class, the labels are the names of the columns that hold a 1. Otherwise the only field is the
+    label, or with DATA.MULTI_LABEL a list of labels.
+    """
     if table.columns is not None:
         for name, text in zip(table.columns, fields, strict=True):
             if text not in ("0", "1", "0.0", "1.0"):
@@ -466,38 +544,46 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
 
 
 def images_in_table(file: Path, data: DataConfig) -> list[str]:
-    """Paths of the images that a table names, whatever its other columns are; each one may be several files."""
+    """List the images that a table names, with the folder of their paths; the table needs no labels.
+
+    Several files of one image are one path, joined by OF_SEVERAL.
+    """
     rows = _rows(file, data)
     _, names = next(rows)
     header = _Header(file, names, data)
-    places = header.files()
-    if not places:
-        raise header.lacks(PATHS, labelled=False)
-    paths = []
-    for number, fields in rows:
-        of_image = [check_path(fields[place] if place < len(fields) else "", f"{file}:{number}") for place in places]
-        paths.append(OF_SEVERAL.join(of_image))
-    root = _root(file, paths, data)
-    found = []
-    for of_image in paths:
-        files = [str(root / path) for path in of_image.split(OF_SEVERAL)]
-        found.append(OF_SEVERAL.join(files))
-    return found
+    columns = header.path_columns()
+    if not columns:
+        raise header.missing_column(PATHS, labelled=False)
+    images = []
+    for line_number, fields in rows:
+        where = f"{file}:{line_number}"
+        paths = [check_path(fields[column] if column < len(fields) else "", where) for column in columns]
+        images.append(OF_SEVERAL.join(paths))
+    root = _root(file, images, data)
+    images_with_root = []
+    for image in images:
+        files = [str(root / path) for path in image.split(OF_SEVERAL)]
+        images_with_root.append(OF_SEVERAL.join(files))
+    return images_with_root
 
 
 def _whole_number(text: str) -> int | None:
-    """5 for `5`, and for `5.0`, which pandas writes if a column ever had a missing value."""
+    """Convert a label such as 5 to a number; None if it is none.
+
+    5.0 is 5, too: pandas writes that if a column ever had a missing value.
+    """
     match = re.fullmatch(r"(-?[0-9]{1,18})(\.0*)?", text)
     return int(match[1]) if match else None
 
 
 def _count(data: DataConfig, train: bool) -> int:  # noqa: ARG001 - the training table has the classes of both splits
-    files = _files(data)
-    first = _read(files.get("all") or files["train"], data)
-    if first.is_numbered():
-        first.check_gaps()
-    first.labelled(first, ANY_LABEL)  # checks all labels
-    return len(first.classes())
+    """Count the classes of the training table, and check all of its labels."""
+    locations = _locations(data)
+    training = _read(locations.get("all") or locations["train"], data)
+    if training.is_numbered():
+        training.check_gaps()
+    training.labelled(training, ANY_LABEL)  # checks all labels
+    return len(training.classes())
 
 
-SOURCE = Source(_samples, _check, count=_count, multi_label=True, parts=_files, groups=True, shares_list=True)
+SOURCE = Source(_samples, _check, count=_count, multi_label=True, parts=_locations, groups=True, shares_list=True)

@@ -26,7 +26,10 @@ VALIDATION_FRACTION = 0.2
 
 @cache  # both splits are in one file
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (1797 x 8 x 8, uint8, 0..255) and labels from scikit-learn's file, without importing scikit-learn."""
+    """Read the pixels (1797 x 8 x 8, uint8, 0..255) and labels from scikit-learn's file, without importing it.
+
+    Each line of the file has the 64 grey values of a digit, from 0 to BRIGHTEST, and its label.
+    """
     spec = importlib.util.find_spec("sklearn")
     folders = spec.submodule_search_locations if spec else None
     file = Path(folders[0]) / "datasets" / "data" / "digits.csv.gz" if folders else None
@@ -39,6 +42,7 @@ def read_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
+    """Open a split of the digits. It is the same for every seed, unless DATA.FOLD divides them."""
     check_class_count(len(CLASSES), num_classes, "The data set digits")
     pixels, labels = read_digits()
     if data.fold is not None:
@@ -48,10 +52,10 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
     if part == "test":
         raise no_such_part(part, "the data set digits")
     if part == "all":
-        chosen = np.concatenate([train, validation])
+        indices = np.concatenate([train, validation])
     else:
-        chosen = train if part == "train" else validation
-    return ArraySamples(pixels[chosen, :, :, None], labels[chosen], CLASSES, "digits")
+        indices = train if part == "train" else validation
+    return ArraySamples(pixels[indices, :, :, None], labels[indices], CLASSES, "digits")
 
 
 SOURCE = Source(_samples, arrays="whole", parts=lambda _: UNSPLIT, reads_path=False)

@@ -1,4 +1,4 @@
-"""Images in files of their own: found in folders by their extensions, or named by lists."""
+"""Data sets whose images are single files: files are found in folders by their extensions, or named by a list."""
 
 import glob
 import os
@@ -23,10 +23,10 @@ from utils.text import one_line
 from vitamp.files import kind_of_path, only_regular, read_regular
 
 MOST_NAMES = 2
-"""Files of a kind that are named in one line"""
+"""Skipped files of each kind that the log line names"""
 MOST_KINDS = 8
-"""Kinds that are named in one line"""
-# Kinds under which what `is_hidden` is counted as skipped
+"""Kinds of skipped files that the log line names"""
+# Kinds of skipped files, for those that `is_hidden` leaves out.
 HIDDEN = "hidden files"
 HIDDEN_FOLDER = "hidden folders"
 OF_SYSTEMS = ("__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
@@ -34,27 +34,33 @@ OF_SYSTEMS = ("__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volum
 
 
 class SkippedFiles:
-    """Files that were skipped in one place, by kind, mostly their extension."""
+    """The files that were skipped below one folder, counted by kind. The kind is usually the extension."""
 
     def __init__(self) -> None:
         self._names: dict[str, list[str]] = {}
 
     def add(self, name: str, kind: str | None = None) -> None:
-        """Add a file. `kind`: what to count it as, if not its extension."""
+        """Count a skipped file. `kind`: in place of its extension."""
         kind = kind or os.path.splitext(name)[1].lower() or "no extension"
         self._names.setdefault(one_line(kind), []).append(one_line(name))
 
     def line(self) -> str:
-        """'skipped .heic 3 (photo.heic, ...)'; '' for none."""
-        parts = []
+        """Describe the skipped files, the largest kind first, as 'skipped .heic 3 (photo.heic, ...)'; '' for none."""
+        if not self._names:
+            return ""
+        kinds = []
         for kind, names in sorted(self._names.items(), key=lambda item: (-len(item[1]), item[0])):
-            more = ["..."] if len(names) > MOST_NAMES else []
-            parts.append(f"{kind} {len(names):,} ({', '.join(names[:MOST_NAMES] + more)})")
-        more = ["..."] if len(parts) > MOST_KINDS else []
-        return f"skipped {', '.join(parts[:MOST_KINDS] + more)}" if parts else ""
+            shown_names = names[:MOST_NAMES]
+            if len(names) > MOST_NAMES:
+                shown_names.append("...")
+            kinds.append(f"{kind} {len(names):,} ({', '.join(shown_names)})")
+        shown_kinds = kinds[:MOST_KINDS]
+        if len(kinds) > MOST_KINDS:
+            shown_kinds.append("...")
+        return f"skipped {', '.join(shown_kinds)}"
 
     def warn(self, where: str) -> None:
-        """Log the line, once per process and place."""
+        """Log a warning about the skipped files, if any, once per process and place."""
         line = self.line()
         if line:
             warn_once(f"{where}: {line}")
@@ -67,25 +73,28 @@ def images_below(
     above: tuple[tuple[int, int], ...] = (),
     endings: tuple[str, ...] = ENDINGS,
 ) -> Iterator[str]:
-    """Paths relative to `folder`: its own images in the order of names, then those of each subfolder.
+    """Yield the paths, relative to `folder`, of all images below it, found by their extensions `endings`.
 
-    Links to folders are followed, unless they lead back to a folder above. What is not read is counted in `skipped`.
-    `inside` and `above`: the way to a subfolder, and device and inode of each folder on it. `endings`: of the files.
+    The folder's own images come first, in the order of their names, then those of each subfolder. Links to folders are
+    followed, unless they lead back to a folder above. Files that are no images are counted in `skipped`.
+
+    `inside` and `above` are for the recursion into subfolders: the prefix of the paths, and the device and inode of
+    each folder on the way down.
     """
     try:
         stat = os.stat(folder)
-        own_id = stat.st_dev, stat.st_ino
-        if own_id in above:
+        folder_id = stat.st_dev, stat.st_ino
+        if folder_id in above:
             return
-        with os.scandir(folder) as entries:
-            names = sorted((entry.name, is_folder_entry(entry), is_odd_entry(entry)) for entry in entries)
+        with os.scandir(folder) as scanned:
+            entries = sorted((entry.name, is_folder_entry(entry), is_odd_entry(entry)) for entry in scanned)
     except FileNotFoundError:  # a split may lack the folder of a class, which is then reported as empty
         return
     except OSError as error:
         log.warning("Skipping the folder %s, which cannot be read: %s.", one_line(folder), error.strerror)
         return
     skipped = SkippedFiles() if skipped is None else skipped
-    for name, is_folder, is_odd in names:
+    for name, is_folder, is_odd in entries:
         if is_hidden(name):
             skipped.add(name, HIDDEN_FOLDER if is_folder else HIDDEN)
         elif is_odd:
@@ -94,18 +103,23 @@ def images_below(
             yield f"{inside}{name}"
         elif not is_folder:
             skipped.add(name)
-    for name, is_folder, _ in names:
+    folders_above = (*above, folder_id)
+    for name, is_folder, _ in entries:
         if is_folder and not is_hidden(name):
-            way = (*above, own_id)
-            yield from images_below(f"{folder}/{name}", skipped, inside=f"{inside}{name}/", above=way, endings=endings)
+            yield from images_below(
+                f"{folder}/{name}", skipped, inside=f"{inside}{name}/", above=folders_above, endings=endings
+            )
 
 
 def is_hidden(name: str) -> bool:
+    """Tell whether a file or folder is skipped for its name: it is hidden, or of a system (`OF_SYSTEMS`)."""
     return name.startswith(".") or name in OF_SYSTEMS
 
 
 def is_folder_entry(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder. A broken or circular link counts as a file: reading it gives a clear error."""
+    """Tell whether a directory entry is a folder. A broken or circular link counts as a file: reading it gives a clear
+    error.
+    """
     try:
         return entry.is_dir()
     except OSError:
@@ -113,7 +127,10 @@ def is_folder_entry(entry: os.DirEntry[str]) -> bool:
 
 
 def is_odd_entry(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a pipe, a socket or a device, links followed. Of a plain file or folder, it needs no stat."""
+    """Tell whether a directory entry is a pipe, a socket or a device, or a link to one.
+
+    For a plain file or folder, this needs no call of the system.
+    """
     try:
         return not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path)
     except OSError:
@@ -121,13 +138,13 @@ def is_odd_entry(entry: os.DirEntry[str]) -> bool:
 
 
 SECONDS_TO_REPORT = 5.0
-"""A longer listing is reported every so many seconds."""
+"""Time between the progress lines of a long listing"""
 IMAGES_TO_LOOK = 1000
-"""A listing looks at the clock after so many images."""
+"""Images after which a listing looks at the clock"""
 
 
 def reported(paths: Iterable[str]) -> Iterator[str]:
-    """The paths as they come, with a line in the log now and then if that takes long."""
+    """Yield the paths unchanged, and log the progress every SECONDS_TO_REPORT."""
     due = time.monotonic() + SECONDS_TO_REPORT
     for number, path in enumerate(paths, start=1):
         if number % IMAGES_TO_LOOK == 0 and time.monotonic() > due:
@@ -137,16 +154,20 @@ def reported(paths: Iterable[str]) -> Iterator[str]:
 
 
 class PathTable:
-    """Paths in one block of bytes: a million strings would be copied into every worker as soon as it reads them."""
+    """A list of paths in one block of bytes.
+
+    A million Python strings would be copied into every loading process as soon as it reads them, because reading
+    changes their reference counts.
+    """
 
     def __init__(self, paths: Iterable[str]) -> None:
         block = bytearray()
-        ends = array("q", [0])
+        path_ends = array("q", [0])
         for path in reported(paths):
             block += os.fsencode(path)
-            ends.append(len(block))
+            path_ends.append(len(block))
         self.block: bytes | memoryview = bytes(block)
-        self.ends = np.array(ends, dtype=np.int64)
+        self.ends = np.array(path_ends, dtype=np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"block": np.frombuffer(self.block, np.uint8), "ends": self.ends}  # arrays, which shared.py maps
@@ -167,22 +188,29 @@ class PathTable:
 
 
 OF_SEVERAL = "\0"
-"""Between the paths of the files of one image, which have no such character"""
+"""Separator between the paths of one image that is several files; no path has this character"""
 
 
 class FileSamples(Samples):
-    """Image files below one folder; with '' for it, in any folders. One image may be several files."""
+    """One split of a data set whose images are files. One image may be several files, with its channels."""
 
     def __init__(
         self, root: Path | str, paths: Iterable[str] | PathTable, labels: np.ndarray, classes: list[str] | None
     ) -> None:
-        """`paths`: relative to `root`"""
+        """`paths`: one per image, relative to the folder `root`, or absolute if `root` is ''.
+
+        Several files of one image are one path, joined by OF_SEVERAL.
+        """
         self.root = root
         self.labels = labels
         self.classes = classes
         self.paths = paths if isinstance(paths, PathTable) else PathTable(paths)
 
     def read(self, index: int) -> bytes:
+        """Return the image file's bytes; several files are joined to one zip.
+
+        Raises Unreadable if one of several files is missing, and OSError if one cannot be read.
+        """
         paths = self._paths(index)
         if len(paths) == 1:
             return read_regular(paths[0], self.most_bytes)
@@ -208,16 +236,17 @@ class FileSamples(Samples):
         return sum(os.stat(path).st_size for path in self._paths(index))
 
     def _paths(self, index: int) -> list[str]:
-        return [os.path.join(self.root, path) for path in self.paths[index].split(OF_SEVERAL)]
+        return [os.path.join(self.root, relative) for relative in self.paths[index].split(OF_SEVERAL)]
 
     def names(self) -> Iterator[bytes | memoryview]:
         yield from (self.paths.block, self.paths.ends.data)
 
 
 def split_files(files: FileSamples, data: DataConfig, part: Part | None) -> FileSamples:
-    """One split of these files, as `split_rows` chooses it; None: they are one already.
+    """Return the split `part` of files that come unsplit, as `split_rows` chooses it.
 
-    Without `groups` of a column, DATA.GROUP is in the paths.
+    None for `part` means that the files are one split already: all are returned. Either way, the files get their
+    groups: if no column of a table has given them, DATA.GROUP is a pattern in the paths.
     """
     if data.GROUP is not None and files.groups is None:
         files.groups = groups_in_paths(files.paths, data)
@@ -225,60 +254,71 @@ def split_files(files: FileSamples, data: DataConfig, part: Part | None) -> File
         return files
     paths = files.paths
     groups = files.groups
-    chosen = split_rows(files.labels, data, part, files.root, groups)
-    found = FileSamples(files.root, map(paths.__getitem__, chosen), files.labels[chosen], files.classes)
-    found.groups = groups and [groups[index] for index in chosen]
-    return found
+    indices = split_rows(files.labels, data, part, files.root, groups)
+    split = FileSamples(files.root, map(paths.__getitem__, indices), files.labels[indices], files.classes)
+    split.groups = groups and [groups[index] for index in indices]
+    return split
 
 
 def data_folder(data: DataConfig) -> Path:
-    """DATA_PATH as a folder that exists and can be read."""
+    """Return DATA_PATH as a folder that exists and can be read; else raise UserError."""
     if data.DATA_PATH is None:
         raise UserError(f"DATA.DATASET {data.DATASET} needs DATA.DATA_PATH (-data_path): the folder its images are in.")
     return readable_folder(data.DATA_PATH)
 
 
 def readable_folder(path: str) -> Path:
-    """`path`, given as DATA_PATH, as a folder that exists and can be read."""
+    """Return `path`, which was given as DATA_PATH, as a folder that exists and can be read; else raise UserError."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         kind = kind_of_path(folder)
-        what = f"is {kind}, not a folder" if kind else f"does not exist{_meant(folder)}"
-        raise UserError(f"DATA.DATA_PATH (-data_path): {folder} {what}.")
+        problem = f"is {kind}, not a folder" if kind else f"does not exist{_suggested_path(folder)}"
+        raise UserError(f"DATA.DATA_PATH (-data_path): {folder} {problem}.")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"DATA.DATA_PATH (-data_path): no permission to read {folder}.")
     return folder
 
 
 def in_any_case(folder: Path, name: str) -> Path:
-    """The entry of this name, or else one whose name has other capital letters, if there is one."""
-    if (folder / name).exists():
-        return folder / name
-    return next((one for one in sorted(folder.glob("*")) if one.name.lower() == name.lower()), folder / name)
+    """Return the path of a file or folder in `folder`, also if its name differs in capital letters.
+
+    If there is none, this is the path of exactly this name.
+    """
+    exact = folder / name
+    if exact.exists():
+        return exact
+    for entry in sorted(folder.glob("*")):
+        if entry.name.lower() == name.lower():
+            return entry
+    return exact
 
 
 def no_file(path: Path) -> str:
-    """Half a sentence for a path that is not a file: 'there is no file X' or 'X is a folder, not a file'."""
+    """Describe a path that is not a file: 'there is no file X' or 'X is a folder, not a file', for an error message.
+
+    A file of the same name in a subfolder, or one with a similar name, is suggested.
+    """
     kind = kind_of_path(path)
     if kind:
         return f"{path} is {kind}, not a file"
-    below = next(path.parent.glob(f"*/{glob.escape(path.name)}"), None)
-    other = f" (there is {below})" if below else _meant(path)
-    return f"there is no file {path}{other}"
+    in_subfolder = next(path.parent.glob(f"*/{glob.escape(path.name)}"), None)
+    suggestion = f" (there is {in_subfolder})" if in_subfolder else _suggested_path(path)
+    return f"there is no file {path}{suggestion}"
 
 
-def _meant(path: Path) -> str:
-    """' (did you mean X?)' for a missing path; '' if nothing has a name like the first part that is missing."""
+def _suggested_path(path: Path) -> str:
+    """Suggest an existing path for a missing one, as ' (did you mean X?)'; '' if no name is similar."""
+    # The first folder on the way that does not exist is the one that is misspelt.
     missing = path.absolute()
     while not missing.parent.exists():
         missing = missing.parent
     with suppress(OSError):
-        found = closest(missing.name, os.listdir(missing.parent))
-        if found:
-            near = missing.parent / found
-            whole = near / path.absolute().relative_to(missing)
-            meant = whole if whole.exists() else near
-            return f" (did you mean {meant}?)"
+        name = closest(missing.name, os.listdir(missing.parent))
+        if name:
+            similar = missing.parent / name
+            full_path = similar / path.absolute().relative_to(missing)
+            suggested = full_path if full_path.exists() else similar
+            return f" (did you mean {suggested}?)"
     return ""
 
 
@@ -287,7 +327,10 @@ PROBED = 8
 
 
 def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
-    """Paths and labels of a list file, with every line checked."""
+    """Read the paths and labels of a list file, and check every line.
+
+    Each line is a path relative to the file, then a label. Raises UserError with the number of a line that is wrong.
+    """
     labels: list[int] = []
 
     def paths() -> Iterator[str]:  # one by one, so that a million lines never exist as Python strings at once
@@ -316,29 +359,35 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
 
 
 def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataConfig, root: Path | None = None) -> None:
-    """Raise UserError unless the first images that `file` names exist, or are left out. `root`: if not the file's."""
+    """Raise UserError if one of the first images in a list or table does not exist. Those of DATA.EXCLUDE need not.
+
+    `file`: the list, which the message names. `root`: the folder that `paths` are relative to; None: that of `file`.
+    """
     from datasets.exclude import below, excluded
 
     root = root or file.parent
-    left_out = excluded(data) if data.EXCLUDE else {}
+    excluded_names = excluded(data) if data.EXCLUDE else {}
     prefix = name_prefix(data)
     for index in range(min(PROBED, len(paths))):
-        of_image = paths[index].split(OF_SEVERAL)
-        if below(str(root / of_image[0]), prefix) in left_out:
+        files_of_image = paths[index].split(OF_SEVERAL)
+        if below(str(root / files_of_image[0]), prefix) in excluded_names:
             continue
-        for path in of_image:
-            image = root / path
-            if not image.is_file():
-                raise UserError(f"{file} names {path}, but {no_file(image)}. Paths are relative to the file.")
+        for path in files_of_image:
+            image_file = root / path
+            if not image_file.is_file():
+                raise UserError(f"{file} names {path}, but {no_file(image_file)}. Paths are relative to the file.")
 
 
 def leads_out(path: str) -> bool:
-    """Whether a path can leave the folder that it is relative to: it is absolute or has a '..'."""
+    """Tell whether a path can leave the folder that it is relative to: it is absolute or has a '..'."""
     return path.startswith("/") or (".." in path and ".." in path.split("/"))
 
 
 def check_path(path: str, where: str) -> str:
-    """The path; UserError if it is empty or leaves the data folder."""
+    """Return the path of an image in a list or table; raise UserError if it is empty or leaves the data folder.
+
+    `where` begins the message: the file and the line.
+    """
     if not path:
         raise UserError(f"{where}: the path is empty.")
     if leads_out(path):

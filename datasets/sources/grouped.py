@@ -1,4 +1,4 @@
-"""Splits of samples with several labels, and splits that keep groups of samples whole (DATA.GROUP)."""
+"""Split images that have several labels, and split images without dividing groups of them (DATA.GROUP)."""
 
 import math
 import re
@@ -13,27 +13,31 @@ from utils.seeding import generator_of
 from utils.text import counted
 
 IN_NAMES = {
-    # Of a number alone, the folder.
+    # For a file whose name is a number, the group is its folder.
     "name": ("([^/]*[^/0-9]|[^/]+/|^)[0-9]*[.][^./]*$", "Without their last number"),
     "name_start": ("([^/_ -]+)[^/]*$", "Up to their first -, _ or blank"),
 }
-"""Words for DATA.GROUP -> the pattern of a part of a file's name, and which part it is"""
+"""Words for DATA.GROUP -> a pattern that finds the group in a path, and which part of the file's name it takes"""
 
 
 def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the training and the validation split, each ascending, of `labels` (samples x classes)."""
+    """Return the indices of the training and the validation split, each ascending, by DATA.FOLD or DATA.VAL_FRACTION.
+
+    `labels` (samples x classes, of zeros and ones) are shared out so that each split gets its part of each class.
+    """
     fold = data.fold
     images = len(labels)
     if fold is not None:
-        each, more = divmod(images, fold.folds)
-        sizes = [each + 1 if number < more else each for number in range(fold.folds)]
+        size, remainder = divmod(images, fold.folds)
+        sizes = [size + 1 if number < remainder else size for number in range(fold.folds)]
         validation = fold.number - 1
         purpose = "folds"
     else:
-        count = min(math.ceil(round(images * data.VAL_FRACTION, 6)), images - 1)
-        if not count:
+        validating = math.ceil(round(images * data.VAL_FRACTION, 6))  # rounded first, as 70 * 0.1 is more than 7
+        validating = min(validating, images - 1)
+        if validating == 0:
             raise UserError("One image is too few for a validation split. Add images, or a split of your own.")
-        sizes = [count, images - count]
+        sizes = [validating, images - validating]
         validation = 0
         purpose = "split"
     generator = generator_of(data.SPLIT_SEED, purpose)
@@ -42,87 +46,102 @@ def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarr
 
 
 def stratified(labels: np.ndarray, sizes: Sequence[int], order: np.ndarray) -> np.ndarray:
-    """The subset of each sample. `labels`: samples x classes, of zeros and ones; `order`: a random permutation."""
+    """Divide samples into subsets, so that each subset gets its part of the samples of each label.
+
+    `labels`: samples x classes, of zeros and ones. `sizes`: number of samples of each subset; their sum is the number
+    of all. `order`: a random permutation of the samples. Returns the number of the subset of each sample.
+    """
     columns = np.ascontiguousarray(labels[order].T)
-    # The samples of a label decide which of two equally rare labels is first, so the order of columns does not.
+    # Labels are sorted by their samples, so the result does not depend on the order of the classes.
     columns = columns[sorted(range(len(columns)), key=lambda label: columns[label].tobytes())]
-    left = columns.sum(1, dtype=np.int64)
+    unplaced_of_label = columns.sum(1, dtype=np.int64)
     room = list(sizes)
-    wanted = np.outer(left, np.array(sizes) / len(labels)).tolist()
-    placed = np.full(len(labels), -1)
-    # The rarest label first: later, its samples would be where other labels need them.
-    while (left > 0).any():
-        rarest = int(np.where(left > 0, left, len(labels) + 1).argmin())
-        for sample in np.flatnonzero((columns[rarest] > 0) & (placed < 0)).tolist():
-            # Of those with room, the subset that lacks the most samples of the label; of equal ones, the roomiest.
-            free = (subset for subset, places in enumerate(room) if places)
-            subset = max(free, key=lambda subset: (wanted[rarest][subset], room[subset]))
-            placed[sample] = subset
-            room[subset] -= 1
+    wanted = np.outer(unplaced_of_label, np.array(sizes) / len(labels)).tolist()
+    subset_of = np.full(len(labels), -1)
+    # The rarest label is placed first. Later, other labels would already have decided where its samples are.
+    while (unplaced_of_label > 0).any():
+        rarest = int(np.where(unplaced_of_label > 0, unplaced_of_label, len(labels) + 1).argmin())
+        for sample in np.flatnonzero((columns[rarest] > 0) & (subset_of < 0)).tolist():
+            # Choose the subset with room that lacks the most samples of the label; of equal ones, the one with the most
+            # room.
+            with_room = (subset for subset, places in enumerate(room) if places)
+            chosen = max(with_room, key=lambda subset: (wanted[rarest][subset], room[subset]))
+            subset_of[sample] = chosen
+            room[chosen] -= 1
             for label in columns[:, sample].nonzero()[0].tolist():
-                wanted[label][subset] -= 1
-                left[label] -= 1
-    placed[placed < 0] = np.repeat(np.arange(len(room)), room)  # samples without a label
-    subsets = np.empty_like(placed)
-    subsets[order] = placed
-    return subsets
+                wanted[label][chosen] -= 1
+                unplaced_of_label[label] -= 1
+    subset_of[subset_of < 0] = np.repeat(np.arange(len(room)), room)  # samples without a label fill the room
+    in_given_order = np.empty_like(subset_of)
+    in_given_order[order] = subset_of
+    return in_given_order
 
 
 def groups_in_paths(paths: Iterable[str], data: DataConfig) -> list[str]:
-    """The group of each path, which the pattern DATA.GROUP, or that of its word, finds in it."""
-    what = f"DATA.GROUP {data.GROUP}"
+    """Find the group of each image in its path, by the regular expression DATA.GROUP or by a word of IN_NAMES.
+
+    The group is what the pattern's parentheses match, or all that it matches. UserError if a path does not match.
+    """
+    setting = f"DATA.GROUP {data.GROUP}"
+    expression = str(data.GROUP)
+    is_word = expression in IN_NAMES
+    if is_word:
+        expression, _ = IN_NAMES[expression]
     try:
-        pattern = re.compile(IN_NAMES[data.GROUP][0] if data.GROUP in IN_NAMES else str(data.GROUP))
+        pattern = re.compile(expression)
     except re.error as error:
-        raise UserError(f"{what}: not a regular expression ({error}).") from None
+        raise UserError(f"{setting}: not a regular expression ({error}).") from None
     if pattern.groups > 1:
-        raise UserError(f"{what}: has {pattern.groups} pairs of parentheses; put one around what names the group.")
+        raise UserError(f"{setting}: has {pattern.groups} pairs of parentheses; put one around what names the group.")
     groups = []
-    if data.GROUP in IN_NAMES:
+    if is_word:
         paths = (path.partition("\0")[0] for path in paths)  # the first of several files of an image
     for path in paths:
-        found = pattern.search(path)
-        if found is None or found[pattern.groups] is None:
+        match = pattern.search(path)
+        if match is None or match[pattern.groups] is None:
             raise UserError(
-                f"{what}: not found in {path!r}. Name a pattern of every path, as (id[0-9]+)_, or a column."
+                f"{setting}: not found in {path!r}. Name a pattern of every path, as (id[0-9]+)_, or a column."
             )
-        groups.append(found[pattern.groups])
+        groups.append(match[pattern.groups])
     return groups
 
 
 def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the training and the validation split, each ascending, by DATA.FOLD or DATA.VAL_FRACTION.
+    """Return the indices of the training and the validation split, each ascending, without dividing a group.
 
-    Whole groups are placed one by one, the largest first, where they bring the images of each class closest to the
-    wanted numbers. The splits depend on labels, groups and seed alone.
+    DATA.FOLD or DATA.VAL_FRACTION gives the sizes. Whole groups are placed one by one, the largest first, where they
+    bring the images of each class closest to the wanted numbers. The splits depend on labels, groups and seed alone.
     """
     names, group_of = np.unique(np.array(groups), return_inverse=True)
     fold = data.fold
     if fold:
-        shares = np.full(fold.folds, 1 / fold.folds)
+        fractions = np.full(fold.folds, 1 / fold.folds)
         validation = fold.number - 1
         purpose = "folds"
         too_few = f"fewer than the {fold.folds} folds"
     else:
-        shares = np.array([data.VAL_FRACTION, 1 - data.VAL_FRACTION])
+        fractions = np.array([data.VAL_FRACTION, 1 - data.VAL_FRACTION])
         validation = 0
         purpose = "split"
         too_few = "too few for two splits"
-    if len(names) < len(shares):
+    if len(names) < len(fractions):
         raise UserError(f"DATA.GROUP {data.GROUP}: {counted(len(names), 'group')}, {too_few}; groups stay whole.")
-    # The images of each class in each group, after the number of all of them.
-    classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
-    of_group = np.zeros((len(names), 1 + classes))
-    np.add.at(of_group[:, 0], group_of, 1)
-    if labels.ndim == 2:
-        np.add.at(of_group[:, 1:], group_of, labels)
+
+    # One row per group: the number of its images, then the number of those of each class.
+    several_labels = labels.ndim == 2
+    classes = labels.shape[1] if several_labels else int(labels.max()) + 1
+    counts = np.zeros((len(names), 1 + classes))
+    np.add.at(counts[:, 0], group_of, 1)
+    if several_labels:
+        np.add.at(counts[:, 1:], group_of, labels)
     else:
-        np.add.at(of_group, (group_of, 1 + labels), 1)
+        np.add.at(counts, (group_of, 1 + labels), 1)
     order = generator_of(data.SPLIT_SEED, purpose).permutation(len(names))
-    order = order[np.argsort(-of_group[order].sum(1), kind="stable")]
-    validates = placed(of_group, shares, order)[group_of] == validation
+    order = order[np.argsort(-counts[order].sum(1), kind="stable")]
+    validates = placed(counts, fractions, order)[group_of] == validation
     validating = int(validates.sum())
-    wanted = shares[validation] * len(labels)
+    wanted = fractions[validation] * len(labels)
+    # A third fewer or half more than was set is worth a warning, but not a single image.
     if not wanted / 1.5 - 1 <= validating <= wanted * 1.5 + 1:
         warn_once(
             f"DATA.GROUP {data.GROUP}: {validating:,} of {len(labels):,} images validate, not {math.ceil(wanted):,}, "
@@ -131,21 +150,26 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
     return np.flatnonzero(~validates), np.flatnonzero(validates)
 
 
-def placed(of_group: np.ndarray, shares: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """The subset of each group. `of_group`: its images in all, and of each class; `order`: the largest first."""
-    total = of_group.sum(0)
-    scale = np.where(total > 0, total, 1)  # a class of few images counts as much as a large one
-    missing = shares[:, None] * np.ones(len(total))
-    subset_of = np.full(len(of_group), -1)
+def placed(counts: np.ndarray, fractions: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Divide groups into subsets, and return the number of the subset of each group.
+
+    `counts`: one row per group, the number of its images, then the number of those of each class. `fractions`: the part
+    of all images that each subset should get. `order`: all groups, the largest first.
+    """
+    totals = counts.sum(0)
+    scale = np.where(totals > 0, totals, 1)  # in fractions of a class, so a small class counts as much as a large one
+    missing = fractions[:, None] * np.ones(len(totals))
+    subset_of = np.full(len(counts), -1)
     for group in order.tolist():
-        share = of_group[group] / scale
-        # As parts of what the subset wants: else training, which misses the most, gets all the largest groups.
-        costs = ((missing - share) ** 2 - missing**2).sum(1) * (shares.min() / shares)
+        group_fractions = counts[group] / scale
+        # The change of the squared error, relative to the size of the subset. Otherwise the training split, which
+        # misses the most images, would get all the largest groups.
+        costs = ((missing - group_fractions) ** 2 - missing**2).sum(1) * (fractions.min() / fractions)
         subset_of[group] = int(np.argmin(costs.round(12)))
-        missing[subset_of[group]] -= share
-    # Large groups may leave a subset without any: it gets the smallest of the subset that has most groups.
-    for subset in np.setdiff1d(np.arange(len(shares)), subset_of).tolist():
-        richest = int(np.bincount(subset_of, minlength=len(shares)).argmax())
+        missing[subset_of[group]] -= group_fractions
+    # Large groups may leave a subset empty. It gets the smallest group of the subset that has the most groups.
+    for empty_subset in np.setdiff1d(np.arange(len(fractions)), subset_of).tolist():
+        richest = int(np.bincount(subset_of, minlength=len(fractions)).argmax())
         smallest = next(group for group in order[::-1].tolist() if subset_of[group] == richest)
-        subset_of[smallest] = subset
+        subset_of[smallest] = empty_subset
     return subset_of

@@ -37,43 +37,46 @@ or, to be split by DATA.VAL_FRACTION:
 
 
 def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
-    """All images of a split, in the order of class and path."""
+    """Open a split, with its images in the order of class and path. UserError if it has none."""
     root = data_folder(data)
-    folder, classes = _split(root, data, part)
+    folder, classes = _folder_and_classes(root, data, part)
     if folder == root:
         _refuse_splits_as_classes(root, classes)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
     files = class_files(folder, classes, endings_of(data))
-    if not len(files):
+    if len(files) == 0:
         raise _no_images(folder, root)
     return split_files(files, data, part_made(parts(data), part))
 
 
 def _refuse_splits_as_classes(root: Path, classes: list[str]) -> None:
-    """UserError if the classes in `root` are data sets, or splits of other names."""
+    """Raise UserError if the folders in `root`, taken for classes, are rather data sets, or splits of unusual names."""
     for name in classes:
-        splits = _split_folders(root / name)
-        if splits:
+        splits_inside = _split_folders(root / name)
+        if splits_inside:
             raise UserError(
                 f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
-                f"class folders in {_as_folders(splits)}. Try -data_path {root / name}."
+                f"class folders in {_as_folders(splits_inside)}. Try -data_path {root / name}."
             )
-    splits = [name for name in classes if re.search(r"(?<![a-z])(train|val|test|dev)", name.lower())]
-    if len(splits) == len(classes) > 1:
-        same = set.intersection(*(set(subfolders(root / name)) for name in splits))
-        if same:
-            what = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(same)}"
-            raise UserError(f"DATA.DATA_PATH (-data_path): {root}: {what}. Call them train, val and test.")
+    like_splits = [name for name in classes if re.search(r"(?<![a-z])(train|val|test|dev)", name.lower())]
+    if len(like_splits) == len(classes) > 1:
+        in_all = set.intersection(*(set(subfolders(root / name)) for name in like_splits))
+        if in_all:
+            problem = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(in_all)}"
+            raise UserError(f"DATA.DATA_PATH (-data_path): {root}: {problem}. Call them train, val and test.")
 
 
 def check(data: DataConfig, num_classes: int, train: bool) -> None:
-    """Report missing and empty splits from a look at the folders, without listing every file."""
+    """Raise UserError for missing and empty splits, and log what is unusual about the classes.
+
+    If the splits are folders, this looks at the folders without listing every file.
+    """
     root = data_folder(data)
     owner = f"The data set in {root}"
     if _has_splits(root):
         classes: list[str] = []
         for part in parts_read(data, train, parts(data)):
-            folder, classes = _split(root, data, part)
+            folder, classes = _folder_and_classes(root, data, part)
             check_class_count(len(classes), num_classes, owner)
             with_images = np.flatnonzero([_has_images(folder / name) for name in classes])
             if not len(with_images):
@@ -95,30 +98,33 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
 
 
 def _one_class(root: Path, name: str) -> UserError:
-    inner = (root / TRAIN if _has_splits(root) else root) / name
-    while len(below := [name for name in subfolders(inner) if _has_images(inner / name)]) == 1:
-        inner /= below[0]
+    """Make the error for a data set of one class. If there are several folders of images inside, it suggests them."""
+    folder = (root / TRAIN if _has_splits(root) else root) / name
+    while len(with_images := [inner for inner in subfolders(folder) if _has_images(folder / inner)]) == 1:
+        folder /= with_images[0]
     advice = "name the folder with one folder per class. Without labels, -dataset images reads this one"
-    if below:
-        advice = f"try -data_path {inner}"
+    if with_images:
+        advice = f"try -data_path {folder}"
     return UserError(
         f"DATA.DATA_PATH (-data_path): {root} has one class, {name}, so there is nothing to learn: {advice}."
     )
 
 
 def parts(data: DataConfig) -> Parts:
-    """The splits that are folders."""
+    """Map each split to the name of its folder; `all` if there are only class folders."""
     root = data_folder(data)
-    return _named(root, data) if _has_splits(root) else UNSPLIT
+    return _names_of_splits(root, data) if _has_splits(root) else UNSPLIT
 
 
 def count(data: DataConfig, train: bool) -> int:
-    """Number of class folders, of the training split if there is one."""
-    return len(_split(data_folder(data), data, parts_read(data, train, parts(data))[0])[1])
+    """Count the classes: the class folders of the training split if there is one."""
+    first_part = parts_read(data, train, parts(data))[0]
+    _, classes = _folder_and_classes(data_folder(data), data, first_part)
+    return len(classes)
 
 
 def layout_of(root: Path) -> str | None:
-    """The class folders in `root`, in words; None if there are none with images."""
+    """Describe the class folders in `root` for a message; None if there are none with images."""
     splits = _split_folders(root)
     if splits:
         return f"class folders in {_as_folders(splits)}"
@@ -132,7 +138,10 @@ def _as_folders(names: list[str]) -> str:
 
 
 def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = ENDINGS) -> FileSamples:
-    """All images in the class folders, in the order of class and path."""
+    """List all images in the class folders of `folder`, in the order of class and path, and warn of other files.
+
+    The label of an image is the index of its folder in `classes`.
+    """
     skipped = SkippedFiles()
     for entry in sorted(folder.iterdir()):
         if is_hidden(entry.name) and entry.is_dir():
@@ -140,83 +149,96 @@ def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = END
         elif entry.name.lower().endswith(endings) and entry.is_file():
             skipped.add(entry.name, "images beside the class folders")
     counts: list[int] = []
-    inside: dict[str, list[str]] = {}
+    folders_in_class: dict[str, list[str]] = {}
 
     def paths() -> Iterator[str]:  # class by class, so that all paths never exist as Python strings at once
         for name in classes:
-            of_class = sorted(images_below(str(folder / name), skipped, endings=endings))
-            counts.append(len(of_class))
-            folders = {path.partition("/")[0] for path in of_class if "/" in path}
-            if len(folders) > 1:
-                inside[name] = sorted(folders)
-            yield from (f"{name}/{path}" for path in of_class)
+            paths_in_class = sorted(images_below(str(folder / name), skipped, endings=endings))
+            counts.append(len(paths_in_class))
+            inner_folders = {path.partition("/")[0] for path in paths_in_class if "/" in path}
+            if len(inner_folders) > 1:
+                folders_in_class[name] = sorted(inner_folders)
+            yield from (f"{name}/{path}" for path in paths_in_class)
 
     table = PathTable(paths())
     skipped.warn(str(folder))
-    if inside:
-        _warn_of_folders(folder, inside, classes)
-    return FileSamples(folder, table, np.repeat(np.arange(len(classes)), counts), list(map(one_line, classes)))
+    if folders_in_class:
+        _warn_of_folders(folder, folders_in_class, classes)
+    labels = np.repeat(np.arange(len(classes)), counts)
+    return FileSamples(folder, table, labels, list(map(one_line, classes)))
 
 
-def _warn_of_folders(folder: Path, inside: dict[str, list[str]], classes: list[str]) -> None:
-    """Warn of the folders in class folders, whose images are taken."""
-    # First one whose folders are called like other classes: these were hardly meant to be one.
-    name = min(inside, key=lambda name: set(classes).isdisjoint(inside[name]))
-    names = some_of(list(map(one_line, inside[name])))
-    others = f", like {counted(len(inside) - 1, 'other class')}" if len(inside) > 1 else ""
-    same = "" if set(classes).isdisjoint(inside[name]) else " They are called like other classes: is this meant?"
-    warn_once(f"{folder}: the class {one_line(name)} takes the images of folders in it ({names}){others}.{same}")
+def _warn_of_folders(folder: Path, folders_in_class: dict[str, list[str]], classes: list[str]) -> None:
+    """Warn that class folders have folders in them, whose images all belong to the class. One class is named."""
+    # A class whose folders are called like other classes comes first: it was hardly meant to be one class.
+    name = min(folders_in_class, key=lambda name: set(classes).isdisjoint(folders_in_class[name]))
+    inner_folders = folders_in_class[name]
+    examples = some_of(list(map(one_line, inner_folders)))
+    other_classes = ""
+    if len(folders_in_class) > 1:
+        other_classes = f", like {counted(len(folders_in_class) - 1, 'other class')}"
+    question = ""
+    if not set(classes).isdisjoint(inner_folders):
+        question = " They are called like other classes: is this meant?"
+    warn_once(
+        f"{folder}: the class {one_line(name)} takes the images of folders in it ({examples}){other_classes}.{question}"
+    )
 
 
 def subfolders(folder: Path) -> list[str]:
-    """Names of the folders in `folder`, in order, without hidden ones."""
+    """List the names of the folders in `folder`, in order, without hidden ones."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if is_folder_entry(entry) and not is_hidden(entry.name))
 
 
 def _has_splits(root: Path) -> bool:
-    """Whether folders called train, val and so on are splits. Train can also be a class, beside other class folders."""
+    """Tell whether folders called train, val and so on are splits.
+
+    They are if one of them has class folders, or if there are no other folders. Otherwise train may be a class.
+    """
     names = subfolders(root)
     return bool(_split_folders(root)) or (bool(names) and set(SPLIT_NAMES).issuperset(names))
 
 
 def _split_folders(root: Path) -> list[str]:
-    """Folders with the name of a split and class folders that have images."""
-    found = []
+    """List the folders in `root` that have the name of a split, and in them class folders with images."""
+    split_names = []
     for name in subfolders(root):
         if name in SPLIT_NAMES and any(_has_images(root / name / inner) for inner in subfolders(root / name)):
-            found.append(name)
-    return found
+            split_names.append(name)
+    return split_names
 
 
-def _named(root: Path, data: DataConfig) -> dict[Part, str]:
+def _names_of_splits(root: Path, data: DataConfig) -> dict[Part, str]:
+    """Map each split to the name of its folder in `root`."""
     names = _split_folders(root) or subfolders(root)  # if no folder has images, the error names those that exist
     return named_parts([name for name in SPLIT_NAMES if name in names], root, data)
 
 
-def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
-    """The folder of a split, and the class names in the order of their labels, from the training split if there is one.
+def _folder_and_classes(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
+    """Return the folder of a split, and the names of the classes in the order of their labels.
 
-    Without splits, the folder is `root`.
+    The classes are those of the training split if there is one. Without splits, the folder is `root`. UserError if the
+    split is missing, or has a class that the training split lacks.
     """
     if not _has_splits(root):
         return root, subfolders(root)
-    found = _named(root, data)
-    stored = "all" if part_made(found, part) else part
-    if stored not in found:
+    names = _names_of_splits(root, data)
+    stored_part = "all" if part_made(names, part) else part
+    if stored_part not in names:
         if part == "test":
             raise no_such_part(part, root)
-        names = (TRAIN,) if part == "train" else VALIDATION_NAMES
-        raise _no_images(" or ".join(str(root / name) for name in names), root)
-    folder = root / found[stored]
+        expected_names = (TRAIN,) if part == "train" else VALIDATION_NAMES
+        raise _no_images(" or ".join(str(root / name) for name in expected_names), root)
+    folder = root / names[stored_part]
     train = root / TRAIN
-    named = train if train.is_dir() else folder
-    classes = subfolders(named)
+    folder_of_classes = train if train.is_dir() else folder
+    classes = subfolders(folder_of_classes)
     if not classes:
-        raise _no_images(named, root)
-    unknown = set(subfolders(folder)).difference(classes)
-    if unknown:
-        first = min(unknown)
+        raise _no_images(folder_of_classes, root)
+    unknown_classes = set(subfolders(folder)).difference(classes)
+    if unknown_classes:
+        first = min(unknown_classes)
         title = TITLES["test" if folder.name == TEST else "val"]
         raise UserError(
             f"{folder / first}: the training split {train} has no class of that name.{nearest(first, classes)} Every "
@@ -226,15 +248,17 @@ def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
 
 
 def _has_images(folder: Path) -> bool:
+    """Tell whether there is an image in a folder, or in one below it."""
     return next(images_below(str(folder), endings=(*ENDINGS, *ARRAYS)), None) is not None
 
 
 def _no_images(folder: Path | str, root: Path) -> UserError:
+    """Make the error for a split without images. `folder`: the folder of the split, or several, joined by 'or'."""
     arrays = f"{' '.join(ARRAYS)} need DATA.BITS or DATA.IMAGE_CHANNELS, docs/bands.md"
-    what = f"there are no images in class folders of {folder} (they end in {' '.join(ENDINGS)}; {arrays})"
-    alone = _split_folders(root) == [TRAIN]
-    advice = f"\nTo split {TRAIN}/ by DATA.VAL_FRACTION: -data_path {root / TRAIN}" if alone else ""
-    return UserError(f"DATA.DATA_PATH (-data_path): {what}. {LAYOUT.format(root=root)}{advice}")
+    problem = f"there are no images in class folders of {folder} (they end in {' '.join(ENDINGS)}; {arrays})"
+    only_train = _split_folders(root) == [TRAIN]
+    advice = f"\nTo split {TRAIN}/ by DATA.VAL_FRACTION: -data_path {root / TRAIN}" if only_train else ""
+    return UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}{advice}")
 
 
 SOURCE = Source(samples, check, count=count, parts=parts, groups=True, shares_list=True)

@@ -22,6 +22,7 @@ or, without list files, class folders:
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
+    """Open a split from its list file, or from class folders if the data set has no lists."""
     lists = _lists(data)
     if not lists:
         return imagefolder.samples(data, part, num_classes)
@@ -31,6 +32,7 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
+    """Check the list files that a run reads, and that their first images exist; log classes without images."""
     lists = _lists(data)
     if not lists:
         imagefolder.check(data, num_classes, train)
@@ -40,14 +42,18 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         file = _list_file(data, lists, part)
         paths, labels = read_list(file, num_classes)
         check_first_files(file, paths, data)
-        if not classes:  # the first list, as a rule that of training
-            log_unused_outputs(int(labels.max()) + 1, num_classes, f"The list {file}")
-        classes = max(classes, int(labels.max()) + 1)
+        classes_in_list = int(labels.max()) + 1
+        if classes == 0:  # the first list, usually that of training
+            log_unused_outputs(classes_in_list, num_classes, f"The list {file}")
+        classes = max(classes, classes_in_list)
         warn_empty_classes(labels, range(classes), f"The list {file}")
 
 
 def _lists(data: DataConfig) -> dict[Part, str]:
-    """The splits that are list files, which take precedence over folders; UserError if it has neither."""
+    """Map each split to the name of its list file; empty if the data set has only folders. Lists take precedence.
+
+    UserError if it has neither lists nor folders of splits.
+    """
     root = data_folder(data)
     lists = parts_in_files(root, data, list_name)
     if not lists and not any((root / name).is_dir() for name in SPLIT_NAMES):
@@ -56,20 +62,24 @@ def _lists(data: DataConfig) -> dict[Part, str]:
 
 
 def _list_file(data: DataConfig, lists: dict[Part, str], part: Part) -> Path:
+    """Return the list file that has the images of a split; UserError if it does not exist."""
     root = data_folder(data)
     if part == "test" and part not in lists:
         raise no_such_part(part, root)
-    file = root / lists.get("all" if part_made(lists, part) else part, list_name(part))
+    stored_part = "all" if part_made(lists, part) else part
+    file = root / lists.get(stored_part, list_name(part))
     if not file.is_file():
         raise _missing(file)
     return file
 
 
 def _missing(file: Path) -> UserError:
+    """Make the error for a list file that does not exist."""
     return UserError(f"DATA.DATA_PATH (-data_path): {no_file(file)}. {LAYOUT.format(root=file.parent)}")
 
 
 def _count(data: DataConfig, train: bool) -> int:
+    """Count the classes by the largest label of the first list that is read, or else the class folders."""
     lists = _lists(data)
     if not lists:
         return imagefolder.count(data, train)
@@ -80,6 +90,7 @@ def _count(data: DataConfig, train: bool) -> int:
 
 
 def _parts(data: DataConfig) -> Parts:
+    """Map each split to its list file, or else to its folder."""
     return _lists(data) or imagefolder.parts(data)
 
 

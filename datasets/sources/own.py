@@ -1,4 +1,4 @@
-"""A data set of the user's own: a function that returns the images, labels and classes of a split."""
+"""Data sets in the user's own code: a function that returns the images, labels and classes of a split."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -18,7 +18,7 @@ from vitamp.registry import Own, own_named
 
 
 class OwnSamples(Samples):
-    """Paths of image files, or arrays of pixels."""
+    """A split that the user's function returned. Each image is the path of a file or an array of pixels."""
 
     def __init__(self, name: str, images: Sequence[str | np.ndarray], labels: np.ndarray, classes: list[str]) -> None:
         self._name = name
@@ -40,19 +40,23 @@ class OwnSamples(Samples):
 
 
 def source_of_own(own: Own) -> Source:
-    """The data set that a file of USE has registered."""
+    """Make the source of a data set that a file of USE has registered."""
     return Source(_samples, reads_path=own.takes("data_path"))
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> OwnSamples:
-    samples = _opened(data.DATASET, data.DATA_PATH, part, repr(own_named("dataset", data.DATASET)))
+    identity = repr(own_named("dataset", data.DATASET))
+    samples = _opened(data.DATASET, data.DATA_PATH, part, identity)
     check_class_count(len(samples.classes or ()), num_classes, f"The data set {data.DATASET}")
     return samples
 
 
 @cache
-def _opened(name: str, path: str | None, part: Part, own_is: str) -> OwnSamples:  # noqa: ARG001 - with its settings
-    """What the function returns for a split, checked."""
+def _opened(name: str, path: str | None, part: Part, identity: str) -> OwnSamples:  # noqa: ARG001 - for the cache
+    """Call the user's function for a split, check what it returns, and keep that for later calls.
+
+    `identity`: text of the registered function with its settings. When they change, the function is called again.
+    """
     own = own_named("dataset", name)
     assert own is not None  # the registry found it
     where = f"{own.file}: data set {name}, split {part}"
@@ -66,25 +70,27 @@ def _opened(name: str, path: str | None, part: Part, own_is: str) -> OwnSamples:
         if not 0 <= label < len(classes):
             last = f"{len(classes)} classes are returned, so labels go from 0 to {len(classes) - 1}"
             raise UserError(f"{where}, image {index}: the label is {label}, but {last}.")
-    # Resizing reads no negative strides, as those of `pixels[:, :, ::-1]`.
-    found = [str(one) if isinstance(one, str | Path) else np.ascontiguousarray(one) for one in images]
-    for index, one in enumerate(found):
-        if not isinstance(one, str) and (one.dtype != np.uint8 or one.ndim != 3 or one.shape[2] not in (1, 3)):
+    # Contiguous, because resizing reads no negative strides, as those of `pixels[:, :, ::-1]`.
+    paths_or_pixels = [str(image) if isinstance(image, str | Path) else np.ascontiguousarray(image) for image in images]
+    for index, image in enumerate(paths_or_pixels):
+        if isinstance(image, str):
+            continue
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (1, 3):
             raise UserError(
-                f"{where}, image {index}: an array of {one.dtype} of shape {one.shape}. Images are paths, or arrays "
-                "of uint8 of height x width x 1 or 3 channels."
+                f"{where}, image {index}: an array of {image.dtype} of shape {image.shape}. Images are paths, or "
+                "arrays of uint8 of height x width x 1 or 3 channels."
             )
-    return OwnSamples(f"{own.name}, {part} image", found, labels.astype(np.int64), classes)
+    return OwnSamples(f"{own.name}, {part} image", paths_or_pixels, labels.astype(np.int64), classes)
 
 
 def _returned(own: Own, path: str | None, part: Part, where: str) -> tuple[list[Any], np.ndarray, list[str]]:
-    """Images, labels and classes that the function returns."""
+    """Call the user's function, and return images, labels and names of classes. Its errors become UserErrors."""
     try:
-        given = {"data_path": path} if own.takes("data_path") else {}
-        images, labels, classes = own.made()(split=part, **given)
-        return list(images), np.asarray(labels), [str(one) for one in classes]
+        arguments = {"data_path": path} if own.takes("data_path") else {}
+        images, labels, classes = own.made()(split=part, **arguments)
+        return list(images), np.asarray(labels), [str(name) for name in classes]
     except UserError:
         raise
     except OWN_ERRORS as error:
-        what = own_lines(error) or f"{where}: must return (images, labels, classes): {error}"
-        raise UserError(what) from None
+        message = own_lines(error) or f"{where}: must return (images, labels, classes): {error}"
+        raise UserError(message) from None

@@ -1,4 +1,7 @@
-"""One listing per machine: its first rank lists the images, and all of its ranks map the table from a file."""
+"""List the images of a data set once per machine: its first rank does, and all of its ranks map the list from a file.
+
+A list of a million images takes minutes to make, and memory in each rank that makes its own.
+"""
 
 import mmap
 import pickle
@@ -13,32 +16,38 @@ from utils.distributed.world import World, all_gather, on_every_rank
 from utils.log import log
 from utils.machine.cpus import return_freed_memory
 
-LINE = 64
-"""Arrays begin at a multiple of so many bytes."""
+ALIGNMENT = 64
+"""Arrays in the file begin at a multiple of so many bytes."""
 
 
 def listed_once(list_images: Callable[[], Samples], world: World) -> Samples:
-    """What `list_images` returns. A collective call."""
+    """Return the samples that `list_images` lists, which is called once per machine. A collective call.
+
+    A rank that cannot read the list of its machine's first rank calls `list_images`, too.
+    """
     samples = on_every_rank(world, lambda: list_images() if world.local_rank == 0 else None)
     host = socket.gethostname()
-    folder = None
+    written_folder = None
     if samples is not None and len(samples) and world.local_size > 1:
-        folder = _write(samples)
-    offers = all_gather([(host, folder)], world)
-    place = next((place for owner, place in offers if owner == host and place), None)
+        written_folder = _write(samples)
+    folders_of_hosts = all_gather([(host, written_folder)], world)
+    folder = next((folder for owner, folder in folders_of_hosts if owner == host and folder), None)
     try:
-        samples = _mapped(Path(place)) if place else samples
+        samples = _mapped(Path(folder)) if folder else samples
     except OSError as error:  # on a machine of the same name, for example
-        log.warning("%s: the shared list of images cannot be read (%s).", place, error.strerror)
-    all_gather([None], world)  # all have opened the files, which may go now
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
-        return_freed_memory()  # of the list that was written
+        log.warning("%s: the shared list of images cannot be read (%s).", folder, error.strerror)
+    all_gather([None], world)  # all ranks have opened the files by now, so they can be removed
+    if written_folder:
+        shutil.rmtree(written_folder, ignore_errors=True)
+        return_freed_memory()  # the first rank's own list was replaced by the mapped one
     return list_images() if samples is None else samples
 
 
 def _write(samples: Samples) -> str | None:
-    """Write its arrays one after another into a file, and all else into another, in a folder that only we may enter."""
+    """Pickle the samples into a new folder that only this user may enter, and return it; None if it cannot be written.
+
+    The file `arrays` has the arrays one after another, for mapping; `rest` has everything else, and where they begin.
+    """
     folder = None
     arrays = list[pickle.PickleBuffer]()
     places = list[slice]()
@@ -47,7 +56,7 @@ def _write(samples: Samples) -> str | None:
         rest = pickle.dumps(samples, protocol=5, buffer_callback=arrays.append)
         with open(f"{folder}/arrays", "wb") as file:
             for values in map(pickle.PickleBuffer.raw, arrays):
-                file.seek(-file.tell() % LINE, 1)
+                file.seek(-file.tell() % ALIGNMENT, 1)
                 places.append(slice(file.tell(), file.tell() + values.nbytes))
                 file.write(values)
         Path(folder, "rest").write_bytes(pickle.dumps((rest, places)))
@@ -59,6 +68,7 @@ def _write(samples: Samples) -> str | None:
 
 
 def _mapped(folder: Path) -> Samples:
+    """Load samples that `_write` wrote, with their arrays mapped from the file. Raises OSError."""
     rest, places = pickle.loads((folder / "rest").read_bytes())  # noqa: S301 - our own machine's first rank wrote it
     with open(folder / "arrays", "rb") as file:
         # Copy on write: torch warns of arrays that nobody may write to.

@@ -1,4 +1,7 @@
-"""Splits: named by files and folders, or made by DATA.VAL_FRACTION or DATA.FOLD. For groups see grouped.py."""
+"""Find the splits that files and folders name, or make them by DATA.VAL_FRACTION or DATA.FOLD.
+
+Splits by groups, and of images with several labels, are made in grouped.py.
+"""
 
 import math
 import re
@@ -25,16 +28,22 @@ SPLIT_NAMES = (TRAIN, *VALIDATION_NAMES, TEST)
 
 
 def named_parts(names: Sequence[str], where: object, data: DataConfig) -> dict[Part, str]:
-    """Which of the names that `where` has is which split. They are in the order of SPLIT_NAMES."""
-    parts: dict[Part, str] = {"train": TRAIN} if TRAIN in names else {}
+    """Map each split to the name under which a data set stores it, and warn of names that are not used as expected.
+
+    Without a validation split, `test` takes its place, or with DATA.KEEP_TEST a part of `train`, which is then `all`.
+    `names`: those of SPLIT_NAMES that exist, in that order. `where`: the data set, which begins the warnings.
+    """
+    parts: dict[Part, str] = {}
+    if TRAIN in names:
+        parts["train"] = TRAIN
     validation = [name for name in names if name not in (TRAIN, TEST)]
     if validation:
         parts["val"] = validation[0]
-    elif parts and TEST in names and data.KEEP_TEST:
+    elif TRAIN in names and TEST in names and data.KEEP_TEST:
         parts = {"all": TRAIN}
     elif TEST in names:
         parts["val"] = TEST
-        if TRAIN in names and part_of(data, False) == "val":
+        if TRAIN in names and part_of(data, train=False) == "val":
             warn_once(
                 f"{where}: the split test is used for validation, because no other split is read for it. It then "
                 "chooses the best checkpoint, so accuracy on it is a little too high for a test result. "
@@ -48,19 +57,23 @@ def named_parts(names: Sequence[str], where: object, data: DataConfig) -> dict[P
 
 
 def parts_in_files(root: Path, data: DataConfig, file_name: Callable[[str], str]) -> dict[Part, str]:
-    """The files in `root` that are splits. `file_name`: of a split, from its name."""
-    parts = named_parts([one for one in SPLIT_NAMES if (root / file_name(one)).is_file()], root, data)
+    """Map each split to the name of its file in the folder `root`, such as val to valid.csv.
+
+    `file_name` makes the name of a file from that of a split.
+    """
+    split_names = [name for name in SPLIT_NAMES if (root / file_name(name)).is_file()]
+    parts = named_parts(split_names, root, data)
     return {part: file_name(name) for part, name in parts.items()}
 
 
 def split_named_in(name: str) -> str | None:
-    """The word in a file or folder name that names a split."""
+    """Return the first word of SPLIT_NAMES that is in a file or folder name; None if there is none."""
     match = re.search(rf"(?<![a-z])({'|'.join(SPLIT_NAMES)})(?![a-z])", name.lower())
     return match[1] if match else None
 
 
 def warn_of_skipped(root: str, files: Sequence[str]) -> None:
-    """Name the files that are in no split although folders or file names name splits."""
+    """Warn of the files that belong to no split although other files or folders are named as splits."""
     if files:
         warn_once(
             f"{root}: skipping files that are neither in the training split nor in the validation split: "
@@ -79,46 +92,50 @@ def no_such_part(part: str, where: object) -> UserError:
 
 
 def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split") -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the training and the validation split, each ascending; they depend on the arguments alone.
+    """Return the indices of the training and the validation split, each ascending. They depend on the arguments alone.
 
-    The split is stratified: each class gives the same fraction, and keeps at least one image for training. Each
-    class of two or more images gives at least one, even if the validation split becomes larger for it.
+    The split is stratified: each class gives the same fraction for validation, and keeps at least one image for
+    training. Each class of two or more images gives at least one, even if the validation split becomes larger for it.
+    `purpose` seeds the random numbers together with `seed`.
     """
     members = shuffled_classes(labels, seed, purpose)
     sizes = np.array([len(of_class) for of_class in members])
     exact = sizes * fraction
     counts = np.maximum(np.floor(exact).astype(int), sizes > 1)
     # Rounding down gives too few; the classes with the largest remainders give one more each.
-    missing = max(0, math.ceil(round(len(labels) * fraction, 6)) - counts.sum())  # 70 * 0.1 is a little more than 7
+    wanted = math.ceil(round(len(labels) * fraction, 6))  # rounded first, since 70 * 0.1 is a little more than 7
+    missing = max(0, wanted - counts.sum())
     by_remainder = np.argsort(counts - exact, kind="stable")
     can_give = counts[by_remainder] < sizes[by_remainder] - 1
-    counts[by_remainder[can_give][:missing]] += 1
+    giving = by_remainder[can_give][:missing]
+    counts[giving] += 1
     validation = np.concatenate([of_class[:count] for of_class, count in zip(members, counts, strict=True)])
     return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)
 
 
 def shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.ndarray]:
-    """Indices of the samples of each class, in a random order."""
+    """Return one array per class that has samples: their indices in a random order."""
     generator = generator_of(seed, purpose)
-    return [generator.permutation(of_class) for of_class in members_of_classes(labels)]
+    return [generator.permutation(members) for members in members_of_classes(labels)]
 
 
 def keys_of_split(data: DataConfig) -> list[str]:
-    """The settings that split images without a validation split, but for those that have no effect here."""
-    idle: tuple[str, ...] = ()
+    """List the settings that decide which images are for validation, without those that have no effect here."""
+    without_effect: tuple[str, ...] = ()
     if data.FOLD is not None:
-        idle = ("DATA.VAL_FRACTION",)
-    elif data.DATASET == "digits":  # whose own split is always the same
-        idle = deciding("random split")
-    return [key for key in deciding("split", "random split") if key not in idle]
+        without_effect = ("DATA.VAL_FRACTION",)
+    elif data.DATASET == "digits":  # its split is always the same
+        without_effect = deciding("random split")
+    return [key for key in deciding("split", "random split") if key not in without_effect]
 
 
 def split_rows(
     labels: np.ndarray, data: DataConfig, part: Part, where: object, groups: Sequence[str] | None = None
 ) -> np.ndarray:
-    """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION; for `all`, of all.
+    """Return the indices of one split of a data set that comes unsplit. DATA.FOLD or DATA.VAL_FRACTION decides.
 
-    `where` has these samples. `groups`: those of DATA.GROUP.
+    For `all`, these are the indices of all samples; a split `test` is never made. `where` names the data set in
+    messages. `groups`: the group of each sample, as DATA.GROUP names it; groups are not divided.
     """
     if part == "test":
         raise no_such_part(part, where)
@@ -138,11 +155,12 @@ def split_rows(
         train, validation = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
         train, validation = split(labels, data.VAL_FRACTION, data.SPLIT_SEED)
-        if part == "val" and not len(validation):
+        if part == "val" and len(validation) == 0:
             raise TooFewToSplit(
                 f"There are too few images for a validation split: {len(labels)} in {len(np.unique(labels))} classes, "
                 "and each class keeps one image for training. Add images, or a validation split of your own."
             )
+        # Half more than was set is worth a warning, but not the one image that rounding up adds.
         if len(validation) > 1.5 * data.VAL_FRACTION * len(labels) + 1:
             warn_once(
                 f"{where}: {len(validation):,} of {len(labels):,} images validate, more than DATA.VAL_FRACTION "
@@ -152,13 +170,14 @@ def split_rows(
 
 
 def split_by_fold(labels: np.ndarray, fold: Fold, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the training and the validation split, each ascending: fold K of N, and the other folds.
+    """Return the indices of the training and the validation split, each ascending, for cross-validation.
 
-    The folds are disjoint and cover all samples. Each class, and all classes together, give every fold the same
-    number of images, or one more. They depend on the labels, N and the seed alone.
+    Fold K of N validates, and the other folds train. The folds are disjoint and cover all samples. Each class, and all
+    classes together, give every fold the same number of images, or one more. The folds depend on the labels, N and
+    the seed alone.
     """
     members = shuffled_classes(labels, seed, "folds")
-    # Counting on from class to class keeps the folds equally large, too.
+    # Samples go to the folds in turn. Counting on from class to class keeps the folds equally large.
     fold_of = np.empty(len(labels), dtype=np.int64)
     fold_of[np.concatenate(members)] = np.arange(len(labels)) % fold.folds
     validates = fold_of == fold.number - 1

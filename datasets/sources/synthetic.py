@@ -1,4 +1,7 @@
-"""`synthetic`: random images in device memory, to measure training without data loading. A model can memorise them."""
+"""`synthetic`: random images in device memory, to measure training without loading data.
+
+A model can memorise them, so its accuracy is meaningless.
+"""
 
 import numpy as np
 import torch
@@ -11,15 +14,16 @@ from utils.seeding import generator_of
 from vitamp.sizes import ImageSize
 
 POOL = 128
-"""Number of different images; sample i is image i modulo this."""
+"""Number of different images. Sample i is image i modulo POOL."""
 
 
 class Synthetic(ImageDataset):
-    """Samples from a small pool of images, which training and validation share."""
+    """A data set of random images. Its samples repeat a small pool, which training and validation share."""
 
     in_memory = True
 
     def __init__(self, samples: int, data: DataConfig, num_classes: int, seed: int, device: torch.device) -> None:
+        """`samples`: how many samples an epoch has; they take no memory beyond the pool."""
         self.samples = samples
         self.device = device
         self.data = data
@@ -41,18 +45,21 @@ class Synthetic(ImageDataset):
         return Synthetic(self.samples, data, self.num_classes, self.seed, self.device)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
-        # Padding keeps an image, because its index excludes it anyway and making it black would cost a pass.
+        # Padding gets some image, because its index excludes it anyway and making it black would cost time.
         indices = torch.tensor([index for _, index in keys]).to(self.device, non_blocking=True)
-        chosen = indices.clamp(min=0) % POOL
-        return Batch(self.images[chosen], self.labels[chosen] * (indices != PADDING), indices)
+        in_pool = indices.clamp(min=0) % POOL
+        labels = self.labels[in_pool] * (indices != PADDING)  # the label of padding is 0
+        return Batch(self.images[in_pool], labels, indices)
 
 
 def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Synthetic:
+    """Open a split; `all` has as many samples as training and validation together."""
     part = part_of(data, train)
     if part == "test":
         raise no_such_part(part, "the data set synthetic")
-    samples = {"train": data.SYNTHETIC_TRAIN, "val": data.SYNTHETIC_VAL}
-    return Synthetic(samples.get(part) or sum(samples.values()), data, num_classes, seed, device)
+    sizes = {"train": data.SYNTHETIC_TRAIN, "val": data.SYNTHETIC_VAL}
+    samples = sizes.get(part) or sum(sizes.values())
+    return Synthetic(samples, data, num_classes, seed, device)
 
 
 def _count(_data: DataConfig, _train: bool) -> int:

@@ -1,6 +1,6 @@
-"""`images`: all images below a folder, without labels, for learning without them.
+"""`images`: all images below a folder, without labels, for self-supervised training.
 
-Those in a folder val (or valid, ...) are for validation, those in a folder test are left out, and all others are for
+Images in a folder val (or valid, ...) are for validation, images in a folder test are left out, and all others are for
 training. Without a folder val, DATA.VAL_FRACTION splits them.
 """
 
@@ -17,6 +17,7 @@ from utils.errors import UserError
 
 
 def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
+    """Open a split: the images of its folder, or those that `split_files` chooses. All labels are 0."""
     root = data_folder(data)
     if part == "test" and not (root / TEST).is_dir():
         raise no_such_part(part, root)
@@ -24,17 +25,19 @@ def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
     paths = sorted(reported(images_below(str(root), skipped, endings=endings_of(data))))
     skipped.warn(str(root))
     validation = _validation_folder(root)
-    if part != "all":  # without a folder for validation, it is taken from those of the training
+    if part != "all":
+        # Training has no folder of its own, nor has validation if there is no folder val: '' are all other images.
         folder = {"train": "", "val": validation or "", "test": TEST}[part]
         if folder:
             paths = [path for path in paths if path.startswith(f"{folder}/")]
         else:
-            others = tuple(f"{name}/" for name in (validation, TEST) if name)
-            paths = [path for path in paths if not path.startswith(others)]
+            other_folders = tuple(f"{name}/" for name in (validation, TEST) if name)
+            paths = [path for path in paths if not path.startswith(other_folders)]
         if not paths:
             raise UserError(f"DATA.DATA_PATH (-data_path): {root / folder} has no images ({' '.join(ENDINGS)}).")
     files = FileSamples(root, paths, np.zeros(len(paths), dtype=np.int64), None)
-    return split_files(files, data, part if validation is None and part != "test" else None)
+    is_split = validation is not None or part == "test"
+    return split_files(files, data, None if is_split else part)
 
 
 def _validation_folder(root: Path) -> str | None:

@@ -1,6 +1,6 @@
-"""What a web server may send: no more than was asked, not encoded, and not too slowly.
+"""Refuse answers of web servers that are larger than the request, encoded, or too slow.
 
-fsspec and aiohttp read an answer to its end, whatever it is; so this is the class of aiohttp's answers.
+fsspec and aiohttp would read any answer to its end. So a class of our own is used for aiohttp's answers.
 """
 
 import asyncio
@@ -14,46 +14,49 @@ from datasets.base import remark
 from utils.text import redacted
 
 SECONDS_OF_HEADERS = 30.0
-"""For which a server may send the headers of an answer"""
+"""Time that a server may take to send the headers of an answer"""
 LOWEST_SPEED = 1000
-"""Bytes per second, of each request. A modem is faster; below, an image would take minutes, and training never end."""
+"""Bytes per second of each request. A modem is faster; below, an image would take minutes, and training never end."""
 SECONDS_OF_SPEED = 10.0
-"""For which a request may be slower than that"""
+"""Time for which a request may be slower than LOWEST_SPEED"""
 LARGEST_LIST = 16 << 20
-"""Most bytes of dataset.json and of a listing: both have less than 160 bytes for each tar file, so 100,000 tar files"""
+"""Most bytes of dataset.json and of a listing. Both have less than 160 bytes per tar file: enough for 100,000 files."""
 LARGEST_ANSWER = 768 << 20
 """Most bytes of any answer. The largest is an index: that of the 14 million images of ImageNet-21k has 700 MB."""
 
 NOT_ENCODED = ("", "identity", "aws-chunked")
-"""Values of Content-Encoding; the last one is of an upload to S3, not of the content."""
+"""Allowed values of Content-Encoding; the last one tells of an upload to S3, not of the content."""
 
 
 class Refused(aiohttp.ClientError):
-    """An answer that will be no better when the request is repeated."""
+    """The error for an answer that would be no better if the request were repeated."""
 
     lasting = True
 
 
 class Answer(aiohttp.ClientResponse):
-    """An answer that is refused if it is not what was asked for."""
+    """An answer of a web server, which is refused if it is not what was asked for."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
-        """Read the headers. A byte now and then does not prolong that."""
+        """Read the headers, within SECONDS_OF_HEADERS. A server that sends a byte now and then gets no more time."""
         limit = asyncio.timeout(SECONDS_OF_HEADERS)
         try:
             async with limit:
                 await super().start(connection)
         except TimeoutError:
-            if limit.expired():  # else the server is silent
-                raise OSError(f"{self._shown} is too slow (no complete headers in {SECONDS_OF_HEADERS:g} s)") from None
-            raise
+            if not limit.expired():  # the session's limit for a silent server
+                raise
+            raise OSError(f"{self._shown_url} is too slow (no complete headers in {SECONDS_OF_HEADERS:g} s)") from None
         encoding = self.headers.get("Content-Encoding", "")
         if encoding.lower() not in NOT_ENCODED:
-            raise Refused(f"{self._shown} is sent with Content-Encoding {encoding[:40]!r}, which was not asked for")
+            raise Refused(f"{self._shown_url} is sent with Content-Encoding {encoding[:40]!r}, which was not asked for")
         return self
 
     async def read(self) -> bytes:
-        """The whole answer; of one to a request for a range that is longer than the range, one byte more than that."""
+        """Read the content. If a range was requested and the answer is longer, read one byte more than the range.
+
+        That byte shows the caller that the server ignores ranges.
+        """
         if self._body is None:
             try:
                 self._body = bytes(await self._read())
@@ -63,55 +66,60 @@ class Answer(aiohttp.ClientResponse):
         return self._body
 
     async def _read(self) -> bytearray:
+        """Read the content up to its limit. Raises Refused if it is too large, and OSError if it comes too slowly."""
         self._log_redirect()
-        wanted = self._wanted()
-        most = wanted or LARGEST_LIST
-        if wanted is None and self.url.path.endswith(".npz"):
-            most = LARGEST_ANSWER
-        if most > LARGEST_ANSWER:
-            raise Refused(f"{self._shown} has a range of {most:,} bytes, and {LARGEST_ANSWER:,} are the most")
+        requested = self._requested_bytes()
+        limit = requested or LARGEST_LIST
+        if requested is None and self.url.path.endswith(".npz"):
+            limit = LARGEST_ANSWER
+        if limit > LARGEST_ANSWER:
+            raise Refused(f"{self._shown_url} has a range of {limit:,} bytes, and {LARGEST_ANSWER:,} are the most")
+
         content = bytearray()
-        begin = last = time.monotonic()
-        counted = 0
-        while len(content) <= most:
+        begin = time.monotonic()
+        measured_at = begin
+        measured_bytes = 0
+        while len(content) <= limit:
             chunk = await self.content.readany()
             if not chunk:
                 return content
             content += chunk
             now = time.monotonic()
-            if now - last < SECONDS_OF_SPEED or self.content.at_eof():
+            if now - measured_at < SECONDS_OF_SPEED or self.content.at_eof():
                 continue
-            if len(content) - counted < LOWEST_SPEED * (now - last):
+            if len(content) - measured_bytes < LOWEST_SPEED * (now - measured_at):
                 raise OSError(  # fsspec would replace a TimeoutError by one without words
-                    f"{self._shown} is too slow ({len(content):,} bytes in {now - begin:.0f} s; the least is "
+                    f"{self._shown_url} is too slow ({len(content):,} bytes in {now - begin:.0f} s; the least is "
                     f"{LOWEST_SPEED:,} bytes per second)"
                 )
-            last = now
-            counted = len(content)
+            measured_at = now
+            measured_bytes = len(content)
         self.close()  # the rest is not read
-        if wanted is None:
-            raise Refused(f"{self._shown} has more than {most:,} bytes, the most that are read of such a file")
-        return content[: most + 1]
+        if requested is None:
+            raise Refused(f"{self._shown_url} has more than {limit:,} bytes, the most that are read of such a file")
+        return content[: limit + 1]
 
-    def _wanted(self) -> int | None:
-        """Bytes of the range that was asked for; None if it was all."""
-        span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_info.headers.get("Range", ""))
-        if span is None:
+    def _requested_bytes(self) -> int | None:
+        """Return the number of bytes in the requested range; None if the whole file was requested."""
+        byte_range = re.fullmatch(r"bytes=(\d+)-(\d+)", self.request_info.headers.get("Range", ""))
+        if byte_range is None:
             return None
-        first, last = map(int, span.groups())
+        first, last = map(int, byte_range.groups())
         return last + 1 - first
 
     def _log_redirect(self) -> None:
+        """Warn if the server redirects to another host, whose content is then read."""
         if self.history and self.history[0].url.host != self.url.host:
             remark(f"{self.history[0].url.origin()} redirects to another host: {self.url.origin()}. That one is read.")
 
     @property
-    def _shown(self) -> str:
+    def _shown_url(self) -> str:
+        """The URL without its password."""
         return redacted(str(self.url))
 
 
 def session_options(silence: float) -> dict[str, Any]:
-    """Options of an aiohttp session with such answers. `silence`: most seconds without a byte."""
+    """Return the options of an aiohttp session whose answers are `Answer`. `silence`: most seconds without a byte."""
     return {
         "response_class": Answer,
         "timeout": aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence),

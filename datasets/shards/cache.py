@@ -1,7 +1,8 @@
-"""Whole tar files of a store on a disk of this machine, for all of its processes and for later runs (DATA.CACHE_GB).
+"""Cache whole tar files of a remote store on a disk, for all processes of a machine and for later runs.
 
-A thread in each loading process downloads the files that coming batches need; a lock leaves each file to one of them.
-Nobody waits for a download: images of a file that is not there yet are requested by themselves.
+DATA.CACHE_GB limits its size. A thread in each loading process downloads the files that coming batches need; a lock
+leaves each file to one of them. Nobody waits for a download: if a file is not there yet, its images are requested one
+by one.
 """
 
 import contextlib
@@ -32,11 +33,11 @@ from vitamp.files import leads_to, only_regular
 HASH = "sha256:"
 """Beginning of the stamp of a file whose hash is known"""
 SECONDS_TO_REST = 5.0
-"""Without downloads after the disk failed or was full, or a file was not what it should be"""
+"""Time without downloads after the disk failed or was full"""
 SECONDS_ABANDONED = 600.0
-"""After which an unfinished file may make room"""
+"""Time without use after which an unfinished file may be removed to make room"""
 TRIED = 64 << 10
-"""Bytes of a file that are requested to try the store"""
+"""Bytes of a file that are requested to see whether the store answers"""
 MARK = "written-by-vitamp.txt"
 MARK_TEXT = """vitamp writes tar files here, named by 32 hexadecimal digits and a size, and removes them.
 DATA.CACHE_GB is their most. It leaves all other files alone.
@@ -47,99 +48,112 @@ BEGAN = "VITAMP_CACHE_BEGAN"
 
 
 def tar_folder(data: DataConfig) -> Path:
-    """The folder of tar files in the cache. It has a mark: without one, its files are someone else's."""
+    """Return the folder in DATA.CACHE that holds tar files, and mark a new one as ours by the file MARK.
+
+    A folder with other files and no mark belongs to someone else, so another name is tried. UserError if none is left.
+    """
     for name in ("tars", "tars-vitamp"):
         folder = cache_folder(data, name)
         try:
-            names = os.listdir(folder)
-            if not names:
+            content = os.listdir(folder)
+            if not content:
                 (folder / MARK).write_text(MARK_TEXT)
         except OSError as error:
             raise UserError(f"DATA.CACHE: {folder} cannot be used: {error}. Name a writable folder.") from None
-        if not names or MARK in names:
+        if not content or MARK in content:
             return folder
         warn_once(f"{folder} has files that this cache did not write; they are left alone.", logging.INFO)
     raise UserError(f"DATA.CACHE: {folder} has files that vitamp did not write. Name another folder.")
 
 
 class ShardCache:
-    """The tar files of a split that are in a folder.
+    """The tar files of one split, as far as they are in the cache's folder. Files are numbered as in the split.
 
-    Other splits, stores and runs share the folder. The file that was not used for the longest time makes room.
-    A file's mtime is when its content was last checked, if its hash is known; its atime is when it was last used.
+    Other splits, stores and runs share the folder. The file that was not used for the longest time is removed first.
+    A file's atime is the time of its last use. If its hash is known, its mtime is the time of the last check.
     """
 
     def __init__(self, store: Remote, files: Sequence[ShardFile], folder: Path, limit: float) -> None:
-        """`limit`: most bytes in the folder."""
+        """`files`: all tar files of the split. `limit`: most bytes in the folder."""
         self.folder = folder
         self.limit = limit
         self._store = store
         self._files = files
         self._needed = list[int]()
+        """Numbers of the files that coming batches need; they are not removed"""
         self._coming = list[int]()
+        """Numbers of those that are still to be downloaded, if they are missing"""
         self._changed: threading.Condition | None = None
+        """Wakes the thread that downloads; None until it is started"""
         self._began = float(os.environ.setdefault(BEGAN, str(time.time())))
+        """Time when this run began"""
         self._checked = set[int]()
-        """Files of earlier runs whose hash is right"""
+        """Numbers of the files of earlier runs whose hash is right"""
         self.refusal = ""
-        """Why no file of the store can be trusted: one is not what dataset.json lists"""
+        """Why no file of the store can be trusted: one has another hash than in dataset.json; '' if all can"""
 
     def has(self, number: int) -> bool:
-        """Whether a file is here in full. From now on it counts as just used.
+        """Tell whether a file is in the cache, complete and undamaged, and note that it was just used.
 
-        At its first use in a run on this machine, its hash is checked. TrainingError: see `refusal`.
+        At its first use in a run on this machine, its hash is checked. Raises TrainingError if there is a `refusal`.
         """
         if self.refusal:
             raise TrainingError(self.refusal)
         path = self._path(number)
         try:
-            about = path.stat()
-            if about.st_size != self._files[number].size:
+            stat_result = path.stat()
+            if stat_result.st_size != self._files[number].size:
                 return False
             if not self._hash(number):
                 os.utime(path)
-            elif about.st_mtime < self._began and number not in self._checked:
+            elif stat_result.st_mtime < self._began and number not in self._checked:
                 return self._check(number, path)
             else:
                 with contextlib.suppress(PermissionError):  # only the owner may set times other than now
-                    os.utime(path, (time.time(), about.st_mtime))
+                    os.utime(path, (time.time(), stat_result.st_mtime))
         except OSError:
             return False
         return True
 
     def range(self, number: int, offset: int, size: int) -> np.ndarray | None:
-        """Bytes of a file; None if it is not here, or no longer."""
+        """Read bytes of a file from the cache; None if the file is not in it, or no longer."""
         if not self.has(number):
             return None
         content = np.empty(size, dtype=np.uint8)
         try:
             with open(self._path(number), "rb", buffering=0, opener=only_regular) as file:
-                return content if os.preadv(file.fileno(), [content.data], offset) == size else None
+                bytes_read = os.preadv(file.fileno(), [content.data], offset)
+                return content if bytes_read == size else None
         except OSError:
             return None
 
     def room(self) -> float:
-        """Bytes that the folder may have."""
+        """Return how many bytes of tar files the folder can hold, by its limit and by the free space of the disk."""
         return min(self.limit, self._free() + self.bytes_used())
 
     def bytes_used(self) -> int:
+        """Return how many bytes the tar files in the folder have, when those that are being downloaded are complete."""
         return sum(size for _, size, _ in self._kept())
 
     def __str__(self) -> str:
         return f"{self.folder}, of at most {self.limit / 1e9:g} GB (DATA.CACHE_GB)"
 
     def announce(self, numbers: Sequence[int], most: int) -> None:
-        """Download these files, then those that were announced before: in all so many, none of which makes room."""
+        """Have these files downloaded by a thread, then those that were announced before, but no more than `most`.
+
+        None of them is removed to make room until it drops out of the last `most` that were announced.
+        """
         if self._changed is None:
             self._changed = threading.Condition()
-            threading.Thread(target=self._work, args=(self._changed,), daemon=True).start()
+            threading.Thread(target=self._download_announced, args=(self._changed,), daemon=True).start()
         with self._changed:
             needed = list(numbers) + self._needed
             self._needed = list(dict.fromkeys(needed))[:most]
             self._coming = self._needed.copy()
             self._changed.notify()
 
-    def _work(self, changed: threading.Condition) -> None:
+    def _download_announced(self, changed: threading.Condition) -> None:
+        """Download the announced files that are missing, one after another. Runs in a thread of its own, for ever."""
         while True:
             with changed:
                 changed.wait_for(lambda: self._coming)
@@ -157,14 +171,15 @@ class ShardCache:
                     f"{self.folder}: tar files of {self._store.root} cannot be kept: {reason}. Their "
                     "images are requested by themselves meanwhile; the download is repeated."
                 )
-                with contextlib.suppress(OSError):  # the disk may allow nothing; this thread goes on
+                with contextlib.suppress(OSError):  # the disk may refuse this, too; then the thread continues
                     unfinished.unlink()
                 time.sleep(SECONDS_TO_REST)
 
     def check(self, number: int) -> None:
-        """Download a file whose hash is known, if the disk allows it.
+        """Download a file and compare its hash before training begins. A file whose hash is not known is left alone.
 
-        UserError if its content has another hash; OSError if the store fails, or is too slow.
+        Raises UserError if the hash differs, and OSError if the store fails or is too slow. If the disk has no space,
+        nothing is checked.
         """
         if not self._hash(number) or self.has(number):
             return
@@ -176,21 +191,27 @@ class ShardCache:
             raise UserError(self.refusal)
 
     def _download(self, number: int, unfinished: Path) -> None:
-        """Fetch the rest of a file, unless another process does. OSError: it cannot be kept."""
+        """Download what is missing of a file, check its hash, and rename it from `unfinished` to its name.
+
+        Returns without the file if another process downloads it, or if the store fails. Raises OSError if the disk has
+        no space. If the hash is wrong twice, `refusal` is set.
+        """
         file = self._files[number]
         with open(unfinished, "a+b", opener=only_regular) as opened:
             try:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a kill ends it
+                fcntl.flock(
+                    opened, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # the lock ends with the process, even if it is killed
             except BlockingIOError:
                 return
-            if not leads_to(unfinished, opened.fileno()):  # another process has finished it meanwhile
+            if not leads_to(unfinished, opened.fileno()):  # another process has finished and renamed it meanwhile
                 return
             os.utime(unfinished)
             self._make_room(file.size)
-            for _ in range(2):  # what is damaged on the way, or was on this disk, is fetched once more
+            for _ in range(2):  # a file that was damaged by the network or the disk is downloaded once more
                 if not self._fetch_rest(file, opened):
-                    return  # the store fails: what there is stays for the next time
-                if self._is_listed(number, opened):
+                    return  # the store fails: the bytes so far stay for the next time
+                if self._has_listed_hash(number, opened):
                     os.fsync(opened.fileno())
                     os.utime(unfinished)
                     os.replace(unfinished, self._path(number))
@@ -203,7 +224,7 @@ class ShardCache:
             )
 
     def _fetch_rest(self, file: ShardFile, opened: BufferedRandom) -> bool:
-        """Append what a file lacks; False if the store fails."""
+        """Download the missing end of a file and append it. Returns False if the store fails."""
         while (begin := os.fstat(opened.fileno()).st_size) < file.size:
             wanted = (file.name, begin, min(BLOCK, file.size - begin))
             content = self._store.ranges([wanted]).get(wanted)
@@ -214,12 +235,12 @@ class ShardCache:
         return True
 
     def _hash(self, number: int) -> str:
-        """The hash of a file in dataset.json; '' if it is not known."""
+        """Return the hash of a file in dataset.json; '' if it is not known."""
         stamp = self._files[number].stamp
         return stamp.removeprefix(HASH) if stamp.startswith(HASH) else ""
 
-    def _is_listed(self, number: int, opened: BufferedRandom) -> bool:
-        """Whether the content is that of dataset.json, as far as its hash is known."""
+    def _has_listed_hash(self, number: int, opened: BufferedRandom) -> bool:
+        """Tell whether a file has the hash that dataset.json lists; True if the hash is not known."""
         expected = self._hash(number)
         if not expected:
             return True
@@ -227,11 +248,14 @@ class ShardCache:
         return hashlib.file_digest(opened, "sha256").hexdigest() == expected
 
     def _check(self, number: int, path: Path) -> bool:
-        """Whether a file from an earlier run has the right content; else it is removed. Others wait meanwhile."""
+        """Tell whether a file from an earlier run has the right hash, and remove it if not.
+
+        Other processes that want to check it wait, and then see by its mtime that it was checked.
+        """
         with open(path, "r+b", opener=only_regular) as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)
-            checked = os.fstat(opened.fileno()).st_mtime >= self._began  # by another process, meanwhile
-            if checked or self._is_listed(number, opened):
+            was_checked = os.fstat(opened.fileno()).st_mtime >= self._began  # by another process, meanwhile
+            if was_checked or self._has_listed_hash(number, opened):
                 self._checked.add(number)
                 os.utime(path)
                 return True
@@ -240,7 +264,10 @@ class ShardCache:
         return False
 
     def _make_room(self, size: int) -> None:
-        """Remove files until the folder, with the one that is being downloaded, is within its limit."""
+        """Remove files until one of `size` bytes fits on the disk and the folder is within its limit.
+
+        The folder's size includes the file that is being downloaded. Raises OSError if no file may be removed.
+        """
         while self.bytes_used() > self.limit or self._free() < size:
             self._remove_oldest()
 
@@ -248,26 +275,30 @@ class ShardCache:
         return shutil.disk_usage(self.folder).free
 
     def _kept(self) -> list[tuple[float, int, Path]]:
-        """When each of our files in the folder was used, its size when it is finished, and path; the oldest first."""
-        found = []
+        """List our files in the folder, those that were not used for the longest time first.
+
+        Each is (time of the last use, bytes when it is complete, path). Files that are being downloaded count, too.
+        """
+        files = []
         for path in self.folder.glob("*-*.*"):
             name = OWN_NAME.fullmatch(path.name)
             if name is None:
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                about = path.lstat()
+                stat_result = path.lstat()
                 size = int(name[1])
-                whole = path.suffix == ".part" or about.st_size == size
-                if whole and stat.S_ISREG(about.st_mode):
-                    found.append((max(about.st_atime, about.st_mtime), size, path))
-        return sorted(found)
+                is_valid = path.suffix == ".part" or stat_result.st_size == size
+                if is_valid and stat.S_ISREG(stat_result.st_mode):
+                    last_use = max(stat_result.st_atime, stat_result.st_mtime)
+                    files.append((last_use, size, path))
+        return sorted(files)
 
     def _remove_oldest(self) -> None:
-        """Remove a file. OSError: all are needed, or are being downloaded."""
+        """Remove the file that was not used for the longest time. OSError if all are needed or being downloaded."""
         needed = {self._path(number) for number in self._needed}
-        for used, _, path in self._kept():
-            abandoned = path.suffix == ".part" and used < time.time() - SECONDS_ABANDONED
-            if abandoned or (path.suffix == ".tar" and path not in needed):
+        for last_use, _, path in self._kept():
+            is_abandoned = path.suffix == ".part" and last_use < time.time() - SECONDS_ABANDONED
+            if is_abandoned or (path.suffix == ".tar" and path not in needed):
                 return self._remove(path)
         raise OSError("there is no room")
 
@@ -275,7 +306,7 @@ class ShardCache:
         path.unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
-        """The name changes with the file as far as the store shows that, and also says the size."""
+        """Return the path of a file in the cache. It changes when the store's file does, and names the size."""
         file = self._files[number]
-        of = "\0".join((redacted(self._store.root), file.name, file.stamp)).encode(errors="surrogateescape")
-        return self.folder / f"{hashlib.sha256(of).hexdigest()[:32]}-{file.size}.tar"
+        identity = "\0".join((redacted(self._store.root), file.name, file.stamp)).encode(errors="surrogateescape")
+        return self.folder / f"{hashlib.sha256(identity).hexdigest()[:32]}-{file.size}.tar"

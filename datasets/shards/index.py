@@ -1,7 +1,7 @@
-"""Tar files in WebDataset's layout, `key.jpg` beside `key.cls` or `key.json`, and the index of a set of them.
+"""Read tar files in WebDataset's layout (`key.jpg` beside `key.cls` or `key.json`), and make an index of them.
 
 They are in a local folder, or at a URL that fsspec supports, such as s3://bucket/imagenet. Nothing is ever extracted:
-the position of each sample is read from the headers once and kept in a file.
+the position of each sample is read from the headers once and kept in a file, the index.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ MOST_OPEN = 64
 """Files that a process keeps open: the shards of a window are read alternately, and opening one per image is slow."""
 
 STAMPS = ("ETag", "etag", "LastModified", "mtime", "created")
-"""Entries of a listing that change when the file is rewritten, by protocol"""
+"""Fields of a store's listing that change when a file is rewritten; each protocol has another one"""
 
 PAUSES = 0.1, 0.3, 1.0, 3.0, 10.0, 20.0
 """Seconds before a request to a store that failed is repeated"""
 LONGEST_PAUSE = 60.0
-"""Of those that a store asks for (Retry-After)"""
+"""Most seconds of a pause that a store asks for (Retry-After)"""
 SILENCE = 30.0
-"""Seconds without a byte from a web server, after which a request has failed; aiohttp's own limit is 5 minutes."""
+"""Seconds without a byte from a web server after which a request has failed; aiohttp's own limit is 5 minutes."""
 BLOCK = 8 << 20
 """Most bytes of a request"""
 LARGEST_READ = 32 << 20
-"""Most bytes that reading the headers of a tar file requests at once: a member's name or label, and what follows"""
+"""Most bytes of a request while the headers of a tar file are read; a larger header is an attack or damage"""
 GAP = 32 << 10
-"""Ranges of a file that are so near each other are one request: these bytes cost less than another one."""
+"""Most bytes between two ranges of a file that become one request: these bytes cost less than another request."""
 
 Value = TypeVar("Value")
 Range = tuple[str, int, int]
@@ -70,14 +70,14 @@ class Folder:
         self._files: OrderedDict[str, BinaryIO] = OrderedDict()
 
     def tars(self, folder: str = "") -> list[ShardFile]:
-        """Tar files in `folder`, in the order of their names; none if the folder does not exist."""
+        """List the tar files in `folder`, in the order of their names; none if the folder does not exist."""
         files = [file for file in Path(self.root, folder).glob("*.tar") if file.is_file()]
         stats = [(file.name, file.stat()) for file in files if not file.name.startswith(".")]
         prefix = f"{folder}/" if folder else ""
         return sorted(ShardFile(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats)
 
     def read_file(self, name: str) -> bytes | None:
-        """Content of a small file; None if it does not exist. Raises OSError."""
+        """Read a small file; None if it does not exist. Raises OSError."""
         try:
             return read_regular(os.path.join(self.root, name))
         except FileNotFoundError:
@@ -87,14 +87,15 @@ class Folder:
         return open(os.path.join(self.root, name), "rb", opener=only_regular)
 
     def range(self, wanted: Range) -> np.ndarray:
-        """Bytes of a range, fewer if the file ends early. Raises OSError."""
+        """Read the bytes of a range; fewer if the file ends early. Files stay open. Raises OSError."""
         name, offset, size = wanted
         content = np.empty(size, dtype=np.uint8)
         length = 0
         try:
             if name not in self._files:
                 if len(self._files) >= MOST_OPEN:
-                    self._files.popitem(last=False)[1].close()
+                    _, least_recent = self._files.popitem(last=False)
+                    least_recent.close()
                 self._files[name] = self.open(name)
             self._files.move_to_end(name)
             handle = self._files[name].fileno()
@@ -112,7 +113,7 @@ class Folder:
 
 
 class Remote:
-    """Files below a URL, read with fsspec."""
+    """Files below a URL, read with fsspec. Requests that fail are repeated."""
 
     remote = True
 
@@ -121,7 +122,10 @@ class Remote:
         self._place()
 
     def _place(self, name: str = "") -> tuple[Any, str]:
-        """The file system, of which fsspec keeps one in each process, and a path in it."""
+        """Return fsspec's file system, which it keeps for each process, and the path of a file or folder in it.
+
+        Raises UserError if the package for the URL's protocol is missing.
+        """
         import fsspec
 
         options: dict[str, Any] = {"use_listings_cache": False}
@@ -136,9 +140,10 @@ class Remote:
         return files, f"{root.rstrip('/')}/{name}" if name else root.rstrip("/")
 
     def tars(self, folder: str = "") -> list[ShardFile]:
-        files, place = self._place(folder)
+        """List the tar files in `folder`, in the order of their names; none if the folder does not exist."""
+        filesystem, path = self._place(folder)
         try:
-            entries = self._patiently(lambda: files.ls(place, detail=True))
+            entries = self._patiently(lambda: filesystem.ls(path, detail=True))
         except FileNotFoundError:
             return []
         shards = []
@@ -146,21 +151,22 @@ class Remote:
             name = entry["name"].rstrip("/").rpartition("/")[2]
             if not name.endswith(".tar") or name.startswith("."):
                 continue
-            size = entry["size"] if entry.get("size") is not None else files.size(entry["name"])
+            size = entry["size"] if entry.get("size") is not None else filesystem.size(entry["name"])
             stamp = next((str(entry[key]) for key in STAMPS if entry.get(key)), "")
             shards.append(ShardFile(f"{folder}/{name}" if folder else name, int(size or 0), stamp))
         return sorted(shards)
 
     def read_file(self, name: str) -> bytes | None:
-        files, place = self._place(name)
+        filesystem, path = self._place(name)
         try:
-            return self._patiently(lambda: files.cat_file(place))
+            return self._patiently(lambda: filesystem.cat_file(path))
         except FileNotFoundError:
             return None
 
     def open(self, name: str) -> BinaryIO:
-        files, place = self._place(name)
-        opened = self._patiently(lambda: files.open(place, "rb"))
+        """Open a file for reading its headers. Each of its requests is repeated if it fails or is cut off."""
+        filesystem, path = self._place(name)
+        opened = self._patiently(lambda: filesystem.open(path, "rb"))
         cache = getattr(opened, "cache", None)  # fsspec's, which reads the file in blocks
         if cache is not None:
             fetch = cache.fetcher
@@ -168,71 +174,82 @@ class Remote:
             def fetch_all(begin: int, end: int) -> bytes:
                 if end - begin > LARGEST_READ:
                     raise OSError(f"a header has {end - begin:,} bytes")
-                return self._patiently(lambda: _whole(fetch(begin, end), min(end, cache.size) - begin))
+                return self._patiently(lambda: _checked_answer(fetch(begin, end), min(end, cache.size) - begin))
 
             cache.fetcher = fetch_all
         return opened
 
     def range(self, wanted: Range) -> np.ndarray:
-        """Bytes of a range. Raises OSError."""
+        """Request the bytes of a range. Raises OSError."""
         contents: dict[Range, np.ndarray] = {}
         self._patiently(lambda: self._request([wanted], contents))
         return contents[wanted]
 
     def ranges(self, wanted: Sequence[Range]) -> dict[Range, np.ndarray]:
-        """Many ranges at once, without those whose requests keep failing."""
-        requests = _joined(wanted)
-        contents = dict[Range, np.ndarray]()
+        """Request many ranges at once. Ranges whose requests keep failing are left out of the result."""
+        requests = _join_near_ranges(wanted)
+        answers = dict[Range, np.ndarray]()
         with contextlib.suppress(OSError):
-            self._patiently(lambda: self._request(list(requests), contents), len(PAUSES))
-        found = {}
-        for whole, content in contents.items():
-            for part in requests[whole]:
-                begin = part[1] - whole[1]
-                found[part] = content[begin:][: part[2]]
-        return found
+            self._patiently(lambda: self._request(list(requests), answers), len(PAUSES))
+        contents = {}
+        for request, answer in answers.items():
+            _, request_begin, _ = request
+            for part in requests[request]:
+                _, begin, size = part
+                contents[part] = answer[begin - request_begin :][:size]
+        return contents
 
     def _request(self, wanted: Sequence[Range], contents: dict[Range, np.ndarray]) -> None:
-        """Add the ranges that `contents` lacks. OSError if one fails."""
-        missing = [one for one in wanted if one not in contents]
+        """Request the ranges that `contents` lacks, and add their bytes to it.
+
+        If some fail, the others are added and the error of one that failed is raised.
+        """
+        missing = [file_range for file_range in wanted if file_range not in contents]
         if not missing:
             return
-        files, root = self._place()
+        filesystem, root = self._place()
         names = [f"{root}/{name}" for name, _, _ in missing]
         begins = [begin for _, begin, _ in missing]
         ends = [begin + size for _, begin, size in missing]
-        answers = files.cat_ranges(names, begins, ends, on_error="return")
+        answers = filesystem.cat_ranges(names, begins, ends, on_error="return")
         failures: list[Exception] = []
-        for one, answer in zip(missing, answers, strict=True):
+        for file_range, answer in zip(missing, answers, strict=True):
+            _, _, size = file_range
             try:
-                contents[one] = np.frombuffer(bytearray(_whole(answer, one[2])), np.uint8)  # writable, for torch
+                content = bytearray(_checked_answer(answer, size))  # writable, for torch
+                contents[file_range] = np.frombuffer(content, np.uint8)
             except Exception as error:
                 failures.append(error)
-        if failures:  # one that may pass, if any
+        if failures:  # preferably one for which a repetition may help
             raise min(failures, key=lambda error: _as_os_error(error)[1] is None)
 
     def _patiently(self, request: Callable[[], Value], repeats: int = 4) -> Value:
-        """Repeat a request that fails, after PAUSES or what the store asks for. Raises OSError."""
-        left = iter(PAUSES[:repeats])
+        """Make a request, and repeat it if it fails, after PAUSES or longer if the store asks for that.
+
+        Raises OSError after so many repeats, or at once if a repetition cannot help.
+        """
+        pauses = iter(PAUSES[:repeats])
         while True:
             try:
                 return request()
             except Exception as failure:
-                error, asked = _as_os_error(failure)
-            pause = next(left, None)
-            if pause is None or asked is None:
+                error, requested_pause = _as_os_error(failure)
+            pause = next(pauses, None)
+            if pause is None or requested_pause is None:
                 raise error from None
             cause = str(error).partition(": ")[0] or type(error).__name__
             remark(f"{self.root} fails at times: {cause}. Such requests are repeated.")
-            # By chance up to twice as long, so that not all processes return at once; `random` itself is seeded.
-            time.sleep(max(pause, min(asked, LONGEST_PAUSE)) * (1 + random.SystemRandom().random()))
+            seconds = max(pause, min(requested_pause, LONGEST_PAUSE))
+            # Randomly up to twice as long, so that not all processes return at once. `random` itself is seeded, so all
+            # of them would draw the same number.
+            time.sleep(seconds * (1 + random.SystemRandom().random()))
 
 
 Store = Folder | Remote
 
 
 def open_store(place: str | None) -> Store:
-    """Open DATA_PATH, a folder or a URL."""
+    """Open the folder or the URL DATA_PATH. UserError if it is missing, or a URL without its password."""
     if place is None:
         raise UserError("DATA.DATASET shards needs DATA.DATA_PATH (-data_path): the folder or URL of its tar files.")
     if is_redacted(place):
@@ -243,23 +260,28 @@ def open_store(place: str | None) -> Store:
 
 
 def _as_os_error(error: Exception) -> tuple[OSError, float | None]:
-    """The error, and the seconds that the store asks to wait; None if the same request will fail again."""
-    if isinstance(error, TimeoutError) and not str(error):  # fsspec's has no words
+    """Return a failed request's error as an OSError, and the seconds that the store asks to wait before a repetition.
+
+    The seconds are 0 if it does not ask, and None if the same request would fail again.
+    """
+    if isinstance(error, TimeoutError) and not str(error):  # fsspec's error has no text
         return TimeoutError("it does not answer"), 0.0
     if isinstance(error, OSError):
-        return error, None if isinstance(error, FileNotFoundError | PermissionError) else 0.0
+        is_lasting = isinstance(error, FileNotFoundError | PermissionError)
+        return error, None if is_lasting else 0.0
     if getattr(error, "lasting", False):
         return OSError(str(error)), None
-    status = getattr(error, "status", 0)
+    status = getattr(error, "status", 0)  # of HTTP
     text = f"it answers {status} ({getattr(error, 'message', '')})" if status else f"{type(error).__name__}: {error}"
-    asked = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
+    retry_after = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
+    # Of the client's errors, only a timeout (408), "too early" (425) and "too many requests" (429) may pass.
     if 400 <= status < 500 and status not in (408, 425, 429):
         return OSError(text), None
-    return OSError(text), float(asked) if asked.isdecimal() else 0.0
+    return OSError(text), float(retry_after) if retry_after.isdecimal() else 0.0
 
 
-def _whole(answer: bytes | Exception, size: int) -> bytes:
-    """The answer to the request for so many bytes, if it is one."""
+def _checked_answer(answer: bytes | Exception, size: int) -> bytes:
+    """Return the answer to a request for `size` bytes. Raises its error, or OSError if it has more bytes or fewer."""
     if isinstance(answer, Exception):
         raise answer
     if len(answer) > size:
@@ -272,41 +294,49 @@ def _whole(answer: bytes | Exception, size: int) -> bytes:
     return answer
 
 
-def _joined(wanted: Sequence[Range]) -> dict[Range, list[Range]]:
-    """Requests, each with the ranges in it: of those that are near each other in a file, one."""
+def _join_near_ranges(wanted: Sequence[Range]) -> dict[Range, list[Range]]:
+    """Join ranges that are near each other in a file (GAP), up to BLOCK bytes.
+
+    Returns the joined ranges to request, each with the wanted ranges in it.
+    """
     groups: list[list[Range]] = []
     for name, begin, size in sorted(wanted):
         if groups:
-            _, first, _ = groups[-1][0]
-            last, offset, length = groups[-1][-1]
-            if name == last and begin - (offset + length) <= GAP and begin + size - first <= BLOCK:
+            _, group_begin, _ = groups[-1][0]
+            last_name, last_begin, last_size = groups[-1][-1]
+            group_end = last_begin + last_size
+            if name == last_name and begin - group_end <= GAP and begin + size - group_begin <= BLOCK:
                 groups[-1].append((name, begin, size))
                 continue
         groups.append([(name, begin, size)])
     requests = {}
     for group in groups:
-        name, first, _ = group[0]
-        _, offset, length = group[-1]
-        requests[name, first, offset + length - first] = group
+        name, group_begin, _ = group[0]
+        _, last_begin, last_size = group[-1]
+        group_size = last_begin + last_size - group_begin
+        requests[name, group_begin, group_size] = group
     return requests
 
 
 IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")
+"""Extensions of images"""
 ARRAY_KINDS = ("npz", "dcm")
-"""Of a sample without an image of IMAGE_KINDS"""
+"""Extensions of arrays, which are the image of a sample without one of IMAGE_KINDS"""
 LABEL_KINDS = ("cls", "json")
+"""Extensions of labels"""
 SAMPLE_KINDS = (*IMAGE_KINDS, *LABEL_KINDS)
 LARGEST_LABEL = 1 << 20
 """Most bytes of a label member."""
 LARGEST_NUMBER = 1 << 31
+"""Largest label"""
 UNREADABLE = (tarfile.TarError, ValueError, OverflowError, RecursionError)
-"""What tarfile raises; the last three for absurd extended headers."""
+"""Errors that tarfile raises; the last three for absurd extended headers."""
 MOST_ZEROS = 1 << 20
 """Most zero bytes at the end of a tar file, usually 10 KiB or less. More mean a copy with space but no content."""
 
 
 class Place(NamedTuple):
-    """A member of a tar file."""
+    """Position of a member's content in a tar file."""
 
     name: str
     offset: int
@@ -314,19 +344,20 @@ class Place(NamedTuple):
 
 
 def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> list[tuple[str, int, int, int]]:
-    """Name, offset, size and label of each image in the tar file `where`, `size` bytes long, by its headers.
+    """List the images of a tar file by its headers, each as (member's name, offset, size, label).
 
-    UserErrors name the offset of the damage.
+    `size`: bytes of the tar file, which is called `where` in messages. Members that belong to no sample are counted in
+    `skipped`. Raises UserError if the file is damaged, or if an image has no label.
     """
     images: dict[str, Place] = {}
     arrays: dict[str, Place] = {}
     labels: dict[str, int] = {}
     for member in _members(file, size, where):
-        # 'a/b.c.jpg' is 'c.jpg' of 'a/b': as in WebDataset, the extension begins at the first dot.
+        # As in WebDataset, the extension begins at the first dot: 'a/b.c.jpg' has the key 'a/b' and the kind 'c.jpg'.
         folder, slash, file_name = member.name.rpartition("/")
-        stem, _, kind = file_name.partition(".")
+        stem, _, extension = file_name.partition(".")
         key = folder + slash + stem
-        kind = kind.lower()
+        kind = extension.lower()
         if not member.isreg() or member.issparse():
             if kind in SAMPLE_KINDS:
                 skipped.add(member.name, "links and other members that are not files")
@@ -337,9 +368,9 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
         elif kind in ARRAY_KINDS and key not in images:
             arrays[key] = Place(member.name, member.offset_data, member.size)
         elif kind not in LABEL_KINDS:
-            dotted = kind.rpartition(".")[2] in SAMPLE_KINDS
-            skipped.add(member.name, "more than one dot in the name" if dotted else None)
-        elif kind == "cls" or key not in labels:
+            has_two_dots = kind.rpartition(".")[2] in SAMPLE_KINDS
+            skipped.add(member.name, "more than one dot in the name" if has_two_dots else None)
+        elif kind == "cls" or key not in labels:  # key.cls takes precedence over key.json
             label = _label(file, member, where)
             if label is not None:
                 labels[key] = label
@@ -350,6 +381,7 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
 
 
 def _labelled(images: dict[str, Place], labels: dict[str, int], where: str) -> list[tuple[str, int, int, int]]:
+    """Join images and labels by their keys. UserError for an image without a label; labels alone are ignored."""
     samples = []
     for key, (name, offset, size) in images.items():
         if key not in labels:
@@ -359,17 +391,20 @@ def _labelled(images: dict[str, Place], labels: dict[str, int], where: str) -> l
 
 
 def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of a tar file of `size` bytes, and raise UserError where it is damaged or cut off."""
     try:
         tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 - the file is the caller's
     except UNREADABLE as error:
         raise UserError(f"{where} cannot be read as a tar file: {error}. Decompress it (gunzip).") from None
-    # Not tar.next(): it keeps every member in memory, and takes a cut between two members, or damage, for the end.
+    # tar.next() is not used: it keeps every member in memory, and takes damage, or a cut between two members, for the
+    # end of the file.
     tar.offset = 0
     while True:
         begin = tar.offset
         file.seek(begin)
         block = file.read(tarfile.BLOCKSIZE)
-        if block == bytes(tarfile.BLOCKSIZE):
+        is_zero = block == bytes(tarfile.BLOCKSIZE)
+        if is_zero:  # the end of the file, if only zeros follow
             if size - begin > MOST_ZEROS or any(file.read(MOST_ZEROS)):
                 raise _damaged(where, size, begin, "zeros in place of a member")
             return
@@ -387,36 +422,37 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
         yield member
 
 
-def _damaged(where: str, size: int, offset: int, what: str) -> UserError:
+def _damaged(where: str, size: int, offset: int, item: str) -> UserError:
+    """Make the error for a tar file in which `item`, such as a member's name, is damaged or missing at `offset`."""
     return UserError(
-        f"{where} is damaged or cut off: it has {size:,} bytes, and the data at byte {offset:,} ({what}) is not "
+        f"{where} is damaged or cut off: it has {size:,} bytes, and the data at byte {offset:,} ({item}) is not "
         f"complete. Copy or pack this file again."
     )
 
 
 def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | None:
-    """Label in a member; None for a JSON file without a label."""
+    """Read the label from a .cls or .json member; None for a JSON file without one. UserError if it is no number."""
     file.seek(member.offset_data)
     text = file.read(min(member.size, LARGEST_LABEL))
     try:
         label = text.decode().strip()
         if member.name.lower().endswith(".json"):
-            value = parse_json(label)
-            if not isinstance(value, dict) or "label" not in value:
+            fields = parse_json(label)
+            if not isinstance(fields, dict) or "label" not in fields:
                 return None
-            label = str(value["label"])
+            label = str(fields["label"])
         if not label.removeprefix("-").isdecimal():
             raise ValueError(f"{label[:40]!r} is not a whole number; the names of the classes are lines of classes.txt")
     except ValueError as error:
         raise UserError(f"{where}: {member.name} has no valid label: {error}.") from None
-    number = int(label[:100])  # Python refuses to convert thousands of digits
+    number = int(label[:100])  # cut, because Python refuses to convert thousands of digits
     if abs(number) > LARGEST_NUMBER:
         raise UserError(f"{where}: {member.name} has the label {label:.40}, which is too large for a class.")
     return number
 
 
 class TarWriter:
-    """Writes samples to a tar file; the same samples give the same bytes."""
+    """Writes samples to a tar file, which is equal byte for byte if the samples are."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -428,6 +464,7 @@ class TarWriter:
         return self._tar.offset
 
     def add(self, key: str, kind: str, image: bytes, label: int) -> None:
+        """Add a sample as two members, key.kind with the image file's bytes and key.cls with the label."""
         for name, content in ((f"{key}.{kind}", image), (f"{key}.cls", str(label).encode())):
             info = tarfile.TarInfo(name)
             info.size = len(content)
@@ -442,53 +479,71 @@ class TarWriter:
 
 
 FORMAT = 1
-"""Version of the file. Raised when its fields change; an index of another version is rebuilt."""
+"""Version of the index file, raised when its fields change. An index of another version is made again."""
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """All samples of a split, in the order of shards and of images in them. Arrays, so that processes share them."""
+    """Where each image of a split is, and its label, in the order of the tar files and of the images in them.
+
+    The columns are arrays with one value per image, so that processes share them.
+    """
 
     files: list[ShardFile]
-    """The shards"""
+    """The split's tar files"""
     shard: np.ndarray
-    """ShardFile number of each sample, ascending."""
+    """Index in `files` of each image's tar file, ascending"""
     offset: np.ndarray
+    """First byte of each image in its tar file"""
     size: np.ndarray
+    """Bytes of each image"""
     label: np.ndarray
     names: np.ndarray
-    """Names of the members as bytes, concatenated."""
+    """Names of the images' members as bytes, one after the other"""
     name_ends: np.ndarray
+    """Where in `names` each name ends"""
     skipped: str = ""
-    """Line about members that are not samples; '' also in indexes of older versions."""
+    """Log line about members that are not samples; '' if there are none, and in indexes of older versions"""
 
     def __len__(self) -> int:
         return len(self.shard)
 
     def name(self, index: int) -> str:
-        begin = self.name_ends[index - 1] if index else 0
-        return self.names[begin : self.name_ends[index]].tobytes().decode(errors="surrogateescape")
+        """Return the name of an image's member."""
+        begin = self.name_ends[index - 1] if index > 0 else 0
+        end = self.name_ends[index]
+        return self.names[begin:end].tobytes().decode(errors="surrogateescape")
 
     def is_current(self, shards: Sequence[ShardFile]) -> bool:
-        """Whether the index is of these tar files, unchanged. An empty stamp is not compared."""
+        """Tell whether the index was made of these tar files and they are unchanged.
+
+        Names, sizes and stamps must be equal. A stamp that either side lacks is not compared.
+        """
         return len(shards) == len(self.files) and all(
             (old.name, old.size, old.stamp and new.stamp) == (new.name, new.size, new.stamp and old.stamp)
             for old, new in zip(self.files, shards, strict=True)
         )
 
-    def is_sound(self, sizes: np.ndarray) -> bool:
-        """Whether all positions are inside its own tables and the shards, which have these `sizes`."""
+    def is_sound(self, shard_sizes: np.ndarray) -> bool:
+        """Tell whether the arrays fit each other, and all positions are inside the tar files, which have these sizes.
+
+        An index can come from an untrusted place, so a wrong position must not reach memory or a file.
+        """
         return bool(
+            # types, dimensions and lengths of the arrays
             all(getattr(self, name).dtype == kind and getattr(self, name).ndim == 1 for name, kind in _ARRAYS.items())
-            and (sizes.dtype, sizes.ndim) == (np.int64, 1)
+            and (shard_sizes.dtype, shard_sizes.ndim) == (np.int64, 1)
             and all(len(getattr(self, name)) == len(self) for name in ("offset", "size", "label", "name_ends"))
-            and (np.diff(self.shard, prepend=0, append=max(len(sizes) - 1, 0)) >= 0).all()
+            # numbers of tar files, and ends of names, ascend and stay in their tables
+            and (np.diff(self.shard, prepend=0, append=max(len(shard_sizes) - 1, 0)) >= 0).all()
             and (np.diff(self.name_ends, prepend=0, append=len(self.names)) >= 0).all()
+            # images are inside their tar files
             and (np.concatenate([self.offset, self.size]) >= 0).all()
-            and (self.offset + self.size <= sizes[self.shard]).all()
+            and (self.offset + self.size <= shard_sizes[self.shard]).all()
         )
 
     def to_bytes(self) -> bytes:
+        """Return the content of the index file; `from_bytes` reads it."""
         file = io.BytesIO()
         np.savez(
             file,
@@ -514,26 +569,29 @@ _ARRAYS = {
 
 
 def from_bytes(content: bytes) -> ShardIndex | None:
-    """Load an index, perhaps from an untrusted place; None if it is damaged or of another format."""
+    """Load an index from the content of its file; None if it is damaged or of another format.
+
+    The file may come from an untrusted place, so no code in it is run and all positions are checked.
+    """
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as file:  # an index is not compressed: a bomb would be
+        with zipfile.ZipFile(io.BytesIO(content)) as file:  # an index is not compressed, but a zip bomb is
             if sum(member.file_size for member in file.infolist()) > len(content):
                 return None
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             if int(file["format"]) != FORMAT or len(file["classes"]):
                 return None
             arrays = {name: file[name] for name in _ARRAYS}
-            sizes = file["shard_sizes"]
-            shards = zip(_lines(file["shards"]), sizes.tolist(), _lines(file["stamps"]), strict=True)
+            shard_sizes = file["shard_sizes"]
+            shards = zip(_lines(file["shards"]), shard_sizes.tolist(), _lines(file["stamps"]), strict=True)
             skipped = "".join(_lines(file["passed_over"])) if "passed_over" in file else ""
             index = ShardIndex([ShardFile(*fields) for fields in shards], **arrays, skipped=skipped)
     except (OSError, ValueError, KeyError, TypeError, EOFError, MemoryError, zipfile.BadZipFile):
         return None
-    return index if index.is_sound(sizes) else None
+    return index if index.is_sound(shard_sizes) else None
 
 
 def make_index(store: Store, shards: Sequence[ShardFile]) -> ShardIndex:
-    """Index shards by their headers."""
+    """Make the index of tar files by reading all of their headers. UserError if one is damaged or cannot be read."""
     columns: dict[str, list[np.ndarray]] = defaultdict(list)
     skipped = SkippedFiles()
     for number, file in enumerate(shards):
@@ -544,20 +602,23 @@ def make_index(store: Store, shards: Sequence[ShardFile]) -> ShardIndex:
         except OSError as error:
             raise UserError(f"{where} cannot be read: {error}.") from None
         names = [name.encode(errors="surrogateescape") for name, *_ in samples]
-        numbers = np.array([sample[1:] for sample in samples], dtype=np.int64).reshape(-1, 3)
-        for column, values in zip(("offset", "size", "label"), numbers.T, strict=True):
+        positions = np.array([sample[1:] for sample in samples], dtype=np.int64).reshape(-1, 3)
+        for column, values in zip(("offset", "size", "label"), positions.T, strict=True):
             columns[column].append(values)
         columns["shard"].append(np.full(len(samples), number, dtype=np.int32))
         columns["names"].append(np.frombuffer(b"".join(names), dtype=np.uint8))
-        columns["name_ends"].append(np.array([len(name) for name in names], dtype=np.int64))
-    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    joined["name_ends"] = np.cumsum(joined["name_ends"])
-    return ShardIndex(list(shards), **joined, skipped=skipped.line())
+        name_lengths = np.array([len(name) for name in names], dtype=np.int64)
+        columns["name_ends"].append(name_lengths)
+    arrays = {name: np.concatenate(parts) for name, parts in columns.items()}
+    arrays["name_ends"] = np.cumsum(arrays["name_ends"])  # from the lengths of all names
+    return ShardIndex(list(shards), **arrays, skipped=skipped.line())
 
 
 def _text(lines: list[str]) -> np.ndarray:
+    """Store lines of text as an array of bytes, which needs no pickle; `_lines` reads it."""
     return np.frombuffer("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"), dtype=np.uint8)
 
 
 def _lines(text: np.ndarray) -> list[str]:
+    """Return the lines of text that `_text` stored."""
     return text.tobytes().decode(errors="surrogateescape").split("\n")[:-1]

@@ -1,4 +1,4 @@
-"""`shards`: tar files in WebDataset's layout, on disk or at a URL. Images are read in place."""
+"""`shards`: a data set in tar files of WebDataset's layout, on disk or at a URL. Images are read in place."""
 
 import ast
 import contextlib
@@ -61,56 +61,63 @@ scripts/pack_images.py makes such files."""
 
 
 class ShardSet:
-    """The splits in a store."""
+    """The splits of a data set in tar files, as its manifest lists them, or else as folders and file names tell."""
 
     def __init__(self, store: Store, data: DataConfig) -> None:
+        """Find the splits. Raises UserError if the store cannot be read, or if its manifest is damaged."""
         self.store = store
         self.data = data
         self.classes: list[str] | None = None
-        self.how: dict[str, Any] = {}  # it was packed
+        """Names of the classes, if the manifest or classes.txt has them"""
+        self.how: dict[str, Any] = {}
+        """How the images were packed, as the manifest says; empty without one"""
         with self.reading():
             manifest = self._read_manifest()
             if manifest:
                 self.classes = manifest["classes"]
-                self.splits = self._listed(manifest)
+                self.splits = self._splits_in_manifest(manifest)
                 self.how = manifest["how"]
                 return
             content = store.read_file(CLASS_NAMES)
             if content is not None:
                 lines = content.decode("utf-8-sig", errors="replace").rstrip().splitlines()
                 self.classes = [line.strip() for line in lines]
-            self.splits = self._found()
+            self.splits = self._find_splits()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
+        """Turn an OSError of the store into a UserError, in a `with` block that reads it."""
         try:
             yield
         except OSError as error:
             raise UserError(f"{self.store.root} cannot be read: {error}.") from None
 
     def split(self, part: Part) -> tuple[str, bool]:
-        """Name of the stored split to read, and whether training and validation share it."""
+        """Return the name of the stored split to read, and whether training and validation are both made of it.
+
+        UserError if no stored split serves.
+        """
         # Some of the hub's data sets have a test split, and no other for validation.
-        validating = ["val"]
+        for_validation = ["val"]
         if not self.data.KEEP_TEST or "train" not in self.splits:
-            validating.append("test")
-        names = ["train", "all"]
+            for_validation.append("test")
+        candidates = ["train", "all"]
         if part == "val":
-            names = validating + names
+            candidates = for_validation + candidates
         elif part == "test":
-            names = ["test"]
-        for name in names:
+            candidates = ["test"]
+        for name in candidates:
             if name in self.splits:
-                return name, name == "all" or (name == "train" and self.splits.keys().isdisjoint(validating))
+                is_shared = name == "all" or (name == "train" and self.splits.keys().isdisjoint(for_validation))
+                return name, is_shared
         if part == "test" and self.splits:
             raise no_such_part(part, self.store.root)
-        what = "no tar file for training" if self.splits else "no tar file"
-        raise UserError(
-            f"DATA.DATA_PATH (-data_path): there is {what} in {self.store.root}. {LAYOUT.format(root=self.store.root)}"
-        )
+        missing = "no tar file for training" if self.splits else "no tar file"
+        root = self.store.root
+        raise UserError(f"DATA.DATA_PATH (-data_path): there is {missing} in {root}. {LAYOUT.format(root=root)}")
 
     def parts(self) -> Parts:
-        """See `Source.parts`."""
+        """Map each split that the data set has to its tar files; see `Source.parts`."""
         validation, shared = self.split("val")
         names: dict[Part, str] = {"train": "train", "val": validation, "test": "test"}
         if shared:
@@ -118,54 +125,62 @@ class ShardSet:
         return {part: self.splits[name] for part, name in names.items() if name in self.splits}
 
     def index(self, split: str) -> ShardIndex:
-        """The stored index of a split if it is current, else a new one from all headers.
+        """Return the index of a split: the one beside the tar files, or in the cache, or a new one from all headers.
 
-        Skipped files in its tar files are logged, once per process.
+        Skipped members of its tar files are logged, once per process.
         """
         with self.reading():
             if isinstance(self.store, Remote):
-                # A server that cannot read a part of a file would send a whole tar file for each image.
+                # Try a range of one byte. A server that ignores ranges would send a whole tar file for each image.
                 self.store.range((self.splits[split][0].name, 0, 1))
-            index = self._beside(split)
+            index = self._index_beside_tars(split)
         if not index:
-            index = self._cached(split)
+            index = self._index_in_cache(split)
         if index.skipped:
             warn_once(f"{self.store.root}, split {split}: {index.skipped}")
         return index
 
-    def _cached(self, split: str) -> ShardIndex:
-        """The index in the cache if it is current, else a new one, which is saved."""
+    def _index_in_cache(self, split: str) -> ShardIndex:
+        """Return the index in the cache if it is current; else make a new one and save it.
+
+        One process makes it, and the others wait.
+        """
         shards = self.splits[split]
         root = self.store.root
         folder = cache_folder(self.data, "shards")
-        cached = folder / f"{hashlib.sha256(root.encode()).hexdigest()[:16]}-{split}.npz"
-        with process_lock(cached.with_suffix(".lock"), f"makes the index of {root}"):
-            content = cached.read_bytes() if cached.is_file() else None
-            index = self._beside(split) or self._if_current(content, shards)
+        cache_file = folder / f"{hashlib.sha256(root.encode()).hexdigest()[:16]}-{split}.npz"
+        with process_lock(cache_file.with_suffix(".lock"), f"makes the index of {root}"):
+            content = cache_file.read_bytes() if cache_file.is_file() else None
+            # Another process may have saved an index beside the tar files meanwhile.
+            index = self._index_beside_tars(split) or self._load_if_current(content, shards)
             if not index:
-                total = sum(file.size for file in shards) / 1e9
-                log.info("Reading the headers of %d tar files (%.1f GB) in %s.", len(shards), total, root)
+                gigabytes = sum(file.size for file in shards) / 1e9
+                log.info("Reading the headers of %d tar files (%.1f GB) in %s.", len(shards), gigabytes, root)
                 index = make_index(self.store, shards)
-                if not len(index):
+                if len(index) == 0:
                     skipped = f"; {index.skipped}" if index.skipped else "."
                     raise UserError(f"{root}: the tar files of the split '{split}' have no images{skipped}")
-                self._save(index, split, cached)
+                self._save(index, split, cache_file)
         return index
 
-    def _beside(self, split: str) -> ShardIndex | None:
-        """The index beside the tar files. Times are not compared in a remote store, since uploading changes them."""
+    def _index_beside_tars(self, split: str) -> ShardIndex | None:
+        """Return the index beside the tar files; None if there is none, or if it is not current.
+
+        In a remote store, times are not compared, since uploading changes them.
+        """
         shards = self.splits[split]
         if self.store.remote:
             shards = [file._replace(stamp="") for file in shards]
-        return self._if_current(self.store.read_file(index_name(split)), shards)
+        return self._load_if_current(self.store.read_file(index_name(split)), shards)
 
-    def _if_current(self, content: bytes | None, shards: list[ShardFile]) -> ShardIndex | None:
+    def _load_if_current(self, content: bytes | None, shards: list[ShardFile]) -> ShardIndex | None:
+        """Load an index from the content of its file; None without one, or if it is not of these tar files."""
         index = from_bytes(content) if content is not None else None
         return index if index is not None and index.is_current(shards) else None
 
-    def _save(self, index: ShardIndex, split: str, cached: Path) -> None:
-        """Save the index beside the tar files if possible, else in the cache."""
-        files = [cached]
+    def _save(self, index: ShardIndex, split: str, cache_file: Path) -> None:
+        """Save the index beside the tar files if possible, else in the cache. If neither works, log a warning."""
+        files = [cache_file]
         if not self.store.remote:
             files.insert(0, Path(self.store.root, index_name(split)))
         failure: OSError | None = None
@@ -180,7 +195,10 @@ class ShardSet:
         log.warning("The index of %s cannot be saved, so each start makes it again: %s", self.store.root, failure)
 
     def _read_manifest(self) -> dict[str, Any] | None:
-        """The manifest that scripts/pack_images.py wrote, if there is one."""
+        """Read the manifest that scripts/pack_images.py wrote; None if there is none, or if another program wrote it.
+
+        Raises UserError if it is damaged, or names a file outside the data set.
+        """
         content = self.store.read_file(MANIFEST)
         try:
             manifest = parse_json(content) if content is not None else None
@@ -199,8 +217,8 @@ class ShardSet:
             raise UserError(f"{self.store.root}/{MANIFEST} cannot be read: {type(error).__name__}: {error}.") from None
         return manifest
 
-    def _listed(self, manifest: dict[str, Any]) -> dict[str, list[ShardFile]]:
-        """Shards in the manifest."""
+    def _splits_in_manifest(self, manifest: dict[str, Any]) -> dict[str, list[ShardFile]]:
+        """Return the tar files of each split as the manifest lists them. UserError if one is missing."""
         splits = {}
         for split, entry in manifest["parts"].items():
             files = []
@@ -212,43 +230,50 @@ class ShardSet:
         return splits
 
     def _check_sizes(self, split: str, files: list[ShardFile]) -> None:
-        """Each file in the manifest must exist: otherwise a missing one would go unnoticed."""
-        sizes: dict[str, int] = {}
+        """Raise UserError unless each of a split's files in the manifest exists and has the size that it lists.
+
+        Otherwise a missing file would go unnoticed.
+        """
+        actual_sizes: dict[str, int] = {}
         # Many web servers do not list their files. If this one is down, reading the first tar file fails.
         with contextlib.suppress(OSError) if self.store.remote else contextlib.nullcontext():
-            sizes = {file.name: file.size for file in self.store.tars(split)}
-        if self.store.remote and not sizes:
+            actual_sizes = {file.name: file.size for file in self.store.tars(split)}
+        if self.store.remote and not actual_sizes:
             return
         for file in files:
-            if sizes.get(file.name) != file.size:
-                problem = f"has {sizes[file.name]:,} bytes" if file.name in sizes else "is missing"
+            if actual_sizes.get(file.name) != file.size:
+                problem = f"has {actual_sizes[file.name]:,} bytes" if file.name in actual_sizes else "is missing"
                 raise UserError(
                     f"{self.store.root}/{file.name} {problem}; {MANIFEST} lists it with {file.size:,} bytes. "
                     f"Copy or pack it again; of a data set hf:NAME, remove {self.store.root}."
                 )
 
-    def _found(self) -> dict[str, list[ShardFile]]:
-        """Shards by folder, else by file name."""
-        named: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in SPLIT_NAMES}
-        others: list[ShardFile] = []
-        if not any(named.values()):
+    def _find_splits(self) -> dict[str, list[ShardFile]]:
+        """Find the tar files of each split by their folders, or else by their names, in a data set without a manifest.
+
+        If neither names a split, all files are `all`; empty without tar files.
+        """
+        files_of: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in SPLIT_NAMES}
+        in_no_split: list[ShardFile] = []
+        if not any(files_of.values()):
             for file in self.store.tars():
                 split = split_named_in(file.name)
-                files = named[split] if split else others
+                files = files_of[split] if split else in_no_split
                 files.append(file)
         elif not self.store.remote:  # a server may list the folders of the splits and refuse to list the one above
-            others = self.store.tars()
-        parts = named_parts([name for name, files in named.items() if files], self.store.root, self.data)
+            in_no_split = self.store.tars()
+        parts = named_parts([name for name, files in files_of.items() if files], self.store.root, self.data)
         if not parts:
-            return {"all": others} if others else {}
-        warn_of_skipped(self.store.root, [file.name for file in others])
-        return {"train" if name == TRAIN else part: named[name] for part, name in parts.items()}
+            return {"all": in_no_split} if in_no_split else {}
+        warn_of_skipped(self.store.root, [file.name for file in in_no_split])
+        return {"train" if name == TRAIN else part: files_of[name] for part, name in parts.items()}
 
 
 def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]) -> int:
-    """Write the indexes of new tar files, and last the manifest, with `about`, which marks the set as complete.
+    """Complete a new set of tar files by writing their indexes and the manifest. Returns the number of images.
 
-    Returns the number of samples.
+    The manifest is written last, so it marks the set as complete. `splits`: names of the tar files of each split.
+    `about`: further fields of the manifest, such as the names of the classes.
     """
     store = Folder(folder)
     entries = {}
@@ -275,9 +300,16 @@ WINDOW = 8
 
 
 class ShardSamples(Samples):
-    """Samples of an index, those in `rows`, which ascend."""
+    """One split of a data set in tar files. Its samples are rows of the split's index.
+
+    Images of a remote store are requested by ranges of bytes, or read from tar files in the cache (`cache`).
+    """
 
     def __init__(self, shards: ShardSet, split: str, index: ShardIndex, window: int, rows: np.ndarray) -> None:
+        """`split`: name of the stored split, which `index` is of. `rows`: the samples' rows in it, ascending.
+
+        `window`: tar files whose samples are shuffled together.
+        """
         self.store = shards.store
         self.classes = shards.classes
         self.window = window
@@ -295,12 +327,16 @@ class ShardSamples(Samples):
             folder = tar_folder(shards.data)
             self.cache = ShardCache(self.store, shards.splits[split], folder, shards.data.CACHE_GB * 1e9)
         self._prefetched: dict[int, list[np.ndarray]] = {}
-        """By row, once for each time that it will be read"""
+        """Contents that were requested ahead: by row, once for each time that it will be read"""
 
     def read(self, index: int) -> Encoded:
+        """Return the stored image: prefetched, or from the cache, or else from the store.
+
+        Raises Unreadable if the tar file ends before the image does, and OSError if the store fails.
+        """
         row = int(self.rows[index])
-        wanted = self._range(row)
-        name, offset, size = wanted
+        byte_range = self._range(row)
+        name, offset, size = byte_range
         content = None
         prefetched = self._prefetched.get(row)
         if prefetched:
@@ -308,7 +344,7 @@ class ShardSamples(Samples):
         elif self.cache:
             content = self.cache.range(int(self.index.shard[row]), offset, size)
         if content is None:
-            content = self.store.range(wanted)
+            content = self.store.range(byte_range)
         if len(content) < size:
             where = f"before byte {offset + size}, where the image ends"
             raise Unreadable(f"{self.store.root}/{name} was cut off while in use: it ends {where}")
@@ -324,64 +360,76 @@ class ShardSamples(Samples):
     def names(self) -> Iterator[bytes]:
         index = self.index
         rows = self.rows
-        lengths = np.diff(index.name_ends, prepend=0)
-        chosen = np.zeros(len(index), dtype=bool)
-        chosen[rows] = True
+        name_lengths = np.diff(index.name_ends, prepend=0)
+        is_sample = np.zeros(len(index), dtype=bool)
+        is_sample[rows] = True
         yield "\0".join(file.name for file in index.files).encode(errors="surrogateescape")
-        for column in (index.shard, index.size, lengths):
+        for column in (index.shard, index.size, name_lengths):
             yield column[rows].astype(np.int64).tobytes()
-        yield index.names[np.repeat(chosen, lengths)].tobytes()
+        yield index.names[np.repeat(is_sample, name_lengths)].tobytes()
 
     def prefetch(self, indices: Sequence[int]) -> None:
+        """Request the images of a batch from a remote store all at once, without those whose tar file is in the cache.
+
+        If a request fails, the image is requested again when it is read, which then raises the error.
+        """
         if not isinstance(self.store, Remote):
             return
-        times = Counter(self.rows[indices].tolist())  # DATA.REPEATED_AUGMENT reads some several times
-        here: set[int] = set()
+        times = Counter(self.rows[indices].tolist())  # with DATA.REPEATED_AUGMENT, some are read several times
+        cached_files: set[int] = set()
         if self.cache:
             numbers = np.unique(self.index.shard[list(times)]).tolist()
-            here = set(filter(self.cache.has, numbers))
-        wanted = {self._range(row): row for row in times if self.index.shard[row] not in here}
-        # What fails is requested again when it is read, and raises there.
-        contents = self.store.ranges(list(wanted))
+            cached_files = set(filter(self.cache.has, numbers))
+        row_of = {self._range(row): row for row in times if self.index.shard[row] not in cached_files}
+        contents = self.store.ranges(list(row_of))
         self._prefetched = {}
-        for one, content in contents.items():
-            row = wanted[one]
+        for byte_range, content in contents.items():
+            row = row_of[byte_range]
             self._prefetched[row] = list(itertools.repeat(content, times[row]))
 
     def look_ahead(self) -> float | None:
+        """Log whether tar files are downloaded whole, and return how far ahead; see `Samples.look_ahead`."""
         if not isinstance(self.store, Remote):
             return None
-        why = self._why_in_parts()
-        if why:
-            warn_once(f"{self.store.root}: images are requested by ranges of tar files: {why}.", logging.INFO)
+        reason = self._why_in_parts()
+        if reason:
+            warn_once(f"{self.store.root}: images are requested by ranges of tar files: {reason}.", logging.INFO)
             return None
         warn_once(f"{self.store.root}: whole tar files are downloaded ahead into {self.cache}.", logging.INFO)
         return min(1.0, self.window / self._files_of_machine())
 
     def _files_of_machine(self) -> int:
-        """Tar files that a machine reads in an epoch; of its own, one may be cut at either end."""
+        """Return how many tar files a machine reads in an epoch: all, or with DATA.SAMPLER by_machine those it shares.
+
+        Then the first and the last of its files can be shared with other machines.
+        """
         files = len(self.index.files)
         return min(files, files // self.machines + 2) if self.by_machine else files
 
     def _why_in_parts(self) -> str:
-        """Why whole tar files are not downloaded; '' if they are."""
+        """Say why whole tar files are not downloaded; '' if they are."""
         if self.cache is None:
             return "DATA.CACHE_GB is 0"
         sizes = sorted((file.size for file in self.index.files), reverse=True)
-        # A window in use, the next one, and one for processes that are behind: else they remove each other's files.
+        # Room for the window in use, the next one, and one for processes that are behind. With less, processes would
+        # remove each other's files.
         number = min(3 * self.window, self._files_of_machine())
         needed = sum(sizes[:number])
         room = self.cache.room()
         if needed > room:
             return f"{number} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
-        readers = 1 if self.by_machine else self.machines
-        part = len(self.rows) / len(self.index) / readers
-        if sum(sizes) > room and part < 1 / 2:
-            return f"a machine reads {100 * part:.0f} % of them in an epoch, and there is no room to keep them all"
+        machines_per_file = 1 if self.by_machine else self.machines
+        fraction_read = len(self.rows) / len(self.index) / machines_per_file
+        if sum(sizes) > room and fraction_read < 1 / 2:
+            percent = 100 * fraction_read
+            return f"a machine reads {percent:.0f} % of them in an epoch, and there is no room to keep them all"
         return ""
 
     def check_hashes(self) -> None:
-        """Download the first tar files and check their hashes, if they are known and files are kept."""
+        """Download the first CHECKED bytes of tar files and check their hashes, if there is a cache for whole files.
+
+        Raises UserError if a hash is wrong.
+        """
         if self.cache is None or self._why_in_parts():
             return
         size = 0
@@ -392,6 +440,7 @@ class ShardSamples(Samples):
             self.cache.check(number)
 
     def announce(self, indices: Sequence[int]) -> None:
+        """Have the tar files of these samples downloaded into the cache."""
         if self.cache:
             files = self.index.shard[self.rows[indices]].tolist()
             self.cache.announce(list(dict.fromkeys(files)), 2 * self.window)
@@ -401,15 +450,20 @@ class ShardSamples(Samples):
         return shuffled_by_file(files, self.window, generator)
 
     def _range(self, row: int) -> tuple[str, int, int]:
+        """Return where an image is: name of the tar file, first byte, number of bytes."""
         index = self.index
         return index.files[index.shard[row]].name, int(index.offset[row]), int(index.size[row])
 
 
 def pixels_of(content: np.ndarray) -> np.ndarray:
-    """Pixels of an .npy file. numpy spends as much time on the header as on the pixels; this caches headers."""
-    length = int.from_bytes(content[8:10].tobytes(), "little") + 10
-    shape = _npy_shape(content[:length].tobytes())
-    pixels = content[length:]
+    """Return the pixels of an .npy file as an array of height x width x channels; Unreadable if it has none.
+
+    numpy would spend as much time on the header as on the pixels. Here, headers that were read before are cached.
+    """
+    # The format begins with 6 bytes of magic, 2 of the version and 2 with the length of the rest of the header.
+    header_size = int.from_bytes(content[8:10].tobytes(), "little") + 10
+    shape = _npy_shape(content[:header_size].tobytes())
+    pixels = content[header_size:]
     if pixels.size != shape[0] * shape[1] * shape[2]:
         raise Unreadable(f"an array of shape {shape} cannot have {pixels.size} bytes")
     return pixels.reshape(shape)
@@ -417,27 +471,32 @@ def pixels_of(content: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _npy_shape(header: bytes) -> tuple[int, int, int]:
-    """Height, width and channels from the header; Unreadable unless it describes pixels. No code in it is run."""
+    """Read height, width and channels from an .npy header, without running code in it; Unreadable unless it describes
+    pixels.
+    """
     try:
         if header[:8] != b"\x93NUMPY\x01\x00":
             raise ValueError
         fields = ast.literal_eval(header[10:].decode("latin-1").strip())
         shape = tuple(fields["shape"])
-        kind = fields["descr"]
+        dtype = fields["descr"]
         columns_first = fields["fortran_order"]
     except (ValueError, SyntaxError, KeyError, TypeError):
         raise Unreadable("not an .npy file of version 1.0") from None
     if len(shape) == 2:
         shape += (1,)
-    if kind != "|u1" or columns_first or len(shape) != 3 or min(shape) < 1 or shape[2] not in (1, 3):
+    if dtype != "|u1" or columns_first or len(shape) != 3 or min(shape) < 1 or shape[2] not in (1, 3):
         raise Unreadable(
-            f"an array of {kind} with shape {shape}; pixels must be uint8, height x width x 1 or 3, in C order"
+            f"an array of {dtype} with shape {shape}; pixels must be uint8, height x width x 1 or 3, in C order"
         )
     return shape
 
 
 def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int, window: int) -> ShardSamples:
-    """Open a split of a set of shards and check its labels."""
+    """Open a split of a data set in tar files. UserError for a label outside the classes.
+
+    `window`: tar files whose samples are shuffled together.
+    """
     name, shared = shards.split(part)
     index = shards.index(name)
     for row in np.flatnonzero((index.label < 0) | (index.label >= num_classes))[:1].tolist():
@@ -448,16 +507,19 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
 
 
 def shard_source(
-    opened: Callable[[DataConfig], ShardSet], window: int | None = None, fetches: bool = False, reads_path: bool = True
+    open_set: Callable[[DataConfig], ShardSet],
+    window: int | None = None,
+    fetches: bool = False,
+    reads_path: bool = True,
 ) -> Source:
-    """A source of the tar files that `opened` finds."""
+    """Make a source of the tar files that `open_set` finds. `window`: None means WINDOW. For the rest, see `Source`."""
 
     def samples(data: DataConfig, part: Part, num_classes: int) -> ShardSamples:
-        return open_split(opened(data), data, part, num_classes, window or WINDOW)
+        return open_split(open_set(data), data, part, num_classes, window or WINDOW)
 
     def check(data: DataConfig, num_classes: int, train: bool) -> None:
-        """Index the splits that a run needs, and check their labels."""
-        shards = opened(data)
+        """Make the indexes of the splits that a run reads, check their labels, and log classes without images."""
+        shards = open_set(data)
         owner = f"data set in {shards.store.root}"
         if shards.classes is not None:
             check_class_count(len(shards.classes), num_classes, f"The {owner}")
@@ -472,11 +534,12 @@ def shard_source(
             largest = split.labels.max(initial=-1)
             if shards.classes is not None and largest >= len(classes):
                 raise UserError(f"The {owner} has the label {largest}, but {CLASS_NAMES} ends with {len(classes) - 1}.")
-            if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
+            _, is_shared = shards.split(part)
+            if part == "train" or not is_shared:  # `split_rows` warns of a validation split that it makes
                 warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
 
     def parts(data: DataConfig) -> Parts:
-        return opened(data).parts()
+        return open_set(data).parts()
 
     return Source(samples, check, parts=parts, fetches=fetches, reads_path=reads_path, shares_list=True)
 

@@ -1,7 +1,7 @@
-"""`hf:NAME_OR_PATH`: image data sets of the Hugging Face hub, or a folder of such parquet files.
+"""`hf:NAME_OR_PATH`: a data set of the Hugging Face hub, or a folder of such parquet files.
 
 An image in a parquet file cannot be read without its neighbours. So the images are copied once, unchanged, into tar
-files, and read from there.
+files in DATA.CACHE, and read from there.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "class")
 PARQUET = (".parquet",)
 ROWS = 64
-"""Rows read at once, which bounds the memory in use, besides a piece of the file."""
+"""Rows that are read at once, which bounds the memory in use."""
 LAYOUT = """Expected layout:
   {root}/train-00000-of-00002.parquet, ...         or train/0000.parquet
   {root}/validation-00000-of-00001.parquet, ...    or test-..., or none: then DATA.VAL_FRACTION is split off
@@ -40,47 +40,53 @@ each with a column of images ('image': bytes, or a struct with 'bytes') and one 
 
 
 class Columns(NamedTuple):
-    """Columns of the images and labels."""
+    """The columns of images and labels in the parquet files of a data set."""
 
     image: str
+    """Name of the column of images"""
     label: str
+    """Name of the column of labels"""
     classes: list[str] | None
+    """Names of the classes, if they are known"""
     numbers: dict[str, int] | None
-    """Of the classes, if the label column holds names, not numbers"""
+    """Label of each class by its name, if the column of labels holds names; None if it holds numbers"""
 
 
 def choose_files(root: Path, paths: Iterable[Path], data: DataConfig) -> dict[str, list[Path]]:
-    """Those of these parquet files below `root` (which need not exist yet) that each split has.
+    """Choose the parquet files of each split by the names of files and folders. UserError if there are none.
 
-    All are 'train' if no name says which is which.
+    All are 'train' if no name says which is which. `paths` are below `root`, and need not exist yet.
     """
     dataset = data.DATASET
-    named: dict[str, list[Path]] = defaultdict(list)
+    files_of: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(paths):
-        parts_of_path = path.relative_to(root).parts
-        if any(one.startswith(".") for one in parts_of_path):
+        path_parts = path.relative_to(root).parts
+        if any(name.startswith(".") for name in path_parts):
             continue
-        words = map(split_named_in, reversed(parts_of_path))  # of the file, else of its nearest folder
-        named[next(filter(None, words), "")].append(path)
-    if not named:
+        # The name of the file decides, else that of its nearest folder that names a split; '' if none does.
+        split_names = map(split_named_in, reversed(path_parts))
+        split_name = next(filter(None, split_names), "")
+        files_of[split_name].append(path)
+    if not files_of:
         raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
-    parts = named_parts([name for name in SPLIT_NAMES if name in named], root, data)
-    # A test split that validates too is kept as what it is, so that DATA.PART=test finds it.
-    kept = {part: name for part, name in parts.items() if (part, name) != ("val", TEST)}
-    splits = {"train" if name == TRAIN else part: named[name] for part, name in kept.items()}
+    parts = named_parts([name for name in SPLIT_NAMES if name in files_of], root, data)
+    # A test split that is used for validation is copied as `test` only, so that DATA.PART=test finds it.
+    copied_parts = {part: name for part, name in parts.items() if (part, name) != ("val", TEST)}
+    splits = {"train" if name == TRAIN else part: files_of[name] for part, name in copied_parts.items()}
     if not splits:
-        splits = {"train": named[""]}
+        splits = {"train": files_of[""]}
     else:
-        warn_of_skipped(str(root), [str(path.relative_to(root)) for path in named.get("", [])])
-    for of_split in splits.values():
-        _refuse_several(root, of_split, dataset)
+        warn_of_skipped(str(root), [str(path.relative_to(root)) for path in files_of.get("", [])])
+    for files in splits.values():
+        _refuse_several(root, files, dataset)
     return splits
 
 
 def _refuse_several(root: Path, files: list[Path], dataset: str) -> None:
-    """UserError for several versions of a data set, each in its folder: they must not be mixed."""
+    """Raise UserError if the files of a split are in several folders: several data sets must not be mixed."""
     folders = {path.relative_to(root).parts[0] for path in files if path.parent != root}
-    if len(folders) > 1 or (folders and any(path.parent == root for path in files)):
+    has_files_beside_folders = any(path.parent == root for path in files)
+    if len(folders) > 1 or (folders and has_files_beside_folders):
         raise UserError(
             f"DATA.DATASET {dataset} holds several data sets: {', '.join(sorted(folders))}. "
             f"Name one of them, as in {dataset}/{min(folders)}."
@@ -88,19 +94,25 @@ def _refuse_several(root: Path, files: list[Path], dataset: str) -> None:
 
 
 def columns_of(root: Path, splits: dict[str, list[Path]], dataset: str) -> Columns:
-    """Find the columns of the images and labels, by the hub's metadata, else by their names. Splits need both."""
+    """Find the columns of images and labels, by the hub's metadata or else by their names. UserError without them.
+
+    Splits in which one of the columns is missing are removed from `splits`.
+    """
     import pyarrow as pa
 
-    first = next(iter(splits.values()))[0]
-    with _opened(first) as parquet:
+    first_file = next(iter(splits.values()))[0]
+    with _opened(first_file) as parquet:
         schema = parquet.schema_arrow
     features = _features(schema)
 
-    def choose(kind: str, usual: tuple[str, ...]) -> str | None:
-        """A column that the hub marks as `kind`, preferably with a usual name; else a column with a usual name."""
-        marked = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
+    def choose(hub_type: str, usual_names: tuple[str, ...]) -> str | None:
+        """Choose a column that the hub marks with a type, preferably one with a usual name.
+
+        If no column is marked, choose one with a usual name; None without one.
+        """
+        marked = [name for name in schema.names if features.get(name, {}).get("_type") == hub_type]
         for candidates in (marked, schema.names):
-            for name in usual:
+            for name in usual_names:
                 if name in candidates:
                     return name
         return marked[0] if marked else None
@@ -108,38 +120,41 @@ def columns_of(root: Path, splits: dict[str, list[Path]], dataset: str) -> Colum
     image = choose("Image", IMAGE_COLUMNS)
     label = choose("ClassLabel", LABEL_COLUMNS)
     if image is None or label is None:
-        what = "images" if image is None else "labels"
+        content = "images" if image is None else "labels"
         raise UserError(
-            f"DATA.DATASET {dataset}: {first} has no column of {what}; its columns are {', '.join(schema.names)}. "
-            f"{LAYOUT.format(root=root)}"
+            f"DATA.DATASET {dataset}: {first_file} has no column of {content}; its columns are "
+            f"{', '.join(schema.names)}. {LAYOUT.format(root=root)}"
         )
-    _leave_out_without(image, label, splits, dataset)
-    kind = schema.field(label).type
-    if pa.types.is_dictionary(kind):  # pandas' categories
-        kind = kind.value_type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    _leave_out_splits_without(image, label, splits, dataset)
+    label_type = schema.field(label).type
+    if pa.types.is_dictionary(label_type):  # pandas' categories
+        label_type = label_type.value_type
+    if pa.types.is_string(label_type) or pa.types.is_large_string(label_type):
         names = _names_in(label, splits)
         return Columns(image, label, names, {name: number for number, name in enumerate(names)})
-    if not pa.types.is_integer(kind):
+    if not pa.types.is_integer(label_type):
         raise UserError(
-            f"DATA.DATASET {dataset}: the column {label} of {first} is of type {kind}; labels must be whole numbers "
-            "or names. Several labels per image are read from a csv table; see docs/several_labels.md."
+            f"DATA.DATASET {dataset}: the column {label} of {first_file} is of type {label_type}; labels must be "
+            "whole numbers or names. Several labels per image are read from a csv table; see docs/several_labels.md."
         )
     return Columns(image, label, features.get(label, {}).get("names"), None)
 
 
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
-    """The hub's metadata of each column; none in other files."""
+    """Read the hub's metadata of each column from a parquet file's schema; empty if the file has none."""
     try:
         features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return {name: about for name, about in features.items() if isinstance(about, dict)}
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     except (KeyError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _leave_out_without(image: str, label: str, splits: dict[str, list[Path]], dataset: str) -> None:
-    """Remove splits without these columns, such as the test split of a competition, which has no labels."""
-    first = next(iter(splits.values()))[0]
+def _leave_out_splits_without(image: str, label: str, splits: dict[str, list[Path]], dataset: str) -> None:
+    """Remove the splits that lack the column `image` or `label`, with a warning; UserError if it is the training split.
+
+    The test split of a competition, for example, has no labels.
+    """
+    first_file = next(iter(splits.values()))[0]
     for split, files in list(splits.items()):
         for file in files:
             with _opened(file) as parquet:
@@ -147,13 +162,13 @@ def _leave_out_without(image: str, label: str, splits: dict[str, list[Path]], da
             if not missing:
                 continue
             if split == "train":
-                raise UserError(f"DATA.DATASET {dataset}: {file} has no column {min(missing)}, which {first} has.")
+                raise UserError(f"DATA.DATASET {dataset}: {file} has no column {min(missing)}, which {first_file} has.")
             log.warning("%s has no column %s; the split %s is left out.", file, min(missing), split)
             splits.pop(split, None)
 
 
 def _names_in(label: str, splits: dict[str, list[Path]]) -> list[str]:
-    """All names in the column of labels, in order."""
+    """List all names that the column of labels has in any split, sorted."""
     names = set()
     for file in chain.from_iterable(splits.values()):
         for batch in _batches(file, 1 << 16, [label]):
@@ -162,13 +177,14 @@ def _names_in(label: str, splits: dict[str, list[Path]]) -> list[str]:
 
 
 def _batches(file: Path, size: int, columns: list[str]) -> Iterator[Any]:
+    """Yield batches of `size` rows of a parquet file, with these columns."""
     with _opened(file) as parquet:
         yield from parquet.iter_batches(size, columns=columns)
 
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """The file as pyarrow reads it, whose errors become UserErrors that name the file."""
+    """Open a parquet file, and turn pyarrow's errors in the `with` block into UserErrors that name the file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -181,7 +197,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def kind_of(image: bytes) -> str:
-    """File extension for an image with these bytes. Decoding looks at the bytes, so a wrong one does no harm."""
+    """Return a file extension for an image with these bytes. A wrong one does no harm: decoding looks at the bytes."""
     if image.startswith(b"\x89PNG"):
         return "png"
     if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
@@ -190,6 +206,7 @@ def kind_of(image: bytes) -> str:
 
 
 SHARD_BYTES = 256 << 20
+"""Bytes after which another tar file begins"""
 ALL_SHARDS = 1 << 30
 """Shuffle window, in shards: the copy is on a local disk, where random reads are cheap."""
 LONGEST_REASON = 300
@@ -198,18 +215,22 @@ CONVERTED = "refs/convert/parquet"
 """Revision in which the hub keeps its own conversion of data sets of other formats"""
 
 
-def _copied(data: DataConfig) -> Path:
-    """The folder of the copy, made at the first use."""
+def _folder_of_copy(data: DataConfig) -> Path:
+    """Return the folder in DATA.CACHE with the copy of the data set, which is made at the first use.
+
+    One process makes it, and the others wait. UserError if the data set is missing, or cannot be downloaded or copied.
+    """
     place = data.DATASET.removeprefix(HUB_PREFIX)
     if not place:
         raise UserError("DATA.DATASET 'hf:' lacks a name or a folder, as in hf:ylecun/mnist or hf:/data/mnist.")
-    local = is_path(place)
+    is_local = is_path(place)
     source = Path(place).expanduser()
-    if local and not source.is_dir():
+    if is_local and not source.is_dir():
         raise UserError(f"DATA.DATASET {data.DATASET}: there is no folder {place}.")
+
     # The copy's name changes with the files of a local folder; a data set of the hub is downloaded once.
     identity = [place]
-    if local:
+    if is_local:
         paths = map(source.resolve().joinpath, images_below(str(source), endings=PARQUET))
         files = sorted((str(path), path.stat()) for path in paths)
         identity = [str(source.resolve())]
@@ -217,46 +238,53 @@ def _copied(data: DataConfig) -> Path:
     digest = hashlib.sha256("\n".join(identity).encode(errors="surrogateescape")).hexdigest()[:12]
     name = re.sub(r"[^A-Za-z0-9._]+", "-", place).strip("-.")[-60:]
     folder = cache_folder(data, "hf") / f"{name}-{digest}"
+
     if (folder / MANIFEST).is_file():
         return folder
     with process_lock(folder.with_name(f"{folder.name}.lock"), f"copies {data.DATASET}"):
         if not (folder / MANIFEST).is_file():
             if importlib.util.find_spec("pyarrow") is None:
                 raise UserError(f"DATA.DATASET {data.DATASET} needs pyarrow. Run: pip install pyarrow")
-            _copy(source if local else _download(place, data), folder, data)
+            _copy(source if is_local else _download(place, data), folder, data)
     return folder
 
 
 def is_path(place: str) -> bool:
-    """Whether the text after `hf:` names a folder of this machine, not a data set of the hub."""
+    """Tell whether the text after `hf:` names a folder of this machine, not a data set of the hub."""
     return place.startswith(("/", ".", "~")) or Path(place).is_dir()
 
 
 def repository_of(place: str) -> tuple[str, str, str | None]:
-    """(owner/name, folder for a subset, revision) of `owner/name/folder@revision`."""
+    """Split `owner/name/folder@revision` into (owner/name, folder, revision).
+
+    The folder, which holds a subset, is '' if it is missing, and the revision None.
+    """
     path, _, revision = place.partition("@")
-    owner, _, rest = path.partition("/")
-    name, _, inside = rest.partition("/")
-    return f"{owner}/{name}", inside, revision or None
+    owner, _, name_and_folder = path.partition("/")
+    name, _, folder = name_and_folder.partition("/")
+    return f"{owner}/{name}", folder, revision or None
 
 
 def _download(place: str, data: DataConfig) -> Path:
-    """Download the parquet files that are needed and return their folder. `place`: see `repository_of`."""
-    name, inside, revision = repository_of(place)
+    """Download the parquet files of a data set of the hub, and return their folder. `place`: see `repository_of`.
+
+    Only files of splits are downloaded. UserError if DATA.DOWNLOAD does not allow it, or if it fails.
+    """
+    name, subset, revision = repository_of(place)
     if not data.DOWNLOAD:
         raise UserError(f"DATA.DATASET {data.DATASET} is not on this machine. DATA.DOWNLOAD=true fetches it.")
     from huggingface_hub import snapshot_download
 
     try:
-        sizes = _parquet_files(name, inside, revision)
+        sizes = _parquet_sizes(name, subset, revision)
         if not sizes and revision is None:
             revision = CONVERTED
-            sizes = _parquet_files(name, inside, CONVERTED)
-        # Before anything is fetched: a data set can have a hundred configurations.
-        splits = choose_files(Path(name, inside), [Path(name, file) for file in sizes], data)
+            sizes = _parquet_sizes(name, subset, CONVERTED)
+        # Files are chosen before anything is downloaded, because a data set can have a hundred subsets.
+        splits = choose_files(Path(name, subset), [Path(name, file) for file in sizes], data)
         files = [str(file.relative_to(name)) for file in chain.from_iterable(splits.values())]
-        size = sum(sizes[file] for file in files) / 1e9
-        log.info("Fetching %d parquet files (%.2f GB) of %s from the Hugging Face hub.", len(files), size, place)
+        gigabytes = sum(sizes[file] for file in files) / 1e9
+        log.info("Fetching %d parquet files (%.2f GB) of %s from the Hugging Face hub.", len(files), gigabytes, place)
         patterns = [glob.escape(file) for file in files]
         folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns, revision=revision))
     except UserError:
@@ -267,48 +295,52 @@ def _download(place: str, data: DataConfig) -> Path:
             f"DATA.DATASET {data.DATASET}: {name} could not be fetched from the Hugging Face hub: {reason.rstrip('.')}."
             " Files fetched so far are kept. Try again, or give the folder of its parquet files as hf:/folder."
         ) from None
-    again = f"{HUB_PREFIX}{place.partition('@')[0]}@{folder.name}"  # the folder is named by the commit
-    log.info("%s is fetched; to get the same files again, name its revision: %s", data.DATASET, again)
-    return folder / inside
+    commit = folder.name
+    same_revision = f"{HUB_PREFIX}{place.partition('@')[0]}@{commit}"
+    log.info("%s is fetched; to get the same files again, name its revision: %s", data.DATASET, same_revision)
+    return folder / subset
 
 
-def _parquet_files(name: str, inside: str, revision: str | None) -> dict[str, int]:
-    """Size of each parquet file below a folder of a data set on the hub."""
+def _parquet_sizes(name: str, subset: str, revision: str | None) -> dict[str, int]:
+    """List the parquet files of a data set on the hub, with their sizes. `subset`: the folder to list; '' for all."""
     from huggingface_hub import HfApi
 
     tree = HfApi().list_repo_tree(name, recursive=True, repo_type="dataset", revision=revision)
-    below = f"{inside}/" if inside else ""
+    prefix = f"{subset}/" if subset else ""
     sizes = {}
     for entry in tree:
         size = getattr(entry, "size", None)
-        if size is not None and entry.path.endswith(".parquet") and entry.path.startswith(below):
+        if size is not None and entry.path.endswith(".parquet") and entry.path.startswith(prefix):
             sizes[entry.path] = size
     return sizes
 
 
 def _copy(source: Path, folder: Path, data: DataConfig) -> None:
-    """Copy into a temporary folder beside `folder`, and rename it when the copy is complete."""
+    """Copy the images of parquet files in `source` into tar files in `folder`.
+
+    They are written to a temporary folder beside it, which is renamed when the copy is complete.
+    """
     splits = choose_files(source, map(source.joinpath, images_below(str(source), endings=PARQUET)), data)
     columns = columns_of(source, splits, data.DATASET)
     scratch = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(scratch, ignore_errors=True)  # of an interrupted copy
-    size = sum(file.stat().st_size for file in chain.from_iterable(splits.values())) / 1e9
-    log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, size)
+    shutil.rmtree(scratch, ignore_errors=True)  # left by an interrupted copy
+    gigabytes = sum(file.stat().st_size for file in chain.from_iterable(splits.values())) / 1e9
+    log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, gigabytes)
     try:
-        names = {split: _copy_split(of_split, columns, scratch / split) for split, of_split in splits.items()}
-        samples = finish_set(scratch, names, {"classes": columns.classes, "source": data.DATASET})
+        tar_names = {split: _copy_split(files, columns, scratch / split) for split, files in splits.items()}
+        images = finish_set(scratch, tar_names, {"classes": columns.classes, "source": data.DATASET})
         os.replace(scratch, folder)
     except OSError as error:
         raise UserError(f"{data.DATASET} cannot be copied to {folder} (DATA.CACHE): {error}.") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    log.info("%s: copied %d images; from now on, this copy is read.", data.DATASET, samples)
+    log.info("%s: copied %d images; from now on, this copy is read.", data.DATASET, images)
 
 
 def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
-    """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`.
+    """Copy the images of a split into tar files in `folder`, and return their names, relative to its parent.
 
-    A missing image becomes an empty file, which training reports as broken.
+    A missing image becomes an empty file, which training reports as broken. UserError for a missing label.
     """
     folder.mkdir(parents=True)
     names: list[str] = []
@@ -326,7 +358,7 @@ def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
                         writer.close()
                     names.append(f"{folder.name}/{len(names):05d}.tar")
                     writer = TarWriter(folder.parent / names[-1])
-                # Keys begin with the number of the file, because files in different folders can share a name.
+                # Keys begin with the number of the parquet file: files in different folders can share a name.
                 key = f"{number:05d}/{row:08d}"
                 content = image or b""
                 label_number = columns.numbers[label] if columns.numbers else int(label)
@@ -339,14 +371,22 @@ def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
 
 
 def _image_files(images: Any, where: str) -> list[bytes | None]:
-    """Contents of the image files in a column."""
+    """Return the bytes of the image files in a column, which holds bytes or structs with a field `bytes`.
+
+    None is a missing image. UserError, which begins with `where`, if the column holds something else.
+    """
     import pyarrow as pa
 
+    contents = images
     if pa.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
-        images = images.flatten()[images.type.get_field_index("bytes")]
-    if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
-        raise UserError(f"{where}: images are of type {images.type}, not bytes of image files.")
-    return images.to_pylist()
+        contents = images.flatten()[images.type.get_field_index("bytes")]
+    if not (pa.types.is_binary(contents.type) or pa.types.is_large_binary(contents.type)):
+        raise UserError(f"{where}: images are of type {contents.type}, not bytes of image files.")
+    return contents.to_pylist()
 
 
-SOURCE = shard_source(lambda data: ShardSet(Folder(_copied(data)), data), ALL_SHARDS, fetches=True, reads_path=False)
+def _open_copy(data: DataConfig) -> ShardSet:
+    return ShardSet(Folder(_folder_of_copy(data)), data)
+
+
+SOURCE = shard_source(_open_copy, ALL_SHARDS, fetches=True, reads_path=False)

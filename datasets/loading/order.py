@@ -1,7 +1,7 @@
-"""Order of the samples: which ones each update uses, and on which rank.
+"""Order of the samples: which samples each update uses, and on which rank.
 
-An epoch is one permutation of the samples (or a balanced draw), cut into micro-batches of `batch_size`;
-`accum * world` consecutive ones are the global window of an update. Ranks play no part in this, so another number of
+An epoch is one permutation of the samples (or a balanced draw), cut into micro-batches of `batch_size`. Consecutive
+`accum * world` micro-batches are the global window of an update. Ranks play no part in this, so another number of
 processes with the same global batch gets the same micro-batches with the same numbers.
 """
 
@@ -20,26 +20,27 @@ from utils.seeding import generator_of
 from utils.text import counted
 
 FEW = 0.1
-"""Warn if the last update has less than this fraction of the others' samples, or if an epoch leaves out more."""
+"""Fraction below which the samples of the last update are few, and above which those left out are many"""
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch of one rank."""
+    """One rank's micro-batch of an update, and its part in the loss."""
 
     number: int
-    """Position in the global window, which seeds its random numbers."""
+    """Position in the global window, which seeds its random numbers"""
     indices: np.ndarray
+    """Its samples"""
     weight: float
-    """Factor of the mean loss; it makes the sum over ranks the mean over the window's samples.
+    """Factor of its mean loss. With it, the sum over all ranks is the mean over the window's samples.
 
-    With class weights, it makes the sum their weighted mean.
+    With class weights, the sum is their weighted mean.
     """
     counts: float = 0.0
-    """The sum of its samples' weights in the loss: without class weights, their number"""
+    """Sum of its samples' weights in the loss; without class weights, the number of its samples"""
 
 
 class EpochOrder:
-    """The windows of an epoch for one rank."""
+    """The order of the training samples, cut into one window of micro-batches per update, for one rank."""
 
     def __init__(
         self,
@@ -54,8 +55,9 @@ class EpochOrder:
         shuffled: Callable[[np.random.Generator], np.ndarray] | None = None,
         sample_weights: np.ndarray | None = None,
     ) -> None:
-        """`shuffled` gives the order of an epoch; by default a plain permutation, with all samples once.
+        """`accum`: micro-batches of each rank per update. `copies`: how often each sample is in an epoch.
 
+        `shuffled` draws the order of an epoch; by default a plain permutation, with all samples once.
         `sample_weights`: the weight of each sample in the loss; None: all are equal.
         """
         self.samples = samples
@@ -69,59 +71,60 @@ class EpochOrder:
         self._sample_weights = sample_weights
         self._per_window = accum * world
         self.global_batch = batch_size * self._per_window
-        unit = 1
+        divisor = 1
         if drop_last == "update":
-            unit = self.global_batch
+            divisor = self.global_batch
         elif drop_last:
-            unit = batch_size
-        self.used = samples // unit * unit
-        """Samples of an epoch, without those that DATA.DROP_LAST leaves out."""
-        if not samples:
+            divisor = batch_size
+        self.used = samples // divisor * divisor
+        """Samples of an epoch, without those that DATA.DROP_LAST leaves out"""
+        if samples == 0:
             raise UserError("The training set is empty: DATA.DATASET and DATA.DATA_PATH must name one with images.")
-        if not self.used and unit > batch_size:
-            other = "batch" if samples >= batch_size else "false"
+        if self.used == 0 and divisor > batch_size:
+            drop_last_advice = "batch" if samples >= batch_size else "false"
             raise UserError(
-                f"An update takes {unit} images (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER), but the training set "
-                f"has only {samples}: not one full update. Use fewer, or DATA.DROP_LAST={other}."
+                f"An update takes {divisor} images (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER), but the training "
+                f"set has only {samples}: not one full update. Use fewer, or DATA.DROP_LAST={drop_last_advice}."
             )
-        if not self.used:
+        if self.used == 0:
             raise UserError(
                 f"DATA.BATCH_SIZE is {batch_size}, but the training set has only {samples} images: not one full batch. "
                 f"Set it to {samples} or less, or keep partial batches with DATA.DROP_LAST=false."
             )
+        # Rounded up: the last micro-batch may be smaller, and the last window may have fewer micro-batches.
         self._micro_batches = -(-self.used // batch_size)
         self.updates = -(-self._micro_batches // self._per_window)
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[MicroBatch, ...]]:
-        """One item per update, from update `start` (counted from 0) to the end of the epoch."""
+        """Yield this rank's micro-batches of each update, from update `start` (counted from 0) to the epoch's end."""
         permutation = self.permutation(epoch)
         for update in range(start, self.updates):
             yield self._window(permutation, update * self._per_window)
 
     def samples_of(self, update: int) -> int:
-        """Samples of all ranks in an update, counted from 0 within the epoch."""
+        """Return how many samples all ranks have in an update, which is counted from 0 within the epoch."""
         return min(self.global_batch, self.used - update * self.global_batch)
 
     def words(self) -> str:
-        """For the banner of a run."""
-        last = self.samples_of(self.updates - 1)
+        """Describe the updates of an epoch, for the banner of a run."""
+        last_samples = self.samples_of(self.updates - 1)
         left_out = self.samples - self.used
         text = f"{counted(self.updates, 'update')} per epoch"
-        if last < self.global_batch:
+        if last_samples < self.global_batch:
             which = "the last" if self.updates > 1 else "which is"
-            text += f", {which} of {counted(last, 'image')}"
+            text += f", {which} of {counted(last_samples, 'image')}"
         if left_out:
             text += f"; {counted(left_out, 'image')} left out"
         return text
 
     def warnings(self) -> Iterator[str]:
-        """Lines about updates that are much smaller than the others, and about images that are left out."""
-        last = self.samples_of(self.updates - 1)
+        """Yield warnings about a last update that is much smaller than the others, and about many images left out."""
+        last_samples = self.samples_of(self.updates - 1)
         left_out = self.samples - self.used
-        if self.updates > 1 and last < FEW * self.global_batch:
+        if self.updates > 1 and last_samples < FEW * self.global_batch:
             yield (
-                f"The last update of each epoch has {counted(last, 'image')}, the others {self.global_batch:,}, at the "
-                "same learning rate. DATA.DROP_LAST=update leaves it out."
+                f"The last update of each epoch has {counted(last_samples, 'image')}, the others "
+                f"{self.global_batch:,}, at the same learning rate. DATA.DROP_LAST=update leaves it out."
             )
         if left_out > FEW * self.samples:
             yield (
@@ -131,64 +134,88 @@ class EpochOrder:
             )
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """Samples in the order of an epoch."""
+        """Return the samples in the order of an epoch, with the copies of each."""
         return self._with_copies(self._shuffled(self._generator(epoch)), self.samples)
 
     def _generator(self, epoch: int) -> np.random.Generator:
         return generator_of(self.seed, "order", epoch)
 
     def _with_copies(self, permutation: np.ndarray, total: int) -> np.ndarray:
-        """The first samples, each `copies` times in a row, so many in all; copy c of sample i is i + c * samples.
+        """Repeat each sample `copies` times in a row, and return the first `total` of the result.
 
-        Samples that are copies already, as in a balanced order, get `copies` copies each.
+        Copy c of sample i has the index i + c * samples. Samples that are copies already, as in a balanced order, get
+        `copies` copies each.
         """
         if self.copies == 1:
             return permutation
-        places = np.arange(total)
-        copy, sample = np.divmod(permutation[places // self.copies], self.samples)
-        return sample + (copy * self.copies + places % self.copies) * self.samples
+        positions = np.arange(total)
+        drawn_copy, sample = np.divmod(permutation[positions // self.copies], self.samples)
+        copy = drawn_copy * self.copies + positions % self.copies
+        return sample + copy * self.samples
 
     def _window(self, permutation: np.ndarray, first: int) -> tuple[MicroBatch, ...]:
+        """Return this rank's micro-batches of an update. `first`: the epoch's number of the window's first one."""
+
         def indices(number: int) -> np.ndarray:
+            """Samples of a micro-batch, which is counted from the first of the window."""
             begin = (first + number) * self.batch_size
             return permutation[begin : begin + self.batch_size]
 
-        real = min(self._per_window, self._micro_batches - first)
-        own, blank = self._share(real)
-        # What each micro-batch counts for in the loss: equal on all ranks, as all know all labels.
-        whole = map(indices, range(real))
-        weights = self._sample_weights
-        counts = [float(len(of) if weights is None else weights[of % self.samples].sum()) for of in whole]
-        shares = [MicroBatch(v, indices(v), counts[v] / sum(counts), counts[v]) for v in own]
-        if len(own) * self.world < real:
-            # All ranks need equally many micro-batches, or the all-reduce waits for ever: one of weight 0.
-            shares.append(MicroBatch(real + (self.rank - real) % self.world, indices(blank), 0.0))
+        in_window = min(self._per_window, self._micro_batches - first)
+        own_numbers, blank_number = self._share(in_window)
+        # The weight of each micro-batch in the loss. It is equal on all ranks, because all of them know all labels.
+        counts = []
+        for number in range(in_window):
+            samples = indices(number)
+            if self._sample_weights is None:
+                count = len(samples)
+            else:
+                count = self._sample_weights[samples % self.samples].sum()
+            counts.append(float(count))
+        total = sum(counts)
+        shares = [
+            MicroBatch(number, indices(number), weight=counts[number] / total, counts=counts[number])
+            for number in own_numbers
+        ]
+        if len(own_numbers) * self.world < in_window:
+            # All ranks need equally many micro-batches, or an all-reduce waits for ever. So this one gets a further
+            # micro-batch of weight 0, with a number that no other has.
+            number = in_window + (self.rank - in_window) % self.world
+            shares.append(MicroBatch(number, indices(blank_number), weight=0.0))
         return tuple(shares)
 
-    def _share(self, real: int) -> tuple[Sequence[int], int]:
-        """This rank's of so many micro-batches, and the one that it computes with weight 0 if it has fewer."""
-        each, more = divmod(real, self.world)
-        begin = self.rank * each + min(self.rank, more)
-        after = self.rank + 1
-        return range(begin, after * each + min(after, more)), 0
+    def _share(self, in_window: int) -> tuple[Sequence[int], int]:
+        """Return the numbers of this rank's micro-batches in a window of so many.
+
+        With them, return the number of the micro-batch that it computes with weight 0 if other ranks have one more.
+        """
+        each, remainder = divmod(in_window, self.world)
+        begin = self.rank * each + min(self.rank, remainder)
+        next_rank = self.rank + 1
+        end = next_rank * each + min(next_rank, remainder)
+        return range(begin, end), 0
 
 
 class OrderByMachine(EpochOrder):
-    """DATA.SAMPLER by_machine: each machine reads files of its own, the same ones in each epoch, in another order.
+    """The order of DATA.SAMPLER by_machine: each machine reads files of its own, the same ones in each epoch.
 
-    A file can be cut, so that machines have equally many samples, or one micro-batch more. The order depends on the
-    number of machines, and not on that of their ranks.
+    The samples of a machine are shuffled anew in each epoch. A file can be cut, so that machines have equally many
+    samples, or one micro-batch more. The order depends on the number of machines, and not on that of their ranks.
     """
 
     def __init__(self, split: Samples, machines: int, *args: Any) -> None:
-        """`args`: those of `EpochOrder`."""
+        """`args`: the arguments of `EpochOrder`."""
         super().__init__(*args)
         self.machines = machines
         self._window_of_files = split.window
-        self._full, left = divmod(self.used, self.global_batch)
+        self._full, last_samples = divmod(self.used, self.global_batch)
         self._each = self._full * self.global_batch // machines
-        last = np.cumsum(self._shared_out(self._micro_batches - self._full * self._per_window)) * self.batch_size
-        self._used = self._each + np.diff(np.minimum(last, left), prepend=0)
+        """Samples of each machine in the epoch's full updates, of which there are `_full`"""
+        # The last update can be smaller: its micro-batches are shared out, and the last of them may be partial.
+        last_micro_batches = self._shared_out(self._micro_batches - self._full * self._per_window)
+        last_ends = np.minimum(np.cumsum(last_micro_batches) * self.batch_size, last_samples)
+        self._used = self._each + np.diff(last_ends, prepend=0)
+        """Samples that each machine uses in an epoch"""
         sizes = self._used + self._shared_out(self.samples - self.used)
         files = list(itertools.pairwise(split.file_begins.tolist()))
         order = generator_of(self.seed, "machines").permutation(len(files))
@@ -204,75 +231,83 @@ class OrderByMachine(EpochOrder):
         last = list[np.ndarray]()
         left_out = list[np.ndarray]()
         for files, used in zip(self._files, self._used, strict=True):
-            own = shuffled_by_file(files, self._window_of_files, generator)
-            own = self._with_copies(own, len(own))
-            full.append(own[: self._each].reshape(self._full, -1 if self._full else 0))
-            last.append(own[self._each : used])
-            left_out.append(own[used:])
+            samples = shuffled_by_file(files, self._window_of_files, generator)
+            samples = self._with_copies(samples, len(samples))
+            full.append(samples[: self._each].reshape(self._full, -1 if self._full else 0))
+            last.append(samples[self._each : used])
+            left_out.append(samples[used:])
+        # In each full update, the first machine's samples come first, then those of the second, and so on.
         return np.concatenate([np.stack(full, axis=1).ravel(), *last, *left_out])
 
     def _shared_out(self, number: int) -> np.ndarray:
-        """What each machine gets of so many."""
+        """Divide a number among the machines, as equally as possible; return the part of each."""
         shares = np.full(self.machines, number // self.machines)
         shares[: number % self.machines] += 1
         return shares
 
-    def _share(self, real: int) -> tuple[Sequence[int], int]:
-        machine, local = divmod(self.rank, self.world // self.machines)
-        shares = self._shared_out(real)
+    def _share(self, in_window: int) -> tuple[Sequence[int], int]:
+        machine, local_rank = divmod(self.rank, self.world // self.machines)
+        shares = self._shared_out(in_window)
         end = int(shares[: machine + 1].sum())
-        of_machine = range(end - int(shares[machine]), end)
-        own = np.array_split(of_machine, self.world // self.machines)[local].tolist()
-        blank = 0
+        machine_numbers = range(end - int(shares[machine]), end)
+        own_numbers = np.array_split(machine_numbers, self.world // self.machines)[local_rank].tolist()
+        blank_number = 0
         if self._full:
-            # With weight 0, the machine's first one in the window before, so that it reads no other machine's files.
-            blank = (machine - self.machines) * self._per_window // self.machines
-        return own, blank
+            # The machine's first micro-batch of the window before (so the number is negative), because one of another
+            # machine would be read from files that this machine does not have.
+            blank_number = (machine - self.machines) * self._per_window // self.machines
+        return own_numbers, blank_number
 
 
 def _cut(files: list[tuple[int, int]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Files from the end of the list, for each machine as many as have so many samples; the last one may be cut."""
-    of_machines = []
+    """Divide files among machines so that each gets as many samples as `sizes` says; files may be cut.
+
+    Files are (first sample, end). They are taken from the end of the list.
+    """
+    files_of_machines = []
     for size in sizes:
-        own = []
+        files_of_machine = []
         missing = size
-        while missing:
+        while missing > 0:
             begin, end = files.pop()
             cut = min(begin + missing, end)
-            own.append((begin, cut))
+            files_of_machine.append((begin, cut))
             missing -= cut - begin
             if cut < end:
                 files.append((cut, end))
-        of_machines.append(own)
-    return of_machines
+        files_of_machines.append(files_of_machine)
+    return files_of_machines
 
 
 class BalancedOrder:
-    """DATA.SAMPLER balanced: an epoch of as many samples as there are, equally many of each class that has any.
+    """The order of DATA.SAMPLER balanced: an epoch has equally many samples of each class that has any.
 
-    All images of a class are drawn before one is drawn again. Copy c of sample i is i + c * samples, so that
-    `variants.Repeated` augments each copy differently. Drawing equally many, instead of leaving the class of every
-    sample to chance, spares rare classes the noise of chance.
+    In all, it has as many samples as the split. All images of a class are drawn before one is drawn again. Copy c of sample i has the index i + c * samples, so that
+    `variants.Repeated` augments each copy differently. Exactly equal numbers are drawn. If the class of every sample
+    were left to chance, rare classes would suffer from its noise.
     """
 
     def __init__(self, labels: np.ndarray, repeated: int = 1) -> None:
-        """`repeated`: times that `EpochOrder` repeats each sample that is drawn."""
+        """`repeated`: how often `EpochOrder` repeats each sample that is drawn."""
         self._members = members_of_classes(labels)
         self._samples = len(labels)
         self._repeated = repeated
         self.classes = len(self._members)
-        self.least, self._more = divmod(-(-self._samples // repeated), max(self.classes, 1))
-        """Samples drawn of each class per epoch; some classes get one more, in every epoch others."""
+        drawn_samples = -(-self._samples // repeated)  # rounded up
+        self.least, self._more = divmod(drawn_samples, max(self.classes, 1))
+        """Samples drawn of each class per epoch; so many classes get one more, in every epoch others"""
         self._most = self.least
-        if self._more:
+        if self._more > 0:
             self._most += 1
-        smallest = min(map(len, self._members), default=1)
-        self.copies = max(1, -(-self._most // smallest)) * repeated
-        """Most copies of a sample in an epoch."""
+        smallest_class = min(map(len, self._members), default=1)
+        self.copies = max(1, -(-self._most // smallest_class)) * repeated
+        """Most copies of a sample in an epoch"""
 
     def __call__(self, generator: np.random.Generator) -> np.ndarray:
+        """Draw the samples of an epoch, in a random order."""
         counts = np.full(self.classes, self.least)
-        counts[generator.permutation(self.classes)[: self._more]] += 1
+        with_one_more = generator.permutation(self.classes)[: self._more]
+        counts[with_one_more] += 1
         drawn = []
         for members, count in zip(self._members, counts, strict=True):
             rounds = range(-(-count // len(members)))
@@ -281,31 +316,35 @@ class BalancedOrder:
         return generator.permutation(np.concatenate(drawn))
 
     def words(self, whole: bool = True) -> str:
-        """For the banner of a run. `whole`: an epoch leaves out none of those drawn."""
-        each = " or ".join(f"{number * self._repeated:,}" for number in range(self.least, self._most + 1))
-        each = each if whole else f"up to {self._most * self._repeated:,}"
+        """Describe the order for the banner of a run. `whole`: an epoch leaves out none of the samples drawn."""
+        if whole:
+            numbers = " or ".join(f"{number * self._repeated:,}" for number in range(self.least, self._most + 1))
+        else:
+            numbers = f"up to {self._most * self._repeated:,}"
         repeated = f", each image at most {self.copies} times" if self.copies > 1 else ""
-        return f"sampler balanced: {each} images of each of {self.classes} classes per epoch{repeated}"
+        return f"sampler balanced: {numbers} images of each of {self.classes} classes per epoch{repeated}"
 
 
 def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:
-    """Samples rank, rank + world, ... in batches of one shape, equally many on every rank; -1 is padding.
+    """Return a rank's batches of a pass through all samples: samples rank, rank + world, and so on.
 
-    `batch_size` is the maximum; batches are smaller if that gives as many batches with less padding.
+    All batches have one shape, and every rank has equally many; -1 is padding. `batch_size` is the maximum: batches are
+    smaller if that gives as many batches with less padding.
     """
+    # All divisions round up.
     most_per_rank = -(-samples // world)
     batches = -(-most_per_rank // batch_size)
     size = -(-most_per_rank // batches) if batches else 0
     padded = np.full(batches * size, PADDING, dtype=np.int64)
-    own = np.arange(rank, samples, world)
-    padded[: len(own)] = own
+    own_samples = np.arange(rank, samples, world)
+    padded[: len(own_samples)] = own_samples
     return list(padded.reshape(batches, size)) if batches else []
 
 
 def whole_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:
-    """The batches of one process, dealt to the ranks, so that each batch is computed as by one process.
+    """Return every `world`-th of the batches that a single process would have, so that each is computed as by one.
 
-    Ranks without one in the last round get one of padding.
+    Ranks that would have one batch fewer than others get a batch of padding.
     """
     batches = validation_batches(samples, batch_size, 0, 1)
     if batches:
@@ -315,23 +354,24 @@ def whole_batches(samples: int, batch_size: int, rank: int, world: int) -> list[
 
 
 def data_identity(dataset: ImageDataset) -> str:
-    """Hash of the names and labels of a split in their order, wherever the data set is.
+    """Return a hash of the names and labels of a split in their order. It does not depend on where the data set is.
 
-    Contents are not read. Data sets in memory have labels only.
+    Contents are not read. For data sets in memory, only labels are hashed.
     """
     digest = hashlib.sha256()
     samples = dataset.single_images()
     labels = dataset.sample_labels()
-    for part in samples.names() if samples is not None else ():
-        digest.update(part)
+    if samples is not None:
+        for name_bytes in samples.names():
+            digest.update(name_bytes)
     digest.update(f"{labels.shape}".encode())
     digest.update(labels.astype(np.int64 if labels.ndim == 1 else np.uint8).tobytes())
     return digest.hexdigest()
 
 
 def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, Any]:
-    """Fingerprint of the training split and its order, equal on all ranks, for meta.json."""
-    # Checkpoints of older versions have this field alone, so it stays what it was: without the names.
+    """Return the fingerprint of the training split and its order for meta.json. It is equal on all ranks."""
+    # Checkpoints of older versions have only the field `order`, so it stays what it was: without the names.
     digest = hashlib.sha256(order.permutation(1).data)
     samples = dataset.single_images()
     if samples:
@@ -344,7 +384,7 @@ def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, Any]:
     }
     if samples and samples.relabel:
         identity["relabel"] = samples.relabel
-    groups = len(set(dataset.groups()))
+    groups = set(dataset.groups())
     if groups:
-        identity["groups"] = groups
+        identity["groups"] = len(groups)
     return identity

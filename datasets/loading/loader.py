@@ -1,4 +1,4 @@
-"""Loaders: batches of a data set in a given order, on the device."""
+"""Load batches of a data set in a given order, and copy them to the device."""
 
 from __future__ import annotations
 
@@ -25,48 +25,56 @@ if TYPE_CHECKING:
 
 
 class Keys(list[Key]):
-    """The samples of a batch."""
+    """The keys (epoch, sample index) of a batch, and the samples that are announced with it."""
 
     def __init__(self, epoch: int, batch: np.ndarray, later: Sequence[int] | None = None) -> None:
-        """`later`: samples of a later batch, which are announced to their source; None: it wants to know none."""
+        """`later`: samples of a later batch, which are announced to their source; None: nothing is announced."""
         super().__init__((epoch, index) for index in batch.tolist())
         self.later = later
 
 
 class Plan:
-    """Batch sampler of the loader. Keys contain the epoch, so loading processes need no state."""
+    """The batch sampler of torch's DataLoader: it yields the keys of one batch after another.
+
+    Keys contain the epoch, so loading processes need no state.
+    """
 
     _rest: Iterator[Keys] = iter(())
 
     def begin(self, batches: Iterable[tuple[int, np.ndarray]], ahead: int | None = None) -> None:
-        """`batches`: epoch and samples of each. Loading processes run on from one epoch into the next.
+        """Replace the batches to come by these, each as (epoch, samples). They may be of several epochs.
 
-        `ahead`: each batch also announces the samples of the one that comes so many batches later.
+        `ahead`: each batch announces the samples of the one that comes so many batches later; None: nothing is
+        announced.
         """
         if ahead is None:
             self._rest = (Keys(epoch, batch) for epoch, batch in batches)
             return
-        now, following = itertools.tee(batches)
+        current, following = itertools.tee(batches)
         later = (batch.tolist() for _, batch in itertools.islice(following, ahead, None))
-        self._rest = (Keys(epoch, batch, next(later, ())) for epoch, batch in now)
+        self._rest = (Keys(epoch, batch, next(later, ())) for epoch, batch in current)
 
     def __iter__(self) -> Iterator[Keys]:
         return self._rest
 
 
 MOST_WORKERS = 16
+"""Most loading processes of a rank, unless more are set"""
 
 
 def auto_workers(world: World = ALONE, given: int | None = None) -> int:
-    """Loading processes for this process: `given`, or else from the number of its cores."""
+    """Return the number of this rank's loading processes: `given`, or if that is None, one per core of the rank."""
     return min(MOST_WORKERS, world.own_cores) if given is None else given
 
 
 class Window:
-    """The micro-batches of one update. `len` and `shares` are known at once; batches come one after another."""
+    """The micro-batches of one update, with their batches.
+
+    `len` and `shares` are known at once; batches are loaded while the window is iterated.
+    """
 
     begun = False
-    """Whether a batch was taken."""
+    """Whether a batch was taken"""
 
     def __init__(self, shares: tuple[MicroBatch, ...], batches: Iterator[Batch]) -> None:
         self.shares = shares
@@ -83,7 +91,7 @@ class Window:
 
 
 class _Loader:
-    """Fetches batches, in this process or in persistent loading processes, and copies them to the device."""
+    """Loads batches, in this process or in persistent loading processes, and copies them to the device."""
 
     def __init__(
         self,
@@ -100,17 +108,19 @@ class _Loader:
         """Called when a batch arrives, before it is copied to the device"""
         self._plan = Plan()
         self._wait = 0.0
+        """Seconds that this process waited for batches since the last `take_wait`"""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
+        """The stream that copies batches to the GPU; None without one"""
         self._processes: LoadingProcesses | None = None
         self._loader: DataLoader[Any] | None = None
         if not dataset.in_memory:
-            # Its text speaks of freezing; and with slow storage, more processes than cores help.
+            # torch warns that more processes than cores may freeze, but with slow storage they help.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             self._loader = DataLoader(
                 self._fetch,
                 batch_sampler=self._plan,
                 num_workers=workers,
-                collate_fn=Fetched._make,  # unchanged
+                collate_fn=Fetched._make,  # leaves the batch as `_Fetch` returns it
                 pin_memory=device.type == "cuda",
                 persistent_workers=workers > 0,
                 # Without a generator, every epoch would draw from the global one.
@@ -118,7 +128,10 @@ class _Loader:
             )
 
     def _begin(self, plan: Iterable[tuple[int, np.ndarray]], per_epoch: int) -> Iterator[Fetched]:
-        """Begin to load these batches. What was loaded ahead of another plan is dropped."""
+        """Begin to load the batches of a plan, each (epoch, samples); batches of an earlier plan are dropped.
+
+        `per_epoch`: batches of an epoch. Returns the batches as loading processes send them.
+        """
         begin = time.perf_counter()
         samples = self._fetch.dataset.single_images()
         ahead = None if samples is None else samples.look_ahead()
@@ -128,36 +141,38 @@ class _Loader:
             self._processes = LoadingProcesses(self._loader)
         self._plan.begin(plan, None if ahead is None else math.ceil(ahead * per_epoch))
         if self._loader is None:
-            source: Iterator[Fetched] = map(self._fetch.__getitems__, self._plan)
+            fetched_batches: Iterator[Fetched] = map(self._fetch.__getitems__, self._plan)
         elif self._processes is None:
-            source = iter(self._loader)
+            fetched_batches = iter(self._loader)
         else:
             self._processes.begin()
-            source = iter(self._processes)
+            fetched_batches = iter(self._processes)
         self._wait += time.perf_counter() - begin
-        return source
+        return fetched_batches
 
-    def _batches(self, source: Iterator[Fetched]) -> Iterator[Batch]:
+    def _batches(self, fetched_batches: Iterator[Fetched]) -> Iterator[Batch]:
+        """Yield the batches on the device, and add up the time that they take to arrive."""
         begin = time.perf_counter()
-        for fetched in source:
+        for fetched in fetched_batches:
             batch = self._receive(fetched)
             self._wait += time.perf_counter() - begin
             yield batch
             begin = time.perf_counter()
 
     def take_wait(self) -> float:
-        """Seconds this process waited for batches since the last call."""
+        """Return the seconds that this process waited for batches since the last call."""
         wait = self._wait
         self._wait = 0.0
         return wait
 
     def close(self) -> None:
-        """End the processes now: otherwise they would live as long as the iterator."""
+        """End the loading processes now: otherwise they would live as long as the iterator."""
         if self._processes is not None:
             self._processes.end()
         self._processes = self._loader = None
 
     def _receive(self, fetched: Fetched) -> Batch:
+        """Copy a batch to the device, and log what its loading process reports. Raises the TrainingError it sent."""
         if self.on_arrival is not None:
             self.on_arrival()
         if self._broken is not None:
@@ -168,7 +183,7 @@ class _Loader:
             raise fetched.batch
         if self._copies is None:
             return self._on_device(fetched.batch)
-        # On a stream of its own, the copy overlaps with computing on the batch before.
+        # On a stream of its own, the copy runs while the batch before is computed.
         with torch.cuda.stream(self._copies):
             batch = self._on_device(fetched.batch)
         computing = torch.cuda.current_stream(self._device)
@@ -182,7 +197,7 @@ class _Loader:
 
 
 class TrainLoader(_Loader):
-    """The windows of an epoch, one per update, with their batches on the device."""
+    """Loads the windows of training epochs, one per update, with their batches on the device."""
 
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
         self.order = order
@@ -196,20 +211,22 @@ class TrainLoader(_Loader):
         super().__init__(dataset, workers, seed, device, self.broken)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
-        """Windows from update `start` (counted from 0) to the end of the epoch."""
+        """Yield the windows from update `start` (counted from 0) to the end of the epoch."""
         return self.epochs((epoch,), start)
 
     def epochs(self, epochs: Iterable[int], start: int = 0) -> Iterator[Window]:
-        """Windows of these epochs, from update `start` of the first. Take all batches of one before the next.
+        """Yield the windows of these epochs, from update `start` of the first. Take all batches of one before the next.
 
         While the last batches of an epoch are used, loading processes load the first ones of the next.
         """
-        windows, ahead = itertools.tee(self._windows(epochs, start))
-        batches = self._batches(self._begin(_indices(ahead), self.order.updates * self.order.accum))
+        windows, windows_to_load = itertools.tee(self._windows(epochs, start))
+        fetched_batches = self._begin(_indices(windows_to_load), per_epoch=self.order.updates * self.order.accum)
+        batches = self._batches(fetched_batches)
         for _, shares in windows:
             yield Window(shares, batches)
 
     def _windows(self, epochs: Iterable[int], start: int) -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
+        """Yield the epoch and this rank's micro-batches of each update."""
         for epoch in epochs:
             for shares in self.order.windows(epoch, start):
                 yield epoch, shares
@@ -217,13 +234,17 @@ class TrainLoader(_Loader):
 
 
 def _indices(windows: Iterable[tuple[int, tuple[MicroBatch, ...]]]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the epoch and the samples of each micro-batch."""
     for epoch, shares in windows:
         for share in shares:
             yield epoch, share.indices
 
 
 class ValLoader(_Loader):
-    """This rank's part of the validation split, in batches of one shape on the device."""
+    """Loads this rank's part of the validation split, in batches of one shape on the device.
+
+    Each iteration is one pass through it.
+    """
 
     def __init__(
         self,
@@ -236,11 +257,11 @@ class ValLoader(_Loader):
         broken: BrokenInValidation | None = None,
         shard: Callable[[int, int, int, int], list[np.ndarray]] = validation_batches,
     ) -> None:
-        """`broken`: collects the images that cannot be read; by default they end the validation with an error.
+        """`broken` collects the images that cannot be read; by default they end the validation with an error.
 
-        `shard`: this rank's batches.
+        `shard` makes this rank's batches from (samples, batch size, rank, ranks).
         """
-        self._plans = shard(len(dataset), batch_size, rank, world)
+        self._pass_batches = shard(len(dataset), batch_size, rank, world)
         if broken is None and not dataset.in_memory:
             from datasets.damage import BrokenInValidation
 
@@ -248,41 +269,47 @@ class ValLoader(_Loader):
         self.broken = broken
         self._ahead: Iterator[Batch] = iter(())
         self._passes_ahead = 0
-        super().__init__(dataset, min(workers, len(self._plans)), 0, device, self.broken)
+        super().__init__(dataset, min(workers, len(self._pass_batches)), 0, device, self.broken)
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._pass_batches)
 
     def load_ahead(self, passes: int) -> None:
-        """Let loading processes begin with the first batches of the next passes, unless they have begun."""
+        """Let loading processes begin with the first of so many passes, unless they have begun already."""
         if self._loader is not None and self._loader.num_workers and not self._passes_ahead:
             self._plan_passes(passes)
 
     def _plan_passes(self, passes: int) -> None:
-        batches = itertools.chain.from_iterable(itertools.repeat(self._plans, passes))
+        """Begin to load the batches of so many passes, one after the other."""
+        batches = itertools.chain.from_iterable(itertools.repeat(self._pass_batches, passes))
         plan = ((0, batch) for batch in batches)
-        self._ahead = self._batches(self._begin(plan, len(self._plans)))
+        self._ahead = self._batches(self._begin(plan, per_epoch=len(self._pass_batches)))
         self._passes_ahead = passes
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._passes_ahead:
             self._plan_passes(1)
         passes = self._passes_ahead
-        self._passes_ahead = 0  # a pass that is broken off leaves nothing to go on with
-        yield from itertools.islice(self._ahead, len(self._plans))
+        self._passes_ahead = 0  # stays 0 if this pass is broken off: the next one then begins anew
+        yield from itertools.islice(self._ahead, len(self._pass_batches))
         self._passes_ahead = passes - 1
 
 
 class Fetched(NamedTuple):
-    """Message of a loading process: the batch or an error, images that it could not read, and lines for the log."""
+    """The message that a loading process sends for each batch."""
 
     batch: Batch | TrainingError
     broken: list[Broken]
+    """Images that it could not read"""
     remarks: list[str]
+    """Warnings for the log"""
 
 
 class _Fetch(Dataset[Any]):
-    """Returns errors as values: raised in a loading process, they would come with a page of traceback."""
+    """The data set as torch's DataLoader sees it, in a loading process. It fetches whole batches.
+
+    Errors are returned as values: raised in a loading process, they would come with a page of traceback.
+    """
 
     def __init__(self, dataset: ImageDataset) -> None:
         self.dataset = dataset

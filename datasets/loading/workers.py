@@ -1,7 +1,7 @@
-"""Loading processes: if one dies, the code that waits for its batch gets an error with the reason.
+"""Run torch's loading processes so that the death of one becomes an error with the reason, not an endless wait.
 
 torch waits without limit for the rest of a message whose sender died or was stopped in its middle, because this process
-itself holds the pipe open. A signal ends that wait: SIGCHLD, from the system or from the thread that watches.
+itself holds the pipe open. A signal ends that wait: SIGCHLD, from the system or from a thread that watches.
 """
 
 import atexit
@@ -30,18 +30,19 @@ from utils.machine.cpus import keep_freed_memory
 from utils.program import die_with_parent
 
 SECONDS_TO_WARN = 30.0
-"""A longer wait for a batch is reported while it lasts."""
+"""Wait for a batch after which a warning is logged, while the wait lasts"""
 SECONDS_TO_STOP = 2.0
-"""A request to stop ends a wait that lasts longer; otherwise the batch comes first."""
+"""Wait for a batch that a request to stop interrupts; before that, the batch comes first"""
 SECONDS_TO_BE_KILLED = 1.0
-"""A process that waits for storage that hangs dies only when its storage answers."""
+"""Time to wait for a killed process. One that waits for storage that hangs dies only when its storage answers."""
 SECONDS_TO_BEGIN = 20.0, 40.0, 80.0
-"""A forked process that has not begun by then never will, and all are started again.
+"""Time to wait for forked processes to begin, in the first, second and third try.
 
-Whatever lock a thread held at the moment of the fork, in a library, is locked for ever in the new process.
+One that has not begun by then never will: if a thread of this process held a library's lock at the moment of the fork,
+it is locked for ever in the new process.
 """
 SECONDS_TO_DIE = 0.25
-"""Time between the end of a process's files and of the process."""
+"""Time in which a process whose pipe is closed has surely ended"""
 BEFORE_QUEUES_CLOSE = 100
 """Priority of an exit hook of multiprocessing: higher ones run first, and queues close at 10."""
 REMEDY = (
@@ -51,11 +52,11 @@ REMEDY = (
 
 
 class _Died(Exception):
-    """Raised in the main thread as soon as a loading process has ended while it waits for a batch."""
+    """Raised in the main thread, which waits for a batch, as soon as a loading process has ended."""
 
 
 class _Stalled(Exception):
-    """Raised in the main thread when a loading process has not begun."""
+    """Raised in the main thread, which waits for loading processes to begin, when one takes too long."""
 
 
 on_long_wait: Callable[[], None] | None = None
@@ -63,21 +64,28 @@ on_long_wait: Callable[[], None] | None = None
 
 
 class LoadingProcesses:
-    """The batches of a DataLoader with persistent processes, which end with `end`, or with this process.
+    """The persistent processes of a DataLoader, and an iterator over the batches that they load.
 
-    Its batch sampler has no batches until then: they would be lost with processes that stall and are started again.
+    They end with `end`, or with this process.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
+        """Start the processes, and wait until they have begun.
+
+        The loader's batch sampler must have no batches yet: they would be lost with processes that are started again.
+        """
         self._loader = loader
         self._batches: Any = None
+        """The loader's iterator"""
         self._waits_since: float | None = None
+        """When the current wait for a batch began; None if nobody waits"""
         self._ended = threading.Event()
         self._seconds_to_begin: float | None = None
+        """Limit of the current wait for processes to begin; None if they have begun"""
         loader.worker_init_fn = start_worker
         self._start()
-        # Python ends child processes with SIGTERM, which loading processes ignore, and then waits for them without
-        # limit. So they are ended before.
+        # At its end, Python sends child processes SIGTERM, which loading processes ignore, and then waits for them
+        # without limit. So `end` runs before.
         if multiprocessing.parent_process() is None:
             atexit.register(self.end)  # last in, first out: it runs before the hooks of multiprocessing and torch
             self._forget_exit: Callable[[], object] = partial(atexit.unregister, self.end)
@@ -86,42 +94,46 @@ class LoadingProcesses:
             self._forget_exit = multiprocessing.util.Finalize(None, self.end, exitpriority=priority).cancel
         threading.Thread(target=self._watch, daemon=True).start()
         try:
-            self._see_them_begin()
+            self._wait_until_begun()
         except BaseException:
             self.end()
             raise
 
     def _start(self) -> None:
-        others = set(multiprocessing.active_children())
+        """Start the processes. Raises TrainingError if the system has no memory or no processes left."""
+        other_children = set(multiprocessing.active_children())
         # Processes start with Ctrl-C blocked. And torch's SIGCHLD handler, which raises an error at any point of the
-        # program, say within an update, does not stay.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        handler = signal.getsignal(signal.SIGCHLD)
+        # program, say within an update, is replaced by the one before.
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        previous_handler = signal.getsignal(signal.SIGCHLD)
         try:
             self._batches = iter(self._loader)
         except OSError as error:  # out of memory, or too many processes
-            for process in set(multiprocessing.active_children()) - others:
+            for process in set(multiprocessing.active_children()) - other_children:
                 process.kill()
             reason = error.strerror or error
             raise TrainingError(f"Loading processes could not be started: {reason}. {REMEDY}") from None
         finally:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL if previous_handler is None else previous_handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
-    def _see_them_begin(self) -> None:
-        """Start them again while one stalls. Those that are not forked import this program first, which may be slow."""
+    def _wait_until_begun(self) -> None:
+        """Wait until all processes have begun, and start them again if one stalls. TrainingError after three tries.
+
+        Processes that are not forked are not waited for: they import this program first, which may be slow.
+        """
         if multiprocessing.get_start_method() != "fork":
             return
         for number, seconds in enumerate(SECONDS_TO_BEGIN):
-            if number:
+            if number > 0:
                 log.warning("A loading process stalled as it began: all of them are started again.")
                 self._kill()
                 self._loader._iterator = None  # pyright: ignore[reportPrivateUsage]
                 self._start()
             self._seconds_to_begin = seconds
             try:
-                self.begin()  # it waits for an answer of each
+                self.begin()  # waits for an answer of each process
             except _Stalled:
                 continue
             finally:
@@ -130,6 +142,7 @@ class LoadingProcesses:
         raise TrainingError(f"Loading processes stall as they begin. {REMEDY}")
 
     def begin(self) -> None:
+        """Begin with the batches that the batch sampler now has; those of before are dropped."""
         self._guarded(lambda: iter(self._loader))
 
     def __iter__(self) -> Iterator[Any]:
@@ -139,7 +152,7 @@ class LoadingProcesses:
         return self._guarded(lambda: next(self._batches))
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
-        """`call`, with a TrainingError if a process is dead."""
+        """Return what `call` returns, which waits for a batch. If a process died, raise TrainingError with its cause."""
         try:
             with self._waiting():
                 return call()
@@ -147,63 +160,75 @@ class LoadingProcesses:
             raise
         except Exception:  # a process that dies while it sends can raise nearly anything here
             time.sleep(SECONDS_TO_DIE)
-            dead = self._dead()
-            if not dead:
+            dead_workers = self._dead_workers()
+            if not dead_workers:
                 raise
-            causes = ", ".join(f"the loading process {worker.pid} {_cause(worker.exitcode)}" for worker in dead)
+            causes = ", ".join(f"the loading process {worker.pid} {_cause(worker.exitcode)}" for worker in dead_workers)
             raise TrainingError(f"A batch could not be loaded: {causes}. {REMEDY}") from None
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Let the end of a process, or a request to stop, raise an exception here, and nowhere else."""
-        main = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGCHLD, self._interrupt) if main else None
+        """In a `with` block that waits, let the end of a process or a request to stop raise an exception.
+
+        It is raised nowhere else in the program.
+        """
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        previous_handler = signal.signal(signal.SIGCHLD, self._interrupt) if in_main_thread else None
         self._waits_since = time.monotonic()
         try:
-            if self._dead():
+            if self._dead_workers():
                 raise _Died
             yield
         finally:
             self._waits_since = None
-            if main:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
+            if in_main_thread:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL if previous_handler is None else previous_handler)
 
     def _interrupt(self, *_: object) -> None:
+        """Handle SIGCHLD while the main thread waits: raise an exception if there is a reason to end the wait."""
         since = self._waits_since
-        if since is not None and self._dead():
+        if since is None:
+            return
+        if self._dead_workers():
             raise _Died
-        if since is not None and self._seconds_to_begin and time.monotonic() - since > self._seconds_to_begin:
+        if self._seconds_to_begin and time.monotonic() - since > self._seconds_to_begin:
             raise _Stalled
-        if since is not None and time.monotonic() - since > SECONDS_TO_STOP and on_long_wait is not None:
+        if time.monotonic() - since > SECONDS_TO_STOP and on_long_wait is not None:
             on_long_wait()
 
     def _watch(self) -> None:
-        """A thread: report long waits, and interrupt them each second."""
-        main = threading.main_thread().ident or 0
-        reported = None
+        """Interrupt long waits each second, and warn once of each very long one. Runs in a thread of its own."""
+        main_thread = threading.main_thread().ident or 0
+        reported_wait = None
         while not self._ended.wait(1):
             now = time.monotonic()
             since = self._waits_since
             if since is None or now - since < SECONDS_TO_STOP:
                 continue
-            if now - since > SECONDS_TO_WARN and reported != since:
-                reported = since
-                number = (self._batches._task_info.get(self._batches._rcvd_idx) or [0])[0]
-                pid = self._batches._workers[number].pid
-                doing = f"loading process {pid} does not finish; its storage may hang, or it is stopped (SIGSTOP)"
-                log.warning("No batch for %.0f s: %s. `ls -l /proc/%d/fd` lists its files.", now - since, doing, pid)
-            signal.pthread_kill(main, signal.SIGCHLD)
+            if now - since > SECONDS_TO_WARN and reported_wait != since:
+                reported_wait = since
+                # torch's record of the batch that is waited for: it begins with the number of its process.
+                task = self._batches._task_info.get(self._batches._rcvd_idx) or [0]
+                pid = self._batches._workers[task[0]].pid
+                problem = f"loading process {pid} does not finish; its storage may hang, or it is stopped (SIGSTOP)"
+                log.warning("No batch for %.0f s: %s. `ls -l /proc/%d/fd` lists its files.", now - since, problem, pid)
+            signal.pthread_kill(main_thread, signal.SIGCHLD)
 
-    def _dead(self) -> list[Any]:
+    def _dead_workers(self) -> list[Any]:
+        """List the processes that have ended."""
         return [worker for worker in self._batches._workers if not worker.is_alive()]
 
     def end(self) -> None:
+        """End the processes, and the thread that watches."""
         self._forget_exit()
         self._ended.set()
         self._kill()
 
     def _kill(self) -> None:
-        """torch's way to end the processes waits for locks and messages, which a dead or stopped one may hold."""
+        """Kill the processes, and tell torch's iterator that it is shut down.
+
+        torch's own shutdown would wait for locks and messages, which a dead or stopped process may hold.
+        """
         batches = self._batches
         for worker in batches._workers:
             worker.kill()
@@ -218,7 +243,7 @@ class LoadingProcesses:
 
 
 def start_worker(_: int) -> None:
-    """Initialise a loading process. It ignores signals, because the training process ends it, and never outlives it."""
+    """Initialise a loading process. It ignores signals, because the training process ends it; it never outlives it."""
     die_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -235,12 +260,13 @@ def start_worker(_: int) -> None:
 
 
 def _end(error: Exception, _: object) -> NoReturn:
-    """End this process, whose batch could not be sent: without it, the training process would wait for ever."""
+    """End this loading process if a batch could not be sent: otherwise, the training process would wait for ever."""
     print(f"loading process {os.getpid()}: a batch could not be sent: {error}", file=sys.__stderr__, flush=True)
     os._exit(EXIT_FAILED)
 
 
 def _cause(code: int | None) -> str:
+    """Say how a process ended, by its exit code; a negative one is the signal that killed it."""
     if code is None or code >= 0:
         return f"ended with code {code}"
     try:

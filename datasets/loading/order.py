@@ -282,9 +282,9 @@ def _cut(files: list[tuple[int, int]], sizes: Sequence[int]) -> list[list[tuple[
 class BalancedOrder:
     """The order of DATA.SAMPLER balanced: an epoch has equally many samples of each class that has any.
 
-    In all, it has as many samples as the split. All images of a class are drawn before one is drawn again. Copy c of sample i has the index i + c * samples, so that
-    `variants.Repeated` augments each copy differently. Exactly equal numbers are drawn. If the class of every sample
-    were left to chance, rare classes would suffer from its noise.
+    In all, it has as many samples as the split. All images of a class are drawn before one is drawn again. Copy c of
+    sample i has the index i + c * samples, so that `variants.Repeated` augments each copy differently. Equal numbers
+    are drawn, because rare classes would suffer from noise if the class of every sample were left to chance.
     """
 
     def __init__(self, labels: np.ndarray, repeated: int = 1) -> None:

@@ -152,7 +152,7 @@ class LoadingProcesses:
         return self._guarded(lambda: next(self._batches))
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
-        """Return what `call` returns, which waits for a batch. If a process died, raise TrainingError with its cause."""
+        """Return what `call` returns, which waits for a batch. TrainingError if a process died."""
         try:
             with self._waiting():
                 return call()

@@ -1,4 +1,4 @@
-"""Loading pretrained weights into a built model: timm's filters adapt them, then all are loaded or none."""
+"""Load pretrained weights into a built model: timm's filters adapt them, then all are loaded or none."""
 
 import argparse
 import contextlib
@@ -34,30 +34,31 @@ from vitamp.sizes import ImageSize, in_pixels, sides
 from vitamp.tensors import JoinedShards, Merged, is_adapter
 
 COUNTER = ".num_batches_tracked"
-"""Of a batch norm: older files have none, and torch loads them too"""
+"""End of the name of a batch norm's counter. Older files have none, and torch loads them without."""
 MOST_NAMED = 5
 """Tensors of each kind that an error names"""
 FRESH = "freshly initialised"
 OTHER_SIZE = "timm cannot resize the position embedding of this kind of model; use the DATA.IMAGE_SIZE of the weights"
 BY_PATCH = "pos_embed|patch_pos|attention_bias"
-"""In the names of weights that depend on the grid of patches"""
+"""Pattern in the names of weights that depend on the grid of patches"""
 STARTS = {"zero": "starts at zeros", "probe": "is replaced by a linear probe"}
-"""Of a new classifier, by MODEL.NEW_CLASSIFIER; any other stays as it is"""
+"""MODEL.NEW_CLASSIFIER -> words for how a new classifier begins; with other values, it stays freshly initialised"""
 REPLACED = f"{{}} {FRESH} ({{}} classes in the file, {{}} in the model)"
 
 MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What timm's readers raise for weights of another model"""
+"""Errors that timm's readers raise for weights of another model"""
 
 Weights = dict[str, Tensor]
+"""Tensors by name"""
 
 
 class Loaded(NamedTuple):
-    """What became of a file of weights."""
+    """The result of loading a file of weights."""
 
     words: str
-    """What was loaded"""
+    """What was loaded, such as '150 of 152 tensors'"""
     changes: list[str]
-    """What was changed for it"""
+    """Phrases about what was resized, left out, or stays freshly initialised"""
     is_partly_new: bool
     """Whether parts of the model stay freshly initialised"""
 
@@ -65,33 +66,34 @@ class Loaded(NamedTuple):
 def load_pretrained(
     module: nn.Module, source: str, name: str, new_classifier: bool | str = False, complete: bool = False
 ) -> str:
-    """Load weights from `source` into the model called `name`; returns a sentence for the log about what was loaded.
+    """Load weights from `source` into the model called `name`, and return a sentence for the log about what was loaded.
 
-    `new_classifier`: keep the model's own classifier; as MODEL.NEW_CLASSIFIER says. `complete`: refuse weights that
-    leave a classifier freshly initialised, as evaluation needs.
+    `new_classifier`: MODEL.NEW_CLASSIFIER; if it is set, the model keeps its own classifier instead of the file's.
+    `complete`: refuse weights that leave a classifier freshly initialised, as evaluation needs.
     """
     start = f"left as {FRESH}"
     if not complete:
         start = STARTS.get(str(new_classifier), start)
-    found = locate(source)
-    assert found is not None  # downloaded, or an error was raised
-    fresh = classifiers(module) if new_classifier else ()
-    if new_classifier and not fresh and not isinstance(module, MaskedAutoencoder):
+    files = locate(source)
+    assert files is not None  # downloaded, or an error was raised
+    new_heads = classifiers(module) if new_classifier else ()
+    if new_classifier and not new_heads and not isinstance(module, MaskedAutoencoder):
         raise UserError(
             f"MODEL.NEW_CLASSIFIER: {type(module).__name__}'s classifier is unknown; get_classifier must return it."
         )
-    if found.file.suffix == ".npz":
-        own = {key: value.clone() for key, value in module.state_dict().items() if is_inside(key, fresh)}
-        loaded = _load_npz(module, found.file, name)
-        module.load_state_dict(own, strict=False)
-        if fresh:
-            loaded.changes.append(f"{', '.join(fresh)} {start}")
+    if files.file.suffix == ".npz":
+        # timm's reader loads the classifier, too, so the model's own is put back.
+        own_heads = {key: value.clone() for key, value in module.state_dict().items() if is_inside(key, new_heads)}
+        loaded = _load_npz(module, files.file, name)
+        module.load_state_dict(own_heads, strict=False)
+        if new_heads:
+            loaded.changes.append(f"{', '.join(new_heads)} {start}")
     else:
-        new = {prefix: f"{prefix} {start} (MODEL.NEW_CLASSIFIER)" for prefix in fresh}
-        loaded = _load_tensors(module, found, name, new)
-    words = [f"{loaded.words} from {found.file}"] + loaded.changes
-    sentence = f"Pretrained weights: {'; '.join(words)}"
-    if complete and (loaded.is_partly_new or fresh):
+        new_parts = {prefix: f"{prefix} {start} (MODEL.NEW_CLASSIFIER)" for prefix in new_heads}
+        loaded = _load_tensors(module, files, name, new_parts)
+    phrases = [f"{loaded.words} from {files.file}"] + loaded.changes
+    sentence = f"Pretrained weights: {'; '.join(phrases)}"
+    if complete and (loaded.is_partly_new or new_heads):
         raise UserError(
             f"{sentence}. -eval trains nothing, so its accuracy would be that of an untrained classifier: "
             "set MODEL.NUM_CLASSES to the number of classes in the file, evaluate on data with these classes, and "
@@ -99,71 +101,84 @@ def load_pretrained(
         )
     if new_classifier == "zero":
         _zero_classifiers(module)
-    return f"{sentence} ({found.description})" if found.description else sentence
+    return f"{sentence} ({files.description})" if files.description else sentence
 
 
 def _zero_classifiers(model: nn.Module) -> None:
+    """Set the last layer of each classifier to zeros."""
     for head in map(model.get_submodule, classifiers(model)):
         layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
         for layer in layers:
-            # With zeros before the last one, nothing would learn. CrossViT averages several that are as wide.
+            # Only last layers, because behind a layer of zeros nothing would learn. CrossViT averages the outputs of
+            # several last layers, which are equally wide.
             if len(layer.weight) == len(layers[-1].weight):
                 for weight in layer.parameters():
                     nn.init.zeros_(weight)
 
 
-def _load_tensors(module: nn.Module, found: WeightFiles, name: str, new: dict[str, str]) -> Loaded:
-    """Load weights by the names of tensors, all or none. `new`: parts of the model to keep, with what the log says."""
-    weights = _read(found.files)
+def _load_tensors(module: nn.Module, files: WeightFiles, name: str, new_parts: dict[str, str]) -> Loaded:
+    """Load weights by the names of tensors, all or none. UserError lists the tensors that do not fit.
+
+    `new_parts`: parts of the model that keep their own weights, each with its phrase for the log. A decoder that the
+    file lacks is added.
+    """
+    in_file = _read(files.files)
     target = module.state_dict()
+    # A masked autoencoder has no classifier, and other models seldom have a decoder.
     is_masking = isinstance(module, MaskedAutoencoder)
-    unused = "head" if is_masking else DECODER  # a masked autoencoder has no classifier, others seldom a decoder
-    given = {key: value for key, value in weights.items() if not key.startswith(f"{unused}.") or key in target}
+    unused = "head" if is_masking else DECODER
+    given = {key: value for key, value in in_file.items() if not key.startswith(f"{unused}.") or key in target}
     changes: list[str] = []
-    if len(given) < len(weights):
-        changes.append(f"{len(weights) - len(given)} tensors of its {unused} left out")
-    before = {key: tuple(value.shape) for key, value in given.items()}
-    weights = _adapt_channels(module, _filter(module, given, found.file, name))
+    if len(given) < len(in_file):
+        changes.append(f"{len(in_file) - len(given)} tensors of its {unused} left out")
+
+    shapes_in_file = {key: tuple(value.shape) for key, value in given.items()}
+    weights = _adapt_channels(module, _filter(module, given, files.file, name))
     for key, value in weights.items():
-        after = tuple(value.shape)
-        if before.get(key, after) != after:
-            changes.append(f"{key} resized from {_shape(before[key])} to {_shape(after)}")
+        shape = tuple(value.shape)
+        if shapes_in_file.get(key, shape) != shape:
+            changes.append(f"{key} resized from {_shape(shapes_in_file[key])} to {_shape(shape)}")
     if is_masking and not any(key.startswith(DECODER) for key in weights):
-        new[DECODER] = f"the {DECODER} stays {FRESH}"
+        new_parts[DECODER] = f"the {DECODER} stays {FRESH}"
     heads = names_in_cfg(module, "classifier") or classifiers(module)
-    missing, replacements = _replace_classifier(heads, weights, target, found.label_offset, new)
-    lines = _mismatches(weights, before, target, missing)
+    fresh_tensors, replacements = _replace_classifier(heads, weights, target, files.label_offset, new_parts)
+
+    lines = _mismatches(weights, shapes_in_file, target, fresh_tensors)
     if lines:
         only_positions = all(re.match(r" +\S*pos_embed\S*: ", line) for line in lines[1:])
-        why = OTHER_SIZE if only_positions else ""
+        reason = OTHER_SIZE if only_positions else ""
         if not heads:
             lines.append(
                 f"  {type(module).__name__}'s classifier is unknown; if get_classifier returns it, one with other "
                 "classes is new, or with MODEL.NEW_CLASSIFIER any"
             )
-        title = f"{_misfit(module, given, found.file, name, why)}:"
+        title = f"{_misfit(module, given, files.file, name, reason)}:"
         raise UserError("\n".join([title] + lines))
     module.load_state_dict(weights, strict=False)
     changes += replacements
-    changes += new.values()
-    return Loaded(f"{len(weights)} of {len(target)} tensors", changes, is_partly_new=bool(replacements or new))
+    changes += new_parts.values()
+    is_partly_new = bool(replacements or new_parts)
+    return Loaded(f"{len(weights)} of {len(target)} tensors", changes, is_partly_new)
 
 
 def _read(files: Sequence[Path]) -> Weights:
-    """Tensors of a file or its shards, without the wrappings of DDP, torch.compile and training scripts."""
+    """Read the tensors of a file or its shards, without the wrappings of DDP, torch.compile and training scripts.
+
+    Raises UserError if a file is damaged, holds code, or holds no tensors. Adapters are merged into their base weights.
+    """
     file = files[0]
-    for one in files:
-        seal = seal_of(one)
-        if isinstance(seal, dict) and sha256_of(one) != seal.get("sha256"):
-            raise UserError(f"Pretrained weights {one}: damaged, its contents are not what was written.")
+    for shard in files:
+        seal = seal_of(shard)
+        if isinstance(seal, dict) and sha256_of(shard) != seal.get("sha256"):
+            raise UserError(f"Pretrained weights {shard}: damaged, its contents are not what was written.")
     if file.suffix == PADDLE:
         return _read_paddle(file)
-    # timm loads the EMA of a checkpoint that has one. Only keys are read; errors are left to the loading.
+    # Log that timm loads the EMA of a checkpoint that has one. Only keys are read here; errors are left to the loading.
     with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
         keys_of_weights(torch.load(file, map_location="cpu", weights_only=True, mmap=True), file)
     try:
-        whole: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards(list(files))
-        weights = dict(whole)
+        tensors: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards(list(files))
+        weights = dict(tensors)
         weights.pop("n_averaged", None)  # a counter of torch's AveragedModel, the EMA of torchvision's checkpoints
     except Exception as error:  # a damaged pickle can raise anything
         if "weights_only" in str(error):
@@ -181,17 +196,25 @@ def _read(files: Sequence[Path]) -> Weights:
 
 
 def _read_paddle(file: Path) -> Weights:
+    """Read a file of PaddleViT, with timm's names for its tensors.
+
+    Tensors without a place in timm's model keep their names, so that `_mismatches` reports them with all others. Those
+    of a classifier are left out.
+    """
     arrays = read_pdparams(file)
     converted = convert(arrays, file)
     weights = dict(converted.tensors)
-    for name in converted.unused:  # included, so that `_mismatches` reports them with all others
+    for name in converted.unused:
         if not name.startswith(OF_A_CLASSIFIER):
             weights[name] = torch.from_numpy(arrays[name].copy())
     return weights
 
 
 def _merged(weights: Weights, file: Path) -> Weights:
-    """The whole weights of a run that trained adapters (MODEL.LORA) alone."""
+    """Merge the adapters that a run has trained (MODEL.LORA) into its frozen weights, and return all weights.
+
+    UserError if the meta.json beside `file`, which names the frozen weights, is missing or damaged.
+    """
     meta = unchecked_meta(file.parent)
     if meta.get(LORA) is None:
         raise UserError(
@@ -205,87 +228,105 @@ def _merged(weights: Weights, file: Path) -> Weights:
 
 
 def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weights:
-    """timm's conversion for this kind of model: other layouts, resized position embeddings and patches."""
+    """Convert weights by timm's function for this kind of model, which resizes position embeddings and patches.
+
+    It also renames the tensors of other layouts. UserError if the weights do not fit the model.
+    """
     convert = _timms_filter(module)
     if convert is None:
         return dict(weights)
     parameters = inspect.signature(convert).parameters
     # DeiT III's first files name their layer scale gamma_1; for other files the option has no effect.
     options = {"adapt_layer_scale": True} if "adapt_layer_scale" in parameters else {}
-    trained = size_of_run(file)
-    if trained is not None:  # where timm looks it up: the weights' grid of patches may be no square
-        vars(module)["pretrained_model_args"] = {"img_size": trained}
+    trained_size = size_of_run(file)
+    if trained_size is not None:  # timm looks it up there: the weights' grid of patches may be no square
+        vars(module)["pretrained_model_args"] = {"img_size": trained_size}
     try:
-        found = dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
+        converted = dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
     except MISFITS as error:
         reason = str(error) or type(error).__name__
         raise UserError(f"{_misfit(module, weights, file, name)}: {reason}.") from None
-    if isinstance(trained, tuple) and trained == _image_size(module):  # timm can take a table for that of a square
+    if isinstance(trained_size, tuple) and trained_size == _image_size(module):
+        # timm may have resized a table, taking it for that of a square, although it fits as it is.
         target = module.state_dict()
-        for key in found.keys() & weights:
+        for key in converted.keys() & weights:
             if weights[key].shape == target[key].shape:
-                found[key] = weights[key]
-    if _left_behind(module, weights, found, trained):
+                converted[key] = weights[key]
+    if _keeps_other_grid(module, weights, converted, trained_size):
         raise UserError(f"{_misfit(module, weights, file, name, OTHER_SIZE)}.")
-    return found
+    return converted
 
 
 def _timms_filter(module: nn.Module) -> Callable[..., Any] | None:
-    """The function in the module of a model's class that converts weights; ours may extend timm's class."""
-    for kind in type(module).__mro__:
-        package = importlib.import_module(kind.__module__)
+    """Find timm's function that converts weights for this kind of model; None without one.
+
+    It is in the Python module of the model's class, or of a base class.
+    """
+    for model_class in type(module).__mro__:
+        python_module = importlib.import_module(model_class.__module__)
         for name in ("checkpoint_filter_fn", "_filter_fn"):
-            if hasattr(package, name):
-                return getattr(package, name)
+            if hasattr(python_module, name):
+                return getattr(python_module, name)
     return None
 
 
-def _left_behind(module: nn.Module, given: Weights, weights: Weights, trained: ImageSize | None) -> bool:
-    """Whether timm kept weights that depend on the grid of patches, although the model has another one.
+def _keeps_other_grid(module: nn.Module, weights: Weights, converted: Weights, trained_size: ImageSize | None) -> bool:
+    """Tell whether timm left weights unchanged that depend on the grid of patches, although the model has another grid.
 
-    Most of its models compare the number of patches alone, and 14 x 14 are as many as 7 x 28.
+    Most of its models only compare the numbers of patches, and 14 x 14 are as many as 7 x 28. `trained_size`: of the
+    images that the weights were trained on; None: timm's size for the model.
     """
-    own = _image_size(module)
-    if own is None:
+    model_size = _image_size(module)
+    if model_size is None:
         return False
-    of_timm = pretrained_cfg(module).get("input_size", (0, *own))[1:]
-    high, wide = sides(trained or of_timm)
-    if (high, wide) == own or high * wide != math.prod(own):
+    timms_size = pretrained_cfg(module).get("input_size", (0, *model_size))[1:]
+    high, wide = sides(trained_size or timms_size)
+    if (high, wide) == model_size or high * wide != math.prod(model_size):
         return False
-    of_grid = [key for key in given if re.search(BY_PATCH, key) and given[key].ndim in (2, 3)]
-    return isinstance(module, MlpMixer) or any(given[key] is weights.get(key) for key in of_grid)
+    grid_keys = [key for key in weights if re.search(BY_PATCH, key) and weights[key].ndim in (2, 3)]
+    return isinstance(module, MlpMixer) or any(weights[key] is converted.get(key) for key in grid_keys)
 
 
 def _image_size(module: nn.Module) -> tuple[int, int] | None:
-    """Of the images that a model with patches is built for; None if any size will do."""
+    """Return the size of the images that a model with patches is built for; None if any size will do."""
     embedding: Any = getattr(module, "patch_embed", None) or getattr(module, "stem", None)
     return getattr(embedding, "img_size", None)
 
 
 def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
-    """Adapt the first convolution to another number of image channels, as timm does."""
-    for key in (f"{prefix}.weight" for prefix in names_in_cfg(module, "first_conv")):
-        own = module.state_dict().get(key)
+    """Adapt the weights of the first convolution to another number of image channels, as timm does.
+
+    Changes `weights`, and returns them. What timm cannot adapt stays as it is.
+    """
+    for prefix in names_in_cfg(module, "first_conv"):
+        key = f"{prefix}.weight"
+        target = module.state_dict().get(key)
         given = weights.get(key)
-        if own is None or given is None or own.ndim != 4 or given.ndim != 4 or own.shape[1] == given.shape[1]:
+        if target is None or given is None or target.ndim != 4 or given.ndim != 4:
+            continue
+        channels = target.shape[1]
+        given_channels = given.shape[1]
+        if channels == given_channels:
             continue
         try:
-            weights[key] = adapt_input_conv(own.shape[1], given, base_chans=given.shape[1])
+            weights[key] = adapt_input_conv(channels, given, base_chans=given_channels)
         except (AssertionError, NotImplementedError):
             continue  # `_mismatches` reports it
     return weights
 
 
 def _replace_classifier(
-    heads: tuple[str, ...], weights: Weights, target: Weights, label_offset: int, unwanted: Collection[str]
+    heads: tuple[str, ...], weights: Weights, target: Weights, label_offset: int, new_parts: Collection[str]
 ) -> tuple[set[str], list[str]]:
-    """Drop a classifier that is unwanted or has another number of classes.
+    """Remove from `weights` a classifier with another number of classes, and the parts that the model keeps.
 
-    Returns the names of tensors that stay freshly initialised, and phrases for the log.
+    `heads`: names of the model's classifiers. `target`: the model's tensors. `label_offset`: leading classes of the
+    file that are skipped, such as a background class. Returns the names of tensors that stay freshly initialised, and
+    phrases for the log about classifiers that do.
     """
-    fresh = {key for key in target if is_inside(key, unwanted)}
+    fresh = {key for key in target if is_inside(key, new_parts)}
     for key in list(weights):
-        if is_inside(key, unwanted):
+        if is_inside(key, new_parts):
             del weights[key]
     changes: list[str] = []
     for prefix in heads:
@@ -293,71 +334,78 @@ def _replace_classifier(
         if fresh.issuperset(keys):
             continue
         given = weights.get(keys[0])
-        own = target[keys[0]]
         if given is None:
             fresh.update(keys)
             changes.append(f"the file has no {prefix}; the model's {prefix} stays {FRESH}")
             continue
-        if label_offset and given.shape[0] == own.shape[0] + label_offset:
+        given_classes = given.shape[0]
+        classes = target[keys[0]].shape[0]
+        if label_offset and given_classes == classes + label_offset:
             for key in keys:
                 if key in weights:
                     weights[key] = weights[key][label_offset:]
-        elif given.shape[0] != own.shape[0]:
+        elif given_classes != classes:
             for key in keys:
                 weights.pop(key, None)
             fresh.update(keys)
-            changes.append(REPLACED.format(prefix, given.shape[0], own.shape[0]))
+            changes.append(REPLACED.format(prefix, given_classes, classes))
     return fresh, changes
 
 
-def _misfit(module: nn.Module, weights: Weights, file: Path, name: str, why: str = "") -> str:
-    """Beginning of an error: sizes that differ, and the words of a command line that give the model those of a run."""
-    own = sizes_of(module)
-    own["POOL"] = vars(module).get(OWN_POOL)
-    own["INIT_VALUES"] = vars(module).get(OWN_SCALE)
+def _misfit(module: nn.Module, weights: Weights, file: Path, name: str, reason: str = "") -> str:
+    """Begin an error about weights that do not fit the model: 'Pretrained weights FILE do not fit NAME: reason'.
+
+    Without a `reason`, it names the sizes in which model and weights differ. For the weights of a run, it ends with the
+    words to add to the command.
+    """
+    model_sizes = sizes_of(module)
+    model_sizes["POOL"] = vars(module).get(OWN_POOL)
+    model_sizes["INIT_VALUES"] = vars(module).get(OWN_SCALE)
     run = None
-    theirs: dict[str, Any] = {}
+    weights_sizes: dict[str, Any] = {}
     with contextlib.suppress(UserError, LookupError, ValueError):  # no ViT or Swin, or names of another program
         run = model_of_run(file)
         if run:
-            theirs = sizes_in(run)
+            weights_sizes = sizes_in(run)
         else:
             family = "swin" if any(key.startswith("layers.") for key in weights) else "vit"
-            theirs = sizes_of_weights(Converted(family, tensors=weights))
+            weights_sizes = sizes_of_weights(Converted(family, tensors=weights))
     differing: dict[str, Any] = {}
-    for key, value in theirs.items():
+    for key, value in weights_sizes.items():
         is_known = run is not None or value is not None
-        if key not in RESIZED and is_known and value != own.get(key, value):
+        if key not in RESIZED and is_known and value != model_sizes.get(key, value):
             differing[key] = value
-    if not why:
+    if not reason:
         phrases = [
-            f"{SIZE_WORDS.get(key, key)} {one_line(value)} in the weights, {one_line(own[key])} in the recipe"
+            f"{SIZE_WORDS.get(key, key)} {one_line(value)} in the weights, {one_line(model_sizes[key])} in the recipe"
             for key, value in differing.items()
         ]
-        why = "; ".join(phrases) or "they may be of another model, which -model names (-list_models prints timm's)"
-    text = f"Pretrained weights {file} do not fit {name}: {why}"
+        reason = "; ".join(phrases) or "they may be of another model, which -model names (-list_models prints timm's)"
+    text = f"Pretrained weights {file} do not fit {name}: {reason}"
     if run is None:
         return text
-    if own.keys() != theirs.keys():  # a model of another kind
+    if model_sizes.keys() != weights_sizes.keys():  # a model of another kind
         differing = {"TYPE": run.TYPE, "NAME": run.NAME} | given_sizes(run)
     words = " ".join(f"MODEL.{key}={shlex.quote(one_line(value))}" for key, value in differing.items())
     return f"{text}. For the model of the run, add {words} to the command" if words else text
 
 
-def _mismatches(weights: Weights, before: dict[str, tuple[int, ...]], target: Weights, fresh: set[str]) -> list[str]:
-    """Lines about tensors that differ in shape, are missing, or are unknown to the model.
+def _mismatches(
+    weights: Weights, shapes_in_file: dict[str, tuple[int, ...]], target: Weights, fresh: set[str]
+) -> list[str]:
+    """List the tensors that differ in shape, are missing, or are unknown to the model, as lines of an error.
 
-    `before`: the shapes in the file, before anything was resized.
+    `shapes_in_file`: the shapes before anything was resized. `fresh`: tensors that may be missing.
     """
     differing = []
     missing = []
-    for key, own in target.items():
+    for key, tensor in target.items():
         if key not in weights:
             if key not in fresh and not key.endswith(COUNTER):
                 missing.append(key)
-        elif weights[key].shape != own.shape:
-            given = before.get(key, tuple(weights[key].shape))
-            differing.append(f"{key}: {_shape(given)} in the file, {_shape(tuple(own.shape))} in the model")
+        elif weights[key].shape != tensor.shape:
+            shape_in_file = shapes_in_file.get(key, tuple(weights[key].shape))
+            differing.append(f"{key}: {_shape(shape_in_file)} in the file, {_shape(tuple(tensor.shape))} in the model")
     unknown = [key for key in weights if key not in target]
     lines: list[str] = []
     for title, tensors in (("differ", differing), ("missing in the file", missing), ("unknown to the model", unknown)):
@@ -370,45 +418,50 @@ def _mismatches(weights: Weights, before: dict[str, tuple[int, ...]], target: We
 
 
 def _load_npz(module: Any, file: Path, name: str) -> Loaded:
-    """Load Google's ViT weights (AugReg and earlier) with timm's reader."""
+    """Load Google's ViT weights (AugReg and earlier) with timm's reader. UserError if they do not fit."""
     if not hasattr(module, "load_pretrained"):
         raise UserError(f"Pretrained weights {file}: .npz files are for ViTs; {name} is a {type(module).__name__}.")
-    position = None
-    head = None
+    position_shape = None
+    head_shape = None
     try:
         with np.load(file, allow_pickle=False) as archive:
             names = archive.files
             for key in names:
                 if key.endswith("pos_embedding"):
-                    position = archive[key].shape
+                    position_shape = archive[key].shape
                 elif key.endswith("head/bias"):
-                    head = archive[key].shape
-    except Exception as error:  # numpy and zlib each raise their own
+                    head_shape = archive[key].shape
+    except Exception as error:  # numpy and zlib have errors of many types
         raise UserError(unreadable(file, error)) from None
-    numbers = [re.search(r"encoderblock_(\d+)/", key) for key in names]
-    blocks = {int(found[1]) for found in numbers if found}
+    matches = [re.search(r"encoderblock_(\d+)/", key) for key in names]
+    blocks = {int(match[1]) for match in matches if match}
     if blocks and len(blocks) != len(module.blocks):  # timm's reader would ignore surplus blocks silently
         raise UserError(
             f"Pretrained weights {file} do not fit {name}: {len(blocks)} blocks in the file, "
             f"{len(module.blocks)} in the model (MODEL.DEPTH)."
         )
+
     changes: list[str] = []
     embedding = getattr(module, "pos_embed", None)
-    own = tuple(embedding.shape) if isinstance(embedding, Tensor) else None
-    if position and own and position != own:
-        changes.append(f"pos_embed resized from {_shape(position)} to {_shape(own)}")
-    has_new_head = head is None or head[-1] != module.num_classes
-    if head is None:
+    model_shape = tuple(embedding.shape) if isinstance(embedding, Tensor) else None
+    if position_shape and model_shape and position_shape != model_shape:
+        changes.append(f"pos_embed resized from {_shape(position_shape)} to {_shape(model_shape)}")
+    has_new_head = head_shape is None or head_shape[-1] != module.num_classes
+    if head_shape is None:
         changes.append(f"the file has no head; the model's head stays {FRESH}")
     elif has_new_head:
-        changes.append(REPLACED.format("head", head[-1], module.num_classes))
+        changes.append(REPLACED.format("head", head_shape[-1], module.num_classes))
+
     try:
         module.load_pretrained(str(file))
         grid = module.patch_embed.grid_size
-        if position and position == own and grid[0] != grid[1]:
-            # timm's reader resizes only to another number of patches. Those of such files form a square.
-            prefix = position[1] - math.prod(grid)
-            module.pos_embed.data = resample_abs_pos_embed(module.pos_embed.data, list(grid), num_prefix_tokens=prefix)
+        if position_shape and position_shape == model_shape and grid[0] != grid[1]:
+            # timm's reader resizes only to another number of patches. The patches of such files form a square, those of
+            # this model do not.
+            prefix_tokens = position_shape[1] - math.prod(grid)
+            module.pos_embed.data = resample_abs_pos_embed(
+                module.pos_embed.data, list(grid), num_prefix_tokens=prefix_tokens
+            )
             changes.append(f"pos_embed resized to {in_pixels(grid)} patches")
     except MISFITS as error:
         raise UserError(f"Pretrained weights {file} do not fit {name}: {error}.") from None
@@ -416,4 +469,5 @@ def _load_npz(module: Any, file: Path, name: str) -> Loaded:
 
 
 def _shape(shape: tuple[int, ...]) -> str:
+    """Write a shape as 768x3x16x16; 'scalar' without dimensions."""
     return "x".join(map(str, shape)) or "scalar"

@@ -1,4 +1,4 @@
-"""Locating pretrained weights: a file, a folder of a run, or timm's name for weights on the Hugging Face hub."""
+"""Locate pretrained weights: a file, a folder of a run, or timm's name for weights on the Hugging Face hub."""
 
 import os
 import zipfile
@@ -48,33 +48,47 @@ class WeightFiles:
 
 
 def locate(source: str, download: bool = True) -> WeightFiles | None:
-    """These weights, at a path, in the hub's cache or downloaded. Without `download`, the hub is only asked: None."""
+    """Find weights by a path or by timm's name, and download those that are only on the hub. UserError without them.
+
+    Without `download`, the result is None if the hub has them.
+    """
     return local_weights(source) or _on_hub(source, download)
 
 
 def weights_of_name(name: str, source: str) -> str | None:
-    """timm's weights of the model `name`, if `source` are timm's weights of another model."""
-    if not (is_timm_name(name) and is_timm_name(source)) or name.partition(".")[0] == source.partition(".")[0]:
+    """Return the name of timm's weights for the model `name`, if `source` names timm's weights of another model.
+
+    None if they are of the same model, or if one of the two names is not timm's.
+    """
+    if not is_timm_name(name) or not is_timm_name(source):
+        return None
+    if name.partition(".")[0] == source.partition(".")[0]:
         return None
     tag = getattr(timm_weights(name), "tag", None)
     return f"{name}.{tag}" if tag and "." not in name else name
 
 
 def _saved(file: Path, field: str) -> dict[str, Any]:
-    """A field of the meta.json beside weights, or of their header; another program's may say anything."""
+    """Read a field of the meta.json beside weights, or of their header; empty without it.
+
+    Another program may have written it, so its contents need checks.
+    """
     saved = (unchecked_meta(file.parent) or read_header(file)).get(field)
     return saved if isinstance(saved, dict) else {}
 
 
 def model_of_run(file: Path) -> ModelConfig | None:
-    """The model of the run that saved these weights; None without its meta.json beside them or its settings inside."""
+    """Return the MODEL settings of the run that saved these weights; None if nothing beside or inside them says it."""
     saved = _saved(file, "settings")
-    known = {key: value for key, value in saved.items() if key.startswith("MODEL.") and key in settings()}
-    return ModelConfig.model_validate(nested(known)["MODEL"]) if known else None
+    model_settings = {key: value for key, value in saved.items() if key.startswith("MODEL.") and key in settings()}
+    return ModelConfig.model_validate(nested(model_settings)["MODEL"]) if model_settings else None
 
 
 def size_of_run(file: Path) -> ImageSize | None:
-    """The size of the images that these weights were trained on, if what saved them says it."""
+    """Return the size of the images that these weights were trained on; None if nothing beside or inside them says it.
+
+    UserError for a size that is none.
+    """
     size = _saved(file, "input").get("image_size")
     if size is None:
         return None
@@ -83,7 +97,7 @@ def size_of_run(file: Path) -> ImageSize | None:
 
 
 def check_file(path: Path) -> None:
-    """Check a file's extension, its first bytes, and the directory inside it if the format has one."""
+    """Raise UserError unless a file's extension, its first bytes and the directory inside it are those of weights."""
     if not path.name.endswith(ENDINGS):
         raise UserError(f"Pretrained weights {path}: unknown kind of file; known extensions: {', '.join(ENDINGS)}.")
     try:
@@ -99,9 +113,9 @@ def check_file(path: Path) -> None:
         # torch's current format and .npz are zip files; torch's older format is a pickle, which begins with 0x80.
         if start.startswith(b"PK"):
             with zipfile.ZipFile(path) as archive:
-                number = len(archive.filelist)
-            if number > MOST_TENSORS:  # torch would take a minute to read them
-                raise UserError(f"Pretrained weights {path}: {number:,} entries, more than any model has tensors.")
+                entries = len(archive.filelist)
+            if entries > MOST_TENSORS:  # torch would take a minute to read them
+                raise UserError(f"Pretrained weights {path}: {entries:,} entries, more than any model has tensors.")
         elif path.name.endswith(".npz") or not start.startswith(b"\x80"):
             raise UserError(unreadable(path, "wrong first bytes"))
     except (PermissionError, NotRegular) as error:
@@ -111,6 +125,7 @@ def check_file(path: Path) -> None:
 
 
 def unreadable(path: Path, reason: object) -> str:
+    """Say that a file of weights is damaged, for an error."""
     return f"Pretrained weights {path}: the file is damaged, or its extension does not match its format ({reason})."
 
 
@@ -121,7 +136,10 @@ def _checked(*files: Path, description: str = "") -> WeightFiles:
 
 
 def local_weights(source: str) -> WeightFiles | None:
-    """The file at a path, checked; None if `source` is a timm name."""
+    """Find and check the weights at a path; None if `source` is one of timm's names. UserError if it is neither.
+
+    The path may be a file, or a folder such as that of a run.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         return _in_folder(path)
@@ -129,9 +147,9 @@ def local_weights(source: str) -> WeightFiles | None:
         return _checked(path)
     if is_timm_name(source):
         return None
-    paddle = path.with_name(path.name + PADDLE)
-    if paddle.exists():  # PaddleViT's command lines omit the extension
-        return _checked(paddle)
+    paddle_file = path.with_name(path.name + PADDLE)
+    if paddle_file.exists():  # PaddleViT's command lines omit the extension
+        return _checked(paddle_file)
     for ending in ENDINGS:
         candidate = path.with_name(path.name + ending)
         if candidate.exists():
@@ -146,32 +164,38 @@ def local_weights(source: str) -> WeightFiles | None:
 
 
 def _in_folder(path: Path) -> WeightFiles:
-    """Weights in a folder: of a run, those of its best checkpoint."""
+    """Find and check the weights in a folder: that of a run, whose best checkpoint is used, or of a checkpoint.
+
+    The folder may also be one that timm saved for the hub. UserError if it has no weights.
+    """
     folder = path
     if (path / CHECKPOINTS).is_dir() or checkpoints_in(path):
         folder, _ = checkpoint_of(path)
-    there = [one.name for one in folder.iterdir() if one.is_file()]
-    available = [which for which in SETS if files_of(which.file, there)]
-    if available:
-        meta = unchecked_meta(folder)  # only the file itself is read where there is less than a checkpoint
-        which, words = choose_weights(meta, available, BETTER)
-        files = [folder / name for name in files_of(which.file, there)]
+    file_names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+    available_sets = [weight_set for weight_set in SETS if files_of(weight_set.file, file_names)]
+    if available_sets:
+        meta = unchecked_meta(folder)  # not checked, since a folder with weights alone will do
+        weight_set, words = choose_weights(meta, available_sets, BETTER)
+        files = [folder / name for name in files_of(weight_set.file, file_names)]
         return _checked(*files, description=f"{folder.name}, {words}" if meta else "")
-    _, of_timm = HUB_FILES
-    if of_timm in there:  # timm saved it for the hub
-        return _checked(folder / of_timm)
+    _, timms_file = HUB_FILES
+    if timms_file in file_names:  # timm saved it for the hub
+        return _checked(folder / timms_file)
     raise UserError(
         f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/ of a run."
     )
 
 
 def _on_hub(name: str, download: bool) -> WeightFiles | None:
-    """timm's weights of this name."""
+    """Find timm's weights of this name in the hub's cache, or download them. UserError if that is not possible.
+
+    Without `download`, the result is None if the hub has them.
+    """
     config = timm_weights(name)
     if config is None or not config.has_weights:
-        tags = timm.list_pretrained(f"{name.partition('.')[0]}*")
-        instead = f" Similar names with weights: {', '.join(tags[:5])}." if tags else ""
-        raise UserError(f"MODEL.PRETRAINED '{name}': timm has this architecture but no weights for it.{instead}")
+        similar_names = timm.list_pretrained(f"{name.partition('.')[0]}*")
+        suggestion = f" Similar names with weights: {', '.join(similar_names[:5])}." if similar_names else ""
+        raise UserError(f"MODEL.PRETRAINED '{name}': timm has this architecture but no weights for it.{suggestion}")
     if not config.hf_hub_id:  # a few of timm's weights
         raise UserError(
             f"MODEL.PRETRAINED '{name}': these weights are not on the hub. Download {config.url}, and name the file."

@@ -1,4 +1,4 @@
-"""MODEL.FREEZE: weights that are not trained."""
+"""Freeze the weights that MODEL.FREEZE names, so that they are not trained."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -11,6 +11,7 @@ from torch import nn
 from models.parts import BATCH_NORM, classifiers, is_inside
 from utils.errors import UserError, nearest
 
+# Words in MODEL.FREEZE that are no globs: all weights but the classifier's, and those of batch norms.
 BACKBONE = "backbone"
 NORMS = "batch_norm"
 
@@ -21,14 +22,16 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     A pattern is `backbone`, `batch_norm` (outside the classifier; a model may have none), or a glob over names of
     weights and modules (`pos_embed`, `blocks.[0-5].*`) or over class names (`*Norm*`). A fully frozen module stays in
     eval mode also in training: its running statistics do not change, and its dropout and stochastic depth are off.
+
+    UserError for a glob that matches nothing, or if nothing is left to train.
     """
     patterns = tuple(patterns)
-    found: list[str] = []
+    frozen_names: list[str] = []
     for pattern in patterns:
-        found += _matching(pattern, model)
-    if not found:
+        frozen_names += _matching_weights(pattern, model)
+    if not frozen_names:
         return
-    for name in found:
+    for name in frozen_names:
         model.get_parameter(name).requires_grad_(False)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError(f"MODEL.FREEZE: {', '.join(patterns)} leaves no weights of {type(model).__name__} to train.")
@@ -43,8 +46,8 @@ def keep_in_eval(model: nn.Module, parts: Iterable[str]) -> None:
     model.train(model.training)
 
 
-def _matching(pattern: str, model: nn.Module) -> list[str]:
-    """Names of the weights that match a pattern; UserError for none."""
+def _matching_weights(pattern: str, model: nn.Module) -> list[str]:
+    """List the names of the weights that match a pattern; UserError for a glob that matches none."""
     weights = [name for name, _ in model.named_parameters()]
     heads = classifiers(model)
     if pattern == BACKBONE:
@@ -56,55 +59,59 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
     if pattern == NORMS:
         norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORM)]
         return [name for name in weights if is_inside(name, norms) and not is_inside(name, heads)]
-    modules = {name: type(module).__name__ for name, module in model.named_modules() if name}
-    matches = [name for name, kind in modules.items() if fnmatchcase(name, pattern) or fnmatchcase(kind, pattern)]
-    names = [name for name in weights if fnmatchcase(name, pattern) or is_inside(name, matches)]
+    class_of = {name: type(module).__name__ for name, module in model.named_modules() if name}
+    modules = []
+    for name, class_name in class_of.items():
+        if fnmatchcase(name, pattern) or fnmatchcase(class_name, pattern):
+            modules.append(name)
+    names = [name for name in weights if fnmatchcase(name, pattern) or is_inside(name, modules)]
     if not names:
-        known = [BACKBONE, NORMS] + weights + list(modules) + list(modules.values())
-        tops = dict.fromkeys(name.partition(".")[0] for name in weights)
+        possible = [BACKBONE, NORMS] + weights + list(class_of) + list(class_of.values())
+        top_level_names = dict.fromkeys(name.partition(".")[0] for name in weights)  # each once
         raise UserError(
             f"MODEL.FREEZE: {pattern!r} matches no weight by its name, its module's name or its module's class."
-            f"{nearest(pattern, known)} Top-level names: {', '.join(tops)}; or {BACKBONE}."
+            f"{nearest(pattern, possible)} Top-level names: {', '.join(top_level_names)}; or {BACKBONE}."
         )
     return names
 
 
 def _frozen_parts(model: nn.Module) -> tuple[str, ...]:
-    """Outermost modules that are fully frozen.
+    """List the outermost modules that are fully frozen.
 
-    A module without weights is frozen if the weights before and after it are: dropout between a frozen embedding and
-    frozen blocks, but not before the classifier. Patch dropout stays on, because its purpose is to save time.
+    A module without weights counts as frozen if the weights before and after it are: dropout between a frozen embedding
+    and frozen blocks, but not before the classifier. Patch dropout stays on, because its purpose is to save time.
     """
-    parts: list[str] = []
-    between: list[str] = []  # modules without weights, since the last weights
-    frozen_before = False
+    frozen_modules: list[str] = []
+    without_weights: list[str] = []  # modules since the last ones with weights
+    last_weights_frozen = False
     for name, module in model.named_modules():
-        if is_inside(name, parts):
+        if is_inside(name, frozen_modules):
             continue
-        inside = list(module.parameters())
-        if not inside:
+        weights = list(module.parameters())
+        if not weights:
             if not isinstance(module, PatchDropout):
-                between.append(name)
+                without_weights.append(name)
             continue
-        is_whole = not any(weight.requires_grad for weight in inside)
-        if is_whole and isinstance(module, BATCH_NORM):  # with FREEZE=batch_norm, its neighbours are trained
-            parts.append(name)
+        is_fully_frozen = not any(weight.requires_grad for weight in weights)
+        if is_fully_frozen and isinstance(module, BATCH_NORM):  # with FREEZE=batch_norm, its neighbours are trained
+            frozen_modules.append(name)
             continue
-        own = inside if is_whole else list(module.parameters(recurse=False))
-        if not own:  # its submodules follow
+        # If some of its weights are trained, only those outside its submodules count here: the submodules follow.
+        weights_here = weights if is_fully_frozen else list(module.parameters(recurse=False))
+        if not weights_here:
             continue
-        is_frozen = not any(weight.requires_grad for weight in own)
-        if is_frozen and frozen_before:
-            parts += between
-        if is_whole:
-            parts.append(name)
-        between = []
-        frozen_before = is_frozen
-    return tuple(parts)
+        is_frozen = not any(weight.requires_grad for weight in weights_here)
+        if is_frozen and last_weights_frozen:
+            frozen_modules += without_weights
+        if is_fully_frozen:
+            frozen_modules.append(name)
+        without_weights = []
+        last_weights_frozen = is_frozen
+    return tuple(frozen_modules)
 
 
 def _train_unfrozen(self: nn.Module, mode: bool = True) -> Any:
-    """Replacement of a model's `train` that keeps frozen parts in eval mode."""
+    """Set the model to training or evaluation, but keep its frozen parts in eval mode. It replaces `train`."""
     type(self).train(self, mode)
     parts: Any = self.frozen_parts
     for name in parts:

@@ -1,4 +1,4 @@
-"""Sizes of a model: keys of the MODEL section, timm's arguments for them, and what a built model has."""
+"""Sizes of a model: the keys in the MODEL section, timm's arguments for them, and the sizes of a built model."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from torch import nn
 from utils.config.model import ModelConfig
 from vitamp.sizes import ImageSize
 
-# Model of each TYPE for a NAME that is no timm model. PaddleViT's default for NAME is the TYPE itself.
+# MODEL.TYPE -> timm's model to begin with if MODEL.NAME is not timm's. PaddleViT's default for NAME is the TYPE itself.
 DEFAULTS = {
     "vit": "vit_base_patch16_224",
     "deit": "deit_base_patch16_224",
@@ -41,11 +41,11 @@ SIZE_WORDS = {
     "NUM_HEADS": "heads",
 }
 RESIZED = ("PATCH_SIZE", "WINDOW_SIZE")
-"""Keys of sizes to which timm resizes weights"""
+"""Keys of sizes that need not be those of the weights, because timm resizes the weights"""
 
 
 class Shortcuts(NamedTuple):
-    """Options of a model for cheaper training. The weights are those of the plain model."""
+    """Options of a model that make training cheaper. Its weights are those of the model without them."""
 
     token_drop: float = 0.0
     """Fraction of the patch tokens dropped in training"""
@@ -53,7 +53,7 @@ class Shortcuts(NamedTuple):
     """Image sizes that the model must support besides its own"""
 
     def arguments(self) -> dict[str, Any]:
-        """timm's arguments for those in use."""
+        """Return timm's arguments for the options in use."""
         values = {"patch_drop_rate": self.token_drop, "dynamic_img_size": bool(self.sizes)}
         return {name: value for name, value in values.items() if value}
 
@@ -62,13 +62,13 @@ NONE = Shortcuts()
 
 
 def given_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Size keys in the settings, with their values."""
+    """Return the sizes that are set in the MODEL section, by key."""
     values = {key: getattr(model, key) for key in SIZE_KEYS}
     return {key: value for key, value in values.items() if value is not None}
 
 
 def arguments_of(module: nn.Module) -> dict[str, str]:
-    """Size keys that this kind of model accepts -> timm's arguments."""
+    """Map the keys of the sizes that this kind of model can be built with to timm's arguments; empty if it has none."""
     if isinstance(module, SwinTransformer):
         return SWIN_ARGUMENTS
     if isinstance(module, VisionTransformer):
@@ -77,57 +77,60 @@ def arguments_of(module: nn.Module) -> dict[str, str]:
 
 
 def sizes_of(module: nn.Module) -> dict[str, Any]:
-    """Sizes of a built model, as far as they are known; empty for models without patches and blocks."""
-    patch = _dig(module, "patch_embed.patch_size")
+    """Return the sizes of a built model, as far as they are known; empty for models without patches and blocks."""
+    patch = _attribute(module, "patch_embed.patch_size")
     sizes: dict[str, Any]
     if isinstance(module, SwinTransformer):
         stages: list[Any] = list(module.layers.children())
-        blocks = [stage.blocks[0] for stage in stages]
-        windows = [_side(block.window_size) for block in blocks]
+        first_blocks = [stage.blocks[0] for stage in stages]
+        windows = [_side(block.window_size) for block in first_blocks]
         sizes = {
             "STAGE_DEPTHS": tuple(len(stage.blocks) for stage in stages),
             "WINDOW_SIZE": windows[0] if len(set(windows)) == 1 else tuple(windows),
-            "NUM_HEADS": tuple(block.attn.num_heads for block in blocks),
+            "NUM_HEADS": tuple(block.attn.num_heads for block in first_blocks),
         }
-    elif patch is not None and len(_dig(module, "blocks") or ()):
-        blocks = list(_dig(module, "blocks"))
-        sizes = {"DEPTH": len(blocks), "NUM_HEADS": _dig(blocks[0], "attn.num_heads")}
+        first_block = first_blocks[0]
+    elif patch is not None and len(_attribute(module, "blocks") or ()):
+        blocks = list(_attribute(module, "blocks"))
+        first_block = blocks[0]
+        sizes = {"DEPTH": len(blocks), "NUM_HEADS": _attribute(first_block, "attn.num_heads")}
     else:
         return {}
-    width = _dig(module, "embed_dim")
-    hidden = _dig(blocks[0], "mlp.fc1.out_features")
-    qkv = _dig(blocks[0], "attn.qkv")
+    width = _attribute(module, "embed_dim")
+    mlp_width = _attribute(first_block, "mlp.fc1.out_features")
+    qkv = _attribute(first_block, "attn.qkv")
     sizes["PATCH_SIZE"] = _side(patch)
     sizes["EMBED_DIM"] = width
-    if hidden and width:
-        sizes["MLP_RATIO"] = hidden / width
+    if mlp_width and width:
+        sizes["MLP_RATIO"] = mlp_width / width
     if qkv is not None:
         sizes["QKV_BIAS"] = qkv.bias is not None
     return {key: value for key, value in sizes.items() if value is not None}
 
 
 def patch_of(module: nn.Module) -> int | None:
-    """Side of a model's square patches; None if it has none."""
-    side = _side(_dig(module, "patch_embed.patch_size"))
+    """Return the side of a model's square patches; None if it has none."""
+    side = _side(_attribute(module, "patch_embed.patch_size"))
     return side if isinstance(side, int) else None
 
 
-def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:
-    """Whether the model has a wanted size."""
-    if key not in has:
+def same(key: str, wanted: Any, sizes: dict[str, Any]) -> bool:
+    """Tell whether a model with these sizes has the wanted value for `key`."""
+    if key not in sizes:
         return False
     if key == "MLP_RATIO":  # timm rounds the width of the MLP down: 4.3636 and 48 / 11 are the same model
-        return int(has["EMBED_DIM"] * wanted) == round(has["EMBED_DIM"] * has[key])
-    return wanted == has[key]
+        return int(sizes["EMBED_DIM"] * wanted) == round(sizes["EMBED_DIM"] * sizes[key])
+    return wanted == sizes[key]
 
 
-def _dig(module: Any, path: str) -> Any:
-    """`module.a.b`, or None if there is no such attribute."""
+def _attribute(module: Any, path: str) -> Any:
+    """Return the attribute `module.a.b` for the path 'a.b'; None if there is no such attribute."""
+    value = module
     for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
+        value = getattr(value, name, None)
+    return value
 
 
 def _side(size: Any) -> Any:
-    """One number for a square, which timm stores as a pair."""
+    """Return a single number for a square, which timm stores as a pair; any other size as it is."""
     return size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size

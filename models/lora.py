@@ -1,4 +1,4 @@
-"""LoRA (MODEL.LORA): small trained adapters beside frozen linear layers; https://arxiv.org/abs/2106.09685.
+"""Add LoRA (MODEL.LORA): small trained adapters beside frozen linear layers; https://arxiv.org/abs/2106.09685.
 
 A layer computes W x + factor B A x. Only A and B are trained, whose product has at most rank MODEL.LORA.RANK. B begins
 at zero, so that training begins at the pretrained model.
@@ -27,8 +27,9 @@ class Linear(nn.Linear):
     """A linear layer with adapters. Its class has the name of torch's, by which AMP.FP32_MODULES may match it."""
 
     parts: tuple[str, ...]
-    """What its rows are, with adapters or without"""
+    """Names of the matrices in it, such as q, k and v in a fused layer, with adapters or without"""
     factor: float
+    """Factor of the adapters' output"""
 
     def forward(self, input: Tensor) -> Tensor:
         up, down = factors(self._parameters, "", self.parts, self.weight)
@@ -38,8 +39,8 @@ class Linear(nn.Linear):
 def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     """Freeze all weights but the classifier's, and add adapters to the layers of MODEL.LORA.TARGETS.
 
-    Other than with MODEL.FREEZE, dropout and stochastic depth act in frozen layers too: what they drop depends on
-    adapters. Batch norm keeps its statistics.
+    Unlike with MODEL.FREEZE, dropout and stochastic depth stay on in frozen layers, because what they drop depends on
+    adapters. Batch norms keep their statistics. UserError if the classifier or a target is missing.
     """
     heads = classifiers(model)
     if not heads:
@@ -55,7 +56,7 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
 
 
 def _adapt(name: str, layer: nn.Linear, lora: LoraConfig, seed: int) -> None:
-    """Give a layer its adapters."""
+    """Add adapters to a layer. The matrix A begins at random numbers, B at zeros, so the layer's output stays equal."""
     rank = lora.RANK
     assert rank is not None
     parts = parts_of(name)
@@ -69,37 +70,41 @@ def _adapt(name: str, layer: nn.Linear, lora: LoraConfig, seed: int) -> None:
         if not down.is_meta:
             # Uniform, as in the authors' code. The numbers depend on no device, process, or other layer.
             generator = torch.Generator().manual_seed(key(seed, "lora", name, part) >> 1)
-            numbers = 2 * torch.rand(down.shape, generator=generator) - 1
-            down.copy_(numbers / math.sqrt(layer.in_features))
+            uniform = 2 * torch.rand(down.shape, generator=generator) - 1
+            down.copy_(uniform / math.sqrt(layer.in_features))
         up = torch.zeros(layer.out_features // len(parts), rank, device=device)
         layer.register_parameter(adapter_name("", part, "A"), nn.Parameter(down))
         layer.register_parameter(adapter_name("", part, "B"), nn.Parameter(up))
 
 
 def describe_lora(model: nn.Module, lora: LoraConfig) -> str:
-    """Rank, targets and trained parameters, for the banner."""
+    """Describe the adapters for the banner: rank, targets and trained parameters."""
     alpha = lora.RANK if lora.ALPHA is None else lora.ALPHA
     layers = sum(isinstance(module, Linear) for module in model.modules())
-    own = sum(weight.numel() for name, weight in model.named_parameters() if is_adapter(name))
+    in_adapters = sum(weight.numel() for name, weight in model.named_parameters() if is_adapter(name))
     total, trained = count_parameters(model)
     return (
-        f"LoRA of rank {lora.RANK}, alpha {alpha:g}, on {', '.join(lora.TARGETS)} in "
-        f"{counted(layers, 'layer')} ({own:,} parameters) and the classifier: {trained:,} of {total:,} parameters"
+        f"LoRA of rank {lora.RANK}, alpha {alpha:g}, on {', '.join(lora.TARGETS)} in {counted(layers, 'layer')} "
+        f"({in_adapters:,} parameters) and the classifier: {trained:,} of {total:,} parameters"
     )
 
 
 def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) -> dict[str, nn.Linear]:
-    """The layers of the targets by name; UserError for a target without a layer, and for a rank that is too large."""
-    linear = _linear_layers(model, tuple(heads))
-    there: set[str] = set()
-    for name in linear:
-        there.update(parts_of(name))
-    lacking = [target for target in lora.TARGETS if target not in there]
-    if lacking:
-        known = [one for one in LORA_TARGETS if one in there]
-        instead = f"it has {' and '.join(known)}" if known else "LoRA is for transformers, such as a ViT or Swin"
-        raise UserError(f"MODEL.LORA.TARGETS {lacking[0]}: {type(model).__name__} has no such linear layer; {instead}.")
-    chosen = {name: layer for name, layer in linear.items() if set(parts_of(name)) & set(lora.TARGETS)}
+    """Find the layers of MODEL.LORA.TARGETS, by name, outside the classifiers `heads`.
+
+    UserError for a target without a layer, and for a rank that is too large for a layer.
+    """
+    layer_of = _linear_layers(model, tuple(heads))
+    existing_targets: set[str] = set()
+    for name in layer_of:
+        existing_targets.update(parts_of(name))
+    missing_targets = [target for target in lora.TARGETS if target not in existing_targets]
+    if missing_targets:
+        possible = [target for target in LORA_TARGETS if target in existing_targets]
+        advice = f"it has {' and '.join(possible)}" if possible else "LoRA is for transformers, such as a ViT or Swin"
+        model_class = type(model).__name__
+        raise UserError(f"MODEL.LORA.TARGETS {missing_targets[0]}: {model_class} has no such linear layer; {advice}.")
+    chosen = {name: layer for name, layer in layer_of.items() if set(parts_of(name)) & set(lora.TARGETS)}
     for name, layer in chosen.items():
         rows = layer.out_features // len(parts_of(name))
         columns = layer.in_features
@@ -112,44 +117,45 @@ def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) ->
 
 
 def _linear_layers(model: nn.Module, heads: tuple[str, ...]) -> dict[str, nn.Linear]:
-    """The linear layers outside the classifier whose rows are what their names say."""
+    """Find the linear layers outside the classifiers, by name. Fused layers must hold their parts one after another."""
     modules = dict(model.named_modules())
-    linear: dict[str, nn.Linear] = {}
+    layer_of: dict[str, nn.Linear] = {}
     for name, layer in modules.items():
         if type(layer) is not nn.Linear or is_inside(name, heads):
             continue
         parts = len(parts_of(name))
         if parts == 1:
-            linear[name] = layer
+            layer_of[name] = layer
             continue
-        # With `head_first` or `val_dim`, timm keeps q, k and v of each head together, and GCViT's global attention
-        # has no q of its own.
+        # With `head_first` or `val_dim`, timm keeps q, k and v of each head together. In GCViT's global attention, the
+        # layer has no q, which shows by its width.
         parent = modules[name.rpartition(".")[0]]
-        by_head = getattr(parent, "head_first", False) or hasattr(parent, "val_dim")
+        is_by_head = getattr(parent, "head_first", False) or hasattr(parent, "val_dim")
         width = getattr(getattr(parent, "proj", None), "in_features", layer.out_features // parts)
-        if layer.out_features == parts * width and not by_head:
-            linear[name] = layer
-    return linear
+        if layer.out_features == parts * width and not is_by_head:
+            layer_of[name] = layer
+    return layer_of
 
 
 def require_calls(model: nn.Module, lora: LoraConfig, shape: tuple[int, int, int]) -> None:
-    """Raise UserError unless `model`, on the meta device, calls all layers that have adapters.
+    """Raise UserError unless `model`, which is on the meta device, calls all layers that have adapters.
 
-    Some of timm's attention layers, such as BEiT's, compute with the weight of qkv themselves.
+    Some of timm's attention layers, such as BEiT's, compute with the weight of qkv themselves, so adapters would have
+    no effect. `shape`: channels, height and width of an image.
     """
-    adapted = [name.rpartition(".")[0] for name, _ in model.named_parameters() if is_adapter(name)]
-    silent = dict.fromkeys(adapted)  # in order
+    adapted_layers = [name.rpartition(".")[0] for name, _ in model.named_parameters() if is_adapter(name)]
+    uncalled_layers = dict.fromkeys(adapted_layers)  # each once, in order
 
-    def called(name: str, *_: Any) -> None:
-        silent.pop(name, None)
+    def remove_called(name: str, *_: Any) -> None:
+        uncalled_layers.pop(name, None)
 
-    for name in list(silent):
-        model.get_submodule(name).register_forward_pre_hook(partial(called, name))
-    # Where an operation depends on values, the layers after it count as not called.
+    for name in list(uncalled_layers):
+        model.get_submodule(name).register_forward_pre_hook(partial(remove_called, name))
+    # If an operation depends on values, the model stops there, and the layers after it count as not called.
     with torch.no_grad(), contextlib.suppress(NotImplementedError):
         model.eval()(torch.empty(1, *shape, device="meta"))
-    if silent:
-        name = next(iter(silent))
+    if uncalled_layers:
+        name = next(iter(uncalled_layers))
         targets = [part for part in parts_of(name) if part in lora.TARGETS]
         raise UserError(
             f"MODEL.LORA.TARGETS {', '.join(targets)}: {type(model).__name__} does not call its layer {name}, but "

@@ -1,4 +1,4 @@
-"""MODEL.MAE_PRETRAIN: a masked autoencoder, which learns without labels (He et al. 2022, arXiv:2111.06377).
+"""Masked autoencoder (MODEL.MAE_PRETRAIN), which learns without labels (He et al. 2022, arXiv:2111.06377).
 
 The encoder is timm's ViT, with timm's names of its weights, and computes only the patches that are not masked. The
 names of the decoder's weights begin with `decoder.`: fine-tuning leaves them out.
@@ -15,36 +15,38 @@ from models.sizes import sizes_of
 from utils.config.model import DecoderConfig, ModelConfig
 
 DECODER = "decoder"
-"""Name of the module, with which the names of its weights begin"""
+"""Name of the decoder module, with which the names of its weights begin"""
 TEMPERATURE = 10_000.0
-"""Of the fixed position embedding: its longest wavelength, relative to the shortest"""
+"""Longest wavelength of the fixed position embedding, relative to the shortest"""
 EPSILON = 1e-6
+"""Added to a variance before its square root"""
 
 
 class Masked(NamedTuple):
-    """Patches by their number, per image."""
+    """The seen and the hidden patches of each image, by their numbers in the grid, row by row."""
 
     seen: Tensor
-    """B x K"""
+    """images x seen patches"""
     hidden: Tensor
-    """B x M"""
+    """images x hidden patches"""
 
 
 class Decoder(nn.Module):
-    """Predicts the pixels of all patches from the encoder's output for those that it saw."""
+    """Predicts the pixels of the hidden patches from the encoder's output for the patches that it saw."""
 
     positions: Tensor
+    """Embedding of each patch's position, patches x width"""
 
-    def __init__(self, width: int, grid: tuple[int, int], values: int, config: DecoderConfig) -> None:
-        """`width`: of the encoder. `values`: of a patch."""
+    def __init__(self, encoder_width: int, grid: tuple[int, int], values: int, config: DecoderConfig) -> None:
+        """`grid`: rows and columns of patches. `values`: numbers to predict per patch, that is pixels x channels."""
         super().__init__()
-        own = config.EMBED_DIM
-        self.embed = nn.Linear(width, own)
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, own))
-        self.register_buffer("positions", position_embedding(grid, own), persistent=False)
-        self.blocks = nn.Sequential(*(Block(own, config.NUM_HEADS, qkv_bias=True) for _ in range(config.DEPTH)))
-        self.norm = nn.LayerNorm(own, eps=EPSILON)
-        self.predict = nn.Linear(own, values)
+        width = config.EMBED_DIM
+        self.embed = nn.Linear(encoder_width, width)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.register_buffer("positions", position_embedding(grid, width), persistent=False)
+        self.blocks = nn.Sequential(*(Block(width, config.NUM_HEADS, qkv_bias=True) for _ in range(config.DEPTH)))
+        self.norm = nn.LayerNorm(width, eps=EPSILON)
+        self.predict = nn.Linear(width, values)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -52,21 +54,27 @@ class Decoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
 
     def forward(self, encoded: Tensor, masked: Masked) -> Tensor:
-        """`encoded`: prefix tokens, then the seen patches. Returns the values of the hidden patches."""
+        """Predict the values of the hidden patches. `encoded`: the encoder's prefix tokens, then the seen patches."""
         tokens = self.embed(encoded)
+        hidden = masked.hidden.shape[1]
         prefix = tokens.shape[1] - masked.seen.shape[1]
-        unknown = self.mask_token.to(tokens.dtype).expand(len(tokens), masked.hidden.shape[1], -1)
-        places = self.positions.to(tokens.dtype)[torch.cat((masked.seen, masked.hidden), 1)]
-        patches = torch.cat((tokens[:, prefix:], unknown), 1) + places  # attention does not depend on their order
+        mask_tokens = self.mask_token.to(tokens.dtype).expand(len(tokens), hidden, -1)
+        positions = self.positions.to(tokens.dtype)[torch.cat((masked.seen, masked.hidden), 1)]
+        # The patches need not be in the order of the grid, because attention does not depend on the order.
+        patches = torch.cat((tokens[:, prefix:], mask_tokens), 1) + positions
         decoded = self.blocks(torch.cat((tokens[:, :prefix], patches), 1))
-        return self.predict(self.norm(decoded[:, -masked.hidden.shape[1] :]))
+        return self.predict(self.norm(decoded[:, -hidden:]))
 
 
 class MaskedAutoencoder(VisionTransformer):
-    """Returns two numbers per image: the loss of its masked patches, and the variance of their target."""
+    """A ViT that learns to predict hidden patches of images.
+
+    It returns two numbers per image: the loss of the hidden patches, and the variance of their target.
+    """
 
     decoder: Decoder
     mask_ratio: float
+    """Fraction of the patches that are hidden"""
 
     def forward(self, images: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # no attention mask
         masked = self.mask(images)
@@ -77,40 +85,45 @@ class MaskedAutoencoder(VisionTransformer):
 
     @torch.no_grad()
     def painted(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """`images` with hidden patches in grey (0), and with what the model predicts there.
+        """Return the images with the hidden patches in grey (0), and the images with the predictions in their place.
 
-        A predicted patch gets the mean and deviation of the true one, which the model is not asked for.
+        A predicted patch gets the mean and standard deviation of the true one, which the model is not asked for.
         """
         masked = self.mask(images)
-        predicted = self.decoder(self.encode(images, masked), masked).float()
+        normalised = self.decoder(self.encode(images, masked), masked).float()
         patches = self.patches(images.float())
         variance, mean = torch.var_mean(chosen(patches, masked.hidden), 2, keepdim=True)
-        predicted = predicted * (variance + EPSILON).sqrt() + mean
-        places = masked.hidden[..., None].expand(-1, -1, patches.shape[2])
-        hidden = self.joined(patches.scatter(1, places, 0.0))
-        return hidden, self.joined(patches.scatter(1, places, predicted))
+        predicted = normalised * (variance + EPSILON).sqrt() + mean
+        hidden_indices = masked.hidden[..., None].expand(-1, -1, patches.shape[2])
+        with_grey = self.joined(patches.scatter(1, hidden_indices, 0.0))
+        return with_grey, self.joined(patches.scatter(1, hidden_indices, predicted))
 
     def masking_words(self) -> str:
-        """For the banner."""
+        """Describe the masking and the decoder for the banner."""
         width = self.decoder.embed.out_features
         depth = len(self.decoder.blocks)
         return f"{100 * self.mask_ratio:g} % of the patches hidden, decoder of width {width} and depth {depth}"
 
     def mask(self, images: Tensor) -> Masked:
-        """The patches to hide: in training by random numbers, which are seeded for each micro-batch; in evaluation
-        the same ones in every image."""
-        size = len(images)
+        """Choose the patches to hide.
+
+        In training, they are random for each image; random numbers are seeded for each micro-batch. In evaluation, they
+        are the same in every image.
+        """
+        batch_size = len(images)
         patches = self.patch_embed.num_patches
         if self.training:
-            noise = torch.rand(size, patches, device=images.device)
+            noise = torch.rand(batch_size, patches, device=images.device)
         else:
             generator = torch.Generator().manual_seed(0)
-            noise = torch.rand(1, patches, generator=generator).to(images.device).expand(size, -1)
+            noise = torch.rand(1, patches, generator=generator).to(images.device).expand(batch_size, -1)
         order = noise.argsort(1)
-        kept = min(max(round(patches * (1 - self.mask_ratio)), 1), patches - 1)
-        return Masked(seen=order[:, :kept], hidden=order[:, kept:])
+        seen = round(patches * (1 - self.mask_ratio))
+        seen = min(max(seen, 1), patches - 1)  # at least one patch is seen, and one hidden
+        return Masked(seen=order[:, :seen], hidden=order[:, seen:])
 
     def encode(self, images: Tensor, masked: Masked) -> Tensor:
+        """Compute the encoder's output for the seen patches alone: prefix tokens, then one token per seen patch."""
         images = images.to(self.decoder.embed.weight.dtype)  # O3 casts in the model's forward
         tokens = self._pos_embed(self.patch_embed(images))
         prefix = tokens[:, : self.num_prefix_tokens]
@@ -119,20 +132,20 @@ class MaskedAutoencoder(VisionTransformer):
         return self.norm(self.blocks(self.norm_pre(tokens)))
 
     def target(self, images: Tensor, numbers: Tensor) -> Tensor:
-        """The pixels of these patches in fp32, normalised by the mean and standard deviation of each patch."""
+        """Return the pixels to predict for these patches, in fp32, each patch normalised by its mean and deviation."""
         target = chosen(self.patches(images.float()), numbers)
         variance, mean = torch.var_mean(target, 2, keepdim=True)
         return (target - mean) * (variance + EPSILON).rsqrt()
 
     def patches(self, images: Tensor) -> Tensor:
-        """B x C x H x W -> B x patches x values."""
+        """Cut images (B x C x H x W) into patches (B x patches x values)."""
         high, wide = self.patch_embed.patch_size
         rows, columns = self.patch_embed.grid_size
         cut = images.reshape(len(images), -1, rows, high, columns, wide)
         return cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
     def joined(self, patches: Tensor) -> Tensor:
-        """The inverse of `patches`."""
+        """Join patches to images; the inverse of `patches`."""
         high, wide = self.patch_embed.patch_size
         rows, columns = self.patch_embed.grid_size
         pixels = patches.reshape(len(patches), rows, columns, high, wide, -1).permute(0, 5, 1, 3, 2, 4)
@@ -140,30 +153,34 @@ class MaskedAutoencoder(VisionTransformer):
 
 
 def chosen(tokens: Tensor, numbers: Tensor) -> Tensor:
-    """B x N x D, of each image those with these numbers."""
+    """Choose tokens (B x N x D) by their numbers (B x K), which differ from image to image; returns B x K x D."""
     return tokens.gather(1, numbers[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def position_embedding(grid: tuple[int, int], width: int) -> Tensor:
-    """Sines and cosines of each patch's row and column, patches x width; `width` is divisible by 4."""
+    """Return the fixed position embedding (patches x width): sines and cosines of each patch's row and column.
+
+    `width` must be divisible by 4: a quarter of it each is for sines and cosines of columns and of rows.
+    """
     rates = TEMPERATURE ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     high, wide = grid
     rows, columns = torch.meshgrid(
         torch.arange(high, dtype=torch.float64), torch.arange(wide, dtype=torch.float64), indexing="ij"
     )
     waves = []
-    for places in (columns, rows):
-        angles = places.flatten()[:, None] * rates
+    for coordinates in (columns, rows):
+        angles = coordinates.flatten()[:, None] * rates
         waves += [torch.sin(angles), torch.cos(angles)]
     return torch.cat(waves, 1).float()
 
 
 def masked_autoencoder(vit: Any, model: ModelConfig) -> MaskedAutoencoder:
-    """Make timm's ViT, built without a classifier, the encoder of a masked autoencoder."""
+    """Turn timm's ViT, built without a classifier, into a masked autoencoder with a decoder, in place."""
     high, wide = vit.patch_embed.patch_size
-    values = high * wide * vit.patch_embed.proj.weight.shape[1]
+    channels = vit.patch_embed.proj.weight.shape[1]
+    values = high * wide * channels
     for pooling in (vit.fc_norm, vit.attn_pool):
-        if pooling:  # not used now: DDP would wait for its gradients
+        if pooling:  # the masked autoencoder does not use it, and DDP would wait for its gradients
             pooling.requires_grad_(False)
     vit.__class__ = MaskedAutoencoder
     vit.decoder = Decoder(vit.embed_dim, vit.patch_embed.grid_size, values, model.DECODER)
@@ -172,7 +189,10 @@ def masked_autoencoder(vit: Any, model: ModelConfig) -> MaskedAutoencoder:
 
 
 def masking_problems(reference: nn.Module, model: ModelConfig) -> list[str]:
-    """Why this model cannot be the encoder."""
+    """Explain why this model cannot be the encoder, or why the decoder's sizes do not fit; empty if all is well.
+
+    `reference`: timm's model of MODEL.NAME.
+    """
     problems = []
     is_vit = type(reference) is VisionTransformer
     has_plain_patches = type(getattr(reference, "patch_embed", None)) is PatchEmbed

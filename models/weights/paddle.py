@@ -1,4 +1,4 @@
-"""PaddleViT's weights: reading them, and their conversion to timm's names, by the rules in paddle_rules.yaml."""
+"""Read PaddleViT's weights, and convert them to timm's names by the rules in paddle_rules.yaml."""
 
 import math
 import re
@@ -23,11 +23,14 @@ EMA_KEYS = ("model_ema", "state_dict_ema")
 WEIGHTS_KEYS = (*EMA_KEYS, "model", "state_dict")
 """Keys of the weights in a checkpoint; the EMA takes precedence, as in timm."""
 SLICES = "UnpackBigParamInfor@@"
-"""Paddle's entry about large arrays that are cut into pieces"""
+"""Key of Paddle's table of large arrays that are stored in pieces"""
 
 
 def read_pdparams(path: Path) -> dict[str, np.ndarray]:
-    """Arrays by name in a file that paddle.save wrote; in a checkpoint, those of the model."""
+    """Read the arrays in a file that paddle.save wrote, by name; in a checkpoint, those of the model.
+
+    The file is a pickle, but no code in it is run. UserError if it is damaged, or holds more than arrays.
+    """
     try:
         with open(path, "rb") as file:
             content = ArraysOnly(file, encoding="latin1").load()
@@ -44,28 +47,36 @@ def read_pdparams(path: Path) -> dict[str, np.ndarray]:
 
 
 def keys_of_weights(content: Mapping[Any, Any], where: object) -> list[str]:
-    """The keys that hold weights, first the one to use; logs where that is an EMA beside others."""
+    """List the keys of a checkpoint that hold weights, first the one to use; empty if none does.
+
+    If that is an EMA beside other weights, it is logged; `where` begins the line.
+    """
     keys = [key for key in WEIGHTS_KEYS if content.get(key) is not None]
     if len(keys) > 1 and keys[0] in EMA_KEYS:
         log.info("%s holds %s: the EMA is used.", where, " and ".join(keys))
     return keys
 
 
-def _arrays(content: Any, size: int) -> dict[str, np.ndarray]:
+def _arrays(content: Any, file_size: int) -> dict[str, np.ndarray]:
+    """Find the arrays in the content of a file, by name, and join those that are stored in pieces.
+
+    Raises ValueError if there are none, and Refused if they are larger than the file (`file_size` bytes).
+    """
     keys = keys_of_weights(content, "The checkpoint") if isinstance(content, dict) else []
-    inner = content[keys[0]] if keys else content
-    if not isinstance(inner, dict):
-        raise ValueError(f"it holds a {type(inner).__name__} instead of a dict of arrays by name")
+    entries = content[keys[0]] if keys else content
+    if not isinstance(entries, dict):
+        raise ValueError(f"it holds a {type(entries).__name__} instead of a dict of arrays by name")
     arrays: dict[str, np.ndarray] = {}
-    for name, value in inner.items():
-        array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-        if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":
+    for name, value in entries.items():
+        array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # some are (name, array)
+        is_number_array = isinstance(array, np.ndarray) and array.dtype.kind in "biuf"
+        if is_number_array:
             arrays[str(name)] = array
     # Many names for the same bytes would take much more memory once they are converted.
-    if sum(array.nbytes for array in arrays.values()) > size:
+    if sum(array.nbytes for array in arrays.values()) > file_size:
         raise Refused("its arrays are larger than the file")
-    sliced = inner.get(SLICES) or {}
-    for name, entry in sliced.items():
+    in_pieces = entries.get(SLICES) or {}
+    for name, entry in in_pieces.items():
         pieces = [arrays.pop(piece).reshape(-1) for piece in entry["slices"]]
         shape = [int(side) for side in entry["OriginShape"]]
         arrays[str(name)] = np.concatenate(pieces).reshape(shape)
@@ -76,93 +87,105 @@ def _arrays(content: Any, size: int) -> dict[str, np.ndarray]:
 
 FILE = Path(__file__).with_name("paddle_rules.yaml")
 NUMBER = re.compile(r"<(\d+)((?:[-+*/]\d+)*)>")
-"""In a replacement, after its groups were filled in: <2*2+1> is 5"""
+"""Calculation in a replacement, once its groups are filled in: <2*2+1> becomes 5"""
 STEP = re.compile(r"([-+*/])(\d+)")
 STEPS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 OF_BATCH_NORM = ((r"\._mean$", ".running_mean"), (r"\._variance$", ".running_var"))
+"""Patterns and replacements for the names of a batch norm's statistics, in all families"""
 
 
 @dataclass(frozen=True)
 class FamilyRules:
-    """How the weights of one family become timm's. Patterns of names are searched for, so most are anchored."""
+    """Rules that convert the weights of one of PaddleViT's families to timm's. One entry of paddle_rules.yaml.
+
+    Patterns are regular expressions for the names of tensors. They may match anywhere in a name, so most are anchored.
+    """
 
     family: str
     """TYPE in small letters"""
     signs: Sequence[str]
-    """Patterns that a file of this family has a name for, each"""
+    """Patterns by which a file is recognised: each matches some name in a file of this family"""
     names: Sequence[Sequence[str]] = ()
     """Patterns and replacements, applied in order; <\\1+1> is a number that is computed"""
     computed: str = "$^"
-    """Names of tensors that follow from the sizes"""
+    """Pattern of the tensors that are left out, because timm computes them from the sizes; by default none"""
     split: Sequence[tuple[str, Sequence[str]]] = ()
-    """A fused linear layer, and timm's layers for its parts"""
+    """Pattern of a fused linear layer, and the names of timm's layers for its parts"""
     folded: Sequence[Sequence[str]] = ()
-    """A bias that timm's layer lacks, and the mean of the batch norm behind it, which takes it up"""
+    """Pattern of a bias that timm's layer lacks, and name of the mean of the batch norm behind it, which takes it up"""
     equal: Sequence[Sequence[str]] = ()
-    """Weights that timm's model shares, and so must be equal in the file"""
+    """Patterns and names of pairs of tensors that are one in timm's model, so they must be equal in the file"""
     refused: str = ""
-    """Why PaddleViT's model computes something else than timm's, if it does"""
+    """Why PaddleViT's model computes something else than timm's, so that its weights are refused; '' if it does not"""
     closed: bool = False
-    """Whether tensors that no pattern names are reported; else they keep their name, which timm's model may not have"""
+    """Whether tensors that no pattern matches are unused and reported; else they keep their names"""
 
     @property
     def title(self) -> str:
         return families()[self.family].title
 
     def timm_names(self, name: str) -> list[str]:
-        """One, or several for the parts of a fused layer."""
+        """Return timm's name for a tensor, or several names for the parts of a fused layer."""
         for pattern, parts in self.split:
             if re.search(pattern, name):
                 return [re.sub(pattern, part, name) for part in parts]
-        for pattern, new in self.names:
-            name = re.sub(pattern, new, name)
-        for pattern, new in OF_BATCH_NORM:
-            name = re.sub(pattern, new, name)
-        return [NUMBER.sub(_computed, name)]
+        timm_name = name
+        for pattern, replacement in self.names:
+            timm_name = re.sub(pattern, replacement, timm_name)
+        for pattern, replacement in OF_BATCH_NORM:
+            timm_name = re.sub(pattern, replacement, timm_name)
+        return [NUMBER.sub(_computed_number, timm_name)]
 
     def prepared(self, arrays: dict[str, np.ndarray], where: object) -> dict[str, np.ndarray]:
-        """The arrays without what timm computes or lacks. Raise UserError for weights that timm's model cannot have."""
+        """Leave out the arrays that timm computes or lacks. UserError for weights that timm's model cannot have.
+
+        `where` names the file in messages.
+        """
         if self.refused:
             raise UserError(f"{where}: weights of PaddleViT's {self.title} cannot be converted: {self.refused}.")
-        kept = {name: array for name, array in arrays.items() if not re.search(self.computed, name)}
+        remaining = {name: array for name, array in arrays.items() if not re.search(self.computed, name)}
         for pattern, replacement in self.equal:
-            for name in _matching(pattern, kept):
-                other = re.sub(pattern, replacement, name)
-                if other not in kept or not np.array_equal(kept[name], kept[other]):
+            for name in _matching(pattern, remaining):
+                twin = re.sub(pattern, replacement, name)
+                if twin not in remaining or not np.array_equal(remaining[name], remaining[twin]):
                     raise UserError(
-                        f"{where}: {name} differs from {other}, but timm's {self.title} has one tensor for both, so "
+                        f"{where}: {name} differs from {twin}, but timm's {self.title} has one tensor for both, so "
                         "the weights cannot be converted."
                     )
         for pattern, replacement in self.folded:
-            for name in _matching(pattern, kept):
-                mean = re.sub(pattern, replacement, name)
-                if mean in kept:
-                    kept[mean] = kept[mean] - kept.pop(name)
-        return kept
+            for bias in _matching(pattern, remaining):
+                mean = re.sub(pattern, replacement, bias)
+                if mean in remaining:
+                    # A batch norm subtracts its mean, so a smaller mean has the effect of the bias.
+                    remaining[mean] = remaining[mean] - remaining.pop(bias)
+        return remaining
 
     def describes(self, names: Collection[str]) -> bool:
-        """Whether a file with these names has a name for each sign."""
+        """Tell whether each sign of this family matches one of the names in a file."""
         return all(_matching(sign, names) for sign in self.signs)
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """List the names that a pattern matches."""
     return [name for name in names if re.search(pattern, name)]
 
 
-def _computed(found: re.Match[str]) -> str:
-    number = int(found[1])
-    for sign, other in STEP.findall(found[2]):
-        number = STEPS[sign](number, int(other))
+def _computed_number(match: re.Match[str]) -> str:
+    """Compute what a match of NUMBER says, from left to right."""
+    number = int(match[1])
+    for sign, operand in STEP.findall(match[2]):
+        number = STEPS[sign](number, int(operand))
     return str(number)
 
 
 def rules_of(names: Collection[str]) -> FamilyRules:
-    """The rules for a file with these names: those of ViT, the last, where none fits."""
+    """Return the rules for a file with these names of tensors. If no others fit, these are those of ViT, the last."""
     return next(rules for rules in all_rules() if rules.describes(names))
 
 
 @cache
 def all_rules() -> tuple[FamilyRules, ...]:
+    """Read the rules of all families, in the order in which they are tried."""
     tables: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return tuple(FamilyRules(word.partition(" ")[0], **table) for word, table in tables.items())
 
@@ -179,7 +202,7 @@ VIT_SIZES = {
     (1280, 32): ("huge", 16),
     (1408, 40): ("giant", 16),
 }
-"""(width, depth) -> size in timm's name, and number of heads, which no tensor's shape shows."""
+"""(width, depth) -> size in timm's name, and number of heads, which no tensor's shape shows"""
 SWIN_SIZES = {
     (96, (2, 2, 6, 2)): "tiny",
     (96, (2, 2, 18, 2)): "small",
@@ -190,41 +213,48 @@ SWIN_SIZES = {
 
 @dataclass
 class Converted:
-    """Weights for timm's model, and the fate of each tensor of the file."""
+    """Weights for timm's model, and what became of each tensor of the file."""
 
     family: str
     """vit, deit, swin, or another TYPE of PaddleViT"""
     closed: bool = True
     """See `FamilyRules`"""
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Converted tensors by timm's names"""
     used: dict[str, str] = field(default_factory=dict)
     """Name in the file -> timm's name, the first of several"""
     unused: list[str] = field(default_factory=list)
+    """Names in the file that have no place in timm's model"""
     computed: list[str] = field(default_factory=list)
-    """Left out because timm computes them"""
+    """Names in the file that are left out, because timm computes these tensors"""
     folded: list[str] = field(default_factory=list)
-    """Biases that the batch norm behind them has taken up"""
+    """Names of biases that the batch norm behind them has taken up"""
 
 
 def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Converted:
-    """Rename the arrays, and transpose the weights of linear layers, which Paddle stores the other way round."""
+    """Convert PaddleViT's arrays to tensors of timm's model.
+
+    They are renamed, and the weights of linear layers, which Paddle stores the other way round, are transposed.
+    UserError for weights that cannot be converted; `where` names the file in it.
+    """
     rules = rules_of(arrays)
-    kept = rules.prepared(arrays, where)
+    remaining = rules.prepared(arrays, where)
     converted = Converted(rules.family, rules.closed)
     for name in arrays:
-        if name not in kept:
+        if name not in remaining:
             is_folded = any(re.search(bias, name) for bias, _ in rules.folded)
-            (converted.folded if is_folded else converted.computed).append(name)
-    for name, array in kept.items():
-        names = rules.timm_names(name)
+            names_left_out = converted.folded if is_folded else converted.computed
+            names_left_out.append(name)
+    for name, array in remaining.items():
+        timm_names = rules.timm_names(name)
         is_known = any(re.search(pattern, name) for pattern, _ in rules.names)
-        if rules.closed and (not is_known or names[0] in converted.tensors):
+        if rules.closed and (not is_known or timm_names[0] in converted.tensors):
             converted.unused.append(name)
             continue
-        converted.used[name] = names[0]
+        converted.used[name] = timm_names[0]
         tensor = _tensor(array, transposed=is_transposed(name, array))
-        parts = tensor.tensor_split(len(names))
-        converted.tensors |= dict(zip(names, parts, strict=True))
+        parts = tensor.tensor_split(len(timm_names))
+        converted.tensors |= dict(zip(timm_names, parts, strict=True))
     for name in list(converted.tensors):
         if name.endswith(".running_mean"):
             counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"  # which Paddle does not count
@@ -233,10 +263,12 @@ def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Conver
 
 
 def is_transposed(name: str, array: np.ndarray) -> bool:
+    """Tell whether Paddle stores an array the other way round, as it does the weights of linear layers."""
     return name.endswith(".weight") and array.ndim == 2
 
 
 def _tensor(array: np.ndarray, transposed: bool) -> Tensor:
+    """Make a tensor of a copy of an array. Paddle's bfloat16 becomes fp32."""
     if array.dtype == np.uint16:  # Paddle stores bfloat16 as uint16: the upper half of a float32
         array = (array.astype(np.uint32) << 16).view(np.float32)
     numbers = np.array(array.T if transposed else array, dtype=array.dtype.newbyteorder("="), order="C")
@@ -244,48 +276,55 @@ def _tensor(array: np.ndarray, transposed: bool) -> Tensor:
 
 
 def sizes_of_weights(converted: Converted) -> dict[str, Any]:
-    """MODEL's sizes, with IMAGE_SIZE and IMAGE_CHANNELS of DATA. KeyError if the first tensors are missing."""
+    """Find the sizes of a ViT or Swin by the shapes of its tensors, by their keys in the MODEL section.
+
+    IMAGE_SIZE and IMAGE_CHANNELS, which are keys of DATA, are among them. A size that no shape shows is None. KeyError
+    if one of the first tensors is missing.
+    """
     tensors = converted.tensors
     is_swin = converted.family == "swin"
     patches = tensors["patch_embed.proj.weight"]
     width = patches.shape[0]
     patch = patches.shape[-1]
     head = tensors.get("head.fc.weight" if is_swin else "head.weight")
-    first = "layers.0.blocks.0" if is_swin else "blocks.0"
+    first_block = "layers.0.blocks.0" if is_swin else "blocks.0"
     sizes: dict[str, Any] = {
         "EMBED_DIM": width,
         "PATCH_SIZE": patch,
         "IMAGE_CHANNELS": patches.shape[1],
         "NUM_CLASSES": None if head is None else head.shape[0],
-        "MLP_RATIO": tensors[f"{first}.mlp.fc1.weight"].shape[0] / width,
-        "QKV_BIAS": f"{first}.attn.qkv.bias" in tensors,
+        "MLP_RATIO": tensors[f"{first_block}.mlp.fc1.weight"].shape[0] / width,
+        "QKV_BIAS": f"{first_block}.attn.qkv.bias" in tensors,
     }
-    own = _sizes_of_swin(tensors, patch) if is_swin else _sizes_of_vit(tensors, width, patch)
-    return sizes | own
+    family_sizes = _sizes_of_swin(tensors, patch) if is_swin else _sizes_of_vit(tensors, width, patch)
+    return sizes | family_sizes
 
 
 def _sizes_of_vit(tensors: dict[str, Tensor], width: int, patch: int) -> dict[str, Any]:
+    """Find the sizes that only a ViT has. NUM_HEADS is None unless the model is of a published size."""
     depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-    tokens = tensors["pos_embed"].shape[1] - 1
+    patches = tensors["pos_embed"].shape[1] - 1  # without the class token
     if "dist_token" in tensors:
-        tokens -= 1
+        patches -= 1
     _, heads = VIT_SIZES.get((width, depth), ("", None))
-    return {"DEPTH": depth, "NUM_HEADS": heads, "IMAGE_SIZE": math.isqrt(tokens) * patch}
+    return {"DEPTH": depth, "NUM_HEADS": heads, "IMAGE_SIZE": math.isqrt(patches) * patch}
 
 
 def _sizes_of_swin(tensors: dict[str, Tensor], patch: int) -> dict[str, Any]:
-    tables: dict[tuple[int, int], torch.Size] = {}  # (stage, block) -> shape of its bias table
-    for name, value in tensors.items():
+    """Find the sizes that only a Swin has, by the tables of its relative position biases."""
+    table_shapes: dict[tuple[int, int], torch.Size] = {}  # by (stage, block)
+    for name, tensor in tensors.items():
         if name.endswith("relative_position_bias_table"):
             _, stage, _, block, *_ = name.split(".")
-            tables[int(stage), int(block)] = value.shape
+            table_shapes[int(stage), int(block)] = tensor.shape
     depths: list[int] = []
     heads: list[int] = []
     windows: list[int] = []
-    for stage in range(1 + max(stage for stage, _ in tables)):
-        depths.append(1 + max(block for owner, block in tables if owner == stage))
-        offsets, number = tables[stage, 0]
-        heads.append(number)
+    for stage in range(1 + max(stage for stage, _ in table_shapes)):
+        depths.append(1 + max(block for stage_of_block, block in table_shapes if stage_of_block == stage))
+        offsets, heads_of_stage = table_shapes[stage, 0]
+        heads.append(heads_of_stage)
+        # A window of side w has (2 w - 1) x (2 w - 1) relative offsets.
         windows.append((math.isqrt(offsets) + 1) // 2)
     return {
         "STAGE_DEPTHS": depths,
@@ -297,7 +336,7 @@ def _sizes_of_swin(tensors: dict[str, Tensor], patch: int) -> dict[str, Any]:
 
 
 def timm_name(converted: Converted, sizes: dict[str, Any]) -> str | None:
-    """timm's name of a model of these sizes; None if it is not a published one."""
+    """Return timm's name for a model of these sizes; None if timm has no such model."""
     width = sizes["EMBED_DIM"]
     patch = sizes["PATCH_SIZE"]
     side = sizes["IMAGE_SIZE"]

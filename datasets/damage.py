@@ -1,4 +1,4 @@
-"""Images that cannot be read: retries, the list of them, and how many are allowed."""
+"""Handle images that cannot be read: retry, list them, and stop if there are more than DATA.MAX_BAD allows."""
 
 import errno
 import math
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 PAUSES = (0.1, 1.0, 3.0)
 """Seconds between retries after a storage error; network file systems have temporary ones."""
 FAILURES_OF_STORAGE = 8
-"""Storage failures in a row that end training, elsewhere retries: so many are not a problem of single images."""
+"""Storage failures in a row that end training, or in validation the retries: so many do not come from single images."""
 NOT_RETRIED = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, NotRegular)
 LISTS = "broken.txt", "broken-2.txt"
 MOST_NAMED_IN_TRAINING = 3
@@ -29,17 +29,17 @@ MOST_NAMED_IN_VALIDATION = 10
 
 
 class Failure(NamedTuple):
-    """Why an image cannot be read."""
+    """The reason why an image cannot be read."""
 
     reason: str
     kind: Literal["missing", "storage", "damaged"]
-    """storage: a storage error, after which the image may be intact."""
+    """storage: reading failed, but the image may be intact"""
 
 
 def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure | Value:
-    """Call `read` until it succeeds or retries are used up; what it returns after success.
+    """Call `read`, and retry after errors that may pass. Return what it returns, or the reason of its failure.
 
-    `storage_failures`: so many images in a row failed before, and FAILURES_OF_STORAGE end the retries.
+    `storage_failures`: images in a row that failed before. After FAILURES_OF_STORAGE, storage errors are not retried.
     """
     pauses = iter(PAUSES if storage_failures < FAILURES_OF_STORAGE else ())
     decoded_before = False
@@ -66,61 +66,73 @@ def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure 
 
 
 def allowed(max_bad: float, samples: int) -> int:
-    """DATA.MAX_BAD as a number of images. Fractions are rounded up: one bad image of fifty is no reason to stop."""
+    """Return DATA.MAX_BAD as a number of images. Fractions are rounded up: one bad image in fifty is no reason to stop."""
     return math.ceil(round(max_bad * samples, 6)) if max_bad < 1 else int(max_bad)
 
 
 class BrokenImages:
-    """Unreadable training images of a run, on all ranks. Each is logged once, however often it is read."""
+    """The unreadable training images of a run, on all ranks. Each is logged once, however often it is read."""
 
     def __init__(self, data: DataConfig, samples: int) -> None:
         self.limit = allowed(data.MAX_BAD, samples)
+        """Most images that may be unreadable"""
         self._list_read = Path(data.EXCLUDE or "").expanduser()
+        """The list DATA.EXCLUDE, with which the run began"""
         self._lines_read = list[str]()
         if data.EXCLUDE:
             from datasets.exclude import text_of
 
             self._lines_read = text_of(data).splitlines()
         self.folder: Path | None = None
-        """The run's, for the list of them"""
+        """The run's folder, in which the list is written; None in a dry run, which writes none"""
         self._broken: dict[int, Broken] = {}
+        """All images of this run, by their index"""
         self._not_shared: list[Broken] = []
+        """Images of this rank that other ranks do not know yet"""
         self._unwritten = False
-        """The list lacks images, because its disk did not take them."""
+        """Whether the list lacks images because it could not be written"""
 
     def add(self, images: Iterable[Broken]) -> None:
-        """Record and log images of this rank; TrainingError if there are too many."""
+        """Record and log images that this rank could not read; TrainingError if there are too many."""
         self._not_shared += [broken for broken in images if self._record(broken)]
         if len(self._broken) > self.limit:
             self._write()
             raise TrainingError(self._too_many())
 
     def share(self, world: World) -> None:
-        """Gather the new images of all ranks. A collective call at the end of an epoch."""
-        new = all_gather(self._not_shared, world)
+        """Gather the new images of all ranks, and write the list. A collective call at the end of an epoch.
+
+        Raises AllRanksError if there are too many.
+        """
+        new_images = all_gather(self._not_shared, world)
         self._not_shared = []
-        for broken in new:
+        for broken in new_images:
             self._record(broken)
-        if (new or self._unwritten) and world.first:
+        if (new_images or self._unwritten) and world.first:
             self._write()
         if len(self._broken) > self.limit:
             raise AllRanksError(self._too_many())
 
     def summary(self) -> str:
-        """Sentence for the end of the log; '' if all images could be read."""
+        """Describe the images for the end of the log; '' if all could be read."""
         count = len(self._broken)
-        were = "was" if count == 1 else "were"
-        text = f"{counted(count, 'training image')} could not be read and {were} replaced. "
-        return f"{text}{self._file} lists them for DATA.EXCLUDE" if count else ""
+        if count == 0:
+            return ""
+        verb = "was" if count == 1 else "were"
+        text = f"{counted(count, 'training image')} could not be read and {verb} replaced. "
+        return f"{text}{self._file} lists them for DATA.EXCLUDE"
 
     @property
     def _file(self) -> Path:
-        """Not the list that the run reads: to be resumed within an epoch, it needs the same again."""
+        """The list to write.
+
+        It is not the list that the run reads: to be resumed within an epoch, the run needs that one unchanged.
+        """
         first, second = ((self.folder or Path()) / name for name in LISTS)
         return second if first.resolve() == self._list_read.resolve() else first
 
     def _record(self, broken: Broken) -> bool:
-        """Record and log an image; False if it was known."""
+        """Record and log an image; False if it was recorded before."""
         if broken.sample in self._broken:
             return False
         self._broken[broken.sample] = broken
@@ -130,17 +142,23 @@ class BrokenImages:
         return True
 
     def _write(self) -> None:
-        """Write the list: the lines of the one that the run reads, those of an earlier start, and new images."""
+        """Write the list: the lines of DATA.EXCLUDE, those of an earlier start of the run, and those of new images.
+
+        If the disk fails, a warning is logged once.
+        """
         if self.folder is None:
             return
         try:
-            before = read_regular(self._file).decode("utf-8", "surrogateescape") if self._file.exists() else ""
-            lines = self._lines_read + before.splitlines()
-            lines += [one.line for one in self._broken.values()]
+            earlier_text = ""
+            if self._file.exists():
+                earlier_text = read_regular(self._file).decode("utf-8", "surrogateescape")
+            lines = self._lines_read + earlier_text.splitlines()
+            lines += [broken.line for broken in self._broken.values()]
             from datasets.exclude import REMARK
 
-            newest = {line.partition(REMARK)[0]: line for line in lines}
-            write_atomically(self._file, "".join(f"{line}\n" for line in newest.values()))
+            # Of several lines for one image, the last one is kept.
+            line_of_name = {line.partition(REMARK)[0]: line for line in lines}
+            write_atomically(self._file, "".join(f"{line}\n" for line in line_of_name.values()))
         except OSError as error:
             if not self._unwritten:
                 log.warning("%s cannot be written (%s); retried after each epoch.", self._file, error.strerror)
@@ -149,44 +167,47 @@ class BrokenImages:
             self._unwritten = False
 
     def _too_many(self) -> str:
-        last = list(self._broken.values())[-MOST_NAMED_IN_TRAINING:]
+        """Say that there are more broken images than DATA.MAX_BAD allows, and what to do."""
+        last_images = list(self._broken.values())[-MOST_NAMED_IN_TRAINING:]
         tool = started_as("scripts/check_data.py")
         if self.folder is None:  # a dry run, which writes no list
-            listed = f"list them in DATA.EXCLUDE ({tool} -fix FILE does)"
-            then = "repeat the command."
+            how_to_exclude = f"list them in DATA.EXCLUDE ({tool} -fix FILE does)"
+            next_step = "repeat the command."
         else:
-            listed = f"exclude them with DATA.EXCLUDE={self._file}, which lists them ({tool} finds all)"
-            then = "use -resume; after excluding images, from the end of an epoch (-last_epoch)."
+            how_to_exclude = f"exclude them with DATA.EXCLUDE={self._file}, which lists them ({tool} finds all)"
+            next_step = "use -resume; after excluding images, from the end of an epoch (-last_epoch)."
         return (
             f"{counted(len(self._broken), 'training image')} cannot be read, and DATA.MAX_BAD allows {self.limit}. The "
-            f"last: {_names(last)}. Repair them, {listed}, or raise DATA.MAX_BAD. Then (after storage errors, when the "
-            f"storage is back) {then}"
+            f"last: {_names(last_images)}. Repair them, {how_to_exclude}, or raise DATA.MAX_BAD. Then (after storage "
+            f"errors, when the storage is back) {next_step}"
         )
 
 
-def _names(broken: list[Broken]) -> str:
-    return some_of([f"{one.name} ({one.reason})" for one in broken], MOST_NAMED_IN_VALIDATION, "; ")
+def _names(images: list[Broken]) -> str:
+    """List the names of broken images with the reasons, for an error."""
+    return some_of([f"{broken.name} ({broken.reason})" for broken in images], MOST_NAMED_IN_VALIDATION, "; ")
 
 
 class BrokenInValidation:
-    """Unreadable images of one validation. A single one is an error: every validation image counts once."""
+    """The unreadable images of one validation. A single one is an error: every validation image counts once."""
 
-    def __init__(self, what: str = "validation image") -> None:
+    def __init__(self, title: str = "validation image") -> None:
+        """`title`: what an image is called in the error."""
         self.images: dict[int, Broken] = {}
-        """By their index"""
-        self._what = what
+        """The images by their index"""
+        self._title = title
 
     def add(self, images: Iterable[Broken]) -> None:
         self.images |= {broken.sample: broken for broken in images}
 
     def raise_together(self, world: World) -> None:
-        """At the end of a validation, raise the same error on all ranks if any of them could not read an image."""
+        """Raise the same error on all ranks if any of them could not read an image. A collective call at the end."""
         broken = all_gather(list(self.images.values()), world)
         self.images = {}
         if not broken:
             return
         raise AllRanksError(
-            f"{counted(len(broken), self._what)} cannot be read: {_names(broken)}. Repair them, "
+            f"{counted(len(broken), self._title)} cannot be read: {_names(broken)}. Repair them, "
             f"or list them in DATA.EXCLUDE ({started_as('scripts/check_data.py')} -fix FILE does)."
             " After storage errors, when the storage is back, repeat the command, or resume a training with -resume."
         )

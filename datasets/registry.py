@@ -1,9 +1,10 @@
-"""Data sets that DATA.DATASET can name. A new source is one file with a SOURCE and one line here.
+"""The table of data sets that DATA.DATASET can name, and how to open one. A new source is one file and one line here.
 
 A layout of folders that people have is also recognised (recognise.py) and described in model cards.
 """
 
 import importlib
+from typing import Any
 
 import torch
 
@@ -40,31 +41,32 @@ PLACES = {
     "shards": "shards.source:SOURCE",
     "synthetic": "sources.synthetic:SOURCE",
 }
-"""Name -> file and `Source` in it, below this folder. Only the data set that a run reads is imported."""
+"""Name -> file below this folder, and the `Source` in it. Only the data set that a run reads is imported."""
 
 
 def names() -> list[str]:
-    """Names of all data sets, in alphabetical order."""
+    """List the names of all data sets, in alphabetical order."""
     return sorted(PLACES)
 
 
 def source_named(name: str) -> Source | None:
-    """The data set of this name; None if the name is unknown, or one of the hub's."""
-    name = "csv" if name.startswith(CSV_PREFIX) else name
-    if name not in PLACES:
+    """Import the source of this name from PLACES; None for other names, such as those of the hub and of own code."""
+    key = "csv" if name.startswith(CSV_PREFIX) else name
+    if key not in PLACES:
         return None
-    file, _, variable = PLACES[name].partition(":")
-    return getattr(importlib.import_module(f"datasets.{file}"), variable)
+    module, _, variable = PLACES[key].partition(":")
+    return getattr(importlib.import_module(f"datasets.{module}"), variable)
 
 
 def open_dataset(
     data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device, world: World = ALONE
 ) -> ImageDataset:
-    """Open the training or validation split of DATA.DATASET. In-memory data sets are put on `device`.
+    """Open the training split of DATA.DATASET, or with `train=False` the split that DATA.PART names.
 
-    `world`: ranks that open it together; those of a machine share the list of its files.
+    In-memory data sets are put on `device`. `world`: ranks that open it together; those of a machine share the list of
+    its files.
     """
-    source = _source(data)
+    source = _checked_source(data)
     dataset = _open(source, data, train, num_classes, seed, device, world)
     _check_fold(source, data)
     return dataset
@@ -73,62 +75,73 @@ def open_dataset(
 def _open(
     source: Source, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device, world: World
 ) -> ImageDataset:
+    """Open a split of a source, in memory or read image by image."""
     if source.open is not None:
         return source.open(data, train, num_classes, seed, device)
     part = part_of(data, train)
     cropped = source.arrays == "cropped"
 
-    def opened(part: Part) -> Samples:
+    def open_part(part: Part) -> Samples:
         assert source.samples is not None, "a source has one of the two"
         samples = source.samples(data, part, num_classes)
         samples.most_bytes = data.MAX_IMAGE_BYTES
         return samples
 
-    # Random crops of arrays, too, are made one image at a time, in loading processes.
-    if source.arrays is not None and not (train and cropped and data.CROP == "random"):
+    # Arrays stay in memory, unless they get random crops, which are made image by image in loading processes.
+    has_random_crops = train and cropped and data.CROP == "random"
+    if source.arrays is not None and not has_random_crops:
         from datasets.memory import ArraySamples, InMemory
 
-        samples = opened(part)
+        samples = open_part(part)
         assert isinstance(samples, ArraySamples)
         return InMemory(samples, data, train, seed, device, cropped)
     from datasets.images import Images, Joined
 
     parts = source.parts(data) if part == "all" else UNSPLIT
-    if "all" not in parts:
-        samples = Joined([opened(one) for one in distinct(parts)])
+    is_stored_in_splits = "all" not in parts
+    if is_stored_in_splits:
+        samples = Joined([open_part(stored_part) for stored_part in distinct(parts)])
     elif source.shares_list and world.size > 1:
         from datasets.sources.shared import listed_once
 
-        samples = listed_once(lambda: opened(part), world)
+        samples = listed_once(lambda: open_part(part), world)
     else:
-        samples = opened(part)
+        samples = open_part(part)
     samples.machines = world.machines
     samples.by_machine = train and data.SAMPLER == "by_machine"
     return Images(samples, data, train, seed)
 
 
 def open_test(data: DataConfig) -> Samples | None:
-    """The test split, to look at it; None without one of its own, and, with a warning, if it cannot be opened."""
-    if "test" not in distinct(_named(data).parts(data)) or data.PART not in (AUTO, "val"):
+    """Open the test split to check its images; None if there is none, or with a warning if it cannot be opened.
+
+    The result is also None if the test split is used for validation, or if DATA.PART names another split to evaluate.
+    """
+    if not has_test(data) or data.PART not in (AUTO, "val"):
         return None
     try:
-        data = data.changed(PART="test")
-        return open_dataset(data, False, ANY_LABEL, 0, torch.device("cpu")).single_images()
+        data_of_test = data.changed(PART="test")
+        dataset = open_dataset(data_of_test, train=False, num_classes=ANY_LABEL, seed=0, device=torch.device("cpu"))
+        return dataset.single_images()
     except UserError as error:
         warn_once(f"The test split is not checked: {error}")
         return None
 
 
 def count_classes(data: DataConfig, train: bool) -> int:
-    """Number of classes of a split of DATA.DATASET, which is downloaded first if DATA.DOWNLOAD is set."""
-    source = _source(data)
+    """Count the classes of a split of DATA.DATASET, which is downloaded first if DATA.DOWNLOAD is set.
+
+    Images that DATA.EXCLUDE, DATA.RELABEL or DATA.FOLD take away still count, so that no class is lost by them.
+    """
+    source = _checked_source(data)
     try:
         if source.count is not None:
             return source.count(data, train)
-        # None of these takes a class away: of folds, all images count.
-        whole = {"FOLD": None, "PART": "all"} if data.FOLD else {}
-        given = data.changed(RELABEL=None, EXCLUDE=None, **whole)
-        split = _open(source, given, train and not whole, ANY_LABEL, 0, torch.device("cpu"), ALONE)
+        changes: dict[str, Any] = {"RELABEL": None, "EXCLUDE": None}
+        if data.FOLD:
+            changes |= {"FOLD": None, "PART": "all"}
+            train = False  # DATA.PART chooses the split of an evaluation only
+        split = _open(source, data.changed(**changes), train, ANY_LABEL, 0, torch.device("cpu"), ALONE)
     except UserError as error:
         from datasets.recognise import offering_layout
 
@@ -143,11 +156,11 @@ def count_classes(data: DataConfig, train: bool) -> int:
 
 
 def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> None:
-    """Raise UserError for problems that show without opening an image. Quick: it runs before processes start.
+    """Raise UserError for problems that show without opening an image. It is quick, and runs before processes start.
 
-    `train=False`: check the validation split alone, for a run that only evaluates.
+    `train=False`: check only the split to evaluate, for a run that does not train.
     """
-    source = _source(data)
+    source = _checked_source(data)
     _check_lists(source, data, train)
     if source.arrays is None:
         from datasets.decoding import warn_of_decoder
@@ -157,9 +170,9 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
         raise UserError(f"DATA.BITS, DATA.IMAGE_CHANNELS: {data.DATASET} has 8-bit images of 1 or 3 channels.")
     if data.DOWNLOAD and not source.fetches:
         log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
-    unread = unread_path(data)
-    if unread:
-        log.warning("%s", unread)
+    warning = unread_path(data)
+    if warning:
+        log.warning("%s", warning)
     if data.COLUMNS is not None and data.DATASET.partition(":")[0] != "csv":
         raise UserError(f"DATA.COLUMNS {data.COLUMNS}: the data set {source_of(data)} is no csv table; leave it out.")
     try:
@@ -167,8 +180,8 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
             source.check(data, num_classes, train)
         elif source.samples is not None:
             parts = parts_read(data, train, source.parts(data))
-            of_parts = [source.samples(data, part, num_classes).classes for part in parts]
-            classes = of_parts[0]
+            classes_of_parts = [source.samples(data, part, num_classes).classes for part in parts]
+            classes = classes_of_parts[0]
             if classes is not None:
                 log_unused_outputs(len(classes), num_classes, f"The data set {data.DATASET}")
     except UserError as error:
@@ -179,7 +192,7 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
 
 
 def _check_lists(source: Source, data: DataConfig, train: bool) -> None:
-    """Check the files of DATA.EXCLUDE and DATA.RELABEL."""
+    """Raise UserError if the files DATA.EXCLUDE and DATA.RELABEL cannot be read, or if the data set takes no labels."""
     if data.EXCLUDE is not None:
         from datasets.exclude import excluded
 
@@ -188,14 +201,16 @@ def _check_lists(source: Source, data: DataConfig, train: bool) -> None:
         from datasets.exclude import read_rows
 
         if source.samples is None or source.arrays is not None or not source.labelled:
-            why = "is held in memory: its images have no names" if source.labelled else "has no labels"
-            raise UserError(f"DATA.RELABEL {data.RELABEL}: the data set {data.DATASET} {why}. Leave DATA.RELABEL out.")
+            reason = "is held in memory: its images have no names" if source.labelled else "has no labels"
+            raise UserError(
+                f"DATA.RELABEL {data.RELABEL}: the data set {data.DATASET} {reason}. Leave DATA.RELABEL out."
+            )
         read_rows(data)
 
 
 def unread_path(data: DataConfig) -> str:
-    """What is wrong with DATA_PATH if the data set is not read from it; else ''."""
-    if data.DATA_PATH is None or _named(data).reads_path:
+    """Warn that the data set is not read from DATA_PATH; '' if it is, or if DATA_PATH is not set."""
+    if data.DATA_PATH is None or _source(data).reads_path:
         return ""
     return (
         f"DATA.DATA_PATH (-data_path) {data.DATA_PATH} is not used: the data set {data.DATASET} is not read from it. "
@@ -204,7 +219,10 @@ def unread_path(data: DataConfig) -> str:
 
 
 def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None, *knn: Samples | None) -> None:
-    """Warn of what shows only once both splits are open. None stands for a split in memory. `knn`: of TRAIN.KNN."""
+    """Report what DATA.EXCLUDE and DATA.RELABEL did, which shows only once the splits are open.
+
+    None stands for a split in memory. `knn`: the splits of TRAIN.KNN.
+    """
     if data.EXCLUDE is not None:
         from datasets.exclude import report_excluded
 
@@ -216,56 +234,61 @@ def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples 
 
 
 def comes_unsplit(data: DataConfig) -> bool:
-    """Whether the data comes without a validation split, so that DATA.VAL_FRACTION or DATA.FOLD makes one."""
-    return _named(data).is_unsplit(data)
+    """Tell whether the data comes without a validation split, so that DATA.VAL_FRACTION or DATA.FOLD makes one."""
+    return _source(data).is_unsplit(data)
 
 
 def validates_on_test(data: DataConfig) -> bool:
-    """Whether the split test of the data is used for validation, because it has no other."""
-    parts = _named(data).parts(data)
+    """Tell whether the data's test split is used for validation, because there is no other."""
+    parts = _source(data).parts(data)
     return "test" in parts and parts["test"] == parts.get("val")
 
 
 def has_test(data: DataConfig) -> bool:
-    """Whether the data has a split test that is not used for validation."""
-    return "test" in distinct(_named(data).parts(data))
+    """Tell whether the data has a test split that is not used for validation."""
+    return "test" in distinct(_source(data).parts(data))
 
 
 def has_labels(data: DataConfig) -> bool:
-    """Whether the data has labels that mean something."""
-    return _named(data).labelled
+    """Tell whether the data has labels; those of images alone are placeholders."""
+    return _source(data).labelled
 
 
 def source_of(data: DataConfig) -> str:
-    """The data set, and where it is read from, for messages."""
-    return f"{data.DATASET} in {data.DATA_PATH}" if data.DATA_PATH and _named(data).reads_path else data.DATASET
+    """Name the data set, and where it is read from, for messages."""
+    if data.DATA_PATH and _source(data).reads_path:
+        return f"{data.DATASET} in {data.DATA_PATH}"
+    return data.DATASET
 
 
 def _check_fold(source: Source, data: DataConfig) -> None:
+    """Raise UserError if DATA.GROUP or DATA.FOLD is set for a data set that cannot be split by it."""
     if data.GROUP is not None and not source.groups:
         raise UserError(f"DATA.GROUP {data.GROUP}: the data set {source_of(data)} names no groups. Leave it out.")
     if data.fold is not None and not source.is_unsplit(data):
-        instead = ", or make folds of train by DATA.KEEP_TEST=true" if validates_on_test(data) else ""
+        alternative = ", or make folds of train by DATA.KEEP_TEST=true" if validates_on_test(data) else ""
         raise UserError(
             f"DATA.FOLD {data.fold}: the data set {source_of(data)} comes with its own validation split. Leave "
-            f"DATA.FOLD out{instead}, or use data that names no splits: class folders alone, one csv file, or tar "
+            f"DATA.FOLD out{alternative}, or use data that names no splits: class folders alone, one csv file, or tar "
             "files."
         )
 
 
-def _source(data: DataConfig) -> Source:
-    source = _named(data)
+def _checked_source(data: DataConfig) -> Source:
+    """Return the source of DATA.DATASET; UserError if it does not have the several labels of DATA.MULTI_LABEL."""
+    source = _source(data)
     if data.MULTI_LABEL and not source.multi_label:
         sources = {name: source_named(name) for name in names()}
-        multi = [name for name, other in sources.items() if other and other.multi_label]
+        with_several_labels = [name for name, candidate in sources.items() if candidate and candidate.multi_label]
         raise UserError(
             f"DATA.MULTI_LABEL: the data set {data.DATASET} has one label per image. Use a data set with several: "
-            f"{', '.join(multi)}; see docs/several_labels.md."
+            f"{', '.join(with_several_labels)}; see docs/several_labels.md."
         )
     return source
 
 
-def _named(data: DataConfig) -> Source:
+def _source(data: DataConfig) -> Source:
+    """Return the source of DATA.DATASET: one of the hub, of PLACES, or of own code. UserError for an unknown name."""
     if data.DATASET.startswith(HUB_PREFIX):
         from datasets.shards import hub
 
@@ -285,11 +308,11 @@ def _named(data: DataConfig) -> Source:
 
 
 def squeezes(data: DataConfig) -> bool:
-    """Whether validation squeezes the whole image instead of cropping its centre."""
+    """Tell whether validation squeezes the whole image into the model's size instead of cropping its centre."""
     source = source_named(data.DATASET)
     return data.CROP == "none" or (source is not None and source.arrays == "whole")
 
 
 def crop_of(data: DataConfig) -> tuple[str, float]:
-    """How validation crops, in timm's words: `crop_mode` and `crop_pct`."""
+    """Return how validation crops, as timm's `crop_mode` and `crop_pct`."""
     return ("squash", 1.0) if squeezes(data) else (data.CROP_MODE, data.CROP_PCT)

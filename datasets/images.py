@@ -1,4 +1,4 @@
-"""Data sets that read images one by one and make batches of pixels of them."""
+"""Data sets that read images one by one and make batches of pixels from them."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from vitamp.sizes import ImageSize
 
 
 class Images(ImageDataset):
-    """A training or validation split whose images are read one by one."""
+    """A split whose images are read one by one. Those of DATA.EXCLUDE and DATA.RELABEL are left out or relabelled."""
 
     def __init__(self, samples: Samples, data: DataConfig, train: bool, seed: int) -> None:
         if data.EXCLUDE is not None:
@@ -51,11 +51,11 @@ class Images(ImageDataset):
         return self
 
     def at_size(self, size: ImageSize) -> ImageDataset:
-        other = copy.copy(self)
-        other.data = self.data.changed(IMAGE_SIZE=size)
-        other.pixels = Pixels(other.data, self.train, self.augmentation)
-        other._new_broken = {}
-        return other
+        resized = copy.copy(self)
+        resized.data = self.data.changed(IMAGE_SIZE=size)
+        resized.pixels = Pixels(resized.data, self.train, self.augmentation)
+        resized._new_broken = {}
+        return resized
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -78,11 +78,13 @@ class Images(ImageDataset):
             return self._load(keys)
 
     def _load(self, keys: list[Key]) -> Batch:
+        """Load a batch. A broken training image is replaced by the next one; in validation, it becomes padding."""
         channels, high, wide = self.data.shape
         # Channels last, as decoders and resizing work; the device makes planes of it when it converts to float.
         images = torch.zeros(len(keys), high, wide, channels, dtype=dtype_of(self.data)).permute(0, 3, 1, 2)
-        several = self.samples.labels.shape[1:]
-        labels = torch.zeros(len(keys), *several, dtype=torch.float32 if several else torch.int64)
+        label_shape = self.samples.labels.shape[1:]
+        has_several_labels = len(label_shape) > 0
+        labels = torch.zeros(len(keys), *label_shape, dtype=torch.float32 if has_several_labels else torch.int64)
         indices = torch.tensor([index for _, index in keys])
         self.samples.prefetch([index for _, index in keys if index != PADDING])
         for row, key in enumerate(keys):
@@ -94,8 +96,8 @@ class Images(ImageDataset):
             else:
                 failure = failure_or(partial(self._write, images[row], key, index), self._storage_failures)
                 if failure:
-                    # Black and not counted. The error comes at the end of the validation pass, because all ranks go
-                    # through their batches together.
+                    # The image is black and not counted. The error is raised at the end of the validation pass, because
+                    # all ranks go through their batches together.
                     self._new_broken[index] = self._broken(index, failure)
                     images[row] = 0
                     indices[row] = PADDING
@@ -104,9 +106,10 @@ class Images(ImageDataset):
         return Batch(images, labels, indices)
 
     def _fill(self, out: torch.Tensor, key: Key) -> int:
-        """Write the sample, or the next readable one, to `out`, and return the index of the one written.
+        """Write a training image to `out`, or the next readable one in its place, and return the index of that one.
 
-        A replacement uses the random numbers of the sample that it replaces.
+        A replacement uses the random numbers of the sample that it replaces. TrainingError if the storage fails, or if
+        no image can be read.
         """
         wanted = key[1]
         for step in range(len(self)):
@@ -126,27 +129,30 @@ class Images(ImageDataset):
                     f"{broken.name}: {failure.reason}. When the storage is back, resume with -resume."
                 )
             # Storage failures do not count towards MAX_BAD here: the next images show whether the storage is gone.
-            if sum(not one.storage for one in self._new_broken.values()) > self.max_bad:
+            damaged = [image for image in self._new_broken.values() if not image.storage]
+            if len(damaged) > self.max_bad:
                 break
         raise TrainingError(f"No image could be read in place of {self.samples.name(wanted)}.")
 
     def _broken(self, index: int, failure: Failure) -> Broken:
+        """Describe an image that cannot be read, and count it if the storage failed."""
         from datasets.exclude import line_of
 
         name = self.samples.name(index)
-        storage = failure.kind != "damaged"
+        is_storage_failure = failure.kind != "damaged"
         if failure.kind == "missing":
-            # The image may be intact if its whole folder is missing or empty, as when a file system is unmounted.
+            # If the data's whole folder is missing or empty, its file system may be unmounted, and the image be intact.
             with contextlib.suppress(OSError), os.scandir(name_prefix(self.data) or ".") as entries:
-                storage = not any(entries)
+                is_storage_failure = not any(entries)
         line = line_of(name, failure.reason, self.data)
-        if storage:
+        if is_storage_failure:
             self._storage_failures += 1
             # A comment, so that using the list as DATA.EXCLUDE does not drop images that the storage may return later.
             line = f"# {line}"
-        return Broken(index, name, failure.reason, line, storage)
+        return Broken(index, name, failure.reason, line, is_storage_failure)
 
     def _write(self, out: torch.Tensor, key: Key, index: int) -> None:
+        """Read an image and write its pixels to `out`. In training, random numbers are those of `key`."""
         if self.train:
             seed_host(self.seed, "sample", *key)
         self.pixels(self.samples.read(index), out)
@@ -154,7 +160,7 @@ class Images(ImageDataset):
 
 
 class Joined(Samples):
-    """Several splits of a data set, one after the other."""
+    """Several splits of a data set as one, with their samples one after the other."""
 
     def __init__(self, splits: Sequence[Samples]) -> None:
         self.splits = splits
@@ -167,15 +173,15 @@ class Joined(Samples):
         self._begins = np.cumsum([0, *map(len, splits)])
 
     def read(self, index: int) -> Encoded:
-        split, inside = self._place(index)
+        split, inside = self._split_and_index(index)
         return split.read(inside)
 
     def name(self, index: int) -> str:
-        split, inside = self._place(index)
+        split, inside = self._split_and_index(index)
         return split.name(inside)
 
     def size(self, index: int) -> int:
-        split, inside = self._place(index)
+        split, inside = self._split_and_index(index)
         return split.size(inside)
 
     def names(self) -> Iterator[bytes | memoryview]:
@@ -188,6 +194,7 @@ class Joined(Samples):
             if inside:
                 split.prefetch(inside)
 
-    def _place(self, index: int) -> tuple[Samples, int]:
+    def _split_and_index(self, index: int) -> tuple[Samples, int]:
+        """Return the split that a sample is in, and its index there."""
         number = int(np.searchsorted(self._begins, index, side="right")) - 1
         return self.splits[number], index - int(self._begins[number])

@@ -66,7 +66,7 @@ def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure 
 
 
 def allowed(max_bad: float, samples: int) -> int:
-    """Return DATA.MAX_BAD as a number of images. Fractions are rounded up: one bad image in fifty is no reason to stop."""
+    """Return DATA.MAX_BAD as a number of images. Fractions are rounded up, so that one bad image in 50 is allowed."""
     return math.ceil(round(max_bad * samples, 6)) if max_bad < 1 else int(max_bad)
 
 

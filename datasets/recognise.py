@@ -1,4 +1,4 @@
-"""Recognises the layout of DATA_PATH, for a run without -dataset."""
+"""Recognise the layout of DATA_PATH, for a run without -dataset, and suggest other layouts in errors."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,11 @@ UNLABELLED = "all images below the folder are used, without labels"
 
 
 def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
-    """(value for DATA.DATASET, what was recognised) of the data set at `place`; None if `place` does not exist."""
+    """Recognise the data set at a path or URL. Return its value for DATA.DATASET, and words about what was recognised.
+
+    None if nothing exists there; UserError if the layout is unknown. `needs_labels=False`: images without labels will
+    do, too.
+    """
     if "://" in place:
         return "shards", "a URL is read as tar files"
     path = Path(place).expanduser()
@@ -31,46 +35,57 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
         return "csv", "a table"
     if not path.is_dir():
         return None
-    found = _layouts(readable_folder(place))
-    if not needs_labels and not found.keys() - {"imagefolder"}:
+    layouts = _layouts(readable_folder(place))
+    if not needs_labels and not layouts.keys() - {"imagefolder"}:
         return "images", UNLABELLED
-    if not found:
+    if not layouts:
         raise UserError(
             f"DATA.DATA_PATH (-data_path): the layout of {path} is not recognised. Name the data set with -dataset "
-            f"(docs/data.md). {LAYOUTS.format(root=path)}{''.join(_tables(path))}"
+            f"(docs/data.md). {LAYOUTS.format(root=path)}{''.join(_table_suggestions(path))}"
         )
-    (name, what), *others = found.items()
-    more = "".join(f"; it also has {what}, which -dataset {other} reads" for other, what in others)
-    return name, f"{path} has {what}{more}"
+    (dataset, content), *others = layouts.items()
+    also = "".join(f"; it also has {content}, which -dataset {other} reads" for other, content in others)
+    return dataset, f"{path} has {content}{also}"
 
 
 def offering_layout(error: UserError, data: DataConfig) -> UserError:
-    """The error of a data set, with the other layouts that are in DATA_PATH."""
+    """Add to the error of a data set which other layouts DATA_PATH has, and return it."""
     root = Path(data.DATA_PATH or "").expanduser()
-    found = _layouts(root) if data.DATA_PATH and root.is_dir() and os.access(root, os.R_OK | os.X_OK) else {}
-    found.pop(data.DATASET, None)
-    offers = [f"\n{data.DATA_PATH} has {what}: -dataset {name} reads them." for name, what in found.items()]
+    layouts: dict[str, str] = {}
+    if data.DATA_PATH and root.is_dir() and os.access(root, os.R_OK | os.X_OK):
+        layouts = _layouts(root)
+    layouts.pop(data.DATASET, None)
+    suggestions = [
+        f"\n{data.DATA_PATH} has {content}: -dataset {dataset} reads them." for dataset, content in layouts.items()
+    ]
     if data.DATASET == "imagefolder":
-        offers += _tables(root)
-    error.args = (str(error) + "".join(offers),)
+        suggestions += _table_suggestions(root)
+    error.args = (str(error) + "".join(suggestions),)
     return error
 
 
-def _tables(root: Path) -> list[str]:
-    tables = sorted(one for one in root.glob("*") if one.suffix.lower() in TABLES)
-    return [f"\n{root} has the table {one.name}, which -data_path {one} reads." for one in tables]
+def _table_suggestions(root: Path) -> list[str]:
+    """List lines of an error that suggest the tables in a folder."""
+    tables = sorted(file for file in root.glob("*") if file.suffix.lower() in TABLES)
+    return [f"\n{root} has the table {table.name}, which -data_path {table} reads." for table in tables]
 
 
 def _layouts(root: Path) -> dict[str, str]:
-    """Value for DATA.DATASET -> what the folder has, in the order of precedence."""
-    found = {}
-    for dataset, name in (("imagenet2012", imagenet2012.list_name), ("csv", csv_table.table_name)):
-        files = [name(split) for split in SPLIT_NAMES if split != TEST and (root / name(split)).is_file()]
+    """Find the layouts of data sets in a folder, in the order of precedence.
+
+    Each is a value for DATA.DATASET, with words about what the folder has.
+    """
+    layouts = {}
+    for dataset, file_name in (("imagenet2012", imagenet2012.list_name), ("csv", csv_table.table_name)):
+        files = []
+        for split in SPLIT_NAMES:
+            if split != TEST and (root / file_name(split)).is_file():
+                files.append(file_name(split))
         if files:
-            found[dataset] = " and ".join(files)
+            layouts[dataset] = " and ".join(files)
     if any(Folder(root).tars(name) for name in ("", *SPLIT_NAMES)):
-        found["shards"] = "tar files"
-    folders = layout_of(root)
-    if folders:
-        found["imagefolder"] = folders
-    return found
+        layouts["shards"] = "tar files"
+    class_folders = layout_of(root)
+    if class_folders:
+        layouts["imagefolder"] = class_folders
+    return layouts

@@ -1,4 +1,4 @@
-"""Splits with copies of their samples, or with images that grow."""
+"""Wrappers of a split: one repeats its samples, one makes its images grow during training."""
 
 from collections import defaultdict
 
@@ -11,7 +11,7 @@ from vitamp.sizes import ImageSize
 
 
 class Variant(ImageDataset):
-    """A wrapper with as many samples as the split that it wraps."""
+    """Base of the wrappers, which have as many samples as the split that they wrap."""
 
     def __init__(self, inner: ImageDataset) -> None:
         self.inner = inner
@@ -36,7 +36,7 @@ class Repeated(Variant):
     """A split whose samples can be in an epoch several times, with a new augmentation each time.
 
     Repeated augmentation and DATA.SAMPLER balanced need it. Index i + n * copy, where n is the number of samples, is
-    sample i with the random numbers of that copy. An epoch keeps its length, and so its cost: it has fewer different
+    sample i with the random numbers of that copy. An epoch keeps its length, and so its cost; it has fewer different
     samples.
     """
 
@@ -48,22 +48,25 @@ class Repeated(Variant):
         return Repeated(self.inner.at_size(size), self.copies)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
-        # Each copy has its own epochs: random numbers depend on epoch and index alone. Padding is in the first.
-        rows = defaultdict[int, list[int]](list)
-        own = list[Key]()
+        # The wrapped split's random numbers depend on epoch and index alone. So each copy is given an epoch of its own:
+        # epoch 1 with 3 copies becomes the epochs 1, 2 and 3. Padding (-1) belongs to the first copy.
+        rows_of_copy = defaultdict[int, list[int]](list)
+        inner_keys = list[Key]()
         for row, (epoch, index) in enumerate(keys):
             copy = max(index, 0) // len(self.inner)
-            own.append(((epoch - 1) * self.copies + copy + 1, index - copy * len(self.inner)))
-            rows[copy].append(row)
-        if not self.in_memory or len(rows) == 1:
-            return self.inner.__getitems__(own)
-        # A data set in memory draws the transforms of one epoch at a time.
+            inner_epoch = (epoch - 1) * self.copies + copy + 1
+            inner_keys.append((inner_epoch, index - copy * len(self.inner)))
+            rows_of_copy[copy].append(row)
+        if not self.in_memory or len(rows_of_copy) == 1:
+            return self.inner.__getitems__(inner_keys)
+
+        # A data set in memory takes the keys of one epoch at a time, so the batch is put together from several.
         batches = list[Batch]()
-        places = list[int]()
-        for of_copy in rows.values():
-            batches.append(self.inner.__getitems__([own[row] for row in of_copy]))
-            places += of_copy
-        order = torch.tensor(places).argsort().to(batches[0].images.device, non_blocking=True)
+        rows = list[int]()
+        for copy_rows in rows_of_copy.values():
+            batches.append(self.inner.__getitems__([inner_keys[row] for row in copy_rows]))
+            rows += copy_rows
+        order = torch.tensor(rows).argsort().to(batches[0].images.device, non_blocking=True)
         return Batch._make(torch.cat(fields)[order] for fields in zip(*batches, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Unlabelled image files, preprocessed exactly as in validation."""
+"""Data sets of image files that a user names, without labels, preprocessed exactly as in validation."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from utils.config.data import DataConfig
 
 
 def open_given(paths: Sequence[str], data: DataConfig) -> Images:
-    """A data set of these files, in this order. Their labels are all 0, as a placeholder."""
+    """Open a data set of these files, in this order. Their labels are all 0, as a placeholder."""
     data = data.changed(EXCLUDE=None, RELABEL=None)
     samples = FileSamples("", paths, np.zeros(len(paths), dtype=np.int64), None)
     samples.most_bytes = data.MAX_IMAGE_BYTES
@@ -27,7 +27,7 @@ def open_given(paths: Sequence[str], data: DataConfig) -> Images:
 
 
 class ArrayPixels:
-    """Writes the pixels of a single image as `InMemory` makes them in validation."""
+    """Preprocesses a single image as `InMemory` does in validation, for sources whose images are arrays."""
 
     def __init__(self, data: DataConfig, cropped: bool = True) -> None:
         self.data = data

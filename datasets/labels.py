@@ -1,4 +1,4 @@
-"""Checks of labels and class counts against MODEL.NUM_CLASSES."""
+"""Check labels and numbers of classes against MODEL.NUM_CLASSES, and count the images of classes."""
 
 import unicodedata
 from collections import Counter, defaultdict
@@ -11,46 +11,47 @@ from utils.log import IN_FULL, log
 from utils.text import some_of
 
 ANY_LABEL = 2**63
-"""In place of a number of classes: labels are not checked. For tools that look for wrong labels. Exceeds int64."""
+"""Number of classes with which labels are not checked, for tools that look for wrong labels. It exceeds int64."""
 
 MOST_WITH_GAPS = 100_000
-"""Classes of which most may lack images if they are counted (-num_classes auto): more than public numberings have."""
+"""Number of classes up to which most may lack images with -num_classes auto: more than public numberings have"""
 
 
 def members_of_classes(labels: np.ndarray) -> list[np.ndarray]:
-    """Indices of the samples of each class that has any, ascending; classes in the order of their labels."""
+    """Return one array per class that has samples, in the order of their labels: the samples' indices, ascending."""
     _, sizes = np.unique(labels, return_counts=True)
     return np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])[: len(sizes)]
 
 
 def distinct_names(classes: Iterable[object]) -> list[str]:
-    """Names of the classes, with the label where several share one: ImageNet has two classes called crane."""
+    """Return the names of classes, with the label added if several share one: ImageNet has two classes called crane."""
     names = list(map(str, classes))
     times = Counter(names)
     return [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
 
 
 def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Number of images of each class. `labels`: see `Samples.labels`."""
+    """Count the images of each class. `labels`: see `Samples.labels`."""
     if labels.ndim == 2:
         return labels.sum(0, dtype=np.int64)[:classes]
     return np.bincount(labels[labels >= 0], minlength=classes)[:classes]  # -1: an image without label
 
 
 def check_gaps(labels: Sequence[int] | np.ndarray, where: Callable[[int], str]) -> None:
-    """Raise UserError for a label below 0, and if a few, as a rule one that is wrong, would make most of many classes.
+    """Raise UserError for a label below 0, and for a largest label that would make very many classes without images.
 
-    `where`: begins the message about the label at an index.
+    That one is usually wrong. `where` makes the beginning of the message from the index of a label.
     """
-    least = int(np.argmin(labels))
-    if labels[least] < 0:
-        raise UserError(f"{where(least)}: the label {labels[least]} is below 0; labels are whole numbers from 0.")
-    largest = int(np.argmax(labels))
+    smallest_at = int(np.argmin(labels))
+    if labels[smallest_at] < 0:
+        smallest = labels[smallest_at]
+        raise UserError(f"{where(smallest_at)}: the label {smallest} is below 0; labels are whole numbers from 0.")
+    largest_at = int(np.argmax(labels))
     occurring = len(np.unique(labels))
-    classes = int(labels[largest]) + 1
+    classes = int(labels[largest_at]) + 1
     if classes > MOST_WITH_GAPS and occurring < classes / 2:
         raise UserError(
-            f"{where(largest)}: label {classes - 1} would make {classes:,} classes, but only {occurring:,} labels "
+            f"{where(largest_at)}: label {classes - 1} would make {classes:,} classes, but only {occurring:,} labels "
             f"occur. Correct it; if it is right, set -num_classes {classes} instead of auto."
         )
 
@@ -74,7 +75,7 @@ def check_class_count(classes: int, num_classes: int, owner: str) -> None:
 
 
 def log_unused_outputs(classes: int, num_classes: int, owner: str) -> None:
-    """Log fewer classes than the classifier has. That is allowed: a pretrained classifier is often kept whole."""
+    """Log that the data has fewer classes than the classifier. This is allowed: a pretrained one is often kept."""
     if num_classes != ANY_LABEL and classes < num_classes:
         unused = f"{num_classes - classes} of the model's outputs stay unused (MODEL.NUM_CLASSES)"
         auto = "MODEL.NUM_CLASSES=auto takes the number of classes"
@@ -90,13 +91,18 @@ def warn_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str
 
 
 def warn_alike_names(classes: Sequence[object], owner: str) -> None:
-    """Warn of classes, as a rule one, whose names differ only in capital letters or in how accents are encoded."""
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in dict.fromkeys(map(str, classes)):  # ImageNet has two classes named crane
+    """Warn of classes whose names differ only in capital letters or in how accents are encoded.
+
+    Usually they are one class. `owner` begins the warning.
+    """
+    names_by_folded: dict[str, list[str]] = defaultdict(list)
+    for name in dict.fromkeys(map(str, classes)):  # each name once: ImageNet has two classes named crane
         normal = unicodedata.normalize("NFKC", name)
-        # Two encodings of an accent look the same, so the characters of the other one are shown.
-        alike[normal.casefold()].append(name if name == normal else ascii(name))
-    pairs = [" and ".join(names) for names in alike.values() if len(names) > 1]
+        # Two encodings of an accent look the same, so the unusual one is shown by its codes.
+        shown_name = name if name == normal else ascii(name)
+        names_by_folded[normal.casefold()].append(shown_name)
+    pairs = [" and ".join(names) for names in names_by_folded.values() if len(names) > 1]
     if pairs:
-        what = "has classes whose names differ only in capital letters or in how accents are encoded"
-        log.warning("%s %s: %s. If they are one class, give it one name.", owner, what, some_of(pairs, separator="; "))
+        problem = "has classes whose names differ only in capital letters or in how accents are encoded"
+        examples = some_of(pairs, separator="; ")
+        log.warning("%s %s: %s. If they are one class, give it one name.", owner, problem, examples)

@@ -1,4 +1,4 @@
-"""Interfaces of the data sets (samples, batches, sources), and random numbers of a sample."""
+"""Interfaces of the data sets (samples, batches, sources), and facts that follow from the DATA settings."""
 
 from __future__ import annotations
 
@@ -66,18 +66,21 @@ HUB_PREFIX = "hf:"
 
 Part = Literal["train", "val", "test", "all"]
 TITLES = {"train": "training split", "val": "validation split", "test": "test split", "all": "all images"}
-"""Values of DATA.PART -> what they are called in messages."""
+"""Values of DATA.PART -> what they are called in messages"""
 
 
 def part_of(data: DataConfig, train: bool) -> Part:
-    """The split to open: the training split, or the one that DATA.PART names, by default the validation split."""
+    """Return the split to open: the training split, or else the one that DATA.PART names, by default `val`."""
     if train:
         return "train"
     return "val" if data.PART == AUTO else data.PART
 
 
 Parts = Mapping[Part, object]
-"""The splits that a data set has, and where each is; `all`, perhaps with `test`, if it comes without one to validate"""
+"""The splits that a data set has, and where each is.
+
+If it comes without a validation split, this is `all`, perhaps with `test`; the program then makes `train` and `val`.
+"""
 
 
 SPLIT: Parts = {"train": "train", "val": "val"}
@@ -85,21 +88,31 @@ UNSPLIT: Parts = {"all": "all"}
 
 
 def distinct(parts: Parts) -> list[Part]:
-    """The splits, without `test` if it is the validation split."""
+    """List the splits of a data set, without `test` if the same images are its validation split."""
     return [part for part in parts if part != "test" or parts.get("val") != parts["test"]]
 
 
 def parts_read(data: DataConfig, train: bool, parts: Parts) -> list[Part]:
-    """The splits that a run reads: two in training; in evaluation that of DATA.PART, for `all` every one of `parts`."""
+    """List the splits that a run reads: `train` and `val` in training, else the one that DATA.PART names.
+
+    `all` becomes the list of the data set's splits, unless it comes unsplit. `parts`: those of the data set.
+    """
     if train:
         return ["train", "val"]
-    part = part_of(data, False)
-    return distinct(parts) if part == "all" and part not in parts else [part]
+    part = part_of(data, train=False)
+    if part == "all" and "all" not in parts:
+        return distinct(parts)
+    return [part]
 
 
 def part_made(parts: Parts, part: Part) -> Part | None:
-    """The split to make of `all`; None if the data has this one."""
-    return None if "all" not in parts or (part == "test" and part in parts) else part
+    """Return `part` if the program must make it from `all`; None if the data set has this split.
+
+    `parts`: the splits of the data set.
+    """
+    comes_unsplit = "all" in parts
+    is_stored_test = part == "test" and "test" in parts
+    return part if comes_unsplit and not is_stored_test else None
 
 
 class Samples(ABC):
@@ -114,19 +127,19 @@ class Samples(ABC):
     """Class names in the order of their labels, if known."""
     stored: StorageKind = "files"
     groups: list[str] | None = None
-    """Of the samples, if DATA.GROUP names them"""
+    """Group of each sample, if DATA.GROUP is set"""
     relabel: Mapping[str, Any] | None = None
-    """Of the training split: what DATA.RELABEL did, for run.json and meta.json"""
+    """Changes that DATA.RELABEL made to the training split, for run.json and meta.json"""
     remote = False
-    """Read over a network. Loading processes then mostly wait and use little CPU."""
+    """Whether it is read over a network. Loading processes then mostly wait and use little CPU."""
     machines: int = 1
-    """Of the run that reads it"""
+    """Number of machines of the run that reads it"""
     most_bytes = MOST_BYTES
-    """Of a stored image (DATA.MAX_IMAGE_BYTES)"""
+    """Most bytes of a stored image (DATA.MAX_IMAGE_BYTES)"""
     by_machine = False
-    """Whether each of them reads files of its own"""
+    """Whether each machine reads files of its own (DATA.SAMPLER by_machine)"""
     window: int = 1
-    """Files whose samples are shuffled together, if a file has several"""
+    """Number of files whose samples are shuffled together, if a file has several samples"""
     file_begins: np.ndarray = np.arange(0)
     """The first sample of each file, and the end of the last; empty if each sample is a file of its own"""
 
@@ -135,45 +148,48 @@ class Samples(ABC):
 
     @abstractmethod
     def read(self, index: int) -> Encoded:
-        """The stored image of a sample. Raises OSError if it cannot be read."""
+        """Return the stored image of a sample. Raises OSError if it cannot be read."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Name of a sample in messages and in lists of broken images, such as its path."""
+        """Return the name of a sample in messages and in lists of broken images, such as its path."""
 
     def size(self, index: int) -> int:
-        """Bytes of a stored image, known without reading it. Raises OSError."""
+        """Return the bytes of a stored image without reading it. Raises OSError."""
         return os.stat(self.name(index)).st_size
 
     def names(self) -> Iterator[bytes | memoryview]:
-        """Bytes that depend on the names of all samples and their order, but not on where the data set is."""
+        """Yield bytes that depend on the names of all samples and their order, but not on the data's folder."""
         yield from (os.fsencode(self.name(index)) + b"\0" for index in range(len(self)))
 
     def prefetch(self, indices: Sequence[int]) -> None:  # noqa: B027 - most sources have nothing to prefetch
         """Announce the samples that are read next. A remote source can fetch them all at once."""
 
     def look_ahead(self) -> float | None:
-        """Log how images are read. The fraction of an epoch by which `announce` is called ahead; None: it is not."""
+        """Return the fraction of an epoch by which `announce` must be called ahead, and log how images are read.
+
+        None: `announce` is not needed.
+        """
         return None
 
     def announce(self, indices: Sequence[int]) -> None:  # noqa: B027 - as above
         """Announce samples that are read later, so that their files can be downloaded meanwhile."""
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        """A random order for one epoch, with every sample once."""
+        """Draw a random order for one epoch, with every sample once."""
         return generator.permutation(len(self))
 
 
 def shuffled_by_file(files: Sequence[Sequence[int]], window: int, generator: np.random.Generator) -> np.ndarray:
-    """Shuffle the files, then the samples within each `window` of files, so that few are read at once.
+    """Shuffle files, then the samples within each `window` of consecutive files, so that few files are read at once.
 
-    `files`: the first sample of each, and the end.
+    `files`: the first sample of each file, and the end. Returns the samples in their new order.
     """
-    order = generator.permutation(len(files))
-    windows = [order[first : first + window] for first in range(0, len(files), window)]
+    file_order = generator.permutation(len(files))
     shuffled = [np.arange(0)]
-    for of_window in windows:
-        samples = [np.arange(files[number][0], files[number][1]) for number in of_window]
+    for first in range(0, len(files), window):
+        numbers = file_order[first : first + window]
+        samples = [np.arange(files[number][0], files[number][1]) for number in numbers]
         shuffled.append(generator.permutation(np.concatenate(samples)))
     return np.concatenate(shuffled)
 
@@ -208,35 +224,35 @@ NO_MEMORY = (
     "memory ran out while it was read; if others fail so, too, use fewer loading processes (DATA.NUM_WORKERS, "
     "-num_workers), a smaller -batch_size, or more memory"
 )
-"""Of an image: nothing shows whether it takes too much, or others left too little"""
+"""Reason of a broken image. Nothing shows whether it takes too much memory, or others left too little."""
 
 
 def background_of(data: DataConfig) -> Colour | None:
-    """DATA.BACKGROUND as a colour; None if the alpha channel is dropped."""
-    named = {"white": (255, 255, 255), "black": (0, 0, 0), "mean": mean_colour(data), "drop": None}
-    return named[data.BACKGROUND] if isinstance(data.BACKGROUND, str) else data.BACKGROUND
+    """Return DATA.BACKGROUND as a colour; None if the alpha channel is dropped."""
+    colour_of = {"white": (255, 255, 255), "black": (0, 0, 0), "mean": mean_colour(data), "drop": None}
+    return colour_of[data.BACKGROUND] if isinstance(data.BACKGROUND, str) else data.BACKGROUND
 
 
 def per_channel(values: tuple[float, ...], channels: int) -> list[float]:
-    """One value per channel. If their numbers differ, the first value serves every channel."""
+    """Return one value per channel. If there are fewer or more values than channels, the first serves every channel."""
     return list(values) if len(values) == channels else [values[0]] * channels
 
 
 def mean_colour(data: DataConfig) -> Colour:
-    """The colour of photographs that normalisation maps to 0."""
+    """Return the colour of photographs that normalisation maps to 0, in 8 bits."""
     red, green, blue = map(round, per_channel(shades_of_mean(data), 3))
     return red, green, blue
 
 
 def shades_of_mean(data: DataConfig) -> tuple[float, ...]:
-    """The stored values that normalisation maps to 0, by channel; of photographs whole numbers."""
+    """Return the stored values that normalisation maps to 0, by channel; for photographs, whole numbers in 8 bits."""
     low, high = data.value_range
     shades = [low + (high - low) * value for value in per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS)]
     return tuple(min(255, max(0, round(shade))) if data.is_plain else shade for shade in shades)
 
 
 def dtype_of(data: DataConfig) -> torch.dtype:
-    """Type of the values in a batch."""
+    """Return the type of the values in a batch."""
     return torch.uint8 if data.is_plain else torch.float32
 
 
@@ -257,7 +273,7 @@ class ImageDataset(Dataset[Batch]):
     """The settings that it was opened with"""
 
     def augment(self, train: TrainConfig) -> ImageDataset:
-        """This split with the single-image augmentations of TRAIN. Images in memory do not support them."""
+        """Return this split with the single-image augmentations of TRAIN. Images in memory do not support them."""
         keys = ", ".join(train.single_image_keys)
         if keys:
             log.warning("%s: no effect on images in memory. Mixup, cutmix and random erasing do work.", keys)
@@ -268,7 +284,7 @@ class ImageDataset(Dataset[Batch]):
         raise NotImplementedError(f"{type(self).__name__} has images of one size")
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        """A random order for one epoch, with every sample once."""
+        """Draw a random order for one epoch, with every sample once."""
         samples = self.single_images()
         return generator.permutation(len(self)) if samples is None else samples.shuffled(generator)
 
@@ -277,16 +293,16 @@ class ImageDataset(Dataset[Batch]):
         raise NotImplementedError
 
     def single_images(self) -> Samples | None:
-        """The samples of this split if images are read one by one; None if batches come from memory."""
+        """Return the samples of this split if images are read one by one; None if batches come from memory."""
         return None
 
     def groups(self) -> list[str]:
-        """Those of all samples, if DATA.GROUP names them; else empty."""
+        """Return the group of each sample, if DATA.GROUP is set; else an empty list."""
         samples = self.single_images()
         return (samples.groups if samples is not None else None) or []
 
     def take_broken(self) -> list[Broken]:
-        """Images that this process could not read since the last call."""
+        """Return the images that this process could not read since the last call."""
         return []
 
     @abstractmethod
@@ -327,12 +343,12 @@ class Source:
     """Whether its labels mean something; those of images alone are placeholders"""
 
     def is_unsplit(self, data: DataConfig) -> bool:
-        """Whether the data comes without a validation split, so that the program makes one. Only then has it folds."""
+        """Tell whether the data comes without a validation split, so the program makes one. Only then has it folds."""
         return "all" in self.parts(data)
 
 
 def sample_table(seed: int, epoch: int, samples: int, columns: int) -> np.ndarray:
-    """Uniform random numbers in 0..1, one row per sample, for sources that transform whole batches at once."""
+    """Draw uniform random numbers in 0..1, one row per sample, for sources that transform whole batches at once."""
     return generator_of(seed, "sample", epoch).random((samples, columns))
 
 

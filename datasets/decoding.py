@@ -1,4 +1,4 @@
-"""Decoding: JPEG files with simplejpeg, all others with PIL. The crop is chosen before pixels are decoded."""
+"""Decode images: JPEG files with simplejpeg, all others with PIL. The crop is chosen before pixels are decoded."""
 
 import contextlib
 import functools
@@ -40,7 +40,7 @@ Image.MAX_IMAGE_PIXELS = None
 
 
 class Stored(ABC):
-    """An image whose header has been read."""
+    """An image whose header has been read, and whose pixels are decoded by `cut`."""
 
     width: int
     height: int
@@ -49,7 +49,7 @@ class Stored(ABC):
 
     @abstractmethod
     def cut(self, box: Box) -> np.ndarray:
-        """The pixels of `box`, height x width x channels. Grey images may have one channel in place of three."""
+        """Decode the pixels of `box`, height x width x channels. Grey images may have one channel in place of three."""
 
 
 class ArrayStored(Stored):
@@ -117,11 +117,12 @@ OF_DAMAGE = ("Corrupt JPEG data", "Premature end")
 
 
 def decoder_of_jpeg() -> str:
-    """Name of the decoder of JPEG files: simplejpeg, or PIL where it is not installed."""
+    """Return the name of the decoder of JPEG files: simplejpeg, or PIL if that is not installed."""
     return "pil" if _import_error() else "simplejpeg"
 
 
 def warn_of_decoder() -> None:
+    """Warn if simplejpeg cannot be imported, so that PIL decodes JPEG files."""
     error = _import_error()
     if error:
         log.warning("PIL decodes JPEG files, at half the speed of simplejpeg (%s). Run: pip install simplejpeg", error)
@@ -181,7 +182,7 @@ class JpegStored(Stored):
 
 
 def damage_of(data: bytes) -> str:
-    """The decoder's warning of a damaged JPEG file, also if PIL reads it without a word; '' if there is none."""
+    """Return the decoder's warning about a damaged JPEG file, which PIL may read without one; '' if it is intact."""
     import simplejpeg
 
     try:
@@ -192,7 +193,7 @@ def damage_of(data: bytes) -> str:
 
 
 def _height_offset(data: bytes) -> int | None:
-    """Offset of the two height bytes in a sequential JPEG file; None for other kinds.
+    """Return the offset of the two height bytes in the header of a sequential JPEG file; None for other kinds.
 
     None also with restart markers: the decoder would complain about each of them, so that the whole file would have to
     be decoded after the part.
@@ -231,7 +232,7 @@ SEARCHED = 2**16
 
 
 class Turned(Stored):
-    """An upright view of an image. Boxes refer to the upright image and are cut from the stored one."""
+    """An image that its EXIF orientation turns upright. Boxes refer to the upright image."""
 
     def __init__(self, stored: Stored, orientation: int) -> None:
         self.stored = stored
@@ -253,7 +254,7 @@ class Turned(Stored):
 
 
 def orientation_of(image: Image.Image) -> Any:
-    """The orientation in the EXIF data alone: Pillow would also read XMP, which no other code here does."""
+    """Return the orientation in the EXIF data; None without it. Pillow alone would also read it from XMP."""
     if image.format == "PNG" and EXIF[0] not in image.info:
         image.load()  # the EXIF data may come after the pixels
     without_xmp = Image.new("1", (1, 1))
@@ -267,17 +268,20 @@ DEEP = "16 bits and more"
 
 
 class Header(NamedTuple):
+    """Facts about an image, from its header."""
+
     mode: str
-    """How the colours are stored; '' where the model takes them so, or where it is unknown"""
+    """Words for colours that are converted for the model; '' if none are, or if that is unknown"""
     size: tuple[int, int]
-    """Width and height; (0, 0) where unknown"""
+    """Width and height; (0, 0) if unknown"""
     turned: bool = False
     """Whether its EXIF data says that it is to be turned"""
     format: str = ""
-    """Such as JPEG; '' where unknown"""
+    """Name of the format, such as JPEG; '' if unknown"""
 
 
 def header_of(encoded: Encoded, data: DataConfig) -> Header:
+    """Read the header of an image, without decoding its pixels if that is possible."""
     if isinstance(encoded, np.ndarray):
         return Header("", encoded.shape[1::-1])
     if not data.is_plain:
@@ -294,6 +298,7 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
 
 
 def _unusual_mode(image: Image.Image, channels: int) -> str:
+    """Name how the colours of an image are stored, if they are converted for a model of so many channels; else ''."""
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         return TRANSPARENT
     if image.mode.startswith("I") or image.mode == "F":
@@ -307,7 +312,7 @@ JPEG_START = b"\xff\xd8\xff"
 
 
 class Reader:
-    """Opens images. A bad image can raise any exception; `decoding_errors` turns it into Unreadable."""
+    """Opens images as the DATA settings say. A bad image can raise any exception; see `decoding_errors`."""
 
     def __init__(self, data: DataConfig) -> None:
         self.channels = data.IMAGE_CHANNELS
@@ -349,7 +354,7 @@ class Reader:
             return stored
 
     def whole(self, encoded: Encoded) -> np.ndarray:
-        """All pixels of an image. Raises Unreadable for a bad one."""
+        """Decode all pixels of an image. Raises Unreadable for a bad one."""
         with decoding_errors(encoded):
             stored = self.open(encoded)
             return stored.cut(Box(0, 0, stored.width, stored.height))
@@ -363,7 +368,7 @@ TOO_LARGE = "DATA.MAX_IMAGE_BYTES"
 
 @contextlib.contextmanager
 def decoding_errors(encoded: Encoded) -> Iterator[None]:
-    """Raise Unreadable in place of whatever decoding this image raises."""
+    """Turn any error of the `with` block, which decodes an image, into Unreadable with a reason."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Data sets of small images in device memory, gathered and augmented a whole batch at once.
+"""Data sets of small images in device memory, which make and augment a whole batch at once.
 
 Each sample has its own random numbers, so its pixels do not depend on the rest of its batch.
 """
@@ -16,7 +16,7 @@ from vitamp.sizes import ImageSize, sides
 
 
 class BatchAffine:
-    """Affine transform of a whole batch at once, with each sample's own random numbers."""
+    """Shifts, zooms and rotates a whole batch at once, with each sample's own random numbers."""
 
     COLUMNS = 5
 
@@ -29,7 +29,10 @@ class BatchAffine:
         self.aspect = wide / high
 
     def matrices(self, uniform: np.ndarray) -> torch.Tensor:
-        """Rows of five uniform numbers -> rows (a, b, c, d, e, f), which map an output pixel (x, y) to its source."""
+        """Make an affine transform per sample from a row of five uniform random numbers.
+
+        Each is a row (a, b, c, d, e, f): the output pixel (x, y) shows the input at (a x + b y + c, d x + e y + f).
+        """
         data = self.data
         acts = uniform[:, 0] < data.AFFINE_PROB
         shift_x, shift_y, zoom, angle = (np.where(acts, 2 * column - 1, 0.0) for column in uniform[:, 1:].T)
@@ -74,7 +77,7 @@ class ArraySamples(Samples):
 
 
 class InMemory(ImageDataset):
-    """A split that is held on the device at the size it is stored in."""
+    """A split that is held on the device, at the size that its images are stored in."""
 
     in_memory = True
 
@@ -98,8 +101,10 @@ class InMemory(ImageDataset):
         self.crops = self.margin > 0 or self.flip > 0 or self.vertical_flip > 0
         self.affine = BatchAffine(data, device) if train and data.has_affine else None
         self._transforms: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        """Epoch -> random transforms, one row per sample: top and left edge of the crop, 1 for a mirrored image and 1
-        for one upside down; `BatchAffine.matrices`. None where the settings turn a kind off."""
+        """Random transforms of the last epochs, one row per sample; None where the settings turn a kind off.
+
+        First crops: top and left edge, 1 for a mirrored image, 1 for one upside down. Then `BatchAffine.matrices`.
+        """
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -108,7 +113,7 @@ class InMemory(ImageDataset):
         return self.samples.labels
 
     def augment(self, train: TrainConfig) -> ImageDataset:
-        """This split; with single-image augmentations, the same images read one by one in loading processes."""
+        """Return this split, or if augmentations are set, the same images read one by one in loading processes."""
         if not self.cropped:
             return super().augment(train)
         if self.train and train.single_image_keys:
@@ -145,7 +150,10 @@ class InMemory(ImageDataset):
         return Batch(images, labels, indices)
 
     def _cropped(self, images: torch.Tensor, crops: torch.Tensor) -> torch.Tensor:
-        """Pad with a black margin, crop each image to its size at its own place, and mirror some."""
+        """Pad images with a black margin, crop each back to its size at its own place, and mirror some.
+
+        `crops`: a row per image; see `_transforms`.
+        """
         high, wide = images.shape[-2:]
         top, left, mirrored, turned = crops[:, :, None].unbind(1)
         if self.margin:
@@ -159,6 +167,7 @@ class InMemory(ImageDataset):
         return images.unflatten(2, (high, wide))
 
     def _transforms_of(self, epoch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the random transforms of an epoch, for all samples; see `_transforms`."""
         if epoch in self._transforms:
             return self._transforms[epoch]
         crops = matrices = None
@@ -184,7 +193,7 @@ class InMemory(ImageDataset):
 
 
 def resized(images: torch.Tensor, data: DataConfig, squeezed: bool) -> torch.Tensor:
-    """Images (B x C x H x W) at the model's size: squeezed, or the centre by DATA.CROP_MODE."""
+    """Resize images (B x C x H x W) to the model's size: squeezed, or else cropped by DATA.CROP_MODE."""
     mode = "none" if squeezed else data.CROP_MODE
     if mode == "border":  # the mean may be no grey
         images = images.expand(-1, data.IMAGE_CHANNELS, -1, -1)

@@ -1,4 +1,4 @@
-"""Preprocessing of one image: from the stored file to pixels of the model's size, not yet normalised.
+"""Preprocess one image: from the stored file to pixels of the model's size, not yet normalised.
 
 Photographs stay in uint8. Bands, of other depths or numbers of channels, are float32, in which no value is lost.
 
@@ -37,10 +37,11 @@ REACH = {"bicubic": 2, "bilinear": 1}
 
 
 class View(NamedTuple):
-    """`columns` x `rows` pixels of the model's input, from (`left`, `top`), each of `across` x `down` image pixels.
+    """The part of an image that the model sees, and how it is resized.
 
-    `box` holds all image pixels that contribute. In training these are the crop itself. In validation the surrounding
-    pixels contribute at the borders, because the image is resized before it is cropped.
+    It begins at (`left`, `top`) and becomes `columns` x `rows` pixels, each of which covers `across` x `down` pixels of
+    the image. `box` holds all image pixels that contribute. In training these are the crop itself. In validation, the
+    surrounding pixels contribute at the borders, because the image is resized before it is cropped.
     """
 
     box: Box
@@ -53,13 +54,13 @@ class View(NamedTuple):
 
 
 def whole(box: Box, data: DataConfig) -> View:
-    """The whole `box`, resized to the model's input."""
+    """Return the view of a whole `box`, resized to the model's input."""
     rows, columns = sides(data.IMAGE_SIZE)
     return View(box, box.left, box.top, box.width / columns, box.height / rows, columns, rows)
 
 
 def random_view(data: DataConfig, width: int, height: int) -> View:
-    """A random crop with the distribution of torchvision's RandomResizedCrop.
+    """Draw a random crop with the distribution of torchvision's RandomResizedCrop.
 
     Its shape is relative to that of the model's input, so that training does not see what validation never does.
     """
@@ -86,12 +87,12 @@ def random_view(data: DataConfig, width: int, height: int) -> View:
 
 
 def squeezed_view(data: DataConfig, width: int, height: int) -> View:
-    """The whole image, squeezed into the model's input."""
+    """Return the view of the whole image, squeezed into the model's input."""
     return whole(Box(0, 0, width, height), data)
 
 
 def middle_view(data: DataConfig, width: int, height: int) -> View:
-    """The centre of the resized image, which can be smaller than the model's input."""
+    """Return the view of the centre of the resized image, which can be smaller than the model's input."""
     wide, high = resized_size(data.CROP_MODE, data.IMAGE_SIZE, data.CROP_PCT, width, height)
     rows, columns = sides(data.IMAGE_SIZE)
     rows = min(rows, high)

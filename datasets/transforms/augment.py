@@ -1,4 +1,4 @@
-"""Augmentation of single training images after the crop: RandAugment, AutoAugment, one's own and others."""
+"""Augment single training images after the crop: RandAugment, AutoAugment, own code and others."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,7 +26,9 @@ SHAPES = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 
 
 def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
-    """Augmentations of an image of the final size, in order. They draw from python's, numpy's and torch's generators.
+    """List the augmentations of an image of the final size, in order.
+
+    They draw from the generators of Python, numpy and torch.
 
     If several policies are on, RandAugment wins over AutoAugment, as in PaddleViT. Colour jitter applies without a
     policy or with ThreeAugment.
@@ -51,12 +53,15 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
 
 
 def own_augmentations(train: TrainConfig) -> list[str]:
-    """Names in TRAIN.AUGMENT that files of USE register."""
+    """List the names in TRAIN.AUGMENT that files of USE register."""
     return [name for name in train.AUGMENT if name not in POLICIES]
 
 
 def check_augmentations(train: TrainConfig, data: DataConfig) -> None:
-    """Raise UserError for an unknown name in TRAIN.AUGMENT, and for two policies. Say what other images do without."""
+    """Raise UserError for an unknown name in TRAIN.AUGMENT, and for two policies.
+
+    For other images than photographs, warn of the augmentations that are left out.
+    """
     policies = [name for name in train.AUGMENT if name in POLICIES]
     if len(policies) > 1:
         raise UserError(f"TRAIN.AUGMENT {', '.join(policies)}: these were never meant to be combined; choose one.")
@@ -78,7 +83,7 @@ def check_augmentations(train: TrainConfig, data: DataConfig) -> None:
 
 
 def affine_change(data: DataConfig) -> ImageChange:
-    """The transform for single images by SHIFT, ZOOM and ROTATE."""
+    """Make the random affine transform of single images, by DATA.SHIFT, ZOOM and ROTATE."""
     affine = v2.RandomAffine(
         degrees=(-data.ROTATE, data.ROTATE),
         translate=(data.SHIFT, data.SHIFT),
@@ -89,7 +94,7 @@ def affine_change(data: DataConfig) -> ImageChange:
 
 
 def rand_augment(data: DataConfig, train: TrainConfig, names: Iterable[str]) -> ImageChange:
-    """RandAugment of timm's operations of these names."""
+    """Make RandAugment with timm's operations of these names."""
     operations = timm_augment.rand_augment_ops(
         magnitude=train.RAND_AUGMENT_MAGNITUDE, prob=PROBABILITY, hparams=_options(data), transforms=list(names)
     )
@@ -105,7 +110,7 @@ def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
 
 
 def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, Any]:
-    """Options of timm's operations: fill colour of uncovered corners, interpolation, spread of magnitudes."""
+    """Return the options of timm's operations: colour of uncovered corners, interpolation, spread of magnitudes."""
     fill = mean_colour(data) if data.is_plain else (0,)  # pixels.py subtracts the mean
     return {
         "img_mean": fill[0] if len(fill) == 1 or data.IMAGE_CHANNELS == 1 else fill,

@@ -1,8 +1,13 @@
-"""Images of equal bytes or pixels: searched for in two splits, in a limited time, and among scanned images, in all."""
+"""Search for copies, which are images of equal bytes or pixels.
+
+`find_copies` compares the files of two splits in a limited time, before training. `add_copies` compares all images that
+check_data.py has decoded.
+"""
 
 import contextlib
 import hashlib
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -18,133 +23,160 @@ from datasets.examine.findings import (
     OVERLAP,
     PIXELS,
     Copies,
+    Finding,
     Findings,
-    Found,
     Image,
 )
 
 Item = TypeVar("Item")
 
 QUICK_SECONDS = 3.5
-"""Most seconds of the search for copies with DATA.CHECK quick"""
-# Fractions of them after which no more sizes are looked up, so that time is left to compare contents
+"""Longest time of one search for copies with DATA.CHECK quick"""
+# Fractions of that time after which no more file sizes are looked up, so that time is left to compare contents
 SIZES_OF_VALIDATION = 0.2
 SIZES_OF_BOTH = 0.65
 BLOCK = 256
-"""Neighbours whose sizes are looked up together: neighbours are in one folder, so this is faster than at random."""
+"""Neighbouring images whose sizes are looked up together: they are in one folder, so this is faster than at random."""
 MOST_NAMED = 5
+"""Copies whose names are kept as examples"""
 
 
 def until(end: float, items: Iterable[Item]) -> Iterator[Item]:
-    """Items, as long as there is time."""
+    """Yield the items, but stop once `time.monotonic()` is past `end`."""
     return itertools.takewhile(lambda _: time.monotonic() <= end, items)
 
 
 def digest_of(encoded: Encoded) -> bytes:
-    """Equal for images of equal bytes."""
+    """Return a hash of an encoded image, which is equal for images of equal bytes."""
     return hashlib.blake2b(bytes(encoded), digest_size=16).digest()
 
 
 def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
-    """Compare images of equal size by a hash of their contents. If the time is too short, a random part is compared."""
+    """Find validation images whose bytes are those of a training image, in at most so many seconds.
+
+    The two may be other splits as well, such as validation and test. Images of equal file size are compared by a hash
+    of their contents. If the time is too short, a random part of the images is compared; the result says how many.
+    """
     begin = time.monotonic()
     end = begin + seconds
-    of_validation = _sizes(validation, begin + SIZES_OF_VALIDATION * seconds)
-    of_training = _sizes(train, begin + SIZES_OF_BOTH * seconds)
-    known = of_validation[of_validation >= 0]
-    shared = np.intersect1d(known, of_training)
-    without_twin = len(known) - np.isin(known, shared).sum()
-    copies = Copies(found=0, compared=int(without_twin), training=int((of_training >= 0).sum()))
-    training_of = _by_size(of_training)
-    validation_of = _by_size(of_validation)
-    for size in np.random.default_rng(0).permutation(shared).tolist():
-        twins = dict(_digests(train, training_of(size), end))
-        validating = validation_of(size)
-        digests = list(_digests(validation, validating, end))
+    validation_sizes = _file_sizes(validation, begin + SIZES_OF_VALIDATION * seconds)
+    training_sizes = _file_sizes(train, begin + SIZES_OF_BOTH * seconds)
+
+    # A validation image whose size no training image has is no copy, so it counts as compared.
+    known_sizes = validation_sizes[validation_sizes >= 0]
+    shared_sizes = np.intersect1d(known_sizes, training_sizes)
+    of_unique_size = len(known_sizes) - np.isin(known_sizes, shared_sizes).sum()
+    copies = Copies(found=0, compared=int(of_unique_size), training=int((training_sizes >= 0).sum()))
+
+    training_of_size = _grouped_by_size(training_sizes)
+    validation_of_size = _grouped_by_size(validation_sizes)
+    for size in np.random.default_rng(0).permutation(shared_sizes).tolist():
+        training_digests = dict(_digests(train, training_of_size(size), end))
+        validation_images = validation_of_size(size)
+        validation_digests = list(_digests(validation, validation_images, end))
         if time.monotonic() > end:
             break
-        copies.compared += len(validating)
-        for digest, index in digests:
-            if digest in twins:
-                twin = twins[digest]
-                relabelled = not np.array_equal(validation.labels[index], train.labels[twin])
-                copies.found += 1
-                copies.relabelled += int(relabelled)
-                names = validation.name(index), train.name(twin)
-                copies.examples.insert(0 if relabelled else MOST_NAMED, names)
-                del copies.examples[MOST_NAMED:]
+        copies.compared += len(validation_images)
+        for digest, image in validation_digests:
+            if digest not in training_digests:
+                continue
+            original = training_digests[digest]
+            copies.found += 1
+            names = validation.name(image), train.name(original)
+            if np.array_equal(validation.labels[image], train.labels[original]):
+                copies.examples.append(names)
+            else:  # shown first, since it matters most
+                copies.relabelled += 1
+                copies.examples.insert(0, names)
+            del copies.examples[MOST_NAMED:]
     return copies
 
 
-def _sizes(samples: Samples, end: float) -> np.ndarray:
-    """Sizes of blocks of neighbours in random order, as long as there is time; -1 for the others, 0 without a file."""
+def _file_sizes(samples: Samples, end: float) -> np.ndarray:
+    """Look up the size in bytes of each image, until the time `end`.
+
+    Blocks of neighbours are looked up in random order. The size is -1 where the time was too short, and 0 where the
+    image has no readable file.
+    """
     sizes = np.full(len(samples), -1, dtype=np.int64)
-    blocks = np.random.default_rng(0).permutation(-(-len(samples) // BLOCK)).tolist()
+    number_of_blocks = math.ceil(len(samples) / BLOCK)
+    blocks = np.random.default_rng(0).permutation(number_of_blocks).tolist()
     for block in until(end, blocks):
-        for index in range(block * BLOCK, min((block + 1) * BLOCK, len(samples))):
-            sizes[index] = 0
-            with contextlib.suppress(OSError, ValueError):  # unreadable: reported when it is trained on
-                sizes[index] = samples.size(index)
+        for image in range(block * BLOCK, min((block + 1) * BLOCK, len(samples))):
+            sizes[image] = 0
+            with contextlib.suppress(OSError, ValueError):  # training reports it when it reads the image
+                sizes[image] = samples.size(image)
     return sizes
 
 
-def _by_size(sizes: np.ndarray) -> Callable[[int], list[int]]:
-    """Gives the indices of the images of a size."""
+def _grouped_by_size(sizes: np.ndarray) -> Callable[[int], list[int]]:
+    """Return a function that gives the indices of all images of one size, without a search through all images."""
     order = np.argsort(sizes, kind="stable")
-    ordered = sizes[order]
+    sorted_sizes = sizes[order]
 
-    def images_of(size: int) -> list[int]:
-        first, end = np.searchsorted(ordered, (size, size + 1))
+    def images_of_size(size: int) -> list[int]:
+        first, end = np.searchsorted(sorted_sizes, (size, size + 1))
         return order[first:end].tolist()
 
-    return images_of
+    return images_of_size
 
 
-def _digests(samples: Samples, indices: list[int], end: float) -> Iterator[tuple[bytes, int]]:
-    for index in until(end, indices):
+def _digests(samples: Samples, images: list[int], end: float) -> Iterator[tuple[bytes, int]]:
+    """Yield the digest and the index of each image, without those that cannot be read, until the time `end`."""
+    for image in until(end, images):
         with contextlib.suppress(OSError, ValueError, Unreadable):
-            yield digest_of(samples.read(index)), index
+            yield digest_of(samples.read(image)), image
 
 
 def add_copies(findings: Findings, images: Iterable[Image]) -> None:
-    """Scanned images of the same bytes or pixels: all whose labels differ, else all but one, in the last split."""
-    found = findings.found
-    copies = defaultdict[bytes, list[Image]](list)
+    """Add the scanned images that have equal bytes or pixels to the findings.
+
+    Copies with different labels are all added, because none of the labels is known to be right. Of other copies, the
+    first in each split stays out of the duplicates, and the last split keeps its images when splits overlap.
+    """
+    by_kind = findings.by_kind
+    by_content = defaultdict[bytes, list[Image]](list)
     for image in images:
         if image.scan.same:
-            copies[image.scan.same].append(image)
-    for same in copies.values():
-        if len(same) == 1:
+            by_content[image.scan.same].append(image)
+    for copies in by_content.values():
+        if len(copies) == 1:
             continue
-        if len({copy.label for copy in same}) > 1:  # every copy is listed, since no label is known to be right
-            for copy in same:
-                other = next(one for one in same if one.label != copy.label)
-                found[CONFLICTS].append(as_copy(copy, other))
+        if len({copy.label for copy in copies}) > 1:
+            for copy in copies:
+                contradicting = [image for image in copies if image.label != copy.label]
+                by_kind[CONFLICTS].append(finding_of_copy(copy, contradicting[0]))
             continue
-        by_split = [list(of_split) for _, of_split in itertools.groupby(same, key=lambda copy: copy.split.title)]
-        last = by_split[-1][0]
+        by_split = [list(group) for _, group in itertools.groupby(copies, key=lambda copy: copy.split.title)]
+        in_last_split = by_split[-1][0]
         for first, *later in by_split:
             kind = DUPLICATES if first.split.title == "training" else DUPLICATES_OF_OTHERS
-            found[kind] += [as_copy(copy, first) for copy in later]
-            if first.split is not last.split:
-                found[OVERLAP] += [as_copy(copy, last) for copy in (first, *later)]
+            by_kind[kind] += [finding_of_copy(copy, first) for copy in later]
+            if first.split is not in_last_split.split:
+                by_kind[OVERLAP] += [finding_of_copy(copy, in_last_split) for copy in (first, *later)]
 
 
-def as_copy(image: Image, other: Image, alike: str = "") -> Found:
-    """An image that has the bytes or the pixels of `other`; `alike`: else how alike they are."""
+def finding_of_copy(image: Image, original: Image, likeness: str = "") -> Finding:
+    """Describe an image as a copy of `original`.
+
+    `likeness` is how they compare, such as "nearly the same image as". Without it, they have equal bytes or pixels, and
+    the description says which.
+    """
     kind = ""
-    if not alike:
-        alike = "the same bytes as"
-        if image.scan.digest != other.scan.digest:
+    if not likeness:
+        likeness = "the same bytes as"
+        if image.scan.digest != original.scan.digest:
             kind = PIXELS
-            alike = "the same pixels, in other bytes, as"
-    where = "" if image.split is other.split else f" in the {other.split.title} split"
-    labels = "" if image.label == other.label else f", but {image.label} instead of {other.label}"
-    return Found(
+            likeness = "the same pixels, in other bytes, as"
+    same_split = image.split is original.split
+    same_label = image.label == original.label
+    where = "" if same_split else f" in the {original.split.title} split"
+    labels = "" if same_label else f", but {image.label} instead of {original.label}"
+    return Finding(
         split=image.split.title,
         name=image.name,
-        about=f"{alike} {other.name}{where}{labels}",
+        description=f"{likeness} {original.name}{where}{labels}",
         kind=kind,
-        copy_of=other.name,
-        contradicts=bool(labels and where),
+        copy_of=original.name,
+        contradicts=not same_split and not same_label,
     )

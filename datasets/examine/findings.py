@@ -1,4 +1,4 @@
-"""Kinds of findings, and what is found in a data set."""
+"""Findings about the images of a data set: their kinds, one finding about an image, and all findings together."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from utils.config.data import DataConfig
 FEW = 5
 """Training images below which a class is called tiny"""
 TIMES_LARGER = 4
-"""Side of an image over the median, from which on it is called much larger, if few are"""
+"""An image whose shorter side is so many times the median is called much larger, if few images are"""
 PIXELS = "pixels"
+"""`Finding.kind` of a copy that has the same pixels in other bytes"""
 
 
 class Kind(NamedTuple):
-    """Of findings."""
+    """Kind of finding: a defect, or a note."""
 
     name: str
-    """In -json"""
+    """Its key in the file of -json"""
     heading: str
+    """Its description in the report"""
     defect: bool = False
     """Whether it spoils training or its metrics; a note does not"""
 
@@ -51,7 +53,7 @@ NEAR_CONFLICTS = Kind(
     defect=True,
 )
 DUPLICATES_OF_OTHERS = DUPLICATES._replace(defect=False)
-"""In validation and test they count twice, but spoil no training."""
+"""Duplicates in validation and test count twice in the metrics, but spoil no training"""
 UNVALIDATED = Kind("classes_without_validation_images", "classes without validation images")
 TINY = Kind("tiny_classes", f"classes with fewer than {FEW} training images")
 SMALL = Kind("smaller_than_image_size", "smaller than IMAGE_SIZE; enlarged when read")
@@ -71,20 +73,21 @@ FLAT_IMAGES = Kind("of_one_colour", "almost of one colour; if they should not be
 
 
 class Scan(NamedTuple):
-    """What is known of one image: before training its header, after check_data.py has decoded it everything."""
+    """Result of looking at one image: only its header before training, all fields once check_data.py has decoded it."""
 
     header: Header
     problem: str = ""
-    """Kind of problem in a word; '' where the image can be read"""
+    """Kind of problem in a word, such as missing; '' if the image can be read"""
     reason: str = ""
+    """Message about the problem"""
     digest: bytes = b""
-    """Equal for images of equal bytes; b'' where they cannot be read"""
+    """Hash of the bytes; b'' if they cannot be read"""
     same: bytes = b""
-    """Equal for images of equal pixels too, unless they are of one colour"""
+    """Hash of the pixels, or of the bytes if all pixels have one colour; b'' if the image cannot be read"""
     damage: str = ""
-    """The decoder's warning about an image that it could read all the same"""
+    """The decoder's warning about an image that it could read all the same; '' if there is none"""
     thumbnail: bytes = b""
-    """Pixels of the whole image, channels x SIDE x SIDE; b'' where it cannot be read"""
+    """Pixels of the whole image, channels x SIDE x SIDE; b'' if it cannot be read"""
 
 
 @dataclass
@@ -92,24 +95,27 @@ class Split:
     """Split of a data set with the scans of its images."""
 
     title: str
+    """training, validation or test"""
     samples: Samples
     scans: list[Scan] = field(default_factory=list)
-    """Of all its images, if they were scanned"""
+    """One scan per image; empty if check_data.py has not scanned them"""
 
     @cached_property
-    def names(self) -> list[str]:
-        """Of the classes, if known"""
+    def class_names(self) -> list[str]:
+        """Names of the classes, each different; empty if the data set has none."""
         return distinct_names(self.samples.classes or ())
 
     def images(self) -> Iterator[Image]:
-        return (Image(self, number, scan) for number, scan in enumerate(self.scans))
+        """Yield each scanned image."""
+        return (Image(self, index, scan) for index, scan in enumerate(self.scans))
 
 
 class Image(NamedTuple):
-    """An image that was looked at."""
+    """Image of a split, with what was read of it."""
 
     split: Split
-    number: int
+    index: int
+    """Its position in `split.samples`"""
     scan: Scan
 
     @property
@@ -118,86 +124,97 @@ class Image(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.split.samples.name(self.number)
+        return self.split.samples.name(self.index)
 
     @property
     def label(self) -> str:
-        """The name of the class, or of all of them, as in cat;dog; numbers where classes have no names."""
-        label = self.split.samples.labels[self.number]
-        names = self.split.names
-        numbers = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(label).tolist()
-        return ";".join(names[one] if 0 <= one < len(names) else f"label {one}" for one in numbers) or "no label"
+        """Name of its class, of all its classes as in `cat;dog`, or `label 3` where a class has no name."""
+        label = self.split.samples.labels[self.index]
+        names = self.split.class_names
+        classes = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(label).tolist()
+        words = [names[number] if 0 <= number < len(names) else f"label {number}" for number in classes]
+        return ";".join(words) or "no label"
 
 
-class Found(NamedTuple):
-    """One image with a defect or a note."""
+class Finding(NamedTuple):
+    """Defect of one image, or a note about it."""
 
     split: str
+    """Title of its split"""
     name: str
-    about: str
+    """Name of the image"""
+    description: str
     kind: str = ""
-    """Kind of problem of an unreadable image; PIXELS of a copy in other bytes"""
+    """Kind of problem if the image is unreadable; PIXELS for a copy in other bytes; '' for all else"""
     copy_of: str = ""
-    """Name of the image that it is a copy of"""
+    """Name of the image that it is a copy of; '' if it is no copy"""
     contradicts: bool = False
-    """It is a copy of an image of another split that has another label"""
+    """Whether it is a copy of an image in another split that has another label there"""
 
 
 @dataclass
 class Copies:
-    """Images of one split, such as validation, whose bytes are those of an image in another, such as training."""
+    """Copies in one split (validation or test) of images in another split (training or validation).
+
+    The keys in data.json are the names of these fields, which say validation and training for any two splits.
+    """
 
     found: int
+    """Images of the first split whose bytes are those of an image in the second"""
     compared: int
-    """Images of the one that were compared with all images of their size in the other"""
+    """Images of the first split that were compared with all images of their size in the second"""
     examples: list[tuple[str, str]] = field(default_factory=list)
-    """Names in the one and in the other"""
+    """Name of a copy in the first split, and of its original in the second"""
     relabelled: int = 0
-    """Those found whose label is another in the other"""
+    """Copies whose label differs from that of their original"""
     training: int = 0
-    """Images of the other that they were compared with; fewer than all where time was too short"""
+    """Images of the second split that were compared; fewer than all if the time was too short"""
 
 
 @dataclass
 class Findings:
-    """Of all splits."""
+    """All findings about a data set. The fields are the keys of data.json; dictionaries are by title of the split."""
 
     images: dict[str, int]
-    """By split"""
+    """Number of images in each split"""
     classes: dict[str, dict[str, int]]
-    """Images of each class, by split"""
+    """Number of images of each class, in each split"""
     largest_class_percent: float | None = None
     """Top-1 of always guessing the most frequent class of the validation split; None with several labels"""
     copies: Copies | None = None
-    """Of training images in validation; None where they were not looked for"""
+    """Copies of training images in validation; None if they were not searched for"""
     copies_in_test: dict[str, Copies] = field(default_factory=dict)
-    """Of images of each other split in the test split"""
+    """Copies in the test split of images in each other split"""
     companions: str = ""
-    """That images may be masks of others, by their names"""
+    """Sentence saying that images may be masks of others, judging by their names; '' if none seem to be"""
     series: str = ""
-    """That images of a group, or whose names look like those of one thing, are in several splits"""
+    """Sentence saying that images of one group, or with names as of one thing, are in several splits; '' if none are"""
     alike: list[int] = field(default_factory=list)
     """Validation images that look like a training image, as edited copies do, and those compared; empty if unknown"""
     looked_at: int = 0
-    """Images whose headers were read"""
+    """Number of images whose headers were read"""
     unlike: list[str] = field(default_factory=list)
-    """Names of those in a format that few others have, and the format"""
+    """Name and format of each image whose format few others have"""
     modes: dict[str, int] = field(default_factory=dict)
-    """Images by how their colours are stored, where it is not as the model takes them"""
+    """Number of images of each colour mode that is converted when read"""
     shorter: int = 0
-    """Pixels of the shorter side of an image (the median)"""
+    """Median of the images' shorter sides, in pixels"""
     turned: int = 0
+    """Number of images to be turned by their EXIF data"""
 
     def __post_init__(self) -> None:
-        # Not in data.json
-        self.found = defaultdict[Kind, list[Any]](list)
-        """By kind: images, each Found, or names of classes"""
+        # These are no fields, so data.json lacks them.
+        self.by_kind = defaultdict[Kind, list[Any]](list)
+        """The findings of each kind: a `Finding` per image, or a string about a class or a property"""
         self.unlabelled = dict[str, int]()
-        """Images without a label, by split; empty where every image has exactly one"""
+        """Number of images without a label in each split; empty unless the data set has several labels per image"""
 
     @classmethod
     def of(cls, splits: Mapping[str, Samples], data: DataConfig, unnamed: str, num_classes: int = ANY_LABEL) -> Self:
-        """What labels and names say. `unnamed`: words before the label of a class that has no name."""
+        """Start the findings with what the labels and names of the images show, without reading images.
+
+        `unnamed` is the prefix of labels of classes without names. Labels from `num_classes` on are out of range.
+        """
         return cls(
             images={title: len(samples) for title, samples in splits.items()},
             classes=_images_by_class(splits, unnamed, num_classes),
@@ -205,51 +222,59 @@ class Findings:
             series=series_of(splits, data),
         )
 
-    def add(self, kind: Kind, image: Image, about: str, problem: str = "") -> None:
-        self.found[kind].append(Found(image.split.title, image.name, about, problem))
+    def add(self, kind: Kind, image: Image, description: str, problem: str = "") -> None:
+        """Add a finding about an image. `problem` is the kind of problem of an unreadable image."""
+        self.by_kind[kind].append(Finding(image.split.title, image.name, description, problem))
 
     def of_kinds(self, defects: bool) -> dict[Kind, list[Any]]:
-        """The defects, or the notes."""
-        return {kind: found for kind, found in self.found.items() if kind.defect == defects}
+        """Return the findings of all kinds of defects, or of all kinds of notes."""
+        return {kind: findings for kind, findings in self.by_kind.items() if kind.defect == defects}
 
     @property
     def clean(self) -> bool:
+        """Whether there is no defect."""
         return not any(self.of_kinds(defects=True).values())
 
     @property
     def unvalidated(self) -> list[str]:
-        """Classes that have training images alone."""
+        """Names of the classes that have training images, but no validation images."""
         training = self.classes.get("training", {})
         validation = self.classes.get("validation", {})
         return [name for name, count in validation.items() if not count and training.get(name)]
 
     def pairs(self) -> list[tuple[str, str, Copies]]:
-        """For each two splits that were compared: the one, the other, and the images of the one that are copies."""
+        """Return each two splits that were searched for copies: the copies' split, the originals' split, the copies.
+
+        Empty if no copies were searched for.
+        """
         if self.copies is None:
             return []
-        of_test = [("test", title, copies) for title, copies in self.copies_in_test.items()]
-        return [("validation", "training", self.copies), *of_test]
+        with_test = [("test", title, copies) for title, copies in self.copies_in_test.items()]
+        return [("validation", "training", self.copies), *with_test]
 
 
 def _images_by_class(splits: Mapping[str, Samples], unnamed: str, num_classes: int) -> dict[str, dict[str, int]]:
-    """Images per class, by split: by name, with the label where classes share one, and by label where it has no class.
+    """Count the images of each class in each split.
 
-    Without names, the labels from 0 to the largest valid one are the names.
+    Classes are called by their names, which come with the label where two classes have one name. If the data set has no
+    names, the labels from 0 to the largest one below `num_classes` are the names, after the prefix `unnamed`. Labels
+    that belong to no class are counted as `label 7`.
     """
-    first = next(iter(splits.values()))
-    several = first.labels.ndim == 2
-    names = distinct_names(first.classes or ())
+    first_split = next(iter(splits.values()))
+    several_labels = first_split.labels.ndim == 2
+    names = distinct_names(first_split.classes or ())
     if not names:
         largest = max(samples.labels[samples.labels < num_classes].max(initial=-1) for samples in splits.values())
-        number = first.labels.shape[1] if several else int(largest) + 1
-        names = [f"{unnamed}{label}" for label in range(number)]
-    by_split = {title: dict.fromkeys(names, 0) for title in splits}
+        number_of_classes = first_split.labels.shape[1] if several_labels else int(largest) + 1
+        names = [f"{unnamed}{label}" for label in range(number_of_classes)]
+
+    images_by_class = {title: dict.fromkeys(names, 0) for title in splits}
     for title, samples in splits.items():
-        if several:
-            found = enumerate(images_of_classes(samples.labels, len(names)))
+        if several_labels:
+            counts = enumerate(images_of_classes(samples.labels, len(names)))
         else:
-            found = zip(*np.unique(samples.labels, return_counts=True), strict=True)
-        for label, count in found:
+            counts = zip(*np.unique(samples.labels, return_counts=True), strict=True)
+        for label, count in counts:
             name = names[label] if 0 <= label < len(names) else f"label {label}"
-            by_split[title][name] = int(count)
-    return by_split
+            images_by_class[title][name] = int(count)
+    return images_by_class

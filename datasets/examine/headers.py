@@ -1,4 +1,4 @@
-"""What the headers of images show: odd formats, colours and sizes, and those that tell classes or splits apart."""
+"""Findings from the headers of images: odd formats, colours and sizes, and those that tell classes or splits apart."""
 
 import contextlib
 import statistics
@@ -32,21 +32,21 @@ from utils.text import some_of
 from vitamp.sizes import sides
 
 HEADER_SECONDS = 1.0
-"""Most seconds of reading headers with DATA.CHECK quick"""
+"""Longest time of reading headers with DATA.CHECK quick"""
 LOOKED_AT = 2000
-"""Images whose headers are read, if there is time."""
+"""Images whose headers are read with DATA.CHECK quick, if there is time"""
 MEASURED = 100
-"""Images whose sides give `median_side`."""
+"""Images whose sides give `median_side`"""
 RARE = 100
-"""Images among which one is odd: in a format of its own, or much larger"""
+"""A format is rare, and a large image odd, if at most one of so many images is like that"""
 AT_LEAST = 20
-"""Images of a format, of colours or of a size, from which on these are compared with classes and splits"""
+"""Fewest images of a format, colour mode or size for which classes and splits are compared"""
 MOST_KEPT = 0.6
-"""Fraction of an image that a validation crop keeps, from which on nothing is said of it"""
+"""Largest fraction of an image that a validation crop may keep for a remark on the crop"""
 
 
 def look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> None:
-    """`add_headers` of training images, as many as DATA.CHECK allows."""
+    """Add findings from the headers of training images, in random order, of as many as DATA.CHECK allows."""
     count = len(train)
     seconds = float("inf")
     if data.CHECK == "quick":
@@ -59,156 +59,185 @@ def look_at_headers(findings: Findings, train: Samples, data: DataConfig) -> Non
 
 
 def median_side(samples: Samples, data: DataConfig) -> int | None:
-    """Median of the shorter sides of some images, in pixels; None if no image has a readable header.
+    """Return the median of the shorter sides of MEASURED images, in pixels; None if no image has a readable header.
 
-    Other than `look_at_headers`, it reads the same images however long that takes, because every rank has to find the
-    same.
+    Unlike `look_at_headers`, it has no time limit: every rank must read the same images, to get the same median.
     """
-    shorter = _shorter_sides(header for _, header in _headers(samples, MEASURED, data))
-    return statistics.median_low(shorter) if shorter else None
+    shorter_sides = _shorter_sides(header for _, header in _headers(samples, MEASURED, data))
+    return statistics.median_low(shorter_sides) if shorter_sides else None
 
 
 def _headers(samples: Samples, count: int, data: DataConfig) -> Iterator[tuple[int, Header]]:
-    """Headers of `count` images, always the same ones, and their numbers; without images that cannot be read."""
+    """Yield index and header of `count` random images, the same ones in every call, without unreadable images."""
     for index in np.random.default_rng(0).permutation(len(samples))[:count].tolist():
         with contextlib.suppress(OSError, Unreadable):
             yield index, header_of(samples.read(index), data)
 
 
 def _shorter_sides(headers: Iterable[Header]) -> list[int]:
-    """In pixels, where they are known."""
-    shorter = (min(header.size) for header in headers)
-    return [side for side in shorter if side > 0]
+    """Return the shorter side of each image in pixels, without images whose size is unknown."""
+    shorter_sides = (min(header.size) for header in headers)
+    return [side for side in shorter_sides if side > 0]
 
 
 def add_headers(findings: Findings, images: Sequence[Image], data: DataConfig) -> None:
-    """How images are stored, and what is odd about an image alone or beside all others."""
+    """Add notes on images that are stored in an odd way, and the totals of how all images are stored."""
     headers = [image.header for image in images]
+
     # Placeholders and drawings often have a format of their own.
-    formats = Counter(header.format for header in headers if header.format)
-    rare = {name for name, number in formats.items() if number * RARE <= formats.total()}
-    known = _shorter_sides(headers)
-    median = float(np.median(known)) if known else np.inf
-    large = TIMES_LARGER * median
-    if sum(side >= large for side in known) * RARE > len(known):
-        large = np.inf
+    images_of_format = Counter(header.format for header in headers if header.format)
+    rare_formats = {name for name, count in images_of_format.items() if count * RARE <= images_of_format.total()}
+
+    # If many images are large, none is odd.
+    shorter_sides = _shorter_sides(headers)
+    median = float(np.median(shorter_sides)) if shorter_sides else np.inf
+    large_side = TIMES_LARGER * median
+    if sum(side >= large_side for side in shorter_sides) * RARE > len(shorter_sides):
+        large_side = np.inf
+
     for image in images:
-        for kind, about in _notes_of(image.header, data, rare, large):
-            findings.add(kind, image, about)
+        for kind, description in _notes_on_header(image.header, data, rare_formats, large_side):
+            findings.add(kind, image, description)
     findings.looked_at = len(images)
-    findings.unlike = [f"{one.name} ({one.about})" for one in findings.found.get(UNLIKE, ())]
-    findings.modes = dict(Counter(one.about for one in findings.found.get(MODES, ())))
-    findings.shorter = round(median) if known else 0
+    findings.unlike = [f"{finding.name} ({finding.description})" for finding in findings.by_kind.get(UNLIKE, ())]
+    findings.modes = dict(Counter(finding.description for finding in findings.by_kind.get(MODES, ())))
+    findings.shorter = round(median) if shorter_sides else 0
     findings.turned = sum(header.turned for header in headers)
 
 
-def _notes_of(header: Header, data: DataConfig, rare: set[str], large: float) -> Iterator[tuple[Kind, str]]:
-    """Kinds of notes, and what is odd. `rare`: formats; `large`: pixels of the shorter side of a large image."""
-    wide, high = header.size
+def _notes_on_header(
+    header: Header, data: DataConfig, rare_formats: set[str], large_side: float
+) -> Iterator[tuple[Kind, str]]:
+    """Yield the kind and the description of each note on an image.
+
+    An image is large if its shorter side has `large_side` pixels or more.
+    """
+    wide, high = header.size  # 0 if unknown
     size = f"{wide} x {high}"
-    least_high, least_wide = sides(data.IMAGE_SIZE)
-    if header.mode:
+    model_high, model_wide = sides(data.IMAGE_SIZE)
+    if header.mode:  # only bands have a mode without a format, which says that some are blank
         yield MODES if header.format else BLANK, header.mode
-    if min(wide, high) > 0 and (wide < least_wide or high < least_high):
+    if min(wide, high) > 0 and (wide < model_wide or high < model_high):
         yield SMALL, size
-    if header.format in rare:
+    if header.format in rare_formats:
         yield UNLIKE, header.format
-    if min(wide, high) >= large:
+    if min(wide, high) >= large_side:
         yield LARGE, size
     if header.turned and not data.EXIF_ROTATE:
         yield TURNED, size
 
 
 def add_sources(findings: Findings, images: Iterable[Image], data: DataConfig) -> None:
-    """Formats, colours and sizes that tell a class, or that a split has not: those of another camera or website."""
-    usual = "grey" if data.IMAGE_CHANNELS == 1 else "RGB"
+    """Add a note on each format, colour mode or size that tells classes apart, or that a split lacks.
+
+    Such images are perhaps from another camera or website, and a model may learn that instead of the class.
+    """
+    usual_mode = "grey" if data.IMAGE_CHANNELS == 1 else "RGB"
     properties: dict[str, Callable[[Header], str]] = {
         "format": lambda header: header.format,
-        "colours": lambda header: header.mode or usual,
+        "colours": lambda header: header.mode or usual_mode,
         "size": lambda header: "{} x {}".format(*header.size),
     }
-    images = [image for image in images if image.header.format]  # unknown of arrays and bands
-    of_class = Counter(image.label for image in images)
-    of_split = Counter(image.split.title for image in images)
-    for what, value_of in properties.items():
+    images = [image for image in images if image.header.format]  # it is unknown of arrays and bands
+    class_sizes = Counter(image.label for image in images)
+    split_sizes = Counter(image.split.title for image in images)
+    for property_name, value_of in properties.items():
         by_value = defaultdict[str, list[Image]](list)
         for image in images:
             by_value[value_of(image.header)].append(image)
-        findings.found[SOURCES] += [f"{what} {text}" for text in _told_by(by_value, of_class, of_split)]
+        notes = _notes_on_values(by_value, class_sizes, split_sizes)
+        findings.by_kind[SOURCES] += [f"{property_name} {note}" for note in notes]
 
 
-def _told_by(by_value: Mapping[str, Sequence[Image]], of_class: Counter[str], of_split: Counter[str]) -> Iterator[str]:
-    """Values of a property that tell classes or splits apart, the rarest first. `of_class`, `of_split`: all images."""
-    total = of_class.total()
-    told = list[set[str]]()
-    for value, having in sorted(by_value.items(), key=lambda item: (len(item[1]), item[0])):
-        number = len(having)
+def _notes_on_values(
+    by_value: Mapping[str, Sequence[Image]], class_sizes: Counter[str], split_sizes: Counter[str]
+) -> Iterator[str]:
+    """Yield a note on each value of a property that tells classes or splits apart, the rarest value first.
+
+    `by_value` has the images of each value. `class_sizes` and `split_sizes` count the images of all values.
+    """
+    total = class_sizes.total()
+    noted = list[set[str]]()
+    for value, images in sorted(by_value.items(), key=lambda item: (len(item[1]), item[0])):
+        number = len(images)
         if number < AT_LEAST:
             continue
-        have = Counter(image.label for image in having)
+        counts = Counter(image.label for image in images)
         common = 2 * number > total
-        classes = _classes_with(have, of_class, common)
-        if classes and classes not in told:
-            told += [classes, of_class.keys() - classes]
-            yield f"{value}: {_apart(classes, have, of_class)}; a model may go by it"
-        splits = {image.split.title for image in having}
-        for title, size in of_split.items():
-            expected = number * size / total
+
+        # Two values that divide the images need one note: what one class has, the other classes lack.
+        classes = _classes_told_apart(counts, class_sizes, common)
+        if classes and classes not in noted:
+            noted += [classes, class_sizes.keys() - classes]
+            yield f"{value}: {_counts_in_words(classes, counts, class_sizes)}; a model may go by it"
+
+        splits = {image.split.title for image in images}
+        for title, split_size in split_sizes.items():
+            expected = number * split_size / total
             if expected >= FEW and title not in splits and not common:
                 yield f"{value}: none of {number:,} images in {title}, where chance puts {expected:.0f}"
 
 
-def _classes_with(have: Counter[str], of_class: Counter[str], common: bool) -> set[str]:
-    """Classes that a property tells from the others; empty if it tells none.
+def _classes_told_apart(counts: Counter[str], class_sizes: Counter[str], common: bool) -> set[str]:
+    """Return the classes that a property tells from the others; empty if it tells none.
 
-    `have`: images of each class that have it, of all images `of_class`; `common`: more than half of all have it.
+    `counts` are the images of each class that have the property, `class_sizes` all images of each class. `common` means
+    that more than half of all images have it.
     """
-    number = have.total()
-    total = of_class.total()
-    label, most = have.most_common(1)[0]
-    if not common:  # then nearly all of those may be of one class, of which others lack it
-        without = (of_class[label] - most) / (total - number)
-        if most >= 0.9 * number and without <= 0.5:
-            return {label}
-    mostly = {label for label in have if 2 * have[label] > of_class[label]}
-    inside = _sum_of(of_class, mostly)
+    number = counts.total()
+    total = class_sizes.total()
+
+    # A rare property tells one class apart if nearly all images with it, but at most half of those without, are of it.
+    top_class, top_count = counts.most_common(1)[0]
+    if not common:
+        top_class_without = (class_sizes[top_class] - top_count) / (total - number)
+        if top_count >= 0.9 * number and top_class_without <= 0.5:
+            return {top_class}
+
+    # Otherwise, nearly all images of some classes have it, and nearly none of the other classes.
+    classes = {label for label in counts if 2 * counts[label] > class_sizes[label]}
+    inside = _sum_of(class_sizes, classes)
     outside = total - inside
-    if min(inside, outside) < AT_LEAST or total < AT_LEAST * len(of_class):  # few images of a class are alike by chance
+    if min(inside, outside) < AT_LEAST or total < AT_LEAST * len(class_sizes):  # few images may be alike by chance
         return set()
-    having = _sum_of(have, mostly)
-    clear = having >= 0.9 * inside and number - having <= 0.1 * outside
-    return mostly if clear else set()
+    inside_with = _sum_of(counts, classes)
+    outside_with = number - inside_with
+    clear = inside_with >= 0.9 * inside and outside_with <= 0.1 * outside
+    return classes if clear else set()
 
 
-def _apart(classes: set[str], have: Counter[str], of_class: Counter[str]) -> str:
-    """How many images of the classes, or of the others if these are fewer, have a property; as `_classes_with`."""
-    others = of_class.keys() - classes
-    named, rest = (classes, others) if len(classes) <= len(others) else (others, classes)
-    having = _sum_of(have, named)
-    images = _sum_of(of_class, named)
-    many = "all" if having == images else f"{having:,} of"
+def _counts_in_words(classes: set[str], counts: Counter[str], class_sizes: Counter[str]) -> str:
+    """Say how many images of these classes and of the others have a property; parameters as `_classes_told_apart`.
+
+    The classes that are named are these or the others, whichever are fewer.
+    """
+    others = class_sizes.keys() - classes
+    named, unnamed = (classes, others) if len(classes) <= len(others) else (others, classes)
+    named_with = _sum_of(counts, named)
+    named_images = _sum_of(class_sizes, named)
+    amount = "all" if named_with == named_images else f"{named_with:,} of"
     names = some_of(sorted(named))
-    beside = f"{_sum_of(have, rest):,} of {_sum_of(of_class, rest):,} of the other classes"
-    return f"{many} {images:,} images of {names}, {beside}"
+    unnamed_text = f"{_sum_of(counts, unnamed):,} of {_sum_of(class_sizes, unnamed):,} of the other classes"
+    return f"{amount} {named_images:,} images of {names}, {unnamed_text}"
 
 
 def _sum_of(counts: Counter[str], names: Iterable[str]) -> int:
     return sum(counts[name] for name in names)
 
 
-def kept_by_crop(headers: Iterable[Header], data: DataConfig) -> str:
-    """How much of the images a square validation crop keeps; '' if it is most of them."""
+def remark_on_crop(headers: Iterable[Header], data: DataConfig) -> str:
+    """Say how much of the images a square validation crop keeps; '' if it keeps most, or crops in another way."""
     sizes = np.array([header.size for header in headers if min(header.size) > 0])
     high, wide = sides(data.IMAGE_SIZE)
     if not len(sizes) or high != wide or data.CROP_MODE != "center" or data.CROP == "none":
         return ""
-    crop = sizes.min(1) * min(data.CROP_PCT, 1)
-    kept = np.minimum(crop**2 / sizes.prod(1), 1)
-    median = float(np.median(kept))
+    crop_sides = sizes.min(1) * min(data.CROP_PCT, 1)
+    fractions = np.minimum(crop_sides**2 / sizes.prod(1), 1)
+    median = float(np.median(fractions))
     if median > MOST_KEPT:
         return ""
     return (
         f"The crop of validation (CROP_PCT {data.CROP_PCT:g}) keeps {100 * median:.0f} % of an image (the median; the "
-        f"least: {100 * kept.min():.0f} %). Where what counts may be at the margin, DATA.CROP_MODE=squash "
+        f"least: {100 * fractions.min():.0f} %). Where what counts may be at the margin, DATA.CROP_MODE=squash "
         "DATA.CROP_PCT=1 keeps all."
     )

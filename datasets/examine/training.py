@@ -1,7 +1,6 @@
-"""What is found in a data set before training (DATA.CHECK), which changes nothing there.
+"""Check of the data set before training (DATA.CHECK): notes for the log, warnings, and data.json. It changes no data.
 
-In a large data set, only as much is looked at as a few seconds allow. check_data.py reads all images, and adds to these
-findings.
+Of a large data set, it reads only as much as a few seconds allow. check_data.py reads all images, and finds more.
 """
 
 import shlex
@@ -28,13 +27,13 @@ from vitamp.metrics import BALANCED, MACRO_F1, NO_LABELS
 from vitamp.sizes import sides
 
 REDUCED = 2.5
-"""How many times smaller images are seen than they are, from which on it is said"""
+"""Ratio of an image's shorter side to the model's for which a note says that details are lost"""
 UNEQUAL = 5
-"""Largest class over smallest, from which on the classes are called unequal."""
+"""Ratio of the largest class to the smallest for which the classes are called unequal"""
 
 
 def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples | None = None) -> Findings:
-    """Look at all splits, as far as DATA.CHECK allows."""
+    """Search all splits for copies and oddities, as far as DATA.CHECK allows."""
     splits = {"training": train, "validation": validation}
     if test is not None:
         splits["test"] = test
@@ -44,7 +43,8 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
         findings.largest_class_percent = 100 * largest / len(validation)
     seconds = float("inf")
     if data.CHECK == "quick":
-        seconds = QUICK_SECONDS / (1 if test is None else 3)
+        searches = 1 if test is None else 3  # one for each two splits
+        seconds = QUICK_SECONDS / searches
     if not any(samples.stored == "pixels" or samples.remote for samples in splits.values()):
         findings.copies = find_copies(train, validation, seconds)
         if test is not None:
@@ -58,175 +58,198 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
 def check_data(
     config: Config, train_set: ImageDataset, val_set: ImageDataset, folder: Path | None, alike: list[int]
 ) -> list[str]:
-    """Notes on the data set. Logs warnings, and writes both into data.json. Images in memory, the program's own, pass.
+    """Check the data set before training: log warnings, write the findings into data.json, and return notes to log.
 
-    `folder` None: a dry run, which writes nothing. `alike`: as in `Findings`.
+    `folder` is that of the run, or None for a dry run, which writes nothing. `alike` is `Findings.alike`.
+    A data set that is held in memory comes with the program, so it is not checked and has no notes.
     """
     train = train_set.single_images()
     validation = val_set.single_images()
     if train is None or validation is None:
         return []
-    found = examine(train, validation, config.DATA, None if train.remote else open_test(config.DATA))
-    found.alike = alike
+    findings = examine(train, validation, config.DATA, None if train.remote else open_test(config.DATA))
+    findings.alike = alike
     if config.task == NO_LABELS:
-        found.classes = {title: {} for title in found.classes}
-        found.largest_class_percent = None
-    settings = ["-cfg", str(folder / CONFIG)] if folder else _settings_of_data(sys.argv)  # a dry run has no config.yaml
-    # A tool executes no code that the run's settings name.
+        findings.classes = {title: {} for title in findings.classes}
+        findings.largest_class_percent = None
+
+    # The notes name the command that checks the same data. A dry run has no config.yaml that it could read.
+    settings = ["-cfg", str(folder / CONFIG)] if folder else _data_arguments(sys.argv)
+    # A tool does not execute code that the run's settings name, so the files with user code are given again.
     use = ["-use", ",".join(config.own_files)] if config.own_files else []
-    check = f"{tool('check_data')} {shlex.join([*settings, *use])}"
-    notes = notes_of(found, config, check)
-    warnings = list(warnings_of(found, config.DATA, check))
+    command = f"{tool('check_data')} {shlex.join([*settings, *use])}"
+
+    notes = notes_of(findings, config, command)
+    warnings = list(warnings_of(findings, config.DATA, command))
     for warning in warnings:
         log.warning("%s", warning)
     if folder is None:
         return notes
     try:
-        write_json(folder / DATA, {**asdict(found), "notes": notes, "warnings": warnings, "use": use})
-    except OSError as error:  # only a description: the training does not need it
+        write_json(folder / DATA, {**asdict(findings), "notes": notes, "warnings": warnings, "use": use})
+    except OSError as error:  # no reason to stop: training does not read this file
         log.warning("%s: cannot be written (%s).", folder / DATA, error.strerror)
     return notes
 
 
-def _settings_of_data(argv: list[str]) -> list[str]:
-    """Those words of a training's command line that say which images it reads, and for which model."""
+def _data_arguments(argv: list[str]) -> list[str]:
+    """Return the arguments of a training's command line that say which images it reads, and for which model."""
     given = parse(argv[1:], argv[0])
 
-    def is_of_data(key: str) -> bool:
+    def is_about_data(key: str) -> bool:
         return key.startswith(("DATA.", "MODEL.")) and "BATCH_SIZE" not in key
 
-    words = ["-cfg", given.cfg] if given.cfg else []
+    arguments = ["-cfg", given.cfg] if given.cfg else []
     for key, (value, flag) in given.flags.items():
-        if is_of_data(key):
-            words.append(flag)
-            if value is not True:
-                words.append(str(value))
-    return words + [f"{key}={value}" for key, value in given.words.items() if is_of_data(key)]
+        if is_about_data(key):
+            arguments.append(flag)
+            if value is not True:  # a flag without a value
+                arguments.append(str(value))
+    return arguments + [f"{key}={value}" for key, value in given.words.items() if is_about_data(key)]
 
 
-def notes_of(found: Findings, config: Config, check: str) -> list[str]:
-    """Lines for the log. `check`: the command that checks this data set."""
-    notes = [_counts_in_words(found)]
-    notes += _of_unequal_classes(found, config)
-    notes += _of_storage(found, config.DATA, check)
-    notes += _of_search(found, check)
+def notes_of(findings: Findings, config: Config, command: str) -> list[str]:
+    """Return notes on the data set for the log. `command` is the call of check_data.py for it, which they name."""
+    notes = [_class_counts(findings)]
+    notes += _notes_on_unequal_classes(findings, config)
+    notes += _notes_on_storage(findings, config.DATA, command)
+    notes += _notes_on_search(findings, command)
     return notes
 
 
-def _counts_in_words(found: Findings) -> str:
-    splits = ", ".join(f"{count:,} {title}" for title, count in found.images.items())
+def _class_counts(findings: Findings) -> str:
+    """Say how many images the splits have, and how many the smallest and the largest class of training."""
+    splits = ", ".join(f"{count:,} {title}" for title, count in findings.images.items())
     text = f"Data: {splits} images"
-    training = found.classes["training"]
-    if not training:
+    class_sizes = findings.classes["training"]
+    if not class_sizes:
         return text
-    smallest = min(training, key=lambda name: training[name])
-    largest = max(training, key=lambda name: training[name])
-    of_each = f"from {training[smallest]:,} ({smallest}) to {training[largest]:,} ({largest}) training images"
-    if training[smallest] == training[largest]:
-        of_each = f"each of {counted(training[largest], 'training image')}"
-    text += f" in {len(training):,} classes, {of_each}"
-    if found.largest_class_percent is not None:
-        text += f". Always guessing the largest class would give {found.largest_class_percent:.1f} % in validation"
+    smallest = min(class_sizes, key=lambda name: class_sizes[name])
+    largest = max(class_sizes, key=lambda name: class_sizes[name])
+    range_text = f"from {class_sizes[smallest]:,} ({smallest}) to {class_sizes[largest]:,} ({largest}) training images"
+    if class_sizes[smallest] == class_sizes[largest]:
+        range_text = f"each of {counted(class_sizes[largest], 'training image')}"
+    text += f" in {len(class_sizes):,} classes, {range_text}"
+    if findings.largest_class_percent is not None:
+        text += f". Always guessing the largest class would give {findings.largest_class_percent:.1f} % in validation"
     return text
 
 
-def _of_unequal_classes(found: Findings, config: Config) -> Iterator[str]:
+def _notes_on_unequal_classes(findings: Findings, config: Config) -> Iterator[str]:
+    """Yield a note if the largest class is much larger than the smallest, with the settings that balance classes."""
     train = config.TRAIN
-    counts = [count for count in found.classes["training"].values() if count]
-    # Without epochs, such as for a probe, nothing is weighed.
-    if found.largest_class_percent is None or not counts or not train.NUM_EPOCHS:
+    class_sizes = [count for count in findings.classes["training"].values() if count]
+    # Without epochs, such as for a probe, no setting can balance classes.
+    if findings.largest_class_percent is None or not class_sizes or not train.NUM_EPOCHS:
         return
-    times = max(counts) / min(counts)
-    if max(counts) < UNEQUAL * min(counts):
+    ratio = max(class_sizes) / min(class_sizes)
+    if max(class_sizes) < UNEQUAL * min(class_sizes):
         return
+
     # Neither the loss of a distillation nor one of the user's own has class weights.
-    has_weights = train.DISTILLATION_TYPE is None and train.LOSS in LOSSES
-    ways = "DATA.SAMPLER=balanced or TRAIN.CLASS_WEIGHTS=balanced" if has_weights else "DATA.SAMPLER=balanced"
-    chooses = config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
-    if train.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
-        alike = "Balanced accuracy counts classes alike"
-        if not chooses:
-            alike += "; SAVE_BEST_BY=balanced_acc chooses by it, which may lower top-1"
-    elif chooses:
-        alike = f"{ways} would weigh classes alike, which may lower top-1"
+    has_class_weights = train.DISTILLATION_TYPE is None and train.LOSS in LOSSES
+    settings = "DATA.SAMPLER=balanced"
+    if has_class_weights:
+        settings += " or TRAIN.CLASS_WEIGHTS=balanced"
+    balances = train.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced"
+    chooses_by_class = config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
+    if balances and chooses_by_class:
+        advice = "Balanced accuracy counts classes alike"
+    elif balances:
+        advice = (
+            "Balanced accuracy counts classes alike; SAVE_BEST_BY=balanced_acc chooses by it, which may lower top-1"
+        )
+    elif chooses_by_class:
+        advice = f"{settings} would weigh classes alike, which may lower top-1"
     else:
-        alike = (
-            f"{ways} would weigh classes alike, and SAVE_BEST_BY=balanced_acc would choose the best checkpoint so; "
+        advice = (
+            f"{settings} would weigh classes alike, and SAVE_BEST_BY=balanced_acc would choose the best checkpoint so; "
             "both may lower top-1"
         )
     yield (
-        f"The largest class has {times:.0f} times as many images as the smallest: top-1 mostly counts the large ones. "
-        f"{alike}"
+        f"The largest class has {ratio:.0f} times as many images as the smallest: top-1 mostly counts the large ones. "
+        f"{advice}"
     )
 
 
-def _of_storage(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
-    of = f"of {found.looked_at:,} training images"
-    if found.looked_at != found.images["training"]:
-        of += " looked at"
-    if found.series and data.GROUP is None:
-        yield found.series
-    if found.unlike:
-        yield f"Perhaps placeholders, in another format than the others {of}: {some_of(found.unlike)}"
-    times = found.shorter / min(sides(data.IMAGE_SIZE))
-    if times >= REDUCED:
+def _notes_on_storage(findings: Findings, data: DataConfig, command: str) -> Iterator[str]:
+    """Yield notes on names, formats, sizes, colours and EXIF data of the images. `command` as in `notes_of`."""
+    of_images = f"of {findings.looked_at:,} training images"
+    if findings.looked_at != findings.images["training"]:
+        of_images += " looked at"
+    if findings.series and data.GROUP is None:
+        yield findings.series
+    if findings.unlike:
+        yield f"Perhaps placeholders, in another format than the others {of_images}: {some_of(findings.unlike)}"
+    reduction = findings.shorter / min(sides(data.IMAGE_SIZE))
+    if reduction >= REDUCED:
         yield (
-            f"Images of {found.shorter:,} pixels on the shorter side (the median) are seen at {data.IMAGE_SIZE}: "
-            f"details of fewer than {times:.0f} pixels are lost. If they count, -image_size keeps more"
+            f"Images of {findings.shorter:,} pixels on the shorter side (the median) are seen at {data.IMAGE_SIZE}: "
+            f"details of fewer than {reduction:.0f} pixels are lost. If they count, -image_size keeps more"
         )
-    transparent = found.modes.get(TRANSPARENT)
+    transparent = findings.modes.get(TRANSPARENT)
     if transparent:
-        yield f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {transparent:,} {of}"
-    deep = found.modes.get(DEEP)
+        yield f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {transparent:,} {of_images}"
+    deep = findings.modes.get(DEEP)
     if deep:
-        yield f"With 16 bits, of which 8 are read: {deep:,} {of}. DATA.BITS=16 reads all (docs/bands.md)"
-    turned = found.found.get(TURNED)
+        yield f"With 16 bits, of which 8 are read: {deep:,} {of_images}. DATA.BITS=16 reads all (docs/bands.md)"
+    turned = findings.by_kind.get(TURNED)
     if turned:
         where = ", in pack_images.py too" if data.DATASET == "shards" else ""
         yield (
-            f"To be turned by their EXIF data, but read as they are stored: {len(turned):,} {of}. "
-            f"DATA.EXIF_ROTATE=true turns them{where}; `{check}` lists them"
+            f"To be turned by their EXIF data, but read as they are stored: {len(turned):,} {of_images}. "
+            f"DATA.EXIF_ROTATE=true turns them{where}; `{command}` lists them"
         )
 
 
-def _of_search(found: Findings, check: str) -> Iterator[str]:
-    if found.copies is None:
+def _notes_on_search(findings: Findings, command: str) -> Iterator[str]:
+    """Yield a note if images were not searched for copies, or not all. `command` as in `notes_of`."""
+    if findings.copies is None:
         yield (
             "Not searched for copies in both splits, because the images are raw pixels or not on this machine; "
-            f"`{check}` does it"
+            f"`{command}` does it"
         )
-    for one, other, copies in found.pairs():
-        if copies.compared < found.images[one] or copies.training < found.images[other]:
-            some = f"{copies.compared:,} of {found.images[one]:,} {one} images"
-            if copies.training < found.images[other]:
-                some += f" with {copies.training:,} of {found.images[other]:,} {other} images"
-            only = f"only {some}, in the time of DATA.CHECK quick"
-            yield f"Searched for copies in both splits: {only}; `{check}` compares all"
+    for split, original_split, copies in findings.pairs():
+        images = findings.images[split]
+        originals = findings.images[original_split]
+        if copies.compared < images or copies.training < originals:
+            compared = f"{copies.compared:,} of {images:,} {split} images"
+            if copies.training < originals:
+                compared += f" with {copies.training:,} of {originals:,} {original_split} images"
+            only = f"only {compared}, in the time of DATA.CHECK quick"
+            yield f"Searched for copies in both splits: {only}; `{command}` compares all"
 
 
-def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
-    """What makes the metrics of a validation wrong, and what mends it."""
-    missing = found.unvalidated
-    if found.series and data.GROUP is not None:
-        yield f"{found.series}."
-    if found.companions:
-        yield f"{found.companions}."
-    # Of a validation split that comes with the data, these have warned, before DATA.EXCLUDE.
-    warned = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")
-    if missing and (not warned or data.EXCLUDE or comes_unsplit(data)):
-        of = f"{len(missing):,} of {len(found.classes['training']):,} (the first: {missing[0]})"
+def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[str]:
+    """Yield a warning for each finding that makes validation metrics wrong, with the remedy.
+
+    `command` as in `notes_of`.
+    """
+    if findings.series and data.GROUP is not None:
+        yield f"{findings.series}."
+    if findings.companions:
+        yield f"{findings.companions}."
+
+    # When they open a validation split that comes with the data, these data sets warn of missing classes themselves,
+    # but before DATA.EXCLUDE removes images.
+    unvalidated = findings.unvalidated
+    has_warned = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")
+    if unvalidated and (not has_warned or data.EXCLUDE or comes_unsplit(data)):
+        of = f"{len(unvalidated):,} of {len(findings.classes['training']):,} (the first: {unvalidated[0]})"
         yield f"Classes without validation images, of which no metric tells: {of}. Validation needs images of them."
-    for one, other, copies in found.pairs():
+
+    for split, original_split, copies in findings.pairs():
         if not copies.examples:
             continue
         copy, original = copies.examples[0]
         labels = f", {copies.relabelled:,} of them with another label there" if copies.relabelled else ""
-        of = f"{copies.found:,} of {copies.compared:,} {one} images{labels}. {copy} has the bytes of {original}"
-        lists = f"`{check}` lists them"
-        if other == "training":
-            lists = f"`{check} -fix exclude.txt` lists the copies, and with -near edited ones, too; train with "
-            lists += "DATA.EXCLUDE=exclude.txt"
-        yield f"Copies of {other} images, on which a model does better than on new ones: {of}. {lists}."
-    words = alike_in_words(found.alike)
-    if words:
-        yield f"{words}. `{check} -alike DIR` shows them."
+        counts = f"{copies.found:,} of {copies.compared:,} {split} images{labels}. {copy} has the bytes of {original}"
+        advice = f"`{command}` lists them"
+        if original_split == "training":
+            advice = f"`{command} -fix exclude.txt` lists the copies, and with -near edited ones, too; train with "
+            advice += "DATA.EXCLUDE=exclude.txt"
+        yield f"Copies of {original_split} images, on which a model does better than on new ones: {counts}. {advice}."
+
+    look_alike = alike_in_words(findings.alike)
+    if look_alike:
+        yield f"{look_alike}. `{command} -alike DIR` shows them."

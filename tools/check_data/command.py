@@ -63,35 +63,40 @@ TOOL = Tool("check_data.py", __doc__, OWN)
 
 
 class Asked(NamedTuple):
-    """Results that the command asks for, and whether the list of -fix has nearly equal images."""
+    """Results that the command asks for; None for those that it does not."""
 
     fix: Path | None
+    """File for the list of images to exclude"""
     json: Path | None
+    """File for all findings"""
     alike: Path | None
+    """Folder for the page of images that look alike"""
     near: bool
+    """Whether the list to exclude has nearly equal images too"""
 
 
 @tool
 def main(argv: list[str]) -> int:
+    """Run the command, and return its exit code."""
     line = TOOL.read(argv)
-    fix = line.file("fix")
+    exclude_file = line.file("fix")
     json_file = line.file("json")
-    alike = line.asked.alike
-    if fix is not None and fix == json_file:
-        raise UserError(f"-fix and -json both name {fix}; give each its own file.")
-    if alike is not None:
-        alike = results_folder(alike)
+    if exclude_file is not None and exclude_file == json_file:
+        raise UserError(f"-fix and -json both name {exclude_file}; give each its own file.")
+    alike_folder = line.asked.alike
+    if alike_folder is not None:
+        alike_folder = results_folder(alike_folder)
     with ranks_of_launcher(argv, line.run.ranks) as world:
         config = on_every_rank(world, line.load).config
-        if alike is not None and not config.MODEL.PRETRAINED:
+        if alike_folder is not None and not config.MODEL.PRETRAINED:
             raise UserError("-alike compares images by a model's features: give -model NAME -pretrained FILE.")
-        if alike is not None and config.DATA.RELABEL:
+        if alike_folder is not None and config.DATA.RELABEL:
             raise UserError("DATA.RELABEL: -alike compares all images; leave the table out.")
-        return _check(config, Asked(fix, json_file, alike, line.asked.near), world)
+        return _check(config, Asked(exclude_file, json_file, alike_folder, line.asked.near), world)
 
 
 def _check(config: Config, asked: Asked, world: World) -> int:
-    """Scan the images, and report, which rank 0 does; returns the exit code."""
+    """Scan all images, report the findings, and return the exit code. All ranks scan; rank 0 reports."""
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import auto_workers
     from datasets.examine.findings import UNLIKE
@@ -101,11 +106,11 @@ def _check(config: Config, asked: Asked, world: World) -> int:
 
     data = config.DATA
     workers = auto_workers(world, data.NUM_WORKERS)
-    opened, unread = _open_splits(config)
-    splits = [scan_split(title, samples, data, workers, world) for title, samples in opened.items()]
+    samples_of, test_is_unread = _open_splits(config)
+    splits = [scan_split(title, samples, data, workers, world) for title, samples in samples_of.items()]
     if not splits or not world.first:
         return EXIT_DONE
-    _check_existing(splits)
+    _check_images_exist(splits)
     findings = find_problems(splits, config.MODEL.NUM_CLASSES, data)
     _report(findings, splits, data, asked)
     if asked.json is not None:
@@ -115,21 +120,21 @@ def _check(config: Config, asked: Asked, world: World) -> int:
     if asked.alike is not None:
         from tools.check_data.alike import write_alike
 
-        count = write_alike(config, splits, asked.alike)
-        if count:
+        possible_copies = write_alike(config, splits, asked.alike)
+        if possible_copies:
             others = "no other defects" if findings.clean else "there are others"
-            result = f"Defects: {counted(count, 'image')} may be copies; {others}."
-    doubtful = findings.found[UNLIKE]
-    if doubtful:
-        result += f" Look at {counted(len(doubtful), 'image')} in another format: perhaps placeholders."
-    if unread:
+            result = f"Defects: {counted(possible_copies, 'image')} may be copies; {others}."
+    in_rare_format = findings.by_kind[UNLIKE]
+    if in_rare_format:
+        result += f" Look at {counted(len(in_rare_format), 'image')} in another format: perhaps placeholders."
+    if test_is_unread:
         result += " The test split was not checked."
     log.info("\n%s", result)
-    return EXIT_DONE if findings.clean and not unread else EXIT_FAILED
+    return EXIT_DONE if findings.clean and not test_is_unread else EXIT_FAILED
 
 
-def _check_existing(splits: Iterable[Split]) -> None:
-    """Raise UserError for a split none of whose images exists."""
+def _check_images_exist(splits: Iterable[Split]) -> None:
+    """Raise UserError if none of the images of a split exists."""
     from datasets.sources.files import no_file
 
     for split in splits:
@@ -139,41 +144,48 @@ def _check_existing(splits: Iterable[Split]) -> None:
 
 
 def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: Asked) -> None:
-    """Log what was found, and write the list of -fix."""
-    from datasets.examine.headers import kept_by_crop
-    from tools.check_data.report import exclude_list, text
+    """Log the report of all findings, and write the exclude list of -fix, if that was given."""
+    from datasets.examine.headers import remark_on_crop
+    from tools.check_data.report import exclude_list, report_text
 
     scans = chain.from_iterable(split.scans for split in splits)
     headers = [scan.header for scan in scans]
     if not data.is_plain:
-        found = Counter(header.size for header in headers if min(header.size) > 0).most_common(5)
-        sizes = ", ".join(f"{wide} x {high} ({count:,})" for (wide, high), count in found)
+        common_sizes = Counter(header.size for header in headers if min(header.size) > 0).most_common(5)
+        sizes = ", ".join(f"{wide} x {high} ({count:,})" for (wide, high), count in common_sizes)
         log.info("Images of %d channels, DATA.BITS %s, by size: %s", data.IMAGE_CHANNELS, data.BITS, sizes)
-    kept = kept_by_crop(headers, data)
-    if kept:
-        log.info("%s", kept)
+    crop = remark_on_crop(headers, data)
+    if crop:
+        log.info("%s", crop)
+
+    # The list is made even without -fix, to say what it would exclude.
     excluded = exclude_list(findings, splits, data, asked.near)
     advice = list[str]()
     if excluded.images:
-        listed = asked.fix or "the list that -fix FILE writes"
-        advice += [f"Excluded by {listed}:", excluded.words]
+        exclude_file = asked.fix or "the list that -fix FILE writes"
+        advice += [f"Excluded by {exclude_file}:", excluded.summary]
     if asked.fix is not None:
         with writing(asked.fix, "-fix"):
             write_atomically(asked.fix, excluded.content)
-        how = f"; to exclude them, add DATA.EXCLUDE={asked.fix}" if excluded.images else ""
-        advice.append(f"{counted(excluded.images, 'image')} to exclude{how}")
-    advice += _what_stays(findings, asked)
+        usage = f"; to exclude them, add DATA.EXCLUDE={asked.fix}" if excluded.images else ""
+        advice.append(f"{counted(excluded.images, 'image')} to exclude{usage}")
+    advice += _advice_on_other_defects(findings, asked)
+
     if findings.companions:
         log.warning("%s.", findings.companions)
     if findings.series and data.GROUP is not None:
         log.warning("%s.", findings.series)
     elif findings.series:
         advice.append(f"{findings.series}.")
-    log.info(text(findings, data, advice))
+    log.info(report_text(findings, data, advice))
 
 
 def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
-    """The splits whose images are read one by one, by title, and whether a test split could not be opened."""
+    """Open the splits whose images can be checked.
+
+    Returns their samples by title (training, validation, test), and whether there is a test split that could not be
+    opened. A split in memory is left out, and so is the validation split if there are too few images to split.
+    """
     import torch
 
     from datasets import has_test, open_dataset, open_test, source_of, warn_of_splits
@@ -181,43 +193,43 @@ def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
     from datasets.sources.split import TooFewToSplit
 
     data = config.DATA
-    opened: dict[str, Samples] = {}
+    samples_of: dict[str, Samples] = {}
     for title in ("training", "validation"):
         try:
             # With any label, so that labels out of range are reported with all other defects.
-            split = open_dataset(data, title == "training", ANY_LABEL, config.SEED, torch.device("cpu"))
+            dataset = open_dataset(data, title == "training", ANY_LABEL, config.SEED, torch.device("cpu"))
         except TooFewToSplit as error:
             log.warning("%s Here all images are checked as training images.", error)
             continue
-        samples = split.single_images()
+        samples = dataset.single_images()
         if samples is None:
             log.info("The %s split of %s is held in memory: there are no files to check.", title, data.DATASET)
         else:
-            opened[title] = samples
+            samples_of[title] = samples
     test = open_test(data)
     if test is not None:
-        opened["test"] = test
-    training = opened.get("training")
-    warn_of_splits(data, training, opened.get("validation"))
+        samples_of["test"] = test
+    training = samples_of.get("training")
+    warn_of_splits(data, training, samples_of.get("validation"))
     if training is not None:
         warn_alike_names(training.classes or (), source_of(data))
-    unread = test is None and has_test(data) and data.PART in (AUTO, "val")  # a warning says why
-    return opened, unread
+    test_is_unread = test is None and has_test(data) and data.PART in (AUTO, "val")  # `open_test` has warned why
+    return samples_of, test_is_unread
 
 
-def _what_stays(findings: Findings, asked: Asked) -> Iterator[str]:
-    """Defects that the list of -fix leaves, and what to do."""
+def _advice_on_other_defects(findings: Findings, asked: Asked) -> Iterator[str]:
+    """Yield advice on each kind of defect whose images the exclude list does not have."""
     from datasets.examine.findings import DUPLICATES_OF_OTHERS, NEAR_CONFLICTS, NEAR_OVERLAP
 
-    if not asked.near and any(one.split == "training" for one in findings.found[NEAR_OVERLAP]):
-        way = "-near -overwrite" if asked.fix else "-fix FILE -near"
-        yield f"Images that are nearly the same as one of another split stay: look at them, then add {way}."
-    if findings.found[DUPLICATES_OF_OTHERS]:
+    if not asked.near and any(image.split == "training" for image in findings.by_kind[NEAR_OVERLAP]):
+        flags = "-near -overwrite" if asked.fix else "-fix FILE -near"
+        yield f"Images that are nearly the same as one of another split stay: look at them, then add {flags}."
+    if findings.by_kind[DUPLICATES_OF_OTHERS]:
         yield (
             "Duplicates within validation or test stay, and count twice there. To leave them out, list all but one in "
             "DATA.EXCLUDE; runs are then compared on fewer images."
         )
-    if findings.found[NEAR_CONFLICTS]:
+    if findings.by_kind[NEAR_CONFLICTS]:
         yield (
             "Nearly the same images with different labels stay: see which label is right, then list the other image in "
             "DATA.EXCLUDE, or another label for it in DATA.RELABEL."

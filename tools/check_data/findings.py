@@ -1,11 +1,11 @@
-"""What is found in a data set of which every image was scanned."""
+"""Findings about a data set whose images were all scanned."""
 
 from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 
-from datasets.examine.copies import add_copies, as_copy
+from datasets.examine.copies import add_copies, finding_of_copy
 from datasets.examine.findings import (
     DAMAGED,
     EMPTY_CLASSES,
@@ -29,16 +29,20 @@ from utils.config.data import DataConfig
 
 
 def find_problems(splits: Sequence[Split], num_classes: int, data: DataConfig) -> Findings:
-    """Findings of all splits, of which training comes first."""
-    samples = {split.title: split.samples for split in splits}
-    findings = Findings.of(samples, data, unnamed="", num_classes=num_classes)
-    for title, of in samples.items():
-        if of.labels.ndim == 2:
-            findings.unlabelled[title] = int((of.labels.sum(1) == 0).sum())
-    of_training = findings.classes.get("training", {})
-    findings.found[EMPTY_CLASSES] = [name for name, count in of_training.items() if not count]
-    findings.found[UNVALIDATED] = findings.unvalidated
-    findings.found[TINY] = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
+    """Return all defects of the scanned splits, and all notes on them. The training split comes first."""
+    samples_of = {split.title: split.samples for split in splits}
+    findings = Findings.of(samples_of, data, unnamed="", num_classes=num_classes)
+
+    # Of labels and classes
+    for title, samples in samples_of.items():
+        if samples.labels.ndim == 2:
+            findings.unlabelled[title] = int((samples.labels.sum(1) == 0).sum())
+    class_sizes = findings.classes.get("training", {})
+    findings.by_kind[EMPTY_CLASSES] = [name for name, count in class_sizes.items() if not count]
+    findings.by_kind[UNVALIDATED] = findings.unvalidated
+    findings.by_kind[TINY] = [f"{name} ({count})" for name, count in class_sizes.items() if 0 < count < FEW]
+
+    # Of single images, then of images beside each other
     images = list(chain.from_iterable(split.images() for split in splits))
     for image in images:
         _add_defects(findings, image, num_classes)
@@ -50,9 +54,9 @@ def find_problems(splits: Sequence[Split], num_classes: int, data: DataConfig) -
 
 
 def _add_defects(findings: Findings, image: Image, num_classes: int) -> None:
-    """What is wrong with an image alone."""
+    """Add the defects of one image: it is unreadable or damaged, or its label is out of range."""
     scan = image.scan
-    label = image.split.samples.labels[image.number]
+    label = image.split.samples.labels[image.index]
     if scan.problem:
         findings.add(UNREADABLE, image, scan.reason, scan.problem)
     if scan.damage:
@@ -63,30 +67,33 @@ def _add_defects(findings: Findings, image: Image, num_classes: int) -> None:
 
 
 def _add_near(findings: Findings, splits: Sequence[Split]) -> None:
-    """Images that are nearly the same, though not pixel for pixel; of identical ones, one stands for all.
+    """Add the images that are nearly the same, though not pixel for pixel, and those almost of one colour.
 
     The last split comes first, so that an image of the training split is reported as a copy of one in validation.
     """
-    by_digest = dict[bytes, Image]()
+    # Of images with equal pixels, only the first is compared.
+    by_pixels = dict[bytes, Image]()
     for split in reversed(splits):
         for image in split.images():
             if image.scan.thumbnail:
-                by_digest.setdefault(image.scan.same, image)
-    if not by_digest:
+                by_pixels.setdefault(image.scan.same, image)
+    if not by_pixels:
         return
-    images = list(by_digest.values())
+    images = list(by_pixels.values())
     thumbnails = thumbnails_of([image.scan for image in images])
     for index in np.flatnonzero(thumbnails.flat).tolist():
         findings.add(FLAT_IMAGES, images[index], "almost of one colour, as the model sees it")
+
+    # A copy is reported once for each split that has an original, but with every label that contradicts its own.
     reported = set[tuple[int, str]]()
-    for first, second in near_pairs(thumbnails).tolist():
-        one = images[first]
-        other = images[second]
+    for original_index, copy_index in near_pairs(thumbnails).tolist():
+        original = images[original_index]
+        copy = images[copy_index]
         kind = NEAR_OVERLAP
-        if one.split is other.split:
-            kind = NEAR_DUPLICATES if one.label == other.label else NEAR_CONFLICTS
-        once = second, one.split.title
-        if once in reported and kind is not NEAR_CONFLICTS:  # once for each split
+        if original.split is copy.split:
+            kind = NEAR_DUPLICATES if original.label == copy.label else NEAR_CONFLICTS
+        copy_and_split = copy_index, original.split.title
+        if copy_and_split in reported and kind is not NEAR_CONFLICTS:
             continue
-        reported.add(once)
-        findings.found[kind].append(as_copy(other, one, "nearly the same image as"))
+        reported.add(copy_and_split)
+        findings.by_kind[kind].append(finding_of_copy(copy, original, "nearly the same image as"))

@@ -1,4 +1,4 @@
-"""Report of what is found in a data set: for the terminal, as JSON, and as a list of images to exclude."""
+"""Report of the findings about a data set: for the terminal, as JSON, and as a list of images to exclude."""
 
 import datetime
 import itertools
@@ -16,8 +16,8 @@ from datasets.examine.findings import (
     PIXELS,
     SMALL,
     UNREADABLE,
+    Finding,
     Findings,
-    Found,
     Kind,
     Split,
 )
@@ -27,53 +27,59 @@ from utils.log import log
 from utils.program import started_as
 
 SHOWN = 5
-"""Lines of each kind of finding; twice as many of the table of classes"""
+"""Lines of each kind of finding, and rows of the smallest and of the largest classes"""
 
 
-def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
-    """Report for the terminal: numbers, the `advice`, then SHOWN lines of each kind, with names below DATA_PATH."""
-    kinds = findings.of_kinds(defects=True) | findings.of_kinds(defects=False)
-    kinds = {kind: found for kind, found in kinds.items() if found}
+def report_text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
+    """Return the report for the terminal: a summary, the advice, class sizes, and a few findings of each kind.
+
+    Names of images are shortened by the path of the data set.
+    """
+    defects_then_notes = findings.of_kinds(defects=True) | findings.of_kinds(defects=False)
+    by_kind = {kind: of_kind for kind, of_kind in defects_then_notes.items() if of_kind}
     summary = []
-    for split, counts in findings.classes.items():
-        line = f"{split.capitalize()} split: {findings.images[split]:,} images in {len(counts):,} classes"
+    for split, class_sizes in findings.classes.items():
+        line = f"{split.capitalize()} split: {findings.images[split]:,} images in {len(class_sizes):,} classes"
         if split in findings.unlabelled:
-            without = f"{findings.unlabelled[split]:,} images without a label"
-            line += f", with {sum(counts.values()):,} labels; {without}"
+            unlabelled = f"{findings.unlabelled[split]:,} images without a label"
+            line += f", with {sum(class_sizes.values()):,} labels; {unlabelled}"
         summary.append(line)
-    small = len(kinds.get(SMALL, ()))
-    images = sum(findings.images.values())
-    if 2 * small > images:  # a size of the data set, not of some images
-        del kinds[SMALL]
-        summary.append(f"note: {small:,} of {images:,} images are {SMALL.heading}, which adds no detail")
-    summary += [f"{kind.title}: {_counted(found)}" for kind, found in kinds.items()]
+
+    # If most images are small, the whole data set is, so a single line says it.
+    small_images = len(by_kind.get(SMALL, ()))
+    all_images = sum(findings.images.values())
+    if 2 * small_images > all_images:
+        del by_kind[SMALL]
+        summary.append(f"note: {small_images:,} of {all_images:,} images are {SMALL.heading}, which adds no detail")
+
+    summary += [f"{kind.title}: {_count_in_words(of_kind)}" for kind, of_kind in by_kind.items()]
     if findings.modes:
         modes = ", ".join(f"{mode} {count:,}" for mode, count in findings.modes.items())
         summary.append(f"note: colour modes: {modes}")
-    blocks = [summary, advice, _table(findings.classes)]
-    for kind, found in kinds.items():
-        blocks.append([f"{kind.title}:", *_lines(found, name_prefix(data))])
+    blocks = [summary, advice, _class_table(findings.classes)]
+    for kind, of_kind in by_kind.items():
+        blocks.append([f"{kind.title}:", *_finding_lines(of_kind, name_prefix(data))])
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _counted(found: Sequence[str | Found]) -> str:
-    """Number of findings of a kind, and of those among them that matter more or less than the others."""
-    words = f"{len(found):,}"
-    images = [one for one in found if isinstance(one, Found)]
-    other = sum(one.contradicts for one in images)
-    if other:
-        words += f", {other:,} with another label in another split"
-    pixels = sum(one.kind == PIXELS for one in images)
-    if pixels:
-        words += f", {pixels:,} with the same pixels in other bytes"
+def _count_in_words(findings: Sequence[str | Finding]) -> str:
+    """Count the findings of a kind, and those with another label or in other bytes, as in `7, 2 with another label`."""
+    words = f"{len(findings):,}"
+    images = [finding for finding in findings if isinstance(finding, Finding)]
+    relabelled = sum(image.contradicts for image in images)
+    if relabelled:
+        words += f", {relabelled:,} with another label in another split"
+    in_other_bytes = sum(image.kind == PIXELS for image in images)
+    if in_other_bytes:
+        words += f", {in_other_bytes:,} with the same pixels in other bytes"
     return words
 
 
-def _table(classes: dict[str, dict[str, int]]) -> list[str]:
-    """Images per class of each split, of the smallest and the largest classes."""
+def _class_table(classes: dict[str, dict[str, int]]) -> list[str]:
+    """Return a table of the images per class in each split, with the smallest and the largest classes."""
     rows = []
     for name in dict.fromkeys(itertools.chain.from_iterable(classes.values())):
-        rows.append(([of_split.get(name, 0) for of_split in classes.values()], name))
+        rows.append(([class_sizes.get(name, 0) for class_sizes in classes.values()], name))
     rows.sort()
     shown = rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], *rows[-SHOWN:]]
     lines = [f"Images per class ({', '.join(classes)}), {len(shown)} of {len(rows)} classes:"]
@@ -83,15 +89,21 @@ def _table(classes: dict[str, dict[str, int]]) -> list[str]:
     return lines
 
 
-def _lines(found: Sequence[str | Found], prefix: str) -> list[str]:
-    """Lines of one kind of finding. Of two copies, each may be listed for -json and -fix; here one line names both."""
+def _finding_lines(findings: Sequence[str | Finding], prefix: str) -> list[str]:
+    """Return lines on the first findings of a kind, and how many more there are. `prefix` is cut off names.
+
+    Both of two copies may be in `findings`, for -json and -fix; here one line names both.
+    """
     lines: dict[str | frozenset[str], str] = {}
-    for one in sorted(found, key=lambda one: isinstance(one, str) or not one.contradicts):  # those first
-        if isinstance(one, str):
-            lines[one] = f"    {one}"
+
+    # Copies whose label differs in another split matter most, so they come first.
+    for finding in sorted(findings, key=lambda finding: isinstance(finding, str) or not finding.contradicts):
+        if isinstance(finding, str):
+            lines[finding] = f"    {finding}"
             continue
-        about = one.about.replace(one.copy_of, one.copy_of.removeprefix(prefix))
-        lines.setdefault(frozenset({one.name, one.copy_of}), f"    {one.name.removeprefix(prefix)}: {about}")
+        both = frozenset({finding.name, finding.copy_of})
+        description = finding.description.replace(finding.copy_of, finding.copy_of.removeprefix(prefix))
+        lines.setdefault(both, f"    {finding.name.removeprefix(prefix)}: {description}")
     shown = list(lines.values())[:SHOWN]
     if len(lines) > SHOWN:
         shown.append(f"    ... and {len(lines) - SHOWN:,} more; -json FILE lists all")
@@ -99,30 +111,33 @@ def _lines(found: Sequence[str | Found], prefix: str) -> list[str]:
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """Content of the -json file."""
+    """Return the content of the -json file."""
     content: dict[str, Any] = {"clean": findings.clean, "classes": findings.classes}
     if findings.unlabelled:
         content["images_without_label"] = findings.unlabelled
     for name, defects in (("defects", True), ("notes", False)):
-        kinds = findings.of_kinds(defects)
-        content[name] = {kind.name: list(map(_in_json, found)) for kind, found in kinds.items()}
+        by_kind = findings.of_kinds(defects)
+        content[name] = {kind.name: list(map(_finding_as_json, of_kind)) for kind, of_kind in by_kind.items()}
     return content
 
 
-def _in_json(one: str | Found) -> Any:
-    if isinstance(one, str):
-        return one
-    about = {"part": one.split, "name": one.name, "about": one.about}
-    return {**about, "kind": one.kind} if one.kind else about
+def _finding_as_json(finding: str | Finding) -> Any:
+    """Return a string as it is, and a finding about an image as a dictionary."""
+    if isinstance(finding, str):
+        return finding
+    entry = {"part": finding.split, "name": finding.name, "about": finding.description}
+    return {**entry, "kind": finding.kind} if finding.kind else entry
 
 
 class Excluded(NamedTuple):
-    """The exclude list, and what it removes."""
+    """List of images to exclude, with a summary of it."""
 
     content: str
-    words: str
-    """How many images, and why: a line per split and reason"""
+    """Text of the file"""
+    summary: str
+    """How many images are excluded and why, one line per split and reason"""
     images: int
+    """Number of excluded images"""
 
 
 REASONS = {
@@ -133,60 +148,64 @@ REASONS = {
     CONFLICTS: "copies with different labels, of which none is known to be right",
     DUPLICATES: "duplicates",
 }
-"""Defects whose images the exclude list has"""
+"""Kinds of defects whose images are excluded -> the reason, in the summary. The first kind that an image has counts."""
 
 
 def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near: bool) -> Excluded:
-    """List images for DATA.EXCLUDE; those that are nearly the same as one of another split if `near`.
+    """List images for DATA.EXCLUDE. `near`: also training images that are nearly the same as one of another split.
 
     Copies are removed from the training split alone, so that results on the other splits stay comparable.
     Lines of the current DATA.EXCLUDE stay, since those images were not checked.
     Images with storage errors are comments, because the storage may return later.
     """
-    chosen = _chosen(findings, splits, near)
+    images_to_exclude = _images_to_exclude(findings, splits, near)
     lines = []
     counts = Counter[tuple[str, Kind, bool]]()
-    for kind, found in chosen:
-        line = line_of(found.name, found.about, data)
-        if found.kind == "storage":
+    for kind, image in images_to_exclude:
+        line = line_of(image.name, image.description, data)
+        if image.kind == "storage":
             line = f"# {line}"
         else:
-            counts[found.split, kind, found.kind == PIXELS] += 1
+            counts[image.split, kind, image.kind == PIXELS] += 1
         lines.append(line)
-    lost = len(chosen) - counts.total()
-    if lost:
-        log.warning("Images not excluded, because of storage errors: %d. Check again when the storage is back.", lost)
-    words = []
-    for (split, kind, by_pixels), count in counts.items():
+    storage_errors = len(images_to_exclude) - counts.total()
+    if storage_errors:
+        log.warning(
+            "Images not excluded, because of storage errors: %d. Check again when the storage is back.", storage_errors
+        )
+    summary = []
+    for (split, kind, in_other_bytes), count in counts.items():
         reason = REASONS[kind]
-        if by_pixels:
+        if in_other_bytes:
             reason = f"{reason.removesuffix(', byte for byte')} (the same pixels in other bytes)"
-        words.append(f"  {count:>7,} {split} images: {reason}")
-    return Excluded(text_of_list(lines, data), "\n".join(words), counts.total())
+        summary.append(f"  {count:>7,} {split} images: {reason}")
+    return Excluded(text_of_list(lines, data), "\n".join(summary), counts.total())
 
 
-def _chosen(findings: Findings, splits: Sequence[Split], near: bool) -> list[tuple[Kind, Found]]:
-    """Images to exclude, each once, with the first kind of defect that it has."""
-    chosen: dict[tuple[str, str], tuple[Kind, Found]] = {}
-    others = itertools.chain.from_iterable(split.images() for split in splits[1:])
-    validating = {image.name for image in others}
+def _images_to_exclude(findings: Findings, splits: Sequence[Split], near: bool) -> list[tuple[Kind, Finding]]:
+    """Return the images to exclude, each once, with its first kind of defect. `near` as in `exclude_list`."""
+    chosen: dict[tuple[str, str], tuple[Kind, Finding]] = {}
+    images_of_other_splits = itertools.chain.from_iterable(split.images() for split in splits[1:])
+    names_in_other_splits = {image.name for image in images_of_other_splits}
     for kind in REASONS:
         if kind == NEAR_OVERLAP and not near:
             continue
-        for found in findings.found.get(kind, ()):
-            intact = kind not in (UNREADABLE, DAMAGED)
-            twice = found.name == found.copy_of or (found.split == "training" and found.name in validating)
-            if intact and twice:  # a line would remove both
-                log.warning("%s: is listed twice; correct the table, which DATA.EXCLUDE cannot.", found.name)
-            elif not intact or found.split == "training":
-                chosen.setdefault((found.split, found.name), (kind, found))
+        broken = kind in (UNREADABLE, DAMAGED)
+        for image in findings.by_kind.get(kind, ()):
+            in_training = image.split == "training"
+            # One file may be listed twice in a table. A line in the list would remove it in both places.
+            listed_twice = image.name == image.copy_of or (in_training and image.name in names_in_other_splits)
+            if listed_twice and not broken:
+                log.warning("%s: is listed twice; correct the table, which DATA.EXCLUDE cannot.", image.name)
+            elif broken or in_training:
+                chosen.setdefault((image.split, image.name), (kind, image))
     return list(chosen.values())
 
 
 def text_of_list(lines: list[str], data: DataConfig) -> str:
-    """Content of a list of images to exclude, after the lines of the one in use."""
-    before = text_of(data).rstrip("\n")
+    """Return the text of an exclude list: the lines of the list in use, if there is one, a heading, and new lines."""
+    lines_in_use = text_of(data).rstrip("\n")
     today = datetime.date.today().isoformat()
-    head = f"# Images to exclude (DATA.EXCLUDE), found by {started_as('scripts/check_data.py')} on {today}"
-    kept = [before] if before else []
-    return "\n".join([*kept, head, *lines, ""])
+    heading = f"# Images to exclude (DATA.EXCLUDE), found by {started_as('scripts/check_data.py')} on {today}"
+    before = [lines_in_use] if lines_in_use else []
+    return "\n".join([*before, heading, *lines, ""])

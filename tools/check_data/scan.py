@@ -1,4 +1,4 @@
-"""Scan of a data set, in which every image is decoded once."""
+"""Scan of a data set: loading processes decode every image once, whole, and note what the checks compare."""
 
 import hashlib
 import itertools
@@ -29,17 +29,20 @@ from utils.progress import Progress
 CHUNK = 32
 """Images that a loading process scans at once"""
 PREFETCH = 2
-"""Chunks per loading process that are under way at once."""
+"""Chunks per loading process that are loaded ahead"""
 KINDS = {"empty": decoding.EMPTY, "no image": decoding.UNKNOWN_FORMAT, "too large": decoding.TOO_LARGE}
-"""Kind of problem -> words of the decoder about it"""
+"""Kind of problem -> text in the decoder's message about it"""
 SHADES = 48
-"""Of a standard deviation in thumbnails of bands"""
+"""Shades of a thumbnail of bands, of 255, that make one standard deviation"""
 
 
 def scan_split(title: str, samples: Samples, data: DataConfig, workers: int, world: World = ALONE) -> Split:
-    """Scan every image of a split; of several ranks, each scans some, and rank 0 gets all."""
-    chunks = [np.arange(begin, min(begin + CHUNK, len(samples))) for begin in range(0, len(samples), CHUNK)]
-    chunks = chunks[world.rank :: world.size]
+    """Scan every image of a split in `workers` processes, or in this one for 0 workers.
+
+    With several ranks, each scans some images; rank 0 returns the scans of all, other ranks none.
+    """
+    all_chunks = [np.arange(begin, min(begin + CHUNK, len(samples))) for begin in range(0, len(samples), CHUNK)]
+    chunks = all_chunks[world.rank :: world.size]
     plan = Plan()
     loader = DataLoader(
         _Scanner(samples, data),
@@ -50,7 +53,7 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int, wor
         generator=torch.Generator(),
         persistent_workers=bool(workers and chunks),
     )
-    scanned: list[list[Scan]] = []
+    scanned_chunks: list[list[Scan]] = []
     bar = Progress(None, sum(map(len, chunks)), "images", title, world.first)
     with warnings.catch_warnings(action="ignore"), bar:
         processes = LoadingProcesses(loader) if loader.num_workers else None
@@ -58,27 +61,31 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int, wor
         try:
             if processes is not None:
                 processes.begin()
-            for chunk in processes or loader:
-                scanned.append(chunk)
-                bar.update(len(chunk))
+            for scans in processes or loader:
+                scanned_chunks.append(scans)
+                bar.update(len(scans))
         except TrainingError as death:
-            first = samples.name(int(chunks[len(scanned)][0]))
-            near = f"{first} or one of the next {CHUNK * workers * PREFETCH * world.size - 1} images"
-            raise TrainingError(f"{death} If an image caused this, it is {near} of the {title} split.") from None
+            # A process died at an image of the chunk that is awaited, or of one that is loaded ahead.
+            awaited_chunk = chunks[len(scanned_chunks)]
+            first_name = samples.name(int(awaited_chunk[0]))
+            suspects = f"{first_name} or one of the next {CHUNK * workers * PREFETCH * world.size - 1} images"
+            raise TrainingError(f"{death} If an image caused this, it is {suspects} of the {title} split.") from None
         finally:
             if processes is not None:
                 processes.end()
-    return Split(title, samples, list(itertools.chain.from_iterable(gather(scanned, world))))
+    return Split(title, samples, list(itertools.chain.from_iterable(gather(scanned_chunks, world))))
 
 
 def thumbnails_of(scans: Sequence[Scan]) -> Thumbnails:
-    """Of images that can be read."""
+    """Put the thumbnails of these images together, so that they can be compared. All of them must be readable."""
     pixels = np.frombuffer(b"".join(scan.thumbnail for scan in scans), np.uint8)
-    shorter = np.array([min(scan.header.size) for scan in scans])
-    return Thumbnails(pixels.reshape(len(scans), -1, SIDE, SIDE), shorter)
+    shorter_sides = np.array([min(scan.header.size) for scan in scans])
+    return Thumbnails(pixels.reshape(len(scans), -1, SIDE, SIDE), shorter_sides)
 
 
 class _Scanner(Dataset[Any]):
+    """Map-style data set for a loading process, whose items are scans of images instead of their pixels."""
+
     def __init__(self, samples: Samples, data: DataConfig) -> None:
         self.samples = samples
         self.data = data
@@ -87,42 +94,53 @@ class _Scanner(Dataset[Any]):
         # And they are resized whole, to the thumbnails that are compared with each other.
         self.pixels = Pixels(data.changed(CROP="none", IMAGE_SIZE=SIDE), train=False)
         self.by_simplejpeg = decoding.decoder_of_jpeg() == "simplejpeg"
-        self.out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=dtype_of(data))
+        self.small_image = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=dtype_of(data))
         self.storage_failures = 0  # in a row
 
     def __getitems__(self, keys: list[Key]) -> list[Scan]:
+        """Scan a chunk of images. A key is an epoch, which has no effect here, and the index of an image."""
         indices = [index for _, index in keys]
         self.samples.prefetch(indices)
         return [self._scan(index) for index in indices]
 
     def _scan(self, index: int) -> Scan:
-        decoded = failure_or(lambda: self._decoded(index), self.storage_failures)
+        """Decode an image, and return what the checks need of it: its problem, or hashes, header and thumbnail."""
+        decoded = failure_or(lambda: self._decode(index), self.storage_failures)
         if isinstance(decoded, Failure):
-            self.storage_failures += decoded.kind == "storage"
-            problem = next((kind for kind, reason in KINDS.items() if reason in decoded.reason), decoded.kind)
+            if decoded.kind == "storage":
+                self.storage_failures += 1
+            problems = [kind for kind, message in KINDS.items() if message in decoded.reason]
+            problem = problems[0] if problems else decoded.kind
             return Scan(decoding.Header("", (0, 0)), problem, decoded.reason)
         self.storage_failures = 0
-        encoded, whole = decoded
+        encoded, pixels = decoded
+
+        # Other decoders than simplejpeg refuse damaged files, so that decoding has failed.
         damage = ""
         if self.by_simplejpeg and isinstance(encoded, bytes) and encoded.startswith(decoding.JPEG_START):
             damage = decoding.damage_of(encoded)
+
+        # Images of one colour have equal pixels without being copies, so these are compared by their bytes.
         digest = digest_of(encoded)
         same = digest
-        if (whole != whole[0, 0]).any():
-            same = hashlib.blake2b(whole.tobytes(), digest_size=16, key=str(whole.shape).encode()).digest()
+        if (pixels != pixels[0, 0]).any():
+            same = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=str(pixels.shape).encode()).digest()
+
         header = decoding.header_of(encoded, self.data)
-        thumbnail = self.out
+        thumbnail = self.small_image
         if not self.data.is_plain:
-            blank = [str(number + 1) for number, band in enumerate(self.out) if band.min() == band.max()]
+            blank = [str(number) for number, band in enumerate(self.small_image, 1) if band.min() == band.max()]
             if blank:
                 header = header._replace(mode=f"blank: band {', '.join(blank)}")
-            # Shades by mean and deviation, so that images of 12 of 16 bits are no copies of each other.
-            thumbnail = (self.inputs(self.out[None])[0] * SHADES + 128).round().clamp(0, 255).byte()
+            # Normalised before it becomes 8 bits: else all images of 12 of 16 bits would be dark, and look the same.
+            normalised = self.inputs(self.small_image[None])[0]
+            thumbnail = (normalised * SHADES + 128).round().clamp(0, 255).byte()
         return Scan(header, digest=digest, same=same, damage=damage, thumbnail=thumbnail.numpy().tobytes())
 
-    def _decoded(self, index: int) -> tuple[Encoded, np.ndarray]:
-        """The stored image, and its pixels; the thumbnail is in `out`."""
-        read = self.samples.read(index)
-        whole, view = self.pixels.decode(read)
-        self.pixels.finish(self.pixels.resize(whole, view, None), self.out.numpy().transpose(1, 2, 0))
-        return read, whole
+    def _decode(self, index: int) -> tuple[Encoded, np.ndarray]:
+        """Read an image, write it into `small_image`, resized, and return the stored image and its pixels."""
+        encoded = self.samples.read(index)
+        pixels, view = self.pixels.decode(encoded)
+        resized = self.pixels.resize(pixels, view, None)
+        self.pixels.finish(resized, self.small_image.numpy().transpose(1, 2, 0))
+        return encoded, pixels

@@ -114,8 +114,8 @@ class Image(NamedTuple):
     """Image of a split, with what was read of it."""
 
     split: Split
-    index: int
-    """Its position in `split.samples`"""
+    index_in_split: int
+    """Its index in `split.samples`"""
     scan: Scan
 
     @property
@@ -124,12 +124,12 @@ class Image(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.split.samples.name(self.index)
+        return self.split.samples.name(self.index_in_split)
 
     @property
     def label(self) -> str:
         """Name of its class, of all its classes as in `cat;dog`, or `label 3` where a class has no name."""
-        label = self.split.samples.labels[self.index]
+        label = self.split.samples.labels[self.index_in_split]
         names = self.split.class_names
         classes = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(label).tolist()
         words = [names[number] if 0 <= number < len(names) else f"label {number}" for number in classes]

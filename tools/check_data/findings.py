@@ -56,7 +56,7 @@ def find_problems(splits: Sequence[Split], num_classes: int, data: DataConfig) -
 def _add_defects(findings: Findings, image: Image, num_classes: int) -> None:
     """Add the defects of one image: it is unreadable or damaged, or its label is out of range."""
     scan = image.scan
-    label = image.split.samples.labels[image.index]
+    label = image.split.samples.labels[image.index_in_split]
     if scan.problem:
         findings.add(UNREADABLE, image, scan.reason, scan.problem)
     if scan.damage:

@@ -115,7 +115,7 @@ class _Scanner(Dataset[Any]):
         self.storage_failures = 0
         encoded, pixels = decoded
 
-        # Other decoders than simplejpeg refuse damaged files, so that decoding has failed.
+        # Some damaged JPEG files decode without an error; only simplejpeg can warn of them.
         damage = ""
         if self.by_simplejpeg and isinstance(encoded, bytes) and encoded.startswith(decoding.JPEG_START):
             damage = decoding.damage_of(encoded)

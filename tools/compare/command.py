@@ -120,9 +120,9 @@ def main(argv: list[str]) -> int:
     else:
         rounds = f"on each of {plan.folds} folds, with seed {plan.seeds[0]}"
     log.info("%s: %s, %s; in %s", counted(len(plan.runs), "run"), names, rounds, out)
-    said = power(plan)
-    if said:
-        log.info("%s", said)
+    smallest_difference = power(plan)
+    if smallest_difference:
+        log.info("%s", smallest_difference)
     if_interrupted.append(f"finished runs are in {out}, and the same command resumes")
     trained = train_all(plan, lambda so_far: write(plan, so_far, out))
     report(write(plan, trained, out), out)
@@ -130,13 +130,16 @@ def main(argv: list[str]) -> int:
 
 
 def power(plan: Plan) -> str:
-    """Which difference these seeds and images would show, before the time is spent; '' where it is not known."""
-    seeds = len(plan.seeds)
+    """Say which difference in the metric these seeds and images would show, before time is spent on training.
+
+    Returns '' where that is not known, such as for folds or for a metric that is not in percent.
+    """
+    number_of_seeds = len(plan.seeds)
     judged = plan.judged
-    if plan.folds is not None or plan.these_images or seeds < 2 or not judged.metric.percent:
+    if plan.folds is not None or plan.these_images or number_of_seeds < 2 or not judged.metric.percent:
         return ""
     noise = _noise_of_finished(plan)
-    how = "measured on the finished runs"
+    source = "measured on the finished runs"
     if noise is None:
         if judged.metric is not ONE_LABEL.best:
             return ""
@@ -147,32 +150,37 @@ def power(plan: Plan) -> str:
         config = plan.runs[0].config
         try:
             data = open_dataset(config.DATA, False, config.MODEL.NUM_CLASSES, config.SEED, torch.device("cpu"))
-        except UserError:  # training names it
+        except UserError:  # training will report it
             return ""
-        noise = assumed_noise(seeds, len(data))
-        how = f"assumed: runs of two settings disagree on {100 * DISAGREE:.0f} % of the images, half of it by the seed"
+        noise = assumed_noise(number_of_seeds, len(data))
+        source = (
+            f"assumed: runs of two settings disagree on {100 * DISAGREE:.0f} % of the images, half of it by the seed"
+        )
         if data.groups():
-            how += ", and images of a group are independent"
-    least = noise.half_width(bonferroni_level(len(plan.contenders) - 1), POWER)
-    seen = f"a difference in {judged.words} of {least:.1f} points is seen 8 times of 10"
-    return f"With {seeds} seeds and {noise.images:,} validation images, {seen} ({how})."
+            source += ", and images of a group are independent"
+    difference = noise.half_width(bonferroni_level(len(plan.contenders) - 1), POWER)
+    seen = f"a difference in {judged.words} of {difference:.1f} points is seen 8 times of 10"
+    return f"With {number_of_seeds} seeds and {noise.images:,} validation images, {seen} ({source})."
 
 
 def _noise_of_finished(plan: Plan) -> Noise | None:
-    """Of the first contender that has two or more finished seeds in common with the baseline."""
+    """Measure the noise on the first contender that has two or more finished seeds in common with the baseline.
+
+    None if there is no such contender.
+    """
     runs = by_name(_finished(plan))
     images = images_of(runs, plan.judged, plan.runs[0].folder.parent)
-    base, *others = plan.contenders
+    baseline, *others = plan.contenders
     for name in others:
-        common = runs.get(name, {}).keys() & runs.get(base, {}).keys()
-        paired = paired_images(images, name, base, sorted(common))
+        common_seeds = runs.get(name, {}).keys() & runs.get(baseline, {}).keys()
+        paired = paired_images(images, name, baseline, sorted(common_seeds))
         if paired is not None and len(paired[0]) > 1:
             return noise_of(*paired).planned(len(plan.seeds))
     return None
 
 
 def _finished(plan: Plan) -> list[Metrics]:
-    """Of each finished run, what tells it from others."""
+    """Return a row for each finished run with its contender, seed, fold and folder, as in compare.json."""
     rows = list[Metrics]()
     for run in plan.runs:
         if is_finished(run.folder):
@@ -182,7 +190,11 @@ def _finished(plan: Plan) -> list[Metrics]:
 
 
 def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compare.py") -> dict[str, Any]:
-    """Write compare.json with all metrics so far, and return its contents. `script`: of the command."""
+    """Write compare.json with all metrics so far, and return its content.
+
+    `script` is that of the command which is repeated to resume. If the file cannot be written, this is logged, and the
+    content has the key `unwritten`.
+    """
     names = list(plan.contenders)
     judged = plan.judged
     rows = [row | metrics_of(out / row["folder"]) for row in _finished(plan)]
@@ -192,20 +204,23 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
             reasons[run.contender].append(trained.failed[run.folder.name])
     runs = by_name(rows)
     images = None if plan.these_images else images_of(runs, judged, out)
-    of_classes = dict[str, dict[str, list[float]]]()
+
+    # Accuracy and recall of each contender, over the images of all its runs
+    recall_by_contender = dict[str, dict[str, list[float]]]()
     all_folds = dict[str, dict[str, float]]()
-    for name, found in in_all_runs(runs, judged, out).items():
+    for name, hits in in_all_runs(runs, judged, out).items():
         first_run = next(iter(runs[name].values()))
-        of_classes[name] = recall(found, last_meta(out / first_run["folder"]).get("classes"))
+        recall_by_contender[name] = recall(hits, last_meta(out / first_run["folder"]).get("classes"))
         if plan.folds is not None:
-            all_folds[name] = _accuracy(found)
-    about: dict[str, Any] = {"compared": names}
+            all_folds[name] = _accuracy(hits)
+
+    comparison: dict[str, Any] = {"compared": names}
     if plan.varied:
-        about["varied"] = list(plan.varied)
-    about |= {"metric": judged.metric.name, "weights": judged.weights.name, "seeds": plan.seeds}
+        comparison["varied"] = list(plan.varied)
+    comparison |= {"metric": judged.metric.name, "weights": judged.weights.name, "seeds": plan.seeds}
     if plan.folds is not None:
-        about["folds"] = plan.folds
-    about |= {
+        comparison["folds"] = plan.folds
+    comparison |= {
         "date": time.strftime("%Y-%m-%d"),
         "command": typed(script, sys.argv[1:]),
         "device": rows[0]["device"] if rows else plan.device,
@@ -216,20 +231,20 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         "failed": trained.failed,
     }
     if trained.left_out:
-        about |= {"left_out": trained.left_out, "advice": trained.advice}
-    about["verdicts"] = judge(runs, names, judged, images=images)
-    about["recall"] = of_classes
+        comparison |= {"left_out": trained.left_out, "advice": trained.advice}
+    comparison["verdicts"] = judge(runs, names, judged, images=images)
+    comparison["recall"] = recall_by_contender
     if all_folds:
-        about["all_folds"] = all_folds
-    about["troubles"] = troubles(runs, reasons, names)
-    about["data"] = read_data(out / rows[0]["folder"]).get("warnings", []) if rows else []
-    about = redacted_values(about)
+        comparison["all_folds"] = all_folds
+    comparison["troubles"] = troubles(runs, reasons, names)
+    comparison["data"] = read_data(out / rows[0]["folder"]).get("warnings", []) if rows else []
+    comparison = redacted_values(comparison)
     try:
-        write_json(out / "compare.json", about)
+        write_json(out / "compare.json", comparison)
     except OSError as error:  # not fatal: the runs' folders have everything, and it is written again after each run
         log.warning("%s: cannot be written (%s).", out / "compare.json", error.strerror)
-        return {**about, "unwritten": True}
-    return about
+        return {**comparison, "unwritten": True}
+    return comparison
 
 
 def _without(row: Metrics, keys: Sequence[str]) -> Metrics:
@@ -237,147 +252,168 @@ def _without(row: Metrics, keys: Sequence[str]) -> Metrics:
 
 
 def _common_settings(plan: Plan) -> dict[str, Any]:
-    """Those of all runs that are no defaults."""
-    first, *others = (non_defaults(run.config) for run in plan.runs)
-    found = {}
-    for key, value in first.items():
-        if key != "SEED" and all(one.get(key) == value for one in others):
-            found[key] = value
-    return found
+    """Return the settings that have one value in all runs, without the seed and without defaults."""
+    first_settings, *other_settings = (non_defaults(run.config) for run in plan.runs)
+    common = {}
+    for key, value in first_settings.items():
+        if key != "SEED" and all(settings.get(key) == value for settings in other_settings):
+            common[key] = value
+    return common
 
 
 def in_all_runs(runs: ByName, judged: Judged, out: Path) -> dict[str, PerImage]:
-    """Contender -> top-1 of its last validations, all together; without contenders of which one is unknown."""
-    found = dict[str, PerImage]()
-    hits = images_of(runs, replace(judged, metric=ONE_LABEL.best), out)
-    for name, of_one in runs.items():
-        every = of_rounds(hits, name, of_one)
-        if every:
-            found[name] = PerImage._make(map(np.concatenate, zip(*every, strict=True)))
-    return found
+    """Return, for each contender, the hits (top-1) on all images of the last validations of all its runs.
+
+    A contender is missing if the predictions of one of its runs are.
+    """
+    hits_of_contender = dict[str, PerImage]()
+    hits_of_run = images_of(runs, replace(judged, metric=ONE_LABEL.best), out)
+    for name, rounds in runs.items():
+        hits = of_rounds(hits_of_run, name, rounds)
+        if hits:
+            hits_of_contender[name] = PerImage._make(map(np.concatenate, zip(*hits, strict=True)))
+    return hits_of_contender
 
 
-def _accuracy(found: PerImage) -> dict[str, float]:
-    """Of a cross-validation, with its interval."""
-    right = int((found.values > 0).sum())
-    images = len(found.values)
+def _accuracy(hits: PerImage) -> dict[str, float]:
+    """Return the accuracy over all folds with its 95 % interval, in percent, and the counts of images behind it."""
+    right = int((hits.values > 0).sum())
+    images = len(hits.values)
     accuracy = 100 * right / images
-    low, high = wilson(accuracy, effective_images(found.values, found.groups))
+    low, high = wilson(accuracy, effective_images(hits.values, hits.groups))
     return {"acc1": accuracy, "low": low, "high": high, "right": right, "images": images}
 
 
-def recall(found: PerImage, classes: Sequence[str] | None) -> dict[str, list[float]]:
-    """Class -> its recognised images, and all of its images; where they are in groups, as how many independent ones."""
+def recall(hits: PerImage, classes: Sequence[str] | None) -> dict[str, list[float]]:
+    """Return, for each class, the number of its recognised images and of all its images.
+
+    If images are in groups, a third number says how many independent images they are worth. `classes` are the names;
+    without them, the keys are labels.
+    """
     counts = dict[str, list[float]]()
-    for label in np.unique(found.labels).tolist():
-        of = found.labels == label
+    for label in np.unique(hits.labels).tolist():
+        in_class = hits.labels == label
         name = str(classes[label] if classes else label)
-        right = found.values[of]
-        counts[name] = [int((right > 0).sum()), len(right)]
-        if len(found.groups):
-            counts[name].append(effective_images(right, found.groups[of]))
+        hits_in_class = hits.values[in_class]
+        counts[name] = [int((hits_in_class > 0).sum()), len(hits_in_class)]
+        if len(hits.groups):
+            counts[name].append(effective_images(hits_in_class, hits.groups[in_class]))
     return counts
 
 
-def recall_table(about: dict[str, Any]) -> list[list[str]]:
-    """Recall of each class, of a cross-validation, and where classes weigh alike; empty where classes are many."""
-    found = about["recall"]
-    by_class = judged_of(about).metric in (BALANCED, MACRO_F1)
-    folds = about.get("folds")
-    labels = dict.fromkeys(itertools.chain.from_iterable(found.values()))
-    if not (by_class or folds) or not 0 < len(labels) <= MOST_CLASSES:
-        return []
-    runs = by_name(about["runs"])
+def recall_table(comparison: dict[str, Any]) -> list[list[str]]:
+    """Return a table of the recall of each class (row) by each contender (column).
 
-    def cell(name: str, label: str) -> str:
-        if label not in found[name]:
+    It is empty unless folds are compared or the metric weighs classes alike, and if there are too many classes.
+    """
+    counts = comparison["recall"]
+    weighs_classes_alike = judged_of(comparison).metric in (BALANCED, MACRO_F1)
+    folds = comparison.get("folds")
+    classes = dict.fromkeys(itertools.chain.from_iterable(counts.values()))
+    if not (weighs_classes_alike or folds) or not 0 < len(classes) <= MOST_CLASSES:
+        return []
+    runs = by_name(comparison["runs"])
+
+    def cell(contender: str, name: str) -> str:
+        if name not in counts[contender]:
             return "-"
-        hits, images, *independent = found[name][label]
+        hits, images, *independent_images = counts[contender][name]
         percent = 100 * hits / images
         # Folds have different images, seeds the same ones.
-        different = images if folds else images / len(runs[name])
-        low, high = wilson(percent, min(independent + [different]))
+        different_images = images if folds else images / len(runs[contender])
+        low, high = wilson(percent, min(independent_images + [different_images]))
         return f"{percent:.1f} % ({low:.0f} to {high:.0f}; {hits} of {images})"
 
-    rows = [[f"recall, all {unit(about['runs'])}s (95 % interval)"] + list(found)]
-    for label in labels:
-        rows.append([label] + [cell(name, label) for name in found])
+    rows = [[f"recall, all {unit(comparison['runs'])}s (95 % interval)"] + list(counts)]
+    for name in classes:
+        rows.append([name] + [cell(contender, name) for contender in counts])
     return rows
 
 
-def report(about: dict[str, Any], out: Path) -> dict[Path, Any]:
-    """Print the table and the verdict, and write report.html. Return what best checkpoints predicted, by their runs."""
-    predicted: dict[Path, Any] = {}
-    judged = judged_of(about)
-    said = sentences(about)
-    of_classes = recall_table(about)
-    what = "settings" if "varied" in about or len(about["compared"]) == 1 else "mode"
-    lines = [""] + in_columns(table(by_name(about["runs"]), about["compared"], judged, what)) + [""]
-    if of_classes:
-        lines += in_columns(of_classes) + [""]
-    lines += [f"  {note}" for note in notes(about)] + [""] + said + [""]
+def report(comparison: dict[str, Any], out: Path) -> dict[Path, Any]:
+    """Print the table and the verdict of a comparison (the content of compare.json), and write report.html.
+
+    Returns the predictions of the best checkpoints that the page was made from, by the folders of their runs; none
+    without a page.
+    """
+    predictions: dict[Path, Any] = {}
+    judged = judged_of(comparison)
+    verdict = sentences(comparison)
+    recall_rows = recall_table(comparison)
+    heading = "settings" if "varied" in comparison or len(comparison["compared"]) == 1 else "mode"
+    lines = [""] + in_columns(table(by_name(comparison["runs"]), comparison["compared"], judged, heading)) + [""]
+    if recall_rows:
+        lines += in_columns(recall_rows) + [""]
+    lines += [f"  {note}" for note in notes(comparison)] + [""] + verdict + [""]
     print("\n".join(lines))
-    left_out = about.get("left_out")
+
+    left_out = comparison.get("left_out")
     if left_out:
         log.warning(
-            "-budget_min: no time for %s: %s; %s", counted(len(left_out), "run"), "; ".join(left_out), about["advice"]
+            "-budget_min: no time for %s: %s; %s",
+            counted(len(left_out), "run"),
+            "; ".join(left_out),
+            comparison["advice"],
         )
-    if "unwritten" not in about:
+    if "unwritten" not in comparison:
         log.info("all metrics: %s", out / "compare.json")
-    if about["runs"]:
+
+    if comparison["runs"]:
         from tools.common.report_page.page import write_report
 
-        rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
-        of = {out / row["folder"]: row["mode"] for row in rows}
+        rows = sorted(comparison["runs"], key=lambda row: (comparison["compared"].index(row["mode"]), number_of(row)))
+        contender_of = {out / row["folder"]: row["mode"] for row in rows}
         try:
-            contenders = Contenders(by_name(rows), about["compared"], judged, of)
-            more: Any = {"contenders": contenders, "predicted": predicted, "recall": of_classes}
-            page = write_report(list(of), out / "report.html", "\n".join(said), **more)
+            contenders = Contenders(by_name(rows), comparison["compared"], judged, contender_of)
+            more: Any = {"contenders": contenders, "predicted": predictions, "recall": recall_rows}
+            page = write_report(list(contender_of), out / "report.html", "\n".join(verdict), **more)
             log.info("report: %s", page)
-        except UserError as error:  # not fatal
+        except UserError as error:  # not fatal: the verdict is printed and in compare.json
             log.warning("%s", error)
-    return predicted
+    return predictions
 
 
-def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode") -> list[list[str]]:
-    """One row per contender. `what`: the heading of their names."""
+def table(runs: ByName, names: Sequence[str], judged: Judged, heading: str = "mode") -> list[list[str]]:
+    """Return a table of speed, memory and metrics with one row per contender. `heading` is that of their names."""
     from engine.measure.throughput import shown_rate
 
+    # Where another metric decides, the usual metric of the task is shown too: it is what the winner may lose in.
     measured = set[str]()
-    for of_one in runs.values():
-        measured = measured.union(*of_one.values())
-    # What the winner costs in the metric that a task is usually judged by
-    usual = [kind.best for kind in TASKS if f"last_{kind.best.name}" in measured and kind.best is not judged.metric]
-    head = [what, "runs", "images/s", "s/epoch", "speed", "peak memory"]
+    for runs_of_contender in runs.values():
+        measured = measured.union(*runs_of_contender.values())
+    usual = [task.best for task in TASKS if f"last_{task.best.name}" in measured and task.best is not judged.metric]
+    head = [heading, "runs", "images/s", "s/epoch", "speed", "peak memory"]
     head += [f"last {judged.metric.heading}", f"best {judged.metric.heading}"]
     head += [f"last {metric.heading}" for metric in usual]
     head.append("skipped")
+
     rows = [head]
     digits = judged.digits + 1
     for name in names:
-        ours = list(runs.get(name, {}).values())
-        if not ours:
+        metrics = list(runs.get(name, {}).values())
+        if not metrics:
             rows.append([name, "0"] + ["-" for _ in head[2:]])
             continue
         speed = times_as_fast(runs[name], runs.get(names[0], {}), max(len(names) - 1, 1))
         row = [
             name,
-            str(len(ours)),
-            _median(values_of(ours, "images_per_second"), shown_rate),
-            _median(values_of(ours, "seconds_per_epoch"), "{:.3g}".format),
+            str(len(metrics)),
+            _median(values_of(metrics, "images_per_second"), shown_rate),
+            _median(values_of(metrics, "seconds_per_epoch"), "{:.3g}".format),
             f"{speed.value:.2f}" if speed else "-",
-            _median(values_of(ours, "peak_memory_gb"), "{:.2f} GB".format),
-            _spread(judged.values(ours), digits),
-            _spread(values_of(ours, f"best_{judged.metric.name}"), digits),
+            _median(values_of(metrics, "peak_memory_gb"), "{:.2f} GB".format),
+            _spread(judged.values(metrics), digits),
+            _spread(values_of(metrics, f"best_{judged.metric.name}"), digits),
         ]
         if name == names[0]:
             row[head.index("speed")] = "1"
-        row += [_spread(replace(judged, metric=metric).values(ours), 2) for metric in usual]
-        row.append(str(sum(one["skipped"] for one in ours)))
+        row += [_spread(replace(judged, metric=metric).values(metrics), 2) for metric in usual]
+        row.append(str(sum(of_run["skipped"] for of_run in metrics)))
         rows.append(row)
     if len(names) == 1:
+        speed_column = head.index("speed")
         for row in rows:
-            del row[4]  # the speed
+            del row[speed_column]
     return rows
 
 
@@ -389,76 +425,79 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return spread(values, digits) if values else "-"
 
 
-def sentences(about: dict[str, Any]) -> list[str]:
-    """The verdicts, each with its details, or the sentence about a single contender; and the problems."""
-    lines = in_words(about["verdicts"])
-    rows = about["runs"]
-    judged = judged_of(about)
-    alone = len(about["compared"]) == 1
+def sentences(comparison: dict[str, Any]) -> list[str]:
+    """Return the verdicts, each with its details, or the sentences about a single contender; then the problems."""
+    lines = in_words(comparison["verdicts"])
+    rows = comparison["runs"]
+    judged = judged_of(comparison)
+    alone = len(comparison["compared"]) == 1
     if alone and rows:
-        lines = of_all_folds(about)
-    shares = values_of(rows, "largest_class_percent")
+        lines = of_all_folds(comparison)
+
+    # If no contender is better than guessing, the comparison means nothing.
+    guessing = values_of(rows, "largest_class_percent")
     means = list[float]()
-    for of_one in by_name(rows).values():
-        values = judged.values(of_one.values())
+    for runs_of_contender in by_name(rows).values():
+        values = judged.values(runs_of_contender.values())
         if values:
             means.append(statistics.fmean(values))
-    # Then the comparison tells nothing.
-    if judged.metric is ONE_LABEL.best and shares and means and max(means) <= max(shares):
-        what = "this is not" if alone else "none is"
+    if judged.metric is ONE_LABEL.best and guessing and means and max(means) <= max(guessing):
+        subject = "this is not" if alone else "none is"
         lines.append(
-            f"{what} better than always guessing the largest class, which has "
-            f"{max(shares):.1f} % of the validation images: train longer, or judge by another -metric"
+            f"{subject} better than always guessing the largest class, which has "
+            f"{max(guessing):.1f} % of the validation images: train longer, or judge by another -metric"
         )
-    return lines + about["troubles"] + about["data"]
+    return lines + comparison["troubles"] + comparison["data"]
 
 
-def of_all_folds(about: dict[str, Any]) -> list[str]:
-    """How good a single recipe is, by all of its folds together."""
-    (name,) = about["compared"]
-    rows = about["runs"]
-    folds = about["folds"]
-    judged = judged_of(about)
-    said = list[str]()
+def of_all_folds(comparison: dict[str, Any]) -> list[str]:
+    """Say how good the only contender of a cross-validation is, by the images of all its folds."""
+    (name,) = comparison["compared"]
+    rows = comparison["runs"]
+    folds = comparison["folds"]
+    judged = judged_of(comparison)
+    results = list[str]()
     values = judged.values(rows)
-    found = about.get("all_folds", {}).get(name)
-    if found:
-        of = f"{found['right']:,} of the {counted(found['images'], 'image')}"
-        of += "" if len(rows) == folds else f" of {len(rows)} of {folds} folds"
-        interval = Interval(found["low"], found["high"]).words()
-        said.append(f"accuracy {found['acc1']:.2f} %, right on {of} (95 % interval {interval})")
+    accuracy = comparison.get("all_folds", {}).get(name)
+    if accuracy:
+        images = f"{accuracy['right']:,} of the {counted(accuracy['images'], 'image')}"
+        if len(rows) != folds:
+            images += f" of {len(rows)} of {folds} folds"
+        interval = Interval(accuracy["low"], accuracy["high"]).words()
+        results.append(f"accuracy {accuracy['acc1']:.2f} %, right on {images} (95 % interval {interval})")
     if values:
         lowest = judged.metric.number(min(values))
         highest = judged.metric.number(max(values))
         by_fold = f"{spread(values, judged.digits + 1)} ({lowest} to {highest})"
-        said.append(f"{judged.words}{judged.whose} from fold to fold {by_fold}")
-    part = f"{100 * (folds - 1) / folds:.0f} %"
+        results.append(f"{judged.words}{judged.whose} from fold to fold {by_fold}")
+    training_part = f"{100 * (folds - 1) / folds:.0f} %"
     return [
-        f"{name}: {'; '.join(said)}",
+        f"{name}: {'; '.join(results)}",
         "  (after the last epoch, each image judged by the model that was not trained on it; this is what the recipe "
-        f"reaches with {part} of the images, on images like these, not what one of its {len(rows)} models does)",
+        f"reaches with {training_part} of the images, on images like these, not what one of its {len(rows)} models "
+        "does)",
     ]
 
 
-def notes(about: dict[str, Any]) -> list[str]:
-    """How the metrics were measured, and their noise."""
-    rows = about["runs"]
-    by = unit(rows)
-    rounds = about.get("folds") or len(about["seeds"])
-    judged = judged_of(about)
+def notes(comparison: dict[str, Any]) -> list[str]:
+    """Return notes on how the metrics were measured, and on their noise."""
+    rows = comparison["runs"]
+    by = unit(rows)  # seed or fold
+    rounds = comparison.get("folds") or len(comparison["seeds"])
+    judged = judged_of(comparison)
     lines = [
         f"images/s: median over a run's log lines except the first, then over the {by}s",
         f"{judged.words}: after the last epoch{judged.whose}, mean ± standard deviation over the {by}s",
         f"best {judged.metric.words}: over all validations of any of the weights that a run keeps",
     ]
-    if about["device"].startswith("cpu"):
+    if comparison["device"].startswith("cpu"):
         lines.append("memory: peak of the whole process, libraries and data included, because there is no GPU")
-    if len(about["compared"]) == 1:
+    if len(comparison["compared"]) == 1:
         return lines
     lines.insert(1, f"speed: geometric mean, over the {by}s, of the ratio to the baseline's images/s")
-    noises = [variation(of_one.values()) for of_one in by_name(rows).values() if len(of_one) > 1]
-    if noises:
-        lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (max(noises) - 1):.0f} %")
+    variations = [variation(repeated.values()) for repeated in by_name(rows).values() if len(repeated) > 1]
+    if variations:
+        lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (max(variations) - 1):.0f} %")
     if 1 < rounds < 5:
         lines.append(f"{rounds} {by}s are few: only large differences in {judged.words} show")
     if any(row["start_up_counted"] for row in rows):

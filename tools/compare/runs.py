@@ -1,4 +1,7 @@
-"""The runs of a comparison: settings, checked before training; and training, each in a process of its own."""
+"""The runs of a comparison: a plan, whose settings are all checked before training, and their training.
+
+Each run trains in a process of its own, with a folder and a file of settings of its own.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +62,11 @@ SET_PER_RUN = {
 }
 """Settings that compare.py sets for each run -> what to give instead."""
 UNLESS_EPOCHS_AUTO = {"MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes; or give -epochs auto, too"}
+"""Settings that are refused unless TRAIN.NUM_EPOCHS is auto -> what to do instead."""
 SET_PER_FOLD = {
     "DATA.FOLD": "leave out DATA.FOLD to validate on each fold, or leave out -folds to validate only on this one"
 }
-"""The same with -folds."""
+"""Settings that compare.py sets for each run with -folds -> what to give instead."""
 NOT_VARIED = (
     SET_PER_RUN
     | UNLESS_EPOCHS_AUTO
@@ -82,33 +86,35 @@ MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 
 @dataclass(frozen=True)
 class Value:
-    """One value of what varies."""
+    """One value of an axis: the recipe or the settings that it stands for."""
 
     label: str
-    """In the names of contenders: bf16, SAMPLER=balanced"""
+    """Its part in the names of contenders: bf16, SAMPLER=balanced"""
     cfg: str | None = None
-    """The recipe, if that varies."""
+    """Path of the recipe, if recipes vary."""
     flags: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Settings, with their source."""
+    """Key of a setting -> its value, and the flag that gave it."""
     words: Mapping[str, str] = field(default_factory=dict)
-    """Settings as text, as KEY=VALUE gives them."""
+    """Key of a setting -> its value as text, from KEY=VALUE."""
 
     @property
     def keys(self) -> set[str]:
+        """Keys of the settings that it sets."""
         return self.flags.keys() | self.words.keys()
 
     @classmethod
     def of_mode(cls, mode: Mode) -> Value:
+        """The value of the axis `modes` that stands for this precision."""
         return cls(mode.name, flags={f"AMP.{key}": (given, "-modes") for key, given in mode.settings.items()})
 
 
 Axes = dict[str, tuple[Value, ...]]
-"""What varies (a setting, the name of a flag, or MODES) -> its values."""
+"""What varies (a setting, the name of a flag, cfg or modes) -> its values, of which the first is the baseline's."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One value of each axis."""
+    """One combination of settings that are compared: one value of each axis."""
 
     values: tuple[Value, ...]
 
@@ -122,7 +128,7 @@ class Contender:
         return re.sub(r"[^A-Za-z0-9.+-]+", "-", self.name.replace("_", "-")).strip("-.")
 
     def load(self, line: ToolLine, more: Mapping[str, tuple[Any, str]] | None = None) -> Loaded:
-        """Its settings. `more`: further ones, with their source."""
+        """Read its settings: those of the command line, those of its values, and `more`, with their sources."""
         cfg = line.run.cfg
         flags = dict[str, tuple[Any, str]]()
         words = dict(line.run.words)
@@ -134,46 +140,53 @@ class Contender:
         return replace(line, run=run).load({**flags, **(more or {})})
 
     def run(self, line: ToolLine, out: Path, seed: int, fold: Fold | None, loaded: Loaded, metric: Metric) -> Run:
-        """Its training, in a folder below `out`. `loaded`: its settings. `metric`: the one that decides."""
-        own: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
-        which = f"{seed}"
+        """Return its run with this seed and fold, in a folder below `out`.
+
+        `loaded` are its settings as `load` returns them. `metric` is the one that decides the comparison; a metric that
+        can choose the best checkpoint does so, unless the settings name another one.
+        """
+        own_settings: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
+        folder_ending = f"{seed}"
         if fold is not None:
-            own["DATA.FOLD"] = (str(fold), "-folds")
-            which = f"fold{fold.number}"
-        if loaded.config.TRAIN.NUM_EPOCHS != AUTO:  # a recipe's limit would leave the run unfinished
-            own["MAX_TIME"] = (None, "compare.py")
-        run = Run(self.name, seed, loaded.config, out / f"{self.file_name}-{which}", fold)
+            own_settings["DATA.FOLD"] = (str(fold), "-folds")
+            folder_ending = f"fold{fold.number}"
+        if loaded.config.TRAIN.NUM_EPOCHS != AUTO:  # a recipe's time limit would leave the run unfinished
+            own_settings["MAX_TIME"] = (None, "compare.py")
+        run = Run(self.name, seed, loaded.config, out / f"{self.file_name}-{folder_ending}", fold)
         if metric.decides and loaded.is_default(BEST_BY):
-            begun = run.settings_file.exists()  # then it keeps what chooses its best checkpoint
-            best_by = load_config(str(run.settings_file)).config.SAVE_BEST_BY if begun else metric.name
-            own[BEST_BY] = (best_by, "-metric")
-        return replace(run, config=self.load(line, own).config)
+            # A run that has begun keeps the metric by which it chooses its best checkpoint.
+            has_begun = run.settings_file.exists()
+            best_by = load_config(str(run.settings_file)).config.SAVE_BEST_BY if has_begun else metric.name
+            own_settings[BEST_BY] = (best_by, "-metric")
+        return replace(run, config=self.load(line, own_settings).config)
 
 
-def read_axes(texts: Sequence[str] | None) -> Axes:
+def read_axes(vary: Sequence[str] | None) -> Axes:
     """Parse the -vary flags, such as KEY=a,[b,c]."""
-    named: dict[str, list[str]] = {}
-    for text in texts or ():
-        name, _, rest = text.partition("=")
-        name = name.strip().removeprefix("-")
-        values = [value.strip() for value in _at_top_level(rest)]
+    texts_of: dict[str, list[str]] = {}
+    for text in vary or ():
+        before_equals, _, after_equals = text.partition("=")
+        name = before_equals.strip().removeprefix("-")
+        values = [value.strip() for value in _split_at_commas(after_equals)]
         if len(values) < 2 or not all(values):
             raise UserError(f"-vary {text}: name a setting or flag and at least two values, {EXAMPLE}.")
         if len(set(values)) < len(values):
             raise UserError(f"-vary {text}: a value is listed twice; list each one once.")
-        if name in named:
+        if name in texts_of:
             raise UserError(f"-vary {name}: given twice; list all its values in one -vary.")
-        named[name] = values
-    tails = [name.rpartition(".")[2] for name in named]
+        texts_of[name] = values
+
+    # Labels are short, such as SAMPLER for DATA.SAMPLER, unless two settings would have the same one.
+    short_names = [name.rpartition(".")[2] for name in texts_of]
     axes: Axes = {}
-    for (name, values), tail in zip(named.items(), tails, strict=True):
-        label = tail if tails.count(tail) == 1 else name
-        axes[name] = tuple(_value(name, label, text) for text in values)
+    for (name, values), short_name in zip(texts_of.items(), short_names, strict=True):
+        label = short_name if short_names.count(short_name) == 1 else name
+        axes[name] = tuple(_parse_value(name, label, text) for text in values)
     return axes
 
 
-def _at_top_level(text: str) -> list[str]:
-    """Split at commas outside brackets."""
+def _split_at_commas(text: str) -> list[str]:
+    """Split a text at its commas, but not at those inside brackets."""
     parts = [""]
     depth = 0
     for letter in text:
@@ -181,14 +194,18 @@ def _at_top_level(text: str) -> list[str]:
             depth += 1
         elif letter in ")}]":
             depth -= 1
-        if letter == "," and not depth:
+        if letter == "," and depth == 0:
             parts.append("")
         else:
             parts[-1] += letter
     return parts
 
 
-def _value(name: str, label: str, text: str) -> Value:
+def _parse_value(name: str, label: str, text: str) -> Value:
+    """Parse one of the values of -vary. `name` is what varies, `label` the short form of it for names of contenders.
+
+    Raises UserError if `name` is no setting or flag, if the flag does not take the value, or if it cannot be varied.
+    """
     if name == "cfg":
         return Value(Path(text).stem, cfg=text)
     flag = BY_NAME.get(name)
@@ -203,11 +220,11 @@ def _value(name: str, label: str, text: str) -> Value:
     elif name.isupper():
         raise UserError(f"-vary {name}: unknown key.{suggest(name)}")
     else:
-        known = ["cfg", *(flag.name for flag in BY_NAME.values() if flag.keys)]
-        raise UserError(f"-vary {name}: neither a setting nor a flag that sets one.{nearest(name, known)}")
-    for key, why in NOT_VARIED.items():
+        names_to_vary = ["cfg", *(flag.name for flag in BY_NAME.values() if flag.keys)]
+        raise UserError(f"-vary {name}: neither a setting nor a flag that sets one.{nearest(name, names_to_vary)}")
+    for key, instead in NOT_VARIED.items():
         if key in value.keys:
-            raise UserError(f"-vary {name}: {key} cannot be varied; {why}.")
+            raise UserError(f"-vary {name}: {key} cannot be varied; {instead}.")
     return value
 
 
@@ -232,20 +249,27 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The first line of that file, with a hash of lists of images, whose lines may change under the same name."""
+        """First line of that file, with a hash of the lists of DATA.EXCLUDE and DATA.RELABEL.
+
+        The hash shows that the content of a list has changed, although the settings name the same file.
+        """
         from datasets.exclude import read_rows, text_of
 
-        data = self.config.DATA  # of a table that is written again, scores and order may change by themselves
+        data = self.config.DATA
+        # Without scores and order, which change by themselves when a table of labels is written again
         rows = data.RELABEL and sorted((name, *row[1:]) for name, row in read_rows(data)[0].items())
-        lists = hashlib.sha256(repr((text_of(data), rows)).encode()).hexdigest()
-        return f"# {self.name}; made by vitamp, lists {lists}"
+        digest = hashlib.sha256(repr((text_of(data), rows)).encode()).hexdigest()
+        return f"# {self.name}; made by vitamp, lists {digest}"
 
 
 @dataclass(frozen=True)
 class Plan:
+    """All runs of a comparison, and how they are judged."""
+
     contenders: tuple[str, ...]
-    """The first is the baseline. A cross-validation may have a single one."""
+    """Names. The first is the baseline. A cross-validation may have a single one."""
     judged: Judged
+    """The metric and the weights that decide."""
     folds: int | None
     """Number of folds; None without cross-validation."""
     runs: tuple[Run, ...]
@@ -255,6 +279,7 @@ class Plan:
     many: bool
     """Whether -ngpus was given, so that main_multi_gpu.py trains the runs."""
     remarks: tuple[str, ...]
+    """Lines for the log, before training."""
     varied: tuple[str, ...] = ()
     """What varies beside -modes."""
     budget_min: float | None = None
@@ -264,14 +289,16 @@ class Plan:
 
     @property
     def seeds(self) -> list[int]:
+        """The different seeds of the runs, in their order."""
         return list(dict.fromkeys(run.seed for run in self.runs))
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
-    """Parse -seeds: `3` is 0, 1, 2; `0,1,5` is a list."""
+    """Parse -seeds: `3` means three seeds, which are 0, 1 and 2; `0,1,5` is a list of seeds, and so is `5,`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     numbers = [int(part) for part in parts if part.isdecimal()]
-    seeds = tuple(numbers) if "," in text else tuple(range(sum(numbers)))
+    is_list = "," in text
+    seeds = tuple(numbers) if is_list else tuple(range(sum(numbers)))
     if not seeds or len(numbers) < len(parts):
         raise UserError(f"-seeds {text}: give a number of seeds, such as 3, or a list, such as 0,1,5.")
     if len(set(seeds)) < len(seeds):
@@ -280,23 +307,29 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 
 def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, ...]:
-    """Parse -modes. A level alone (`O2`) and `auto` are resolved as by -amp on this device."""
+    """Parse -modes. A level alone (`O2`) and `auto` are resolved as by -amp on this device.
+
+    Raises UserError if two of them are the same precision here.
+    """
     from tools.common.precisions import modes_named
 
-    named = modes_named(text, config, device)
-    seen = dict[str, str]()
-    for name, mode in named:
-        if mode.name in seen:
+    named_modes = modes_named(text, config, device)
+    given_name_of = dict[str, str]()
+    for given_name, mode in named_modes:
+        if mode.name in given_name_of:
             raise UserError(
-                f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} on this device; list others, "
-                f"such as -modes fp32,bf16, compare settings with -vary, or {FOR_ONE}."
+                f"-modes {text}: {given_name_of[mode.name]} and {given_name} are both {mode.name} on this device; list "
+                f"others, such as -modes fp32,bf16, compare settings with -vary, or {FOR_ONE}."
             )
-        seen[mode.name] = name
-    return tuple(mode for _, mode in named)
+        given_name_of[mode.name] = given_name
+    return tuple(mode for _, mode in named_modes)
 
 
 def read_rounds(line: ToolLine) -> list[tuple[int, Fold | None]]:
-    """The seeds; or each of the folds, with one seed."""
+    """Return seed and fold of each round, in which every contender trains once.
+
+    Without -folds, a round is a seed, and its fold is None. With -folds, a round is a fold, and all have one seed.
+    """
     asked = line.asked
     folds = line.asked.folds
     if folds is None:
@@ -313,7 +346,11 @@ def read_rounds(line: ToolLine) -> list[tuple[int, Fold | None]]:
 
 
 def check_given(line: ToolLine, refused: Mapping[str, str]) -> None:
-    """Refuse what must not be given for all runs: it would win over what varies or is set for each, or be lost."""
+    """Raise UserError if the command line has one of these settings.
+
+    It would override a setting that varies or that compare.py sets for each run, or have no effect. `refused` says for
+    each key what to do instead.
+    """
     for key, instead in refused.items():
         given_by = line.given_by(key)
         if given_by:
@@ -321,54 +358,58 @@ def check_given(line: ToolLine, refused: Mapping[str, str]) -> None:
 
 
 def load_all(contenders: Sequence[Contender], line: ToolLine) -> dict[str, Loaded]:
-    """The settings of contenders by their names. No two may have the same folder, or the same settings."""
-    names: dict[str, str] = {}
+    """Read the settings of each contender, by its name. No two may have the same folder, or the same settings."""
+    contender_of_folder: dict[str, str] = {}
     for contender in contenders:
-        other = names.get(contender.file_name)
+        other = contender_of_folder.get(contender.file_name)
         if other:
             raise UserError(f"-vary: {other} and {contender.name} would have the same folder; give one another name.")
-        names[contender.file_name] = contender.name
+        contender_of_folder[contender.file_name] = contender.name
     loaded = {contender.name: contender.load(line) for contender in contenders}
-    for (one, first), (other, second) in itertools.combinations(loaded.items(), 2):
+    for (first_name, first), (second_name, second) in itertools.combinations(loaded.items(), 2):
         if not differences(first.config, second.config):
-            raise UserError(f"{one} and {other} have the same settings here; list one of them.")
+            raise UserError(f"{first_name} and {second_name} have the same settings here; list one of them.")
     return loaded
 
 
 def make_plan(line: ToolLine, out: Path) -> Plan:
     """Plan the runs. Every error that can be found before training is found here."""
     asked = line.asked
-    axes = read_axes(asked.vary)
+    given_axes = read_axes(asked.vary)
     rounds = read_rounds(line)
-    base, modes_text = _load_baseline(line, axes)
+    baseline, modes_text = _load_baseline(line, given_axes)
 
     from engine.machine.device import pick_device
     from tools.common.sessions import own_process
     from utils.distributed.world import ALONE
 
-    device = pick_device(base.config.DEVICE, ALONE)
-    # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU.
-    many = base.config.NGPUS != -1 or bool(line.given_by("NGPUS"))
+    # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU. So
+    # another process queries it.
+    device = pick_device(baseline.config.DEVICE, ALONE)
+    many = baseline.config.NGPUS != -1 or bool(line.given_by("NGPUS"))
     if device.type == "cuda":
         with own_process() as process:
-            of_device = process.submit(_query, modes_text, base.config, device, many).result()
+            device_facts = process.submit(_query, modes_text, baseline.config, device, many).result()
     else:
-        of_device = _query(modes_text, base.config, device, many)
-    remarks = list(of_device.remarks)
-    changed = set(axes)
-    for values in axes.values():
-        changed |= values[0].keys
-    if not changed.isdisjoint(validation_keys(base.config) + ["DATA.PART", "cfg"]):
+        device_facts = _query(modes_text, baseline.config, device, many)
+
+    remarks = list(device_facts.remarks)
+    varied_keys = set(given_axes)
+    for values in given_axes.values():
+        varied_keys |= values[0].keys
+    if not varied_keys.isdisjoint(validation_keys(baseline.config) + ["DATA.PART", "cfg"]):
         remarks.append("what varies may change what is validated on: then the metrics cannot be compared")
-    varied = tuple(axes)
-    if of_device.modes:
-        axes = {"modes": tuple(map(Value.of_mode, of_device.modes)), **axes}
-    elif not axes:
-        recipe = Path(line.run.cfg or base.config.MODEL.NAME).absolute()
+
+    # Modes are the first axis. If nothing varies, the only contender is named after the recipe or the run.
+    axes = given_axes
+    if device_facts.modes:
+        axes = {"modes": tuple(map(Value.of_mode, device_facts.modes)), **given_axes}
+    elif not given_axes:
+        recipe = Path(line.run.cfg or baseline.config.MODEL.NAME).absolute()
         axes = {"cfg": (Value(recipe.parent.name if recipe.name == CONFIG else recipe.stem),)}
     contenders = tuple(map(Contender, itertools.product(*axes.values())))
     loaded = load_all(contenders, line)
-    judged = judged_by(asked.metric, asked.weights, [one.config for one in loaded.values()])
+    judged = judged_by(asked.metric, asked.weights, [of_contender.config for of_contender in loaded.values()])
 
     runs = []
     for (seed, fold), contender in alternating_order(contenders, rounds):
@@ -378,32 +419,39 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     if asked.metric or best_by != judged.metric.name:
         verdict = f"the verdict is of {judged.words} after the last epoch"
         remarks.append(f"{BEST_BY} {best_by}: chooses the best checkpoint of each run; {verdict}")
-    of_settings = dict[str, None]()
-    for one in loaded.values():
-        of_settings |= dict.fromkeys(one.notes + one.warnings)
+
+    # What the settings of several contenders remark is logged once.
+    remarks_on_settings = dict[str, None]()
+    for of_contender in loaded.values():
+        remarks_on_settings |= dict.fromkeys(of_contender.notes + of_contender.warnings)
     return Plan(
         contenders=tuple(loaded),
         judged=judged,
         folds=asked.folds,
         runs=tuple(runs),
-        device=of_device.name,
+        device=device_facts.name,
         many=many,
-        remarks=tuple(of_settings) + tuple(remarks),
-        varied=varied,
+        remarks=tuple(remarks_on_settings) + tuple(remarks),
+        varied=tuple(given_axes),
         budget_min=asked.budget_min,
         these_images=asked.these_images,
     )
 
 
 def _load_baseline(line: ToolLine, axes: Axes) -> tuple[Loaded, str | None]:
-    """The settings of the first values, and the modes to compare. Refuses what does not go with what varies."""
+    """Return the settings of the baseline, which has the first value of each axis, and the text of -modes.
+
+    The text is DEFAULT_MODES if nothing else varies, and None if modes are not compared. Raises UserError for settings
+    on the command line that contradict what varies.
+    """
     asked = line.asked
     if "cfg" in axes and line.run.cfg is not None:
         raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
     modes_text = asked.modes or (None if axes or asked.folds else DEFAULT_MODES)
-    if modes_text and len([word for word in modes_text.split(",") if word.strip()]) < 2:
-        such = "such as fp32,bf16; the first is the baseline"
-        raise UserError(f"-modes {modes_text}: list at least two, {such}. Or {FOR_ONE}.")
+    if modes_text and len([mode for mode in modes_text.split(",") if mode.strip()]) < 2:
+        example = "such as fp32,bf16; the first is the baseline"
+        raise UserError(f"-modes {modes_text}: list at least two, {example}. Or {FOR_ONE}.")
+
     refused = dict(SET_PER_RUN)
     if asked.folds:
         refused |= SET_PER_FOLD
@@ -413,53 +461,63 @@ def _load_baseline(line: ToolLine, axes: Axes) -> tuple[Loaded, str | None]:
         for value in values:
             refused |= dict.fromkeys(value.keys, f"it varies ({name})")
     check_given(line, refused)
-    base = Contender(tuple(values[0] for values in axes.values())).load(line)  # imports torch, unless it refuses
-    if base.config.TRAIN.NUM_EPOCHS != AUTO:
+
+    # Loading imports torch, so the command line is checked before.
+    baseline = Contender(tuple(values[0] for values in axes.values())).load(line)
+    if baseline.config.TRAIN.NUM_EPOCHS != AUTO:
         check_given(line, UNLESS_EPOCHS_AUTO)
-    check_one_training(base, "compare.py")
-    return base, modes_text
+    check_one_training(baseline, "compare.py")
+    return baseline, modes_text
 
 
-class OfDevice(NamedTuple):
-    """What only the device itself tells."""
+class DeviceFacts(NamedTuple):
+    """Facts for which the device must be queried."""
 
     modes: tuple[Mode, ...]
+    """The precisions to compare, as they are resolved on the device; empty if modes are not compared"""
     remarks: list[str]
+    """Lines for the log: on modes that are emulated, and on the processes of each run"""
     name: str
+    """Name of the device"""
 
 
-def _query(modes_text: str | None, config: Config, device: torch.device, many: bool) -> OfDevice:
-    """The modes, remarks on them and on the number of runs' processes, and the device's name."""
+def _query(modes_text: str | None, config: Config, device: torch.device, many: bool) -> DeviceFacts:
+    """Query the device. `modes_text` is that of -modes, or None; `many` as in `Plan`."""
     from engine.machine.device import describe_device, visible_devices
     from tools.common.precisions import emulated
 
     modes = () if modes_text is None else read_modes(modes_text, config, device)
     remarks = list[str]()
     for mode in modes:
-        why = emulated(mode, device)
-        if why:
-            remarks.append(f"{mode.name}: {why}")
+        warning = emulated(mode, device)
+        if warning:
+            remarks.append(f"{mode.name}: {warning}")
     if many:
         processes = counted(visible_devices(config), "process")
         remarks.append(f"each run: {processes}, started by {started_as('main_multi_gpu.py')} (-ngpus)")
-    return OfDevice(modes, remarks, describe_device(device))
+    return DeviceFacts(modes, remarks, describe_device(device))
 
 
 def check_runs(runs: Sequence[Run], again: bool = False) -> None:
-    """Refuse settings that training would refuse, and folders with other runs. `again`: delete these runs."""
+    """Raise UserError for settings that training would refuse, and for folders that have other runs.
+
+    `again` deletes the runs, so that they are trained anew.
+    """
     from engine.preflight import check
 
     for run in runs:
+        # Seed and fold make no difference to this check, so one run of each contender is enough.
         if (run.seed, run.fold) == (runs[0].seed, runs[0].fold):
             check(run.config)
         if run.settings_file.exists() and again:
             shutil.rmtree(run.folder, ignore_errors=True)
             run.settings_file.unlink()
         if run.settings_file.exists():
-            before = load_config(str(run.settings_file)).config
-            changed = [text for text in differences(before, run.config) if text.partition(":")[0] not in MAY_DIFFER]
+            earlier = load_config(str(run.settings_file)).config
+            changed = [text for text in differences(earlier, run.config) if text.partition(":")[0] not in MAY_DIFFER]
+            # The title ends with a hash of the lists of images, unless an earlier version wrote it.
             title = run.settings_file.read_text(encoding="utf-8").partition("\n")[0]
-            if ", lists " in title and title.split()[-1] != run.title.split()[-1]:  # earlier versions noted none
+            if ", lists " in title and title.split()[-1] != run.title.split()[-1]:
                 changed.append("DATA.EXCLUDE or DATA.RELABEL: other lines")
             if changed:
                 raise UserError(
@@ -490,80 +548,98 @@ def start(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
 
 @dataclass
 class Trained:
-    """What became of the runs that are not finished."""
+    """Outcome of training the runs of a plan: those that have not finished, and why."""
 
     failed: dict[str, str] = field(default_factory=dict)
-    """Folder -> reason."""
+    """Folder of a failed run -> reason."""
     left_out: list[str] = field(default_factory=list)
     """Names of runs that -budget_min left no time for."""
     advice: str = "repeat the command to go on"
     """What to do about them."""
     budget: Budget | None = None
+    """The time limit, which a later plan may share; None without one."""
 
 
 def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budget | None = None) -> Trained:
-    """Train all runs that are not finished, as far as the budget allows: that of an earlier plan, or a new one."""
-    budget = budget or (Budget(60 * plan.budget_min) if plan.budget_min else None)
+    """Train all runs of a plan that are not finished, as long as the time limit allows.
+
+    `after_each` is called after each run, and at the end. `budget` is the time limit of an earlier plan, which this one
+    shares; without it, `plan.budget_min` sets a new one.
+    """
+    if budget is None and plan.budget_min:
+        budget = Budget(60 * plan.budget_min)
     done = Trained(budget=budget)
-    times = dict[str, list[float]]()
+    seconds_of = dict[str, list[float]]()  # contender -> durations of its finished runs
     total = len(plan.runs)
     finished = [run for run in plan.runs if is_finished(run.folder)]
     for run in finished:
-        times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
+        seconds_of.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
     with terminating(), progress_bar(total, "runs") as bar:
-        bar.initial = len(finished)  # they come first, and take none of the time that the bar divides by
-        for nth, run in enumerate(sorted(plan.runs, key=lambda run: run not in finished), start=1):
+        # Finished runs come first, and take none of the time that the bar divides by.
+        bar.initial = len(finished)
+        for number, run in enumerate(sorted(plan.runs, key=lambda run: run not in finished), start=1):
             bar.set_description_str(run.name)
-            bar.update(nth - 1 - bar.n)
-            # How long it may take: the mean of this contender's runs, or of all if it has none yet, less what is done
-            known = times.get(run.contender) or list(itertools.chain.from_iterable(times.values()))
-            left = max(0.0, sum(known) / max(len(known), 1) - History.of_run(run.folder).seconds)
+            bar.update(number - 1 - bar.n)
+            seconds_left = _seconds_left(run, seconds_of)
             if is_finished(run.folder):
-                log.info("%d of %d: %s: already finished", nth, total, run.name)
-            elif budget is not None and not budget.allows(left):
+                log.info("%d of %d: %s: already finished", number, total, run.name)
+            elif budget is not None and not budget.allows(seconds_left):
                 done.left_out.append(run.name)
-                if plan.budget_min and left > 60 * plan.budget_min:
-                    done.advice = f"{run.name} takes about {clock(left)} more: give a larger -budget_min"
+                if plan.budget_min and seconds_left > 60 * plan.budget_min:
+                    done.advice = f"{run.name} takes about {clock(seconds_left)} more: give a larger -budget_min"
                 continue
             else:
                 began = time.monotonic()
-                why = _train_to_end(run, plan.many)
-                if why is None:
+                failure = _train_to_end(run, plan.many)
+                if failure is None:
                     metrics = metrics_of(run.folder)
-                    times.setdefault(run.contender, []).append(metrics["seconds"])
-                    last = plan.judged.of(metrics)
+                    seconds_of.setdefault(run.contender, []).append(metrics["seconds"])
+                    last_value = plan.judged.of(metrics)
                     metric = plan.judged.metric
-                    reached = "" if last is None else f"{metric.words} {metric.number(last)}, "
-                    log.info("%d of %d: %s: %sin %s", nth, total, run.name, reached, clock(time.monotonic() - began))
+                    reached = "" if last_value is None else f"{metric.words} {metric.number(last_value)}, "
+                    duration = clock(time.monotonic() - began)
+                    log.info("%d of %d: %s: %sin %s", number, total, run.name, reached, duration)
                 else:
-                    done.failed[run.folder.name] = why
-                    log.warning("%d of %d: %s failed: %s", nth, total, run.name, why)
+                    done.failed[run.folder.name] = failure
+                    log.warning("%d of %d: %s failed: %s", number, total, run.name, failure)
             after_each(done)
     after_each(done)
     return done
 
 
+def _seconds_left(run: Run, seconds_of: Mapping[str, list[float]]) -> float:
+    """Estimate how long a run will take, less the time it has trained already.
+
+    The estimate is the mean of finished runs: of this contender, of all if it has none, or 0 if there are none.
+    """
+    seconds = seconds_of.get(run.contender) or list(itertools.chain.from_iterable(seconds_of.values()))
+    mean = sum(seconds) / max(len(seconds), 1)
+    return max(0.0, mean - History.of_run(run.folder).seconds)
+
+
 def _train_to_end(run: Run, many: bool) -> str | None:
     """Train one run until it has finished. Returns the reason if it has not, else None."""
-    why = train_run(run, many=many)
-    if why is None and run.config.TRAIN.NUM_EPOCHS == AUTO and not is_finished(run.folder):
+    failure = train_run(run, many=many)
+    if failure is None and run.config.TRAIN.NUM_EPOCHS == AUTO and not is_finished(run.folder):
         log.warning("%s was slower than it had planned; beyond MAX_TIME, it trains what is left", run.name)
-        why = train_run(run, many=many)
-    return why if why or is_finished(run.folder) else "exit code 0, but it did not finish"
+        failure = train_run(run, many=many)
+    if failure is None and not is_finished(run.folder):
+        return "exit code 0, but it did not finish"
+    return failure
 
 
-def train_run(run: Run, *words: str, many: bool = False) -> str | None:
-    """Train or resume one run, by main_multi_gpu.py if `many`. Returns the reason if it fails, else None.
+def train_run(run: Run, *arguments: str, many: bool = False) -> str | None:
+    """Train or resume one run. Returns the reason if it fails, else None.
 
-    `words`: more of the command line.
+    `arguments` are added to its command line. `many` trains by main_multi_gpu.py.
     """
-    if not run.settings_file.exists():  # a later call compares its settings with it
+    if not run.settings_file.exists():  # `check_runs` of a later command compares its settings with this file
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(run.settings_file, redacted(f"{run.title}\n{to_yaml(run.config)}"))
     script = "main_multi_gpu.py" if many else "main_single_gpu.py"
     command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
-    command += words
-    # No file has the password of a URL, so each start gets the URL as a user gives it.
+    command += arguments
+    # No file has the password of a URL, so each start gets such settings as the user gave them.
     texts = [f"{key}={one_line(value)}" for key, value in values_by_key(run.config).items()]
     command += [text for text in texts if redacted(text) != text]
     with tempfile.TemporaryFile() as output:
@@ -571,21 +647,21 @@ def train_run(run: Run, *words: str, many: bool = False) -> str | None:
         try:
             code = process.wait()
         except KeyboardInterrupt as error:
-            _forward(process, signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+            _forward_signal(process, signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
             raise
         if not code:
             return None
-        # The last error that the run printed, or else its last line
+        # The reason is the last error that the run printed, or else its last line.
         output.seek(0)
         lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-        errors = [line.partition("error: ")[2] for line in lines if line.startswith("error: ")]
-        last = (errors or lines or ["no output"])[-1]
-        return f"exit code {code}: {last}"
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        reasons = errors or lines or ["no output"]
+        return f"exit code {code}: {reasons[-1]}"
 
 
-def _forward(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal, on which the run saves and exits. A second Ctrl-C makes it exit at once."""
-    process.send_signal(number)
+def _forward_signal(process: subprocess.Popen[bytes], signal_number: int) -> None:
+    """Send a signal to a run, which then saves and exits, and wait for that. A second Ctrl-C makes it exit at once."""
+    process.send_signal(signal_number)
     while True:
         try:
             process.wait()
@@ -596,6 +672,8 @@ def _forward(process: subprocess.Popen[bytes], number: int) -> None:
 
 @contextlib.contextmanager
 def terminating() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM inside the context, so that the run in progress gets the signal too."""
+
     def handle(_number: int, _frame: FrameType | None) -> None:
         raise Terminated
 

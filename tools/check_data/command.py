@@ -77,7 +77,7 @@ class Asked(NamedTuple):
 
 @tool
 def main(argv: list[str]) -> int:
-    """Run the command, and return its exit code."""
+    """Read the command line, check the data set that it describes, and return the exit code."""
     line = TOOL.read(argv)
     exclude_file = line.file("fix")
     json_file = line.file("json")

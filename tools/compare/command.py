@@ -106,6 +106,7 @@ MOST_CLASSES = 20
 
 @tool
 def main(argv: list[str]) -> int:
+    """Plan the comparison, train all its runs, report the verdict, and return the exit code."""
     line = TOOL.read(argv)
     out = results_folder(line.asked.output)
 

@@ -53,47 +53,63 @@ TOOL = Tool(
 
 @tool
 def main(argv: list[str]) -> int:
+    """Read the command line, pack the data set SRC into the folder DST, and return the exit code."""
     line = TOOL.read(argv)
     places = line.asked.places or []
     if len(places) != 2:
         given = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
         raise UserError(f"pack_images.py needs SRC (what to pack) and DST (the folder to write); {given}. See -h.")
+    source, destination = places
     if "DATA.DATA_PATH" in line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
-    place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
-    own: dict[str, tuple[Any, str]] = {place: (places[0], Source("SRC", Kind.TOOL))}
-    if line.asked.keep:  # mean and deviation have no effect: given, they are not measured
-        own |= dict.fromkeys(MEASURED[1:], ("0.5", Source("-keep", Kind.TOOL)))
+    source_key = "DATA.DATASET" if source.startswith("hf:") else "DATA.DATA_PATH"
+    own_settings: dict[str, tuple[Any, str]] = {source_key: (source, Source("SRC", Kind.TOOL))}
+    if line.asked.keep:
+        # Mean and deviation of the pixels have no effect here. Any value saves the time of measuring them.
+        own_settings |= dict.fromkeys(MEASURED[1:], ("0.5", Source("-keep", Kind.TOOL)))
     with ranks_of_launcher(argv, line.run.ranks) as world:
-        loaded = on_every_rank(world, lambda: line.load(own))
+        loaded = on_every_rank(world, lambda: line.load(own_settings))
 
         # Imported late: torch takes seconds to import, and a wrong command should fail at once.
         from tools.pack_images.run import pack
 
         if_interrupted.append("finished tar files stay, and the same command resumes")
-        settings = on_every_rank(world, lambda: _settings(line, loaded))
-        pack(loaded.config.DATA, Path(places[1]).expanduser(), settings, jobs=line.asked.num_workers, world=world)
+        settings = on_every_rank(world, lambda: _packing_settings(line, loaded))
+        pack(loaded.config.DATA, Path(destination).expanduser(), settings, jobs=line.asked.num_workers, world=world)
     return EXIT_DONE
 
 
-def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
-    """Settings that the packed bytes depend on: stored with them, and compared when packing resumes."""
+def _packing_settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
+    """Return the settings that the packed bytes depend on: stored with them, and compared when packing resumes.
+
+    Raises UserError for flags and settings that have no effect on this kind of packing.
+    """
     from datasets.base import background_of
 
     data = loaded.config.DATA
     if "raw" in line.given and "keep" in line.given:
         raise UserError("-raw and -keep exclude each other; give one.")
-    kind = next((name for name in ("raw", "keep") if name in line.given), "jpeg")
+    kind = "jpeg"
+    useless_flags = ()
+    if "raw" in line.given:
+        kind = "raw"
+        useless_flags = ("quality",)
+    elif "keep" in line.given:
+        kind = "keep"
+        useless_flags = ("short_side", "quality")
     if kind != "keep" and not data.is_plain:
         raise UserError("DATA.BITS, DATA.IMAGE_CHANNELS: such images are packed as they are stored; add -keep.")
-    useless = {"keep": ("short_side", "quality"), "raw": ("quality",)}.get(kind, ())
-    line.refuse(useless, f"-{{}} has no effect with -{kind}; leave it out.")
+    line.refuse(useless_flags, f"-{{}} has no effect with -{kind}; leave it out.")
     settings: dict[str, int | str | bool] = {"kind": kind}
     for name in ("short_side", "quality", "shard_images"):
-        if name not in useless:
+        if name not in useless_flags:
             settings[name] = getattr(line.asked, name)
+
+    # With -keep, files are turned and get their background when training reads them. But if SRC itself is packed, that
+    # has been done by its settings, which are passed on.
     keys = ("DATA.EXIF_ROTATE", "DATA.BACKGROUND")
-    if kind != "keep" or any(loaded.sources[key] == "packing" for key in keys):  # SRC is packed with them
+    source_is_packed = any(loaded.sources[key] == "packing" for key in keys)
+    if kind != "keep" or source_is_packed:
         settings["background"] = one_line(background_of(data) if data.BACKGROUND == "mean" else data.BACKGROUND)
     else:
         for key in keys:

@@ -16,6 +16,7 @@ from utils.log import log, log_lines
 from utils.text import counted
 
 MOST = 256
+"""Largest number of images in a picture"""
 OWN = (
     Flag("out", "picture to write", "FILE.png", default="batch.png"),
     Flag("count", f"number of images, at most {MOST}", "N", default=16, kind=whole(1, MOST)),
@@ -26,6 +27,7 @@ TOOL = Tool("show_batch.py", __doc__, OWN)
 
 @tool
 def main(argv: list[str]) -> int:
+    """Draw the images of the run that the command line describes, and return the exit code."""
     line = TOOL.read(argv)
     out = line.file("out", ".png")
     count = line.asked.count

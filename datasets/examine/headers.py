@@ -212,7 +212,11 @@ def _counts_in_words(classes: set[str], counts: Counter[str], class_sizes: Count
     The classes that are named are these or the others, whichever are fewer.
     """
     others = class_sizes.keys() - classes
-    named, unnamed = (classes, others) if len(classes) <= len(others) else (others, classes)
+    named = classes
+    unnamed = others
+    if len(classes) > len(others):
+        named = others
+        unnamed = classes
     named_with = _sum_of(counts, named)
     named_images = _sum_of(class_sizes, named)
     amount = "all" if named_with == named_images else f"{named_with:,} of"

@@ -235,8 +235,8 @@ def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[
     unvalidated = findings.unvalidated
     has_warned = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")
     if unvalidated and (not has_warned or data.EXCLUDE or comes_unsplit(data)):
-        of = f"{len(unvalidated):,} of {len(findings.classes['training']):,} (the first: {unvalidated[0]})"
-        yield f"Classes without validation images, of which no metric tells: {of}. Validation needs images of them."
+        count = f"{len(unvalidated):,} of {len(findings.classes['training']):,} (the first: {unvalidated[0]})"
+        yield f"Classes without validation images, of which no metric tells: {count}. Validation needs images of them."
 
     for split, original_split, copies in findings.pairs():
         if not copies.examples:

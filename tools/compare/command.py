@@ -193,7 +193,7 @@ def _finished(plan: Plan) -> list[Metrics]:
 def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compare.py") -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its content.
 
-    `script` is that of the command which is repeated to resume. If the file cannot be written, this is logged, and the
+    `script` is the script of the command, which the file records. If it cannot be written, this is logged, and the
     content has the key `unwritten`.
     """
     names = list(plan.contenders)

@@ -55,10 +55,10 @@ def search(table: Table, fraction: float, seed: int) -> dict[str, object]:
     return {
         "images": count,
         "wrong": len(changed),
-        "look_wrong": found.number,
-        "right": int((found.probability[changed] >= WRONG).sum()),
+        "look_wrong": found.look_wrong,
+        "right": int((found.wrong_probability[changed] >= WRONG).sum()),
         "beside_nearest": found.agreed,
-        "if_right": found.if_right,
+        "if_right": found.most_if_right,
         "surer": [*found.surer],
         "found": found.clear,
     }

@@ -30,6 +30,12 @@ def distinct_names(classes: Iterable[object]) -> list[str]:
     return [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
 
 
+def label_words(label: np.ndarray, classes: Sequence[str]) -> str:
+    """The name of the class of one image, or those of several classes, separated by |."""
+    chosen = np.flatnonzero(label) if label.ndim else [int(label)]
+    return "|".join(classes[index] for index in chosen)
+
+
 def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:
     """Count the images of each class. `labels`: see `Samples.labels`."""
     if labels.ndim == 2:

@@ -25,7 +25,7 @@ from tests.label_sets import named, write_recipe, write_set
 from tests.program import Result, metrics
 from tests.tools.browser import View, views_of
 from tools.check_labels import command, prove, search
-from tools.check_labels.noise import Wrong, find_wrong, nearest
+from tools.check_labels.noise import Verdict, find_wrong, nearest
 from tools.common.per_image import per_image, values_of_images
 from tools.common.report_page.page import write_report
 from tools.common.turns import Budget
@@ -296,7 +296,7 @@ def test_of_several_labels_the_most_doubtful_one_of_an_image_is_listed() -> None
     labels = random.integers(0, 2, (30, 3))
     images: Any = SimpleNamespace(labels=labels, classes=CLASSES, label_words=lambda label: "".join(map(str, label)))
     logits = 4 * (2 * labels - 1) + random.normal(size=labels.shape)
-    suspects, verdict = search.suspects_of(images, logits, 0, np.array([2]))
+    suspects, verdict = search.judge_labels(images, logits, 0, np.array([2]))
     assert not verdict.clear
     assert len({one.image for one in suspects}) == len(suspects) > 10
     for one in suspects:
@@ -325,7 +325,7 @@ def test_right_labels_do_not_look_wrong(seed: int, offsets: list[int]) -> None:
     _, logits, labels = drawn(seed)
     found = find_wrong(2 * logits + offsets, labels, seed)
     assert not found.clear
-    assert found.number < 30
+    assert found.look_wrong < 30
 
 
 @pytest.mark.parametrize("kind", ["uniform", "similar"])
@@ -337,10 +337,10 @@ def test_flips_are_found(seed: int, kind: str) -> None:
     else:
         labels = np.where((right == 1) & (generator.random(1500) < 0.25), 2, right)
     found, wrong = find_wrong(logits, labels, seed), labels != right
-    suspects = np.flatnonzero(found.probability >= 0.5)
+    suspects = np.flatnonzero(found.wrong_probability >= 0.5)
     hits = suspects[wrong[suspects]]
     assert found.clear
-    assert found.number == len(suspects)
+    assert found.look_wrong == len(suspects)
     assert len(hits) / len(suspects) > 0.6
     assert len(hits) / wrong.sum() > 0.3
     assert (found.proposed[hits] == right[hits]).mean() > (0.9 if kind == "similar" else 0.6)
@@ -357,8 +357,9 @@ def test_hard_images_of_heavy_tailed_classes_do_not_look_wrong() -> None:
         assert find_wrong(logits, labels, 0).clear
         both = find_wrong(logits, labels, 0, near=near)
         assert both.clear == found
-        assert [number for number, _, _ in both.surer] == [(both.probability >= level).sum() for level in (0.8, 0.95)]
-        of_level = [(both.number, both.agreed, both.if_right), *both.surer]
+        surer = [(both.wrong_probability >= level).sum() for level in (0.8, 0.95)]
+        assert [number for number, _, _ in both.surer] == surer
+        of_level = [(both.look_wrong, both.agreed, both.most_if_right), *both.surer]
         for lower, higher in itertools.pairwise(of_level):
             assert all(one >= other for one, other in zip(lower, higher, strict=True)), of_level
 
@@ -366,7 +367,9 @@ def test_hard_images_of_heavy_tailed_classes_do_not_look_wrong() -> None:
 def test_surer_labels_may_decide() -> None:
     """The counts of 1,000 MNIST digits with 2 % of the labels changed: too few stand out from 0.5 on."""
     nothing = np.empty(0)
-    few = Wrong(nothing, nothing, nothing, number=28, agreed=16, if_right=9, expected=6.0, calibrations=[])
+    few = Verdict(
+        nothing, nothing, nothing, look_wrong=28, agreed=16, most_if_right=9, mean_if_right=6.0, calibrations=[]
+    )
     assert not few.clear
     assert few._replace(surer=[(20, 13, 5), (11, 8, 2)]).clear
     assert not few._replace(surer=[(20, 13, 6), (11, 5, 1)]).clear
@@ -382,7 +385,7 @@ def test_hard_images_resemble_several_classes_or_one_that_is_not_learnt(rare: bo
     like[wrong] = (right[wrong] + beside) % 3
     near = [random.choice(600, 10, p=np.where(right == each, 0.9, 0.05) / 200) for each in like]
     found = find_wrong(logits, labels, 0, near=torch.from_numpy(np.stack(near)))
-    assert found.number > 20
+    assert found.look_wrong > 20
     assert (found.agreed > 20) == counts
     assert found.clear == counts
 

@@ -1,8 +1,4 @@
-"""Images that look like one of another split (-alike): a page that shows them, and a list or table against them.
-
-Images are compared by a model's features. If the data set comes with its splits, the list excludes training images. If
-it comes unsplit, the table puts images that look alike into one group, which a split does not divide.
-"""
+"""Find images that look like one of another split; write a page, and a list or table that keeps them apart."""
 
 import csv
 import io
@@ -22,7 +18,7 @@ from scipy.sparse.csgraph import connected_components
 from datasets import ImageDataset, comes_unsplit, has_labels, open_dataset, source_of
 from datasets.base import Part
 from datasets.exclude import line_of
-from datasets.labels import ANY_LABEL, distinct_names
+from datasets.labels import ANY_LABEL, distinct_names, label_words
 from datasets.sources.split import TEST, TRAIN
 from engine.evaluation.alike import AT_ONCE, EDITS, Nearest, directions, joined, nearest, similarity_of_edited
 from engine.evaluation.features import features_of
@@ -44,14 +40,16 @@ from vitamp.files import write_atomically
 from vitamp.pooling import pool_of
 
 PARTS: dict[str, Part] = {"training": "train", "validation": "val", "test": "test"}
+"""DATA.PART by the title of a split"""
 MOST_SHOWN = 100
-"""Pairs of images on the page"""
+"""Pairs with pictures"""
 
 
 class Images:
-    """The images of all splits with their features, and the limit from which on two images look alike.
+    """The images of all splits, numbered through, with their labels and features.
 
-    An image is its number among the images of all splits, of which training comes first.
+    `features` are directions from the mean of training's: the product of two is how similar the images are. `limit` is
+    how similar images are to their edited copies. Split i has the numbers from begins[i] to begins[i + 1].
     """
 
     def __init__(self, config: Config, splits: Sequence[Split]) -> None:
@@ -60,101 +58,91 @@ class Images:
         trained = pretrained(config, ALONE)
         pool = pool_of(trained.model)
         batch = config.DATA.val_batch
-        self.datasets = list[ImageDataset]()
-        feature_tables = list[np.ndarray]()
+        self.sets = list[ImageDataset]()
+        tables = list[np.ndarray]()
         for split in splits:
             data = config.DATA.changed(PART=PARTS[split.title])
             dataset = open_dataset(data, False, ANY_LABEL, config.SEED, torch.device("cpu"))
             with trained.computing(data.val_batch):
-                feature_tables.append(np.asarray(features_of(trained, config, dataset, data).of(pool)))
-            self.datasets.append(dataset)
-        self.begins = np.cumsum([0, *map(len, feature_tables)])
-        """Number of the first image of each split, and of all images"""
-        mean = feature_tables[0].mean(0)
-        self.features = directions(np.concatenate(feature_tables), mean)
-        """Unit vectors from the mean of the training images; the product of two is how similar the images are"""
+                tables.append(np.asarray(features_of(trained, config, dataset, data).of(pool)))
+            self.sets.append(dataset)
+        self.begins = np.cumsum([0, *map(len, tables)])
+        mean = tables[0].mean(0)
+        self.features = directions(np.concatenate(tables), mean)
         with trained.computing(batch):
-            self.limit = similarity_of_edited(trained, self.datasets[1], mean, batch)
+            self.limit = similarity_of_edited(trained, self.sets[1], mean, batch)
         self.labels = np.concatenate([split.samples.labels for split in splits])
         self.classes = distinct_names(splits[0].samples.classes or range(int(self.labels.max()) + 1))
 
-    def name(self, image: int) -> str:
-        """Return the name of an image, such as the path of its file."""
-        split, index = self._split_and_index(image)
+    def name(self, number: int) -> str:
+        split, index = self._split_and_index(number)
         return self.splits[split].samples.name(index)
 
-    def label(self, image: int) -> str:
-        """Return the name of an image's class, or of all its classes, as in `cat|dog`."""
-        label = self.labels[image]
-        class_indices = np.flatnonzero(label) if label.ndim else [int(label)]
-        return "|".join(self.classes[class_index] for class_index in class_indices)
+    def label(self, number: int) -> str:
+        return label_words(self.labels[number], self.classes)
 
-    def figure(self, image: int) -> dict[str, Any]:
-        """Return what the page shows of an image: its picture, its split and its label."""
-        split, index = self._split_and_index(image)
-        picture = pictured(self.datasets[split], index, self.data)
-        return {**picture, "title": self.splits[split].title, "label": self.label(image)}
+    def shown(self, number: int) -> dict[str, Any]:
+        """The values of the page about one image: its picture, its split and its label."""
+        split, index = self._split_and_index(number)
+        values = pictured(self.sets[split], index, self.data)
+        return {**values, "title": self.splits[split].title, "label": self.label(number)}
 
-    def _split_and_index(self, image: int) -> tuple[int, int]:
-        """Return the number of an image's split, and the index of the image there."""
-        split = int(np.searchsorted(self.begins, image, side="right")) - 1
-        return split, image - int(self.begins[split])
+    def _split_and_index(self, number: int) -> tuple[int, int]:
+        """The split that an image is in, and its index there."""
+        split = int(np.searchsorted(self.begins, number, side="right")) - 1
+        return split, number - int(self.begins[split])
 
     def near_pairs(self) -> np.ndarray:
-        """Return the pairs of images whose thumbnails are nearly the same, as `near_pairs` does."""
+        """Find pairs of images of all splits that are nearly the same, as `near_pairs` gives them."""
         scans = chain.from_iterable(split.scans for split in self.splits)
         return near_pairs(thumbnails_of(list(scans)))
 
     def groups(self) -> np.ndarray:
-        """Return the number of each image's group.
+        """Group all images so that copies are together; return the number of each image's group, from 0.
 
-        Groups of DATA.GROUP, or else single images, are joined if images of them are nearly the same, or as similar as
-        edited copies.
+        The groups of DATA.GROUP, or the single images without it, are joined where images are nearly the same, or as
+        similar as edited copies.
         """
         count = len(self.features)
         groups = np.arange(count)
-        groups_of_data = list(chain.from_iterable(split.samples.groups or () for split in self.splits))
-        if groups_of_data:
-            groups = np.unique(groups_of_data, return_inverse=True)[1]
-
-        # Pairs are found and joined in blocks, since all products of features together may not fit into memory.
-        pairs = [self.near_pairs().T]
-        for begin in range(0, count, AT_ONCE):
-            in_block, second = np.nonzero(self.features[begin : begin + AT_ONCE] @ self.features.T >= self.limit)
-            pairs.append(np.stack([begin + in_block, second]))
-        for first, second in pairs:
-            links = csr_array((np.ones(len(first), bool), (groups[first], groups[second])), (count, count))
-            groups = connected_components(links, directed=False)[1][groups]
+        given_groups = list(chain.from_iterable(split.samples.groups or () for split in self.splits))
+        if given_groups:
+            groups = np.unique(given_groups, return_inverse=True)[1]
+        blocks = [self.near_pairs().T]
+        for first in range(0, count, AT_ONCE):
+            row, other = np.nonzero(self.features[first : first + AT_ONCE] @ self.features.T >= self.limit)
+            blocks.append(np.stack([first + row, other]))
+        for image, other in blocks:
+            links = csr_array((np.ones(len(image), bool), (groups[image], groups[other])), (count, count))
+            group_joined = connected_components(links, directed=False)[1]
+            groups = group_joined[groups]
         return np.unique(groups, return_inverse=True)[1]
 
 
 def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
-    """Write a page of the most similar images of two splits, and a list or a table that keeps them in one of them.
+    """Write a page of the most similar images of two splits, and a table or list that keeps them out of one of them.
 
-    Returns how many images may be copies. It is 0, without a list or table, if most of them look like very many images,
-    or if their labels say that they may be no copies.
+    Returns how many images may be copies. 0 also if they look like too many images to be copies, or often like those of
+    other labels; then only the page is written.
     """
     if len(splits) < 2:
         raise UserError(f"-alike compares two splits whose images are files; {source_of(config.DATA)} has not two.")
     images = Images(config, splits)
-
-    # The images of each later split are compared with those of all splits before it.
-    training_images = int(images.begins[1])
+    training = int(images.begins[1])
     blocks = []
-    for begin, end in pairwise(images.begins[1:].tolist()):
+    for begin, end in pairwise(images.begins[1:].tolist()):  # each split, among those before it
         blocks.append(nearest(images.features[begin:end], images.features[:begin], images.limit))
-    most_similar = joined(blocks)
-    counts = most_similar.counted(images.labels[training_images:], images.labels)
+    nearest_images = joined(blocks)
+    counts = nearest_images.counted(images.labels[training:], images.labels)
     alike, _, alike_to_each, *_ = counts
-
-    summary = alike_in_words(counts, "images look like one of another split")
-    summary = f"{summary or 'No image looks like one of another split as edited copies do'}."
+    words = alike_in_words(counts, "images look like one of another split")
+    found = f"{words or 'No image looks like one of another split as edited copies do'}."
     about_limit = (
         f"The median similarity of validation images to edited copies ({EDITS}) is {images.limit:.2f}; half of such "
         "copies are less similar, so look further down the page."
     )
-    log.info("%s %s", summary, about_limit)
-    _write_page(images, most_similar, folder / "alike.html", summary, about_limit)
+    log.info("%s %s", found, about_limit)
+    _write_page(images, nearest_images, folder / "alike.html", found, about_limit)
 
     if copies_unknown(counts):
         log.info("No list is written: it would leave out images, or join them, that may be no copies.")
@@ -162,6 +150,7 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     if alike_to_each >= MANY:
         log.info("No list is written: it would leave out too many images, or join them to a few groups.")
         return 0
+    # Groups help where the split is made by vitamp, of files with one label each. Elsewhere, images are left out.
     one_label = images.labels.ndim == 1 and has_labels(images.data)
     if alike and one_label and comes_unsplit(images.data) and splits[0].samples.stored == "files":
         _write_groups(images, folder / "groups.csv")
@@ -170,31 +159,27 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     return alike
 
 
-def _write_page(images: Images, most_similar: Nearest, page: Path, summary: str, about_limit: str) -> None:
-    """Write a page with the most similar pairs of an image and one of an earlier split, the most similar pair first.
+def _write_page(images: Images, nearest_images: Nearest, page: Path, found: str, about_limit: str) -> None:
+    """Write the page, with pictures of the most similar pairs of an image and one of a split before its own.
 
-    `most_similar` has a row for each image that is not of the training split. Both texts stand above the pairs.
+    `nearest_images`: of all images but those of training. `found`, `about_limit`: sentences at its top.
     """
     with writing(page, "-alike"):
         page.parent.mkdir(parents=True, exist_ok=True)
-    training_images = int(images.begins[1])
-    order = np.argsort(-most_similar.similar, kind="stable")
+    training = int(images.begins[1])
+    order = np.argsort(-nearest_images.similar, kind="stable")
     pairs = []
     for row in progress_bar(order[:MOST_SHOWN].tolist(), "pictures"):
-        both = [images.figure(training_images + row), images.figure(int(most_similar.place[row]))]
-        pairs.append((most_similar.similar[row], both))
+        both = [images.shown(training + row), images.shown(int(nearest_images.place[row]))]
+        pairs.append((nearest_images.similar[row], both))
     title = f"Images of {source_of(images.data)} that look like one of another split"
-    values = {"title": title, "found": summary, "about": about_limit, "pairs": pairs, "limit": images.limit}
+    values = {"title": title, "found": found, "about": about_limit, "pairs": pairs, "limit": images.limit}
     write_template("alike.html", page, "-alike", **values)
     log.info("Look at them: %s", page)
 
 
 def _write_groups(images: Images, table: Path) -> None:
-    """Write a table of all images with their groups, for DATA.GROUP, and log how to train with it.
-
-    No table is written if one group would have too many images. If the data set keeps a test split, the table keeps it
-    as well, and training images that are in a group with a test image are left out.
-    """
+    """Write a table of all images, with their groups, which a split keeps whole; none if one group would have most."""
     groups = images.groups()
     largest = int(np.bincount(groups).max())
     if largest > max(MANY, len(groups) / MANY):
@@ -210,58 +195,54 @@ def _write_groups(images: Images, table: Path) -> None:
     data_path = Path(images.data.DATA_PATH or "").expanduser()
     root = data_path if data_path.is_dir() else data_path.parent
     columns = ["path", "target", "group"]
-    first_test_image = len(groups)
+    first_test = len(groups)
     has_test = len(images.splits) > 2
     if has_test:
         columns.append("split")
-        first_test_image = images.begins[2]
-    like_test_images = np.isin(groups[:first_test_image], groups[first_test_image:])
-
+        first_test = images.begins[2]
+    # Where the data keeps its test split, training images that look like its images are in no split.
+    like_test = np.isin(groups[:first_test], groups[first_test:])
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(columns)
-    group_sizes = Counter[int]()
-    for image, group in enumerate(groups.tolist()):
-        of_test = image >= first_test_image
-        if not of_test and like_test_images[image]:
+    written = Counter[int]()
+    for number, group in enumerate(groups.tolist()):
+        if number < first_test and like_test[number]:
             continue
-        group_sizes[group] += 1
-        row = [os.path.relpath(images.name(image), root), images.label(image), group]
+        written[group] += 1
+        row = [os.path.relpath(images.name(number), root), images.label(number), group]
         if has_test:
-            row.append(TEST if of_test else TRAIN)
+            row.append(TEST if number >= first_test else TRAIN)
         rows.writerow(row)
     with writing(table, "-alike"):
         write_atomically(table, text.getvalue())
-
-    largest_size = counted(max(group_sizes.values()), "image")
-    arguments = f"-dataset {shlex.quote(f'csv:{table}')} -data_path {shlex.quote(str(root))} DATA.GROUP=group"
-    log.info(
-        "%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, largest_size
-    )
+    size = counted(max(written.values()), "image")
+    flags = f"-dataset {shlex.quote(f'csv:{table}')} -data_path {shlex.quote(str(root))} DATA.GROUP=group"
+    log.info("%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, size)
     if has_test:
-        left_out = counted(int(like_test_images.sum()), "image")
+        left_out = counted(int(like_test.sum()), "image")
         log.info("it leaves out %s like test images, and keeps test for the end;", left_out)
-        arguments += " DATA.KEEP_TEST=true"
-    log.info("train with %s, and check that split again.", arguments)
+        flags += " DATA.KEEP_TEST=true"
+    log.info("train with %s, and check that split again.", flags)
 
 
-def _write_list(images: Images, exclude_file: Path) -> None:
-    """Write an exclude list of the training images that are nearly the same as one of another split, or look like it.
+def _write_list(images: Images, list_file: Path) -> None:
+    """Write a list for DATA.EXCLUDE: the training images that look like one of another split, or are nearly the same.
 
-    Those look like it that are as similar as edited copies.
+    Each line has the image that it looks like as its comment.
     """
-    training_images = int(images.begins[1])
-    most_similar = nearest(images.features[:training_images], images.features[training_images:], images.limit)
+    training = int(images.begins[1])
+    nearest_others = nearest(images.features[:training], images.features[training:], images.limit)
+    like = nearest_others.place
     pairs = images.near_pairs()
-    pairs = pairs[(pairs[:, 0] < training_images) & (pairs[:, 1] >= training_images)]
-    most_similar.place[pairs[:, 0]] = pairs[:, 1] - training_images
+    pairs = pairs[(pairs[:, 0] < training) & (pairs[:, 1] >= training)]
+    near_copies = pairs[:, 0]
+    like[near_copies] = pairs[:, 1] - training
     lines = []
-    for image in np.union1d(np.flatnonzero(most_similar.similar >= images.limit), pairs[:, 0]).tolist():
-        like = images.name(training_images + int(most_similar.place[image]))
-        lines.append(line_of(images.name(image), f"like {like}", images.data))
-    with writing(exclude_file, "-alike"):
-        write_atomically(exclude_file, text_of_list(lines, images.data))
+    for number in np.union1d(np.flatnonzero(nearest_others.similar >= images.limit), near_copies).tolist():
+        other_name = images.name(training + int(like[number]))
+        lines.append(line_of(images.name(number), f"like {other_name}", images.data))
+    with writing(list_file, "-alike"):
+        write_atomically(list_file, text_of_list(lines, images.data))
     count = counted(len(lines), "training image")
-    log.info(
-        "%s: %s; to leave them out, train with DATA.EXCLUDE=%s", exclude_file, count, shlex.quote(str(exclude_file))
-    )
+    log.info("%s: %s; to leave them out, train with DATA.EXCLUDE=%s", list_file, count, shlex.quote(str(list_file)))

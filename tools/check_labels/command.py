@@ -34,6 +34,7 @@ from utils.log import log, log_lines
 from vitamp.pooling import POOLED, POOLS
 
 FOLDS = 5
+"""Folds of a search that trains, without -folds"""
 SUSPECTS = "suspects.csv"
 OWN = (
     Flag("folds", "train the recipe on N folds, in place of fitting a classifier to features", "N", kind=whole(2)),
@@ -59,68 +60,94 @@ def main(argv: list[str]) -> int:
 
     from tools.check_labels.search import OutOfTimeError  # imports torch; a wrong command fails at once
 
-    loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {})
+    # A recipe counts its classes in the data; a run or checkpoint has its own number.
+    settings = {"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {}
+    loaded = line.load(settings)
     check_one_training(loaded, "check_labels.py")
     log_lines((*loaded.notes, *loaded.warnings))
-    if loaded.config.DATA.RELABEL:
+    config = loaded.config
+    if config.DATA.RELABEL:
         raise UserError("DATA.RELABEL: the labels are searched as they are in the data; leave the table out.")
-    if asked.prove and loaded.config.DATA.FOLD:
+    if asked.prove and config.DATA.FOLD:
         raise UserError("DATA.FOLD: a search reads all folds, and -prove needs images that it did not; leave it out.")
-    by_features = bool(not asked.folds and (asked.path or loaded.config.MODEL.PRETRAINED))
+    has_weights = asked.path or config.MODEL.PRETRAINED
+    by_features = bool(has_weights and not asked.folds)
     if asked.budget_min and by_features and not asked.prove:
         raise UserError(f"-budget_min {asked.budget_min:g}: nothing is trained; it is for -folds and -prove.")
     if_interrupted.append("the same command resumes")
     try:
-        return _search(line, loaded.config, by_features, out)
+        return _search(line, config, by_features, out)
     except OutOfTimeError as error:
         log.warning("%s", error)
         return EXIT_DONE
 
 
 def _search(line: ToolLine, config: Config, by_features: bool, out: Path) -> int:
-    """Search, and write what is found; or with -prove, train. Returns the exit code."""
+    """Search the labels, and write the results; or with -prove, train and compare. Returns the exit code.
+
+    `by_features`: whether a classifier of features is fitted, rather than the recipe trained on folds.
+    """
     from datasets import comes_unsplit
-    from tools.check_labels.page import write
+    from tools.check_labels.page import write_results
     from tools.check_labels.prove import prove
-    from tools.check_labels.search import ByFeatures, ByTraining, find, judge, open_images, searched_by
+    from tools.check_labels.search import (
+        ByFeatures,
+        ByTraining,
+        config_to_search,
+        find_suspects,
+        judge_validation,
+        open_images,
+    )
 
     asked = line.asked
     if by_features:
         method = ByFeatures.of(line, config)
-        config = searched_by(method.trained, line, config) if asked.path else method.trained.config
+        config = config_to_search(method.trained, line, config) if asked.path else method.trained.config
     else:
         method = ByTraining(line, asked.folds or FOLDS, out / "folds")
         if not asked.folds:
             log.info("No weights are given (-pretrained): the recipe is trained on %d folds.", FOLDS)
     if asked.prove:
         return prove(line, config, method, out)
+
     # Data that comes without a validation split is searched whole.
     unsplit = comes_unsplit(config.DATA)
     images = open_images(config, "all" if unsplit else "train")
-    found = find(images, method, config.SEED)
+    result = find_suspects(images, method, config.SEED)
     if_interrupted.clear()
-    write(images, found, out / SUSPECTS)
+    write_results(images, result, out / SUSPECTS)
     if not unsplit:
-        others = replace(open_images(config, "val"), classes=images.classes)  # it may have no image of the last classes
-        write(others, judge(others, method, found, config.SEED), out / "validation" / SUSPECTS)
+        # The validation split may have no image of the last classes.
+        val_images = replace(open_images(config, "val"), classes=images.classes)
+        val_result = judge_validation(val_images, method, result, config.SEED)
+        write_results(val_images, val_result, out / "validation" / SUSPECTS)
     return EXIT_DONE
 
 
 def _check(line: ToolLine, out: Path) -> None:
-    """Raise UserError for flags that do not go together."""
+    """Raise UserError for flags that do not go together, and for decisions in `out` that would be overwritten."""
     asked = line.asked
-    if asked.path and asked.prove and line.run.cfg is None:
-        raise UserError(f"{asked.path}: -prove trains a recipe: name it by -cfg.")
-    if asked.path and not asked.prove and line.run.cfg is not None:
-        raise UserError(f"{asked.path}: leave -cfg out: it has the settings of its own training.")
-    if asked.path and asked.folds:
-        raise UserError(f"-folds {asked.folds}: trains a recipe, so leave {asked.path} out and name it by -cfg.")
+    if asked.path:
+        _check_with_model(line)
     if asked.folds and asked.pool:
         raise UserError(f"-pool {asked.pool}: chooses features, and -folds trains instead; leave one of them out.")
     if (out / SUSPECTS).exists() and not (asked.overwrite or asked.prove):
         raise UserError(f"{out / SUSPECTS} may have decisions of yours; name another -output, or give -overwrite.")
     if "seeds" in line.given and not asked.prove:
         raise UserError(f"-seeds {asked.seeds}: only for -prove; a search has one seed, SEED.")
-    given = {*line.run.flags, *line.run.words}
-    if not asked.path and line.run.cfg is None and not {"MODEL.NAME", "MODEL.PRETRAINED"} & given:
+    settings = {*line.run.flags, *line.run.words}
+    names_model = asked.path or line.run.cfg is not None or "MODEL.NAME" in settings or "MODEL.PRETRAINED" in settings
+    if not names_model:
         raise UserError("Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE.")
+
+
+def _check_with_model(line: ToolLine) -> None:
+    """Raise UserError for flags that do not go with a run or checkpoint, which gives features and has its settings."""
+    asked = line.asked
+    has_recipe = line.run.cfg is not None
+    if asked.prove and not has_recipe:
+        raise UserError(f"{asked.path}: -prove trains a recipe: name it by -cfg.")
+    if has_recipe and not asked.prove:
+        raise UserError(f"{asked.path}: leave -cfg out: it has the settings of its own training.")
+    if asked.folds:
+        raise UserError(f"-folds {asked.folds}: trains a recipe, so leave {asked.path} out and name it by -cfg.")

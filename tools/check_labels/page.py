@@ -1,4 +1,4 @@
-"""What a search writes: two lists, and report.html, in which each suspect is shown and decided about."""
+"""Write the results of a search: two lists, and report.html, where each suspect is shown and decided about."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from datasets.exclude import text_of
 from engine.evaluation.alike import directions
 from engine.trained.model import picture_of
 from tools.check_labels.noise import WRONG
-from tools.check_labels.search import Found, Images, Suspect, rows_of
+from tools.check_labels.search import Images, SearchResult, Suspect, rows_of
 from tools.common.output_file import writing
 from tools.common.report_page.evaluations import data_uri, pictured
 from tools.common.report_page.page import write_template
@@ -25,115 +25,128 @@ from vitamp.files import write_atomically
 MOST_SHOWN = 200
 """Suspects with pictures"""
 NEIGHBOURS = 2
-"""Images of each of the two classes"""
+"""Similar images that are shown beside a suspect, of each of the two classes"""
 SMALL = 48
 """Pixels of their pictures"""
 MOST_PAIRS = 20
+"""Pairs of a given and a proposed class in the table of the page"""
 
 
-def write(images: Images, found: Found, table: Path) -> None:
-    """Write `table`, of the suspects, and the list and the page beside it; log what was found."""
-    listed = table.with_name("exclude.txt")
+def write_results(images: Images, result: SearchResult, table: Path) -> None:
+    """Write suspects.csv to `table`, exclude.txt and report.html beside it, and log what was found and how to go on."""
+    exclude_list = table.with_name("exclude.txt")
     page = table.with_name("report.html")
     table.parent.mkdir(parents=True, exist_ok=True)
-    verdict = found.verdict
-    validation = images.data.PART == "val"
+    verdict = result.verdict
+    is_validation = images.data.PART == "val"
     # In validation, suspects are mostly mistakes of the model: without them, metrics would flatter it.
-    drops = verdict.clear and not validation
-    before = text_of(images.data).rstrip("\n")
-    decision = "drop" if drops else "keep"
-    dropped = [one for one in found.suspects if one.equal or drops]
-    excluded = [before] if before else []
-    excluded += map(images.line, dropped)
-    rows = rows_of(images, found.suspects, decision)
-    for file, content in ((table, rows), (listed, "".join(f"{line}\n" for line in excluded))):
+    drops_all = verdict.clear and not is_validation
+    decision = "drop" if drops_all else "keep"
+    dropped = [suspect for suspect in result.suspects if suspect.same_bytes_disagree or drops_all]
+
+    lines_in_use = text_of(images.data).rstrip("\n")
+    exclude_lines = [lines_in_use] if lines_in_use else []
+    exclude_lines += map(images.exclude_line, dropped)
+    rows = rows_of(images, result.suspects, decision)
+    for file, content in ((table, rows), (exclude_list, "".join(f"{line}\n" for line in exclude_lines))):
         with writing(file, "-output"):
             write_atomically(file, content)
+    _write_page(images, result, page, decision=decision, lines_in_use=lines_in_use)
 
-    _write_page(images, found, page, decision=decision, before=before)
-    log.info("%s\n", "\n".join(found.words()))
-    for (given, proposed), count in confused(found).most_common(5):
+    log.info("%s\n", "\n".join(result.words()))
+    for (given, proposed), count in confused(result).most_common(5):
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s" if verdict.clear else "Look at the most doubtful images, to decide: %s", page)
-    if validation:
+    if is_validation:
         log.info("Only copies are dropped: the rest may be mistakes of the model, which looks too good without them.")
-        log.info("DATA.EXCLUDE=%s leaves out what you drop; DATA.RELABEL changes training alone.", listed)
+        log.info("DATA.EXCLUDE=%s leaves out what you drop; DATA.RELABEL changes training alone.", exclude_list)
     elif dropped:
         log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
-        log.info("DATA.EXCLUDE=%s leaves out those to drop, in validation, too.", listed)
+        log.info("DATA.EXCLUDE=%s leaves out those to drop, in validation, too.", exclude_list)
     else:
         log.info("%s keeps their labels: edit its decisions, then train with DATA.RELABEL=%s.", table, table)
 
 
-def _write_page(images: Images, found: Found, page: Path, decision: str, before: str) -> None:
-    """Write report.html. `decision`: about suspects of which no copy has another label. `before`: lines of the list
-    in use, which the new one may have replaced."""
-    verdict = found.verdict
-    wrong = [one for one in found.suspects if one.wrong >= WRONG]
-    words = np.array([images.label_words(label) for label in images.labels])
+def _write_page(images: Images, result: SearchResult, page: Path, decision: str, lines_in_use: str) -> None:
+    """Write report.html.
+
+    `decision`: about suspects of which no copy has another label. `lines_in_use`: those of the list that DATA.EXCLUDE
+    names, which the new list may have replaced.
+    """
+    verdict = result.verdict
+    label_names = np.array([images.label_words(label) for label in images.labels])
+
+    # The page's script writes both files anew from these: a row that ends before its decision, and a line.
     decisions = {}
-    for one in found.suspects:
-        row = rows_of(images, [one], "").partition("\n")[2].rpartition(",")[0] + ","
-        decided = "drop" if one.equal else decision
-        decisions[images.name(one.image)] = row, decided, images.line(one)
+    for suspect in result.suspects:
+        row = rows_of(images, [suspect], "").partition("\n")[2]  # without the heading
+        row_to_decide = row.rpartition(",")[0] + ","
+        decided = "drop" if suspect.same_bytes_disagree else decision
+        decisions[images.name(suspect.image)] = row_to_decide, decided, images.exclude_line(suspect)
     shown = []
-    for one, about in _pictured(images, found, words, [one.image for one in wrong]):
-        shown.append({**about, "row": decisions.pop(images.name(one.image), None)})
-    tiles = [(f"{len(images.labels):,}", "images searched"), (f"{verdict.number:,}", "labels look wrong")]
-    if verdict.surer:
+    for suspect, values in _with_pictures(images, result, label_names):
+        shown.append({**values, "row": decisions.pop(images.name(suspect.image), None)})
+
+    tiles = [(f"{len(images.labels):,}", "images searched"), (f"{verdict.look_wrong:,}", "labels look wrong")]
+    has_two_views = bool(verdict.surer)
+    if has_two_views:
         tiles.append((f"{verdict.agreed:,}", "of them by the nearest images, too"))
-    tiles.append((f"{verdict.if_right:,}", "at most would, if all were right"))
-    pairs = confused(found)
-    counts = []
+    tiles.append((f"{verdict.most_if_right:,}", "at most would, if all were right"))
+    pairs = confused(result)
+    pair_rows = []
     for (given, proposed), count in pairs.most_common(MOST_PAIRS):
-        counts.append((given, proposed, count, 100 * count / (words == given).sum()))
+        percent = 100 * count / (label_names == given).sum()
+        pair_rows.append((given, proposed, count, percent))
     write_template(
         "labels.html",
         page,
         "-output",
         title=f"Labels of {source_of(images.data)}, {TITLES[images.data.PART]}",
-        words=found.words(),
+        words=result.words(),
         tiles=tiles,
-        pairs=counts,
+        pairs=pair_rows,
         more_pairs=max(0, len(pairs) - MOST_PAIRS),
         shown=shown,
-        left_out=len(found.suspects) - len(shown),
+        left_out=len(result.suspects) - len(shown),
         unseen=decisions.values(),
         heading=rows_of(images, [], "").rstrip("\n"),
-        before=before,
+        before=lines_in_use,
         clear=verdict.clear,
         validation=images.data.PART == "val",
     )
 
 
-def confused(found: Found) -> Counter[tuple[str, str]]:
-    """How many labels look wrong, by given and proposed class."""
-    return Counter((one.given, one.proposed) for one in found.suspects if one.wrong >= WRONG)
+def confused(result: SearchResult) -> Counter[tuple[str, str]]:
+    """Count the labels that look wrong by given and proposed class."""
+    suspects = result.suspects
+    return Counter((suspect.given, suspect.proposed) for suspect in suspects if suspect.wrong_probability >= WRONG)
 
 
-def _pictured(
-    images: Images, found: Found, words: np.ndarray, wrong: list[int]
+def _with_pictures(
+    images: Images, result: SearchResult, label_names: np.ndarray
 ) -> Iterator[tuple[Suspect, dict[str, Any]]]:
-    """The first suspects, with pictures of them and of the most similar images of their two classes.
+    """Yield the first suspects, each with what the page shows of it: a picture, and those of similar images.
 
-    `words`: the labels of all images. `wrong`: images whose labels look wrong, which show no class.
+    These are the most similar images of the given and of the proposed class. Images whose labels look wrong are left
+    out, as they do not show what the class looks like. `label_names`: of all images.
     """
-    features = directions(found.near, found.near.mean(0))
-    suspected = np.zeros(len(words), bool)
-    suspected[wrong] = True
-    for one in progress_bar(found.suspects[:MOST_SHOWN], "pictures"):
-        likeness = features @ features[one.image]
-        same, differ = images.same_thing(one.image, likeness, found.limit)
-        # A copy of the image says nothing of its label; those with other labels are shown.
-        hidden = suspected | (images.copy_of == images.copy_of[one.image])
-        if differ:
-            hidden &= ~same
-        likeness[hidden] = -np.inf
-        likeness[one.image] = -np.inf
-        near = {}
-        for name in (one.given, one.proposed):
-            members = np.flatnonzero((words == name) & np.isfinite(likeness))
-            nearest = members[np.argsort(-likeness[members], kind="stable")[:NEIGHBOURS]]
-            near[name] = [data_uri(picture_of(images.dataset, index), SMALL) for index in nearest.tolist()]
-        about = {**one._asdict(), "name": images.name(one.image), "near": near, "differ": differ}
-        yield one, {**about, **pictured(images.dataset, one.image, images.data)}
+    features = directions(result.features, result.features.mean(0))
+    looks_wrong = np.zeros(len(label_names), bool)
+    looks_wrong[[suspect.image for suspect in result.suspects if suspect.wrong_probability >= WRONG]] = True
+    for suspect in progress_bar(result.suspects[:MOST_SHOWN], "pictures"):
+        similarities = features @ features[suspect.image]
+        of_same_thing, label_remark = images.same_thing(suspect.image, similarities, result.limit)
+        # A copy of the image says nothing of its label. Images of the same thing with other labels are shown.
+        hidden = looks_wrong | (images.distinct_row == images.distinct_row[suspect.image])
+        if label_remark:
+            hidden &= ~of_same_thing
+        similarities[hidden] = -np.inf
+        similarities[suspect.image] = -np.inf
+        pictures = {}
+        for name in (suspect.given, suspect.proposed):
+            members = np.flatnonzero((label_names == name) & np.isfinite(similarities))
+            order = np.argsort(-similarities[members], kind="stable")
+            most_similar = members[order[:NEIGHBOURS]].tolist()
+            pictures[name] = [data_uri(picture_of(images.dataset, image), SMALL) for image in most_similar]
+        values = {**suspect._asdict(), "name": images.name(suspect.image), "near": pictures, "differ": label_remark}
+        yield suspect, {**values, **pictured(images.dataset, suspect.image, images.data)}

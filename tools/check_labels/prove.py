@@ -1,6 +1,7 @@
-"""Did it help? Trainings with all labels, without the suspects, with proposed labels, and without random images.
+"""Measure whether a search helped: train with all labels, and with those that the search changes or leaves out.
 
-Each seed has a search of its own. A validation split that no search reads decides, with its labels as given.
+The recipe is trained with all labels, without the suspects, with the proposed labels, and without random images. Each
+seed has a search of its own. A validation split that no search reads decides, with its labels as given.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,16 @@ import numpy as np
 
 from engine.machine.device import describe_device, pick_device
 from tools.check_labels.noise import WRONG
-from tools.check_labels.search import Images, Method, Suspect, find, load_with, open_images, rows_of, suspects_of
+from tools.check_labels.search import (
+    Images,
+    Method,
+    Suspect,
+    find_suspects,
+    judge_labels,
+    load_with,
+    open_images,
+    rows_of,
+)
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by, spread
 from tools.common.per_image import per_image, values_of_images
@@ -34,135 +44,182 @@ WITHOUT = "without suspects"
 RELABELLED = "relabelled"
 RANDOM = "without random images"
 ARMS = (ALL, WITHOUT, RELABELLED, RANDOM)
+"""The contenders of the comparison; the first is the baseline"""
 DECISIONS = {WITHOUT: "drop", RELABELLED: "relabel", RANDOM: "drop"}
+"""The decision about each listed image in the table of DATA.RELABEL of an arm"""
 
 
 def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
+    """Search with each seed, train all arms, and log whether it helped. Returns the exit code.
+
+    Results and runs are written to `out`, as compare.py writes its own.
+    """
     seeds = read_seeds(line.asked.seeds)
     images = open_images(config, "train")
-    lists = search_each_seed(images, method, seeds, out / "lists")
-    if not lists:
+    tables = search_each_seed(images, method, seeds, out / "lists")
+    if not tables:
         log.info("No search found wrong labels beyond chance: there is nothing to prove.")
         return EXIT_DONE
-    others = replace(open_images(config, "val"), classes=images.classes)  # it may have no image of the last classes
-    doubtful, _ = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0, np.int64))
-    wrong = [one for one in doubtful if one.wrong >= WRONG]
+    # The validation split may have no image of the last classes.
+    val_images = replace(open_images(config, "val"), classes=images.classes)
+    val_logits = method.logits_of_unsearched(val_images)
+    val_suspects, _ = judge_labels(val_images, val_logits, seeds[-1], np.empty(0, np.int64))
+    val_wrong = [suspect for suspect in val_suspects if suspect.wrong_probability >= WRONG]
 
-    plan = plan_of(line, seeds, lists, out)
+    plan = plan_of(line, seeds, tables, out)
     script = "scripts/check_labels.py"
     trained = train_all(plan, lambda so_far: write(plan, so_far, out, script), method.budget)
-    about = write(plan, trained, out, script)
-    predicted = report(about, out)
-    if trained.failed or trained.left_out:
-        return EXIT_FAILED if trained.failed else EXIT_DONE
-    log_what_helped(about["verdicts"])
+    comparison = write(plan, trained, out, script)
+    predicted = report(comparison, out)
+    if trained.failed:
+        return EXIT_FAILED
+    if trained.left_out:
+        return EXIT_DONE
+    log_what_helped(comparison["verdicts"])
     if len(seeds) > 1 and len(predicted) == len(plan.runs):
-        write_json(out / "compare.json", {**about, "at_best": at_best(plan, predicted)})
-    if plan.judged.metric is TOP1 and wrong:
-        log_without(plan, wrong, len(others.labels))
+        write_json(out / "compare.json", {**comparison, "at_best": at_best(plan, predicted)})
+    if plan.judged.metric is TOP1 and val_wrong:
+        log_without(plan, val_wrong, len(val_images.labels))
     return EXIT_DONE
 
 
 def search_each_seed(images: Images, method: Method, seeds: Sequence[int], out: Path) -> dict[tuple[str, int], Path]:
-    """The tables of DATA.RELABEL by arm and seed; none of a seed whose search found nothing."""
-    lists = dict[tuple[str, int], Path]()
+    """Search once per seed, and write the tables of DATA.RELABEL into the folder `out`.
+
+    Returns the tables by arm and seed. A seed whose search found nothing has none, nor has the arm of all labels.
+    """
+    tables = dict[tuple[str, int], Path]()
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
-        found = find(images, method, seed)
-        log.info("Search with seed %d: %s", seed, " ".join(found.words()))
-        if not found.verdict.clear:
+        result = find_suspects(images, method, seed)
+        log.info("Search with seed %d: %s", seed, " ".join(result.words()))
+        if not result.verdict.clear:
             continue
         for arm, decision in DECISIONS.items():
-            rows = random_like(images, found.suspects, seed) if arm == RANDOM else found.suspects
-            lists[arm, seed] = out / f"{arm.replace(' ', '_')}-{seed}.csv"
-            write_atomically(lists[arm, seed], rows_of(images, rows, decision))
-    return lists
+            listed = result.suspects
+            if arm == RANDOM:
+                listed = random_like(images, result.suspects, seed)
+            tables[arm, seed] = out / f"{arm.replace(' ', '_')}-{seed}.csv"
+            write_atomically(tables[arm, seed], rows_of(images, listed, decision))
+    return tables
 
 
-def plan_of(line: ToolLine, seeds: tuple[int, ...], lists: Mapping[tuple[str, int], Path], out: Path) -> Plan:
-    """The trainings. Where a search found nothing, all arms have all labels."""
+def plan_of(line: ToolLine, seeds: tuple[int, ...], tables: Mapping[tuple[str, int], Path], out: Path) -> Plan:
+    """Plan the trainings of all arms and seeds. For a seed whose search found nothing, all arms have all labels."""
     runs = []
     for seed, arm in alternating_order(ARMS, seeds):
         given: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
-        if (arm, seed) in lists:
-            given["DATA.RELABEL"] = (f"{lists[arm, seed]}", "-prove")
+        if (arm, seed) in tables:
+            given["DATA.RELABEL"] = (f"{tables[arm, seed]}", "-prove")
         runs.append(Run(arm, seed, load_with(line, given), out / f"{arm.replace(' ', '_')}-{seed}"))
     check_runs(runs)
     judged = judged_by(None, None, [run.config for run in runs])
     device = pick_device(runs[0].config.DEVICE, ALONE)
-    name = describe_device(device)
-    budget = line.asked.budget_min
-    return Plan(ARMS, judged, None, tuple(runs), name, False, (), ("DATA.RELABEL",), budget)
+    return Plan(
+        contenders=ARMS,
+        judged=judged,
+        folds=None,
+        runs=tuple(runs),
+        device=describe_device(device),
+        many=False,
+        remarks=(),
+        varied=("DATA.RELABEL",),
+        budget_min=line.asked.budget_min,
+    )
 
 
 def log_what_helped(verdicts: Sequence[Mapping[str, Any]]) -> None:
-    found = {verdict["mode"]: verdict["accuracy"] for verdict in verdicts if verdict["against"] == ALL}
-    higher = [arm for arm, one in found.items() if one and one["seen"] and one["value"] > 0]
+    """Log which arms are better than all labels, and a warning if one of them leaves out random images.
+
+    `verdicts`: of compare.json; the accuracy of one is None where too few runs were trained.
+    """
+    higher = []
+    for verdict in verdicts:
+        difference = verdict["accuracy"]
+        if verdict["against"] == ALL and difference and difference["seen"] and difference["value"] > 0:
+            higher.append(verdict["mode"])
     if RANDOM in higher:
         log.info("Leaving out random images helped too, so the wrong labels may not be the reason.")
     helped = " and ".join(arm for arm in (WITHOUT, RELABELLED) if arm in higher)
     log.info(f"It helped: {helped}." if helped else "It was not shown to help.")
 
 
-def log_without(plan: Plan, wrong: Sequence[Suspect], images: int) -> None:
-    """Log top-1 on the validation images that are no suspects."""
-    remaining = np.setdiff1d(np.arange(images), [one.image for one in wrong])
+def log_without(plan: Plan, val_wrong: Sequence[Suspect], val_images: int) -> None:
+    """Log top-1 of each arm on the validation images that are no suspects.
+
+    `val_wrong`: suspects of the validation split. `val_images`: number of all its images.
+    """
+    remaining = np.setdiff1d(np.arange(val_images), [suspect.image for suspect in val_wrong])
     log.info(
         "%d labels of the validation split look wrong, too. On its other %d images, which flatters, since suspects "
         "are those on which models fail:",
-        len(wrong),
+        len(val_wrong),
         len(remaining),
     )
     for arm in ARMS:
-        lasts = [per_image(run.folder, TOP1, plan.judged.weights) for run in plan.runs if run.contender == arm]
-        means = [float(last.values[np.isin(last.rows, remaining)].mean()) for last in lasts if last is not None]
-        log.info("  %s: top-1 %s %%", arm, spread(means) if means else "unknown")
+        accuracies = []
+        for run in plan.runs:
+            if run.contender == arm:
+                last_epoch = per_image(run.folder, TOP1, plan.judged.weights)
+                if last_epoch is not None:
+                    in_remaining = np.isin(last_epoch.rows, remaining)
+                    accuracies.append(float(last_epoch.values[in_remaining].mean()))
+        log.info("  %s: top-1 %s %%", arm, spread(accuracies) if accuracies else "unknown")
 
 
 def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
     """Compare the checkpoints that a user gets: the best, and of their weights those that validated better.
 
-    `predicted`: of `report`, which evaluated them.
+    `predicted`: the predictions of each run's folder, of `report`, which evaluated these checkpoints. Logs one line per
+    arm, and returns the verdicts of each against all labels, for compare.json.
     """
     log.info("At each run's best checkpoint, which these very images chose:")
-    found = dict[str, np.ndarray]()
+    values_by_arm = dict[str, np.ndarray]()  # seeds x images
     groups = next(iter(predicted.values()))[1][GROUPS]
     for arm in ARMS:
         folders = [run.folder for run in plan.runs if run.contender == arm]
-        values = (values_of_images(plan.judged.metric, *predicted[folder]) for folder in folders)
-        found[arm] = np.stack([each for each in values if each is not None])
-    every = np.stack([each.mean(1) for each in found.values()])
+        values_by_run = (values_of_images(plan.judged.metric, *predicted[folder]) for folder in folders)
+        values_by_arm[arm] = np.stack([values for values in values_by_run if values is not None])
+    means = np.stack([values.mean(1) for values in values_by_arm.values()])
+    baseline = values_by_arm[ALL]
     verdicts = list[dict[str, Any]]()
     for arm in (WITHOUT, RELABELLED, RANDOM):
-        value = float(found[arm].mean() - found[ALL].mean())
-        one = crossed_interval(value, found[arm], found[ALL], every, groups, len(ARMS) - 1)
-        verdicts.append({"mode": arm, "against": ALL, **asdict(one)})
-        said = "within noise"
-        if one.seen:
-            said = "higher" if value > 0 else "lower"
+        values = values_by_arm[arm]
+        difference = float(values.mean() - baseline.mean())
+        interval = crossed_interval(difference, values, baseline, means, groups, len(ARMS) - 1)
+        verdicts.append({"mode": arm, "against": ALL, **asdict(interval)})
+        verdict = "within noise"
+        if interval.seen:
+            verdict = "higher" if difference > 0 else "lower"
         log.info(
             "  %s: %s %s against %s: %s (%+.1f to %+.1f points for %s)",
             arm,
             plan.judged.metric.words,
-            spread(found[arm].mean(1).tolist()),
-            spread(found[ALL].mean(1).tolist()),
-            said,
-            one.low,
-            one.high,
-            one.holds_for,
+            spread(values.mean(1).tolist()),
+            spread(baseline.mean(1).tolist()),
+            verdict,
+            interval.low,
+            interval.high,
+            interval.holds_for,
         )
     return verdicts
 
 
 def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[Suspect]:
-    """As many images as suspects, at random, of each given label; with several labels per image, of all."""
+    """Choose as many other images as there are suspects, at random, of each given label.
+
+    With several labels per image, they are chosen from all images. Each is returned as a suspect with its own label.
+    """
     generator = np.random.default_rng(seed)
     chosen = []
-    kinds = images.labels if images.labels.ndim == 1 else np.zeros(len(images.labels))
-    others = np.setdiff1d(np.arange(len(kinds)), [one.image for one in suspects])
-    for kind in np.unique(kinds):
-        of_kind = [one for one in suspects if kinds[one.image] == kind]
-        pool = others[kinds[others] == kind]
-        for one, index in zip(of_kind, generator.permutation(pool).tolist(), strict=False):
-            chosen.append(one._replace(image=index, given=images.label_words(images.labels[index]), certain=False))
+    labels = images.labels
+    if labels.ndim > 1:
+        labels = np.zeros(len(labels))
+    not_suspected = np.setdiff1d(np.arange(len(labels)), [suspect.image for suspect in suspects])
+    for label in np.unique(labels):
+        suspects_of_label = [suspect for suspect in suspects if labels[suspect.image] == label]
+        pool = generator.permutation(not_suspected[labels[not_suspected] == label]).tolist()
+        for suspect, image in zip(suspects_of_label, pool, strict=False):
+            given = images.label_words(images.labels[image])
+            chosen.append(suspect._replace(image=image, given=given, copy_disagrees=False))
     return chosen

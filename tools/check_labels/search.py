@@ -1,4 +1,4 @@
-"""The images whose labels are searched, models that did not see them, and the suspects."""
+"""The search for wrong labels: which images are searched, models that did not see them, and the suspects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from datasets import ImageDataset, auto_workers, comes_unsplit, open_dataset, source_of
 from datasets.base import TITLES, Part, Samples
 from datasets.exclude import line_of, path_in_list, text_of
-from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
+from datasets.labels import ANY_LABEL, distinct_names, images_of_classes, label_words
 from engine.evaluation.alike import similarity_of_edited
 from engine.evaluation.data import data_for_evaluation
 from engine.evaluation.features import Features, features_of
@@ -26,7 +26,7 @@ from engine.task.several import scores_of
 from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
 from tools.check_data.near import near_pairs
 from tools.check_data.scan import scan_split, thumbnails_of
-from tools.check_labels.noise import CHANGED, LEARNT, WRONG, Calibration, Wrong, find_wrong, nearest
+from tools.check_labels.noise import CHANGED, LEARNT, WRONG, Calibration, Verdict, find_wrong, nearest
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
 from tools.common.turns import Budget
@@ -51,25 +51,27 @@ class OutOfTimeError(Exception):
 
 
 class Suspect(NamedTuple):
+    """An image that suspects.csv lists, since its label may be wrong."""
+
     image: int
     """Its index"""
     given: str
     proposed: str
     """Names of classes; of several, separated by |"""
-    wrong: float
-    """Probability that the label is wrong"""
-    of_given: float
-    of_proposed: float
-    """Probabilities of both from pixels alone"""
-    certain: bool = False
+    wrong_probability: float
+    """Probability that the given label is wrong"""
+    given_probability: float
+    proposed_probability: float
+    """Probabilities of both labels from pixels alone"""
+    copy_disagrees: bool = False
     """Whether a copy, or nearly one, has the proposed label"""
-    equal: bool = False
+    same_bytes_disagree: bool = False
     """Whether a copy of the same bytes has another label: of nearly the same images, each label may be right"""
 
 
 @dataclass
 class Images:
-    """Images that are searched, with their labels as given."""
+    """The images of the split that is searched, their labels as given, and which of them are copies of others."""
 
     data: DataConfig
     dataset: ImageDataset
@@ -78,81 +80,101 @@ class Images:
     labels: np.ndarray
     """See `Samples.labels`"""
     distinct: np.ndarray
-    """Indices of the images of which no earlier one has the same bytes"""
-    copy_of: np.ndarray
-    """Of each image, the place in `distinct` of the one with the same bytes"""
-    bytes_of: np.ndarray
-    """Of each image, the index of the first with the same bytes"""
+    """Indices of the images of which no earlier one is a copy"""
+    distinct_row: np.ndarray
+    """For each image, the place in `distinct` of the image that it is a copy of, or of itself"""
+    first_with_bytes: np.ndarray
+    """For each image, the index of the first image with the same bytes"""
 
     @property
-    def contradicted(self) -> list[int]:
-        """Places in `distinct` of images whose copies have other labels."""
-        differ = (self.labels != self.labels[self.distinct[self.copy_of]]).reshape(len(self.labels), -1).any(1)
-        return np.unique(self.copy_of[differ]).tolist()
+    def contradicted_rows(self) -> list[int]:
+        """Places in `distinct` of the images that have a copy with another label."""
+        labels_of_originals = self.labels[self.distinct[self.distinct_row]]
+        return np.unique(self.distinct_row[_labels_differ(self.labels, labels_of_originals)]).tolist()
 
     def name(self, index: int) -> str:
         return path_in_list(self.samples.name(index), self.data)
 
     @cached_property
-    def kinds(self) -> np.ndarray:
-        """The number of each image's label, or of its labels together."""
+    def label_numbers(self) -> np.ndarray:
+        """One number per image, equal for images with the same label, or with the same set of several labels."""
         return np.unique(self.labels, axis=0, return_inverse=True)[1].reshape(-1)
 
     @cached_property
-    def groups(self) -> np.ndarray:
-        """The number of each image's group, if most groups have one label; else none shares its number."""
-        groups = np.unique(self.samples.groups or [""], return_inverse=True)[1]
+    def group_numbers(self) -> np.ndarray:
+        """One number per image, equal for the images of a group (DATA.GROUP).
+
+        Without groups, or if most groups have several labels and so say nothing about them, no two numbers are equal.
+        """
         if self.samples.groups:
-            kinds = np.unique(np.stack([groups, self.kinds]), axis=1)[0]  # of each group, once per label
-            if (np.bincount(kinds) > 1).sum() < (np.bincount(groups) > 1).sum() / 2:
+            groups = np.unique(self.samples.groups, return_inverse=True)[1]
+            group_per_label = np.unique(np.stack([groups, self.label_numbers]), axis=1)[0]
+            with_several_labels = (np.bincount(group_per_label) > 1).sum()
+            with_several_images = (np.bincount(groups) > 1).sum()
+            if with_several_labels < with_several_images / 2:
                 return groups
         return np.arange(len(self.labels))
 
-    def same_thing(self, index: int, likeness: np.ndarray, limit: float) -> tuple[np.ndarray, str]:
-        """Which images show what that one shows, and in words that they have several labels; '' if they have one.
+    def same_thing(self, image: int, similarities: np.ndarray, limit: float) -> tuple[np.ndarray, str]:
+        """Find the images that show the same thing as one image, and count their labels if these differ.
 
-        These are its copies, with images as similar as `limit`, unless they are many; else those of its group.
-        `likeness`: of all images to that one.
+        `similarities`: of all images to this one. Those from `limit` on count as its copies, unless they are many:
+        then the model hardly tells such images apart. If all copies have one label, the image's group is tried.
+
+        Returns a mask over all images, and a sentence that these have several labels; '' if they have one.
         """
-        alike = self.copy_of == self.copy_of[index]
-        similar = likeness >= limit
+        alike = self.distinct_row == self.distinct_row[image]
+        similar = similarities >= limit
         if similar.sum() < MANY:
             alike = alike | similar
-        for same, said in (
+        in_group = self.group_numbers == self.group_numbers[image]
+        for mask, sentence in (
             (alike, "these {} images look alike and have {} labels"),
-            (self.groups == self.groups[index], "the {} images of its group have {} labels"),
+            (in_group, "the {} images of its group have {} labels"),
         ):
-            labels = len(np.unique(self.kinds[same]))
-            if labels > 1:
-                return same, said.format(same.sum(), labels)
+            label_count = len(np.unique(self.label_numbers[mask]))
+            if label_count > 1:
+                return mask, sentence.format(mask.sum(), label_count)
         return alike, ""
 
-    def line(self, one: Suspect) -> str:
-        return line_of(self.samples.name(one.image), f"labelled {one.given}, looks like {one.proposed}", self.data)
+    def exclude_line(self, suspect: Suspect) -> str:
+        """A line of exclude.txt that leaves this image out, with the reason as its comment."""
+        reason = f"labelled {suspect.given}, looks like {suspect.proposed}"
+        return line_of(self.samples.name(suspect.image), reason, self.data)
 
     def label_words(self, label: np.ndarray) -> str:
-        """The name of a class, or those of several."""
-        chosen = np.flatnonzero(label) if label.ndim else [int(label)]
-        return "|".join(self.classes[one] for one in chosen)
+        return label_words(label, self.classes)
+
+
+def _labels_differ(labels: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Compare labels image by image: a mask of the images whose label, or any of their labels, differs."""
+    return (labels != others).reshape(len(labels), -1).any(1)
 
 
 OF_INPUT = ("IMAGE_SIZE", "IMAGE_CHANNELS", "CROP", "CROP_PCT", "CROP_MODE", "INTERPOLATION")
 OF_INPUT += ("IMAGENET_MEAN", "IMAGENET_STD", "EXIF_ROTATE", "BACKGROUND")
+"""Settings of DATA that decide how an image becomes the input of a model"""
 
 
-def searched_by(trained: Trained, line: ToolLine, recipe: Config) -> Config:
-    """Settings of a run's model with the images to search: those of the command line, or with -prove of `recipe`."""
+def config_to_search(trained: Trained, line: ToolLine, recipe: Config) -> Config:
+    """Combine the settings of a run's model with those of the images to search.
+
+    The images are those that the command line names; with -prove, those of `recipe`, in the form that the model reads.
+    """
     config = trained.config
     if line.asked.prove:
         data = recipe.DATA.changed(**{key: getattr(config.DATA, key) for key in OF_INPUT})
     else:
-        whole = config.changed(DATA={"PART": "all"})
-        data, _ = data_for_evaluation(whole, trained.chosen, {*line.run.flags, *line.run.words})
+        all_images = config.changed(DATA={"PART": "all"})
+        data, _ = data_for_evaluation(all_images, trained.chosen, {*line.run.flags, *line.run.words})
     return config.changed(DATA=data)
 
 
 def open_images(config: Config, part: Part) -> Images:
-    """The images of a split."""
+    """Open a split with its labels as given, find copies among its images, and log how many there are.
+
+    Raises UserError if the images are no files on a disk, if a label is below 0, or if an image cannot be read.
+    """
     data = config.DATA.changed(PART=part, FOLD=None, RELABEL=None)
     dataset = open_dataset(data, False, ANY_LABEL, config.SEED, torch.device("cpu"))
     samples = dataset.single_images()
@@ -163,27 +185,34 @@ def open_images(config: Config, part: Part) -> Images:
             "folder per class."
         )
     labels = np.asarray(samples.labels)
-    wrong = np.flatnonzero(labels < 0)
-    if len(wrong):
-        label = f"{samples.name(int(wrong[0]))}: the label {labels[wrong[0]]}"
+    below_zero = np.flatnonzero(labels < 0)
+    if len(below_zero):
+        label = f"{samples.name(int(below_zero[0]))}: the label {labels[below_zero[0]]}"
         raise UserError(f"{label} is below 0. Correct it, or leave the image out by DATA.EXCLUDE.")
     scans = scan_split(TITLES[part], samples, data, auto_workers(given=data.NUM_WORKERS)).scans
-    for index, scan in enumerate(scans):
+    for image, scan in enumerate(scans):
         if scan.problem:
-            raise UserError(f"{samples.name(index)}: cannot be read ({scan.reason}); leave it out by DATA.EXCLUDE.")
-    first: dict[bytes, int] = {}
-    copy_of = np.array([first.setdefault(scan.digest, index) for index, scan in enumerate(scans)])
-    bytes_of = copy_of.copy()
-    contradicting = int((labels != labels[copy_of]).reshape(len(labels), -1).any(1).sum())
-    copies = f"{len(samples) - len(first):,} copies of others, {contradicting:,} of them with another label"
+            raise UserError(f"{samples.name(image)}: cannot be read ({scan.reason}); leave it out by DATA.EXCLUDE.")
+
+    # Copies with equal bytes
+    first_with_digest: dict[bytes, int] = {}
+    first_with_bytes = np.array([first_with_digest.setdefault(scan.digest, image) for image, scan in enumerate(scans)])
+    contradicting = int(_labels_differ(labels, labels[first_with_bytes]).sum())
+    copies = f"{len(samples) - len(first_with_digest):,} copies of others, {contradicting:,} of them with another label"
+
+    # Nearly the same images with different labels count as copies, too: no model that judges one may have seen another.
+    original_of = first_with_bytes.copy()
     if labels.ndim == 1:
-        near = near_pairs(thumbnails_of(scans))
-        near = near[(labels[near[:, 0]] != labels[near[:, 1]]) & (copy_of[near[:, 0]] != copy_of[near[:, 1]])]
-        for one, other in near.tolist():  # as copies: no model that is asked saw one of them
-            copy_of[copy_of == copy_of[other]] = copy_of[one]
-        if len(near):
-            copies += f"; {counted(len(near), 'pair')} nearly the same, with different labels"
-    distinct, places = np.unique(copy_of, return_inverse=True)
+        pairs = near_pairs(thumbnails_of(scans))
+        first = pairs[:, 0]
+        second = pairs[:, 1]
+        pairs = pairs[(labels[first] != labels[second]) & (original_of[first] != original_of[second])]
+        for image, near_copy in pairs.tolist():
+            original_of[original_of == original_of[near_copy]] = original_of[image]
+        if len(pairs):
+            copies += f"; {counted(len(pairs), 'pair')} nearly the same, with different labels"
+
+    distinct, distinct_row = np.unique(original_of, return_inverse=True)
     classes = distinct_names(dataset.classes or range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1))
     number = f"{len(samples):,}"
     log.info("%s: %s images (%s), %d classes; %s", source_of(data), number, TITLES[part], len(classes), copies)
@@ -194,36 +223,43 @@ def open_images(config: Config, part: Part) -> Images:
         classes=classes,
         labels=labels,
         distinct=distinct,
-        copy_of=places,
-        bytes_of=bytes_of,
+        distinct_row=distinct_row,
+        first_with_bytes=first_with_bytes,
     )
 
 
 def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
-    """suspects.csv, as DATA.RELABEL takes it."""
+    """The text of suspects.csv, a table as DATA.RELABEL takes it: a heading, and one row per image.
+
+    `decision`: for all suspects but those of which a copy of the same bytes has another label; these are dropped.
+    """
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["path", "given", "proposed", "score", "decision"])
-    for name, one in {images.name(one.image): one for one in suspects}.items():  # a table may name an image twice
-        rows.writerow([name, one.given, one.proposed, f"{one.wrong:.4f}", "drop" if one.equal else decision])
+    # The data may name an image twice; the table has its last suspect.
+    suspect_by_name = {images.name(suspect.image): suspect for suspect in suspects}
+    for name, suspect in suspect_by_name.items():
+        decided = "drop" if suspect.same_bytes_disagree else decision
+        rows.writerow([name, suspect.given, suspect.proposed, f"{suspect.wrong_probability:.4f}", decided])
     return text.getvalue()
 
 
 @dataclass
 class ByFeatures:
-    """A linear classifier of a frozen model's features."""
+    """Predicts images by a linear classifier of a frozen model's features, fitted once per fold to the other folds."""
 
     trained: Trained
     pool: str
     folds: int = FOLDS
     features: np.ndarray | None = None
-    """In which images are near that look alike; None for the logits"""
+    """Of the images that are searched, where images that look alike are near; None before the search"""
     classifier: Classifier | None = None
-    """Of all distinct images"""
+    """Fitted to all distinct images"""
     budget: None = None
 
     @classmethod
     def of(cls, line: ToolLine, config: Config) -> ByFeatures:
+        """Load the run or checkpoint that the command line names, else the weights of the recipe `config`."""
         if line.asked.path:
             trained = load_trained(line.asked.path, given=line.run, needs_labels=False)
             log.info("%s: %s", line.asked.path, trained.chosen.words)
@@ -239,7 +275,7 @@ class ByFeatures:
             return features_of(trained, trained.config, images.dataset, images.data)
 
     def logits(self, images: Images, seed: int) -> np.ndarray:
-        """Of the distinct images, each by a model that was trained without its fold."""
+        """Compute logits of the distinct images: of each, by the classifier that was fitted without its fold."""
         self.features = self._features(images).of(self.pool)
         labels = images.labels[images.distinct]
         labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
@@ -253,22 +289,28 @@ class ByFeatures:
         return logits
 
     def similarity_of_edited(self, images: Images) -> float:
-        """As `Found.limit`, of the pooling that edited copies are compared by."""
+        """Measure how similar images are to their edited copies by these features, for `SearchResult.limit`.
+
+        Infinite where that is unknown: edited copies are compared by the model's usual pooling alone.
+        """
         if self.features is None or self.pool != pool_of(self.trained.model):
             return np.inf
         batch = self.trained.config.DATA.val_batch
         with self.trained.computing(batch):
             return similarity_of_edited(self.trained, images.dataset, np.asarray(self.features).mean(0), batch)
 
-    def logits_of_others(self, images: Images) -> np.ndarray:
-        """Of images that were not searched."""
+    def logits_of_unsearched(self, images: Images) -> np.ndarray:
+        """Compute logits of images that were not searched, by the classifier of all that were."""
         assert self.classifier is not None
         return self.classifier.logits(self._features(images).of(self.pool)).numpy()
 
 
 @dataclass
 class ByTraining:
-    """The recipe, trained once per fold, and judged by its last epoch: the best one was chosen by these very labels."""
+    """Predicts images by the recipe, trained once per fold on the other folds.
+
+    The last epoch of each training predicts: the best epoch was chosen by the very labels that are judged.
+    """
 
     line: ToolLine
     folds: int
@@ -279,55 +321,71 @@ class ByTraining:
     runs: list[Run] = field(default_factory=list)
 
     def logits(self, images: Images, seed: int) -> np.ndarray:
+        """Train the recipe on all folds, and compute logits of the distinct images: of each, by the run of its fold.
+
+        Trainings of an earlier command with the same images and labels are resumed.
+        """
         if not comes_unsplit(images.data):
             raise UserError(
                 f"{source_of(images.data)} comes with its own validation split, and -folds makes its own: name the "
                 "folder of the training images alone, or give weights (-pretrained), with which -folds is not needed."
             )
         # Trainings leave out copies, and images that are set aside.
-        every = open_dataset(images.data.changed(PART="all"), False, ANY_LABEL, 0, torch.device("cpu"))
-        samples = every.single_images()
-        searched = {images.name(index) for index in images.distinct.tolist()}
+        every_image = open_dataset(images.data.changed(PART="all"), False, ANY_LABEL, 0, torch.device("cpu"))
+        samples = every_image.single_images()
+        row_of_name = {images.name(image): row for row, image in enumerate(images.distinct.tolist())}
         assert samples is not None
-        names = [samples.name(index) for index in range(len(samples))]
-        lines = [line_of(name, "", images.data) for name in names if path_in_list(name, images.data) not in searched]
+        names = [samples.name(image) for image in range(len(samples))]
+        lines = [line_of(name, "", images.data) for name in names if path_in_list(name, images.data) not in row_of_name]
         if images.data.EXCLUDE:
             lines.append(text_of(images.data))
-        # Models of other images or labels are not asked: a fold of theirs may have been another.
-        about = repr([images.name(index) for index in range(len(images.labels))]) + "\n".join(lines)
-        version = hashlib.sha256(about.encode(errors="surrogateescape") + images.labels.tobytes()).hexdigest()[:8]
+
+        # Runs of other images or labels are not reused: there, an image may have been in another fold.
+        identity = repr([images.name(image) for image in range(len(images.labels))]) + "\n".join(lines)
+        version = hashlib.sha256(identity.encode(errors="surrogateescape") + images.labels.tobytes()).hexdigest()[:8]
         out = self.out / f"seed-{seed}-{version}"
         out.mkdir(parents=True, exist_ok=True)
         left_out = out / "left_out.txt"
         write_atomically(left_out, "\n".join([*lines, ""]))
         self._train(seed, out, left_out)
 
-        place = {images.name(index): row for row, index in enumerate(images.distinct.tolist())}
-        found = np.full((len(images.distinct), len(images.classes)), np.nan)
+        logits = np.full((len(images.distinct), len(images.classes)), np.nan)
         for trained in map(trained_last, self.runs):
             dataset = split_of_run(trained)
             fold = dataset.single_images()
             assert fold is not None
-            for logits, _, indices in batches_of(trained, dataset):
+            for batch_logits, _, indices in batches_of(trained, dataset):
                 # Named below the folder that the run's own settings have, which may be a link's target.
-                rows = [place[path_in_list(fold.name(index), trained.config.DATA)] for index in indices.tolist()]
-                found[rows] = logits.double().cpu().numpy()[:, : len(images.classes)]
-        assert np.isfinite(found).all()
-        return found
+                batch_names = [path_in_list(fold.name(index), trained.config.DATA) for index in indices.tolist()]
+                rows = [row_of_name[name] for name in batch_names]
+                logits[rows] = batch_logits.double().cpu().numpy()[:, : len(images.classes)]
+        assert np.isfinite(logits).all()
+        return logits
 
     def _train(self, seed: int, out: Path, left_out: Path) -> None:
-        """Train the recipe on each fold, without the images in that list."""
-        given = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None, "MODEL.NUM_CLASSES": "auto"}
-        given["DATA.EXCLUDE"] = str(left_out)
+        """Train the recipe once per fold, without the images in the list `left_out`, into subfolders of `out`.
+
+        Raises TrainingError if a training fails, and OutOfTimeError if -budget_min leaves no time for all.
+        """
+        settings = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None, "MODEL.NUM_CLASSES": "auto"}
+        settings["DATA.EXCLUDE"] = str(left_out)
         self.runs = []
         for number in range(1, self.folds + 1):
             fold = Fold(number, self.folds)
-            more = {key: (value, "check_labels.py") for key, value in {**given, "DATA.FOLD": str(fold)}.items()}
-            self.runs.append(Run("recipe", seed, load_with(self.line, more), out / f"fold{number}", fold))
+            settings["DATA.FOLD"] = str(fold)
+            given = {key: (value, "check_labels.py") for key, value in settings.items()}
+            self.runs.append(Run("recipe", seed, load_with(self.line, given), out / f"fold{number}", fold))
         check_runs(self.runs)
-        judged = judged_by(None, None, [run.config for run in self.runs])
-        budget = self.line.asked.budget_min
-        plan = Plan(("recipe",), judged, self.folds, tuple(self.runs), "", False, (), (), budget)
+        plan = Plan(
+            contenders=("recipe",),
+            judged=judged_by(None, None, [run.config for run in self.runs]),
+            folds=self.folds,
+            runs=tuple(self.runs),
+            device="",
+            many=False,
+            remarks=(),
+            budget_min=self.line.asked.budget_min,
+        )
         done = train_all(plan, lambda _: None, self.budget)
         self.budget = done.budget
         if done.failed:
@@ -336,49 +394,57 @@ class ByTraining:
             raise OutOfTimeError("-budget_min: no time was left for all folds; repeat the command to continue.")
 
     def similarity_of_edited(self, _images: Images) -> float:
+        """Infinite: there are no features by which images are compared."""
         return np.inf
 
-    def logits_of_others(self, images: Images) -> np.ndarray:
-        of_models = []
+    def logits_of_unsearched(self, images: Images) -> np.ndarray:
+        """Compute logits of images that were not searched: the mean over the runs of all folds."""
+        logits_by_run = []
         for trained in map(trained_last, self.runs):
-            of_models.append(torch.cat([logits for logits, _, _ in batches_of(trained, images.dataset)]))
-        return torch.stack(of_models).mean(0).double().cpu().numpy()[:, : len(images.classes)]
+            logits_by_run.append(torch.cat([logits for logits, _, _ in batches_of(trained, images.dataset)]))
+        return torch.stack(logits_by_run).mean(0).double().cpu().numpy()[:, : len(images.classes)]
 
 
 Method = ByFeatures | ByTraining
 
 
 def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:
-    """The settings with `given`, which win over those on the command line; without a limit, which would only pause."""
+    """Load the recipe of the command line with other settings: `given`, each as a value and who gives it.
+
+    They win over the command line. MAX_TIME is removed, as a training that it ends early would only pause.
+    """
     given = {**given, "MAX_TIME": (None, "check_labels.py")}
     words = {key: text for key, text in line.run.words.items() if key not in given}
     return replace(line, run=replace(line.run, words=words)).load(given).config
 
 
 def trained_last(run: Run) -> Trained:
-    """The weights after the last epoch; the EMA, if the run has one."""
+    """Load the weights after the run's last epoch: the EMA, if the run has one."""
     root = run.folder / "checkpoints"
-    which = AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN
-    return load_trained(root / read_index(root)["last"], which.name)
+    weights = AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN
+    return load_trained(root / read_index(root)["last"], weights.name)
 
 
 @dataclass
-class Found:
+class SearchResult:
+    """The suspects and the verdict of a search, and sentences about them."""
+
     suspects: list[Suspect]
-    """The most probable first; where too few look wrong, also others, see `Wrong.listed`"""
-    verdict: Wrong
+    """The most probable first; where too few look wrong, also others, see `Verdict.listed`"""
+    verdict: Verdict
     accuracy: str
     """Of the models on images that they did not see, in words"""
     not_judged: list[str]
     """Classes with too few images, or with all of them in one group"""
     not_learnt: list[str]
     """Classes that the models do not recognise, and how many of their images they do"""
-    near: np.ndarray = field(repr=False)
-    """Features of all images, in which those are near that look alike"""
+    features: np.ndarray = field(repr=False)
+    """Features or logits of all images, where images that look alike are near"""
     limit: float = np.inf
-    """How similar they are to their edited copies, if known: as similar ones may show the same"""
+    """Similarity of images to their edited copies, if known: images as similar as that may show the same thing"""
 
     def words(self) -> list[str]:
+        """The result in sentences for the log and the page; the last one is the verdict."""
         lines = [self.accuracy]
         if self.not_judged:
             names = ", ".join(self.not_judged)
@@ -388,11 +454,11 @@ class Found:
                 f"The models hardly recognise {', '.join(self.not_learnt)}: suspects of these classes mean nothing, as "
                 "right labels look wrong there, too."
             )
-        certain = sum(one.certain for one in self.suspects)
-        if certain:
-            have = "has" if certain == 1 else "have"
+        contradicted = sum(suspect.copy_disagrees for suspect in self.suspects)
+        if contradicted:
+            have = "has" if contradicted == 1 else "have"
             likelier = "a copy, or nearly one, with another, likelier label; none is known to be right"
-            lines.append(f"{counted(certain, 'image')} {have} {likelier}.")
+            lines.append(f"{counted(contradicted, 'image')} {have} {likelier}.")
         verdict = self.verdict
         if verdict.changed and not verdict.clear:
             changed = f"Of {verdict.changed:,} labels that were changed on purpose, {100 * CHANGED:.0f} % at a time"
@@ -400,15 +466,17 @@ class Found:
         return [*lines, self._verdict_in_words()]
 
     def _verdict_in_words(self) -> str:
+        """Say how many labels look wrong, and how many would if all were right."""
         verdict = self.verdict
-        look = "looks" if verdict.number == 1 else "look"
-        count = f"{counted(verdict.number, 'label')} {look} wrong"
-        chance = f"up to {verdict.if_right} would"
-        if verdict.surer:  # of the nearest images
+        look = "looks" if verdict.look_wrong == 1 else "look"
+        count = f"{counted(verdict.look_wrong, 'label')} {look} wrong"
+        chance = f"up to {verdict.most_if_right} would"
+        has_two_views = bool(verdict.surer)
+        if has_two_views:
             chance = f"{verdict.agreed} of them by their nearest images, too, where {chance}"
         if verdict.clear:
             return f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
-        if not verdict.number:
+        if not verdict.look_wrong:
             return (
                 "Nothing found: no label looks wrong, which does not prove that all are right. Images of none of the "
                 "classes are not found this way."
@@ -419,165 +487,196 @@ class Found:
             few = "Too few by both"
             hard = ", as hard images look so, too"
         return (
-            f"{few}: {count}; {chance} if all were right, about {verdict.expected:.1f} on average. Some of them "
+            f"{few}: {count}; {chance} if all were right, about {verdict.mean_if_right:.1f} on average. Some of them "
             f"may be wrong, and all may be right{hard}."
         )
 
 
-def find(images: Images, method: Method, seed: int) -> Found:
-    distinct = method.logits(images, seed)
-    logits = distinct[images.copy_of]
+def find_suspects(images: Images, method: Method, seed: int) -> SearchResult:
+    """Search the labels of a split: predict each image by a model that did not see it, and judge its label by that."""
+    distinct_logits = method.logits(images, seed)
+    logits = distinct_logits[images.distinct_row]
     labels = images.labels[images.distinct]
-    accuracy = _accuracy(distinct, labels, method.folds)
+    accuracy = _accuracy(distinct_logits, labels, method.folds)
+
+    # A class is judged only if the models of all folds saw other images of it: not if it has few, or all in one group.
     counts = images_of_classes(labels, len(images.classes))
-    few = (counts > 0) & (counts < method.folds)
-    if images.samples.groups:  # a fold has the whole group, and its model no image of the class
+    is_few = (counts > 0) & (counts < method.folds)
+    if images.samples.groups:
         group_of = np.array(images.samples.groups)[images.distinct]
         for label in np.flatnonzero(counts):
-            has = labels[:, label] > 0 if labels.ndim == 2 else labels == label
-            few[label] |= len(np.unique(group_of[has])) == 1
-    few = np.flatnonzero(few)
-    suspects, verdict = suspects_of(images, logits, seed, few, features=method.features)
+            has_label = labels[:, label] > 0 if labels.ndim == 2 else labels == label
+            if len(np.unique(group_of[has_label])) == 1:
+                is_few[label] = True
+    few = np.flatnonzero(is_few)
+    suspects, verdict = judge_labels(images, logits, seed, few, features=method.features)
+
     not_learnt = []
     if labels.ndim == 1:
-        hits = np.bincount(labels[distinct.argmax(1) == labels], minlength=len(counts))
-        for label in np.flatnonzero((hits < LEARNT * counts) & ~np.isin(np.arange(len(counts)), few)):
+        hits = np.bincount(labels[distinct_logits.argmax(1) == labels], minlength=len(counts))
+        for label in np.flatnonzero((hits < LEARNT * counts) & ~is_few):
             not_learnt.append(f"{images.classes[label]} ({hits[label]} of {counted(int(counts[label]), 'image')})")
-    return Found(
+    return SearchResult(
         suspects,
         verdict,
         accuracy,
         not_judged=[images.classes[label] for label in few],
         not_learnt=not_learnt,
-        near=logits if method.features is None else np.asarray(method.features),
+        features=logits if method.features is None else np.asarray(method.features),
         limit=method.similarity_of_edited(images),
     )
 
 
-def judge(images: Images, method: Method, searched: Found, seed: int) -> Found:
+def judge_validation(images: Images, method: Method, searched: SearchResult, seed: int) -> SearchResult:
     """Judge labels of the validation split, by the models of a search of the training split, and their calibration."""
-    logits = method.logits_of_others(images)
-    suspects, verdict = suspects_of(images, logits, seed, np.empty(0, np.int64), searched.verdict.calibrations)
-    about = "Labels of the validation split, by models of the training split."
-    return Found(suspects, verdict, about, not_judged=[], not_learnt=searched.not_learnt, near=logits)
+    logits = method.logits_of_unsearched(images)
+    no_classes = np.empty(0, np.int64)
+    suspects, verdict = judge_labels(images, logits, seed, no_classes, searched.verdict.calibrations)
+    accuracy = "Labels of the validation split, by models of the training split."
+    return SearchResult(suspects, verdict, accuracy, not_judged=[], not_learnt=searched.not_learnt, features=logits)
 
 
-def suspects_of(
+def judge_labels(
     images: Images,
     logits: np.ndarray,
     seed: int,
-    few: np.ndarray,
-    known: Sequence[Calibration | None] = (),
+    not_judged: np.ndarray,
+    calibrations: Sequence[Calibration | None] = (),
     features: np.ndarray | None = None,
-) -> tuple[list[Suspect], Wrong]:
-    """The suspects, and the verdict that they are of. `few`: labels that are not judged. `known`: of `find_wrong`.
-    `features`: of all images, for a second view of images with one label."""
-    known = known or [None] * len(images.classes)
+) -> tuple[list[Suspect], Verdict]:
+    """Judge the labels of all images by their logits; return the suspects, and the verdict that they are listed by.
+
+    `not_judged`: classes whose labels are left out. `calibrations`: those of a search of other images, for
+    `find_wrong`; without them, they are fitted to these labels. `features`: of all images, for a second view of images
+    with one label each.
+    """
+    calibrations = calibrations or [None] * len(images.classes)
     if images.labels.ndim == 2:
-        return _suspects_of_each_class(images, logits, seed, few, known)
-    judged = np.flatnonzero(~np.isin(images.labels, few))
+        return _judge_each_class(images, logits, seed, not_judged, calibrations)
+
+    # From here on, a row is a place among the judged images.
+    judged = np.flatnonzero(~np.isin(images.labels, not_judged))
     labels = images.labels[judged]
-    copy_of = images.copy_of[judged]
-    near = None
+    distinct_row = images.distinct_row[judged]
+    neighbours = None
     if features is not None:
-        own = [copy_of]
+        related = [distinct_row]
         if images.samples.groups:
-            own.append(np.unique(np.array(images.samples.groups)[judged], return_inverse=True)[1])
-        near = nearest(np.asarray(features)[judged], own)
-    found = find_wrong(logits[judged], labels, seed, known[0], near)
-    certain = dict[int, int]()  # row -> the likeliest label of its copies, if it is another
-    for one in images.contradicted:
-        copies = np.flatnonzero(copy_of == one)
+            related.append(np.unique(np.array(images.samples.groups)[judged], return_inverse=True)[1])
+        neighbours = nearest(np.asarray(features)[judged], related)
+    verdict = find_wrong(logits[judged], labels, seed, calibrations[0], neighbours)
+
+    # Of copies with several labels, those are suspects that do not have the likeliest one.
+    label_of_copies = dict[int, int]()
+    for contradicted in images.contradicted_rows:
+        copies = np.flatnonzero(distinct_row == contradicted)
         if len(copies):
-            given = labels[copies]
-            best = given[found.right[copies[0], given].argmax()]
-            certain |= {int(row): int(best) for row in copies if labels[row] != best}
-    of_labels = found.right[np.arange(len(judged)), labels]  # which orders equal probabilities
-    likely = np.lexsort((of_labels, -found.probability))[: found.listed].tolist()
+            given_labels = labels[copies]
+            likeliest = given_labels[verdict.class_probabilities[copies[0], given_labels].argmax()]
+            for row in copies[given_labels != likeliest].tolist():
+                label_of_copies[row] = int(likeliest)
+
+    # They come first, then the labels that are most probably wrong. Of equal ones, the least probable label is first.
+    given_probabilities = verdict.class_probabilities[np.arange(len(judged)), labels]
+    doubtful = np.lexsort((given_probabilities, -verdict.wrong_probability))[: verdict.listed].tolist()
     suspects = []
-    for row in dict.fromkeys([*certain, *likely]):
-        index = int(judged[row])
+    for row in dict.fromkeys([*label_of_copies, *doubtful]):
+        image = int(judged[row])
         given = int(labels[row])
-        proposed = certain.get(row, int(found.proposed[row]))
-        with_bytes = images.labels[images.bytes_of == images.bytes_of[index]]
+        copy_disagrees = row in label_of_copies
+        proposed = label_of_copies.get(row, int(verdict.proposed[row]))
+        labels_of_same_bytes = images.labels[images.first_with_bytes == images.first_with_bytes[image]]
         suspects.append(
             Suspect(
-                index,
+                image,
                 given=images.classes[given],
                 proposed=images.classes[proposed],
-                wrong=1.0 if row in certain else float(found.probability[row]),
-                of_given=float(found.right[row, given]),
-                of_proposed=float(found.right[row, proposed]),
-                certain=row in certain,
-                equal=row in certain and bool((with_bytes != given).any()),
+                wrong_probability=1.0 if copy_disagrees else float(verdict.wrong_probability[row]),
+                given_probability=float(given_probabilities[row]),
+                proposed_probability=float(verdict.class_probabilities[row, proposed]),
+                copy_disagrees=copy_disagrees,
+                same_bytes_disagree=copy_disagrees and bool((labels_of_same_bytes != given).any()),
             )
         )
-    return suspects, found
+    return suspects, verdict
 
 
-def _suspects_of_each_class(
-    images: Images, logits: np.ndarray, seed: int, few: np.ndarray, known: Sequence[Calibration | None]
-) -> tuple[list[Suspect], Wrong]:
-    """Judge each class by itself: whether an image has it."""
-    each = []
-    for column, has, before in zip(logits.T, images.labels.T.astype(np.int64), known, strict=True):
-        each.append(find_wrong(np.stack([0 * column, column], 1), has, seed, before))
-    judged = [one for label, one in enumerate(each) if label not in few]
-    found = Wrong(
-        probability=np.stack([one.probability for one in each], 1),
-        right=np.stack([one.right[:, 1] for one in each], 1),
+def _judge_each_class(
+    images: Images,
+    logits: np.ndarray,
+    seed: int,
+    not_judged: np.ndarray,
+    calibrations: Sequence[Calibration | None],
+) -> tuple[list[Suspect], Verdict]:
+    """Judge images with several labels: for each class by itself, whether an image has it. See `judge_labels`."""
+    verdicts = []
+    has_class = images.labels.T.astype(np.int64)
+    for column, has, calibration in zip(logits.T, has_class, calibrations, strict=True):
+        two_classes = np.stack([0 * column, column], 1)  # logits of not having the class, and of having it
+        verdicts.append(find_wrong(two_classes, has, seed, calibration))
+    judged = [verdict for label, verdict in enumerate(verdicts) if label not in not_judged]
+    together = Verdict(
+        wrong_probability=np.stack([verdict.wrong_probability for verdict in verdicts], 1),
+        class_probabilities=np.stack([verdict.class_probabilities[:, 1] for verdict in verdicts], 1),
         proposed=1 - images.labels,
-        number=sum(one.number for one in judged),
-        agreed=sum(one.agreed for one in judged),
-        if_right=sum(one.if_right for one in judged),
-        expected=sum(one.expected for one in judged),
-        calibrations=[one.calibrations[0] for one in each],
-        changed=sum(one.changed for one in judged),
-        changed_found=sum(one.changed_found for one in judged),
+        look_wrong=sum(verdict.look_wrong for verdict in judged),
+        agreed=sum(verdict.agreed for verdict in judged),
+        most_if_right=sum(verdict.most_if_right for verdict in judged),
+        mean_if_right=sum(verdict.mean_if_right for verdict in judged),
+        calibrations=[verdict.calibrations[0] for verdict in verdicts],
+        changed=sum(verdict.changed for verdict in judged),
+        changed_found=sum(verdict.changed_found for verdict in judged),
     )
-    found.probability[:, few] = -1
-    of_labels = np.where(images.labels, found.right, 1 - found.right)
-    flat = np.lexsort((of_labels.ravel(), -found.probability.ravel()))[: found.listed]
-    of_image: dict[int, list[int]] = {}  # all labels of one image together
-    for index, label in zip(*np.unravel_index(flat, found.probability.shape), strict=True):
-        doubted = of_image.setdefault(int(index), [])
-        if not doubted or found.probability[index, label] >= WRONG:
-            doubted.append(int(label))
+    wrong_probability = together.wrong_probability
+    wrong_probability[:, not_judged] = -1  # listed after all labels that are judged
+
+    # Collect the most doubtful labels by image: of each image the most doubtful one, and others if they look wrong.
+    given_probabilities = np.where(images.labels, together.class_probabilities, 1 - together.class_probabilities)
+    most_doubtful = np.lexsort((given_probabilities.ravel(), -wrong_probability.ravel()))[: together.listed]
+    doubted_labels: dict[int, list[int]] = {}
+    for image, label in zip(*np.unravel_index(most_doubtful, wrong_probability.shape), strict=True):
+        labels = doubted_labels.setdefault(int(image), [])
+        if not labels or wrong_probability[image, label] >= WRONG:
+            labels.append(int(label))
+
     suspects = []
-    for index, labels in of_image.items():
-        given = images.labels[index]
+    for image, labels in doubted_labels.items():
+        given = images.labels[image]
         proposed = given.copy()
         proposed[labels] = 1 - given[labels]
-        of_given = float(of_labels[index, labels[0]])
+        given_probability = float(given_probabilities[image, labels[0]])
         suspects.append(
             Suspect(
-                index,
+                image,
                 given=images.label_words(given),
                 proposed=images.label_words(proposed),
-                wrong=float(found.probability[index, labels[0]]),
-                of_given=of_given,
-                of_proposed=1 - of_given,
+                wrong_probability=float(wrong_probability[image, labels[0]]),
+                given_probability=given_probability,
+                proposed_probability=1 - given_probability,
             )
         )
-    return suspects, found
+    return suspects, together
 
 
 def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int) -> str:
-    """The accuracy in words. UserError if it is that of guessing: then no probability says anything."""
-    how = f"Models of {folds} folds, on the images that each did not see"
+    """Say how accurate the models are on images that they did not see.
+
+    Raises UserError if they are no better than guessing: then their probabilities say nothing about the labels.
+    """
+    models = f"Models of {folds} folds, on the images that each did not see"
     if labels.ndim == 2:
         reached = scores_of(1 / (1 + np.exp(-logits)), labels > 0).map * 100
         guessing = 100 * float(labels.mean())
-        least = reached / 1.1
+        lower_bound = reached / 1.1  # mAP must be a tenth above guessing
         words = f"mAP {reached:.1f} %; ordering at random: {guessing:.1f} %"
     else:
         reached = 100 * float((logits.argmax(1) == labels).mean())
         guessing = 100 * float(np.bincount(labels).max()) / len(labels)
-        least = wilson(reached, len(labels)).low
+        lower_bound = wilson(reached, len(labels)).low
         words = f"top-1 {reached:.1f} % of the labels as given; always guessing the largest class: {guessing:.1f} %"
-    if least <= guessing:
+    if lower_bound <= guessing:
         raise UserError(
-            f"{how}: {words}. Their probabilities say too little of the labels: train longer, give weights "
+            f"{models}: {words}. Their probabilities say too little of the labels: train longer, give weights "
             "(-pretrained) that know such images, or look whether the labels belong to the images."
         )
-    return f"{how}: {words}."
+    return f"{models}: {words}."

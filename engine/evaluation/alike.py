@@ -1,7 +1,7 @@
-"""Finds images that look like others, as edited copies of them would: by a model's features.
+"""Find images that look like others, as edited copies of them do, by a model's features.
 
 How similar is too similar depends on the model and on the images. So some images are edited here, and the similarity of
-an image to its edited copies is the limit.
+the edited copies to them is the limit.
 """
 
 import contextlib
@@ -30,40 +30,39 @@ EDITED = 64
 AT_ONCE = 1024
 """Images that are compared with all others at once"""
 MOST_VALUES = 1 << 28
-"""Most numbers in the features of the training images, which are compared in memory"""
+"""Values in features of training images that are compared with others: they are held in memory"""
 
 
 def edited(images: Tensor) -> list[Tensor]:
-    """Return a copy of the images (B x C x H x W) for each of EDITS."""
+    """Make edited copies of images (B x C x H x W): one batch for each of EDITS."""
     height, width = images.shape[-2:]
-    originals = images.float()
-    sigma = min(height, width) / 112  # 2 pixels at 224
-    cropped = functional.center_crop(originals, [height * 9 // 10, width * 9 // 10])
+    pixels = images.float()
+    cropped = functional.center_crop(pixels, [height * 9 // 10, width * 9 // 10])
     copies = [
-        originals.flip(-1),
-        functional.rotate(originals, 10, functional.InterpolationMode.BILINEAR),
-        functional.gaussian_blur(originals, [9, 9], [sigma, sigma]),
+        pixels.flip(-1),
+        functional.rotate(pixels, 10, functional.InterpolationMode.BILINEAR),
+        functional.gaussian_blur(pixels, [9, 9], [min(height, width) / 112] * 2),
         functional.resize(cropped, [height, width]),
     ]
     return [copy.round().to(images.dtype) for copy in copies]
 
 
 def directions(features: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Return the directions of features from their mean, as unit vectors.
-
-    The product of two is the cosine similarity by which images are compared.
-    """
+    """Turn features into their directions from the mean; the product of two is how similar the images are."""
     from_mean = features - mean
     return from_mean / np.linalg.norm(from_mean, axis=1, keepdims=True).clip(1e-12)
 
 
-def similarity_of_edited(seeing: Seeing, dataset: ImageDataset, mean: np.ndarray, batch_size: int) -> float:
-    """Return the median similarity of some images to their edited copies. `mean`: of the features."""
+def similarity_of_edited(seeing: Seeing, dataset: ImageDataset, mean: np.ndarray, batch: int) -> float:
+    """Measure the median similarity of some images to their edited copies.
+
+    `mean`: of the features by the model's usual pooling, from which directions are taken. `batch`: images per batch.
+    """
     chosen = np.sort(generator_of("edited").permutation(len(dataset))[:EDITED])
-    batches = [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
-    loader = ValLoader(dataset, batch_size, 0, 1, 0, seeing.precision.device, shard=lambda *_: batches)
+    plan = [chosen[first : first + batch] for first in range(0, len(chosen), batch)]
+    loader = ValLoader(dataset, batch, 0, 1, 0, seeing.precision.device, shard=lambda *_: plan)
     loading = contextlib.closing(loader)
-    bar = Progress(loader, len(batches), "batches", "edited copies")
+    bar = Progress(loader, len(plan), "batches", "edited copies")
 
     def directions_of(images: Tensor) -> np.ndarray:
         columns = columns_of(seeing, images)[:, : len(mean)]
@@ -72,96 +71,97 @@ def similarity_of_edited(seeing: Seeing, dataset: ImageDataset, mean: np.ndarray
     similarities = list[np.ndarray]()
     with torch.no_grad(), in_eval_mode(seeing.model), loading, bar:
         for images, _, indices in bar:
-            read = images[indices >= 0]  # -1 of a broken image
-            originals = directions_of(read)
-            similarities += [(originals * directions_of(copy)).sum(1) for copy in edited(read)]
+            readable = images[indices >= 0]
+            originals = directions_of(readable)
+            for copies in edited(readable):
+                similarities.append((originals * directions_of(copies)).sum(1))
     return float(np.median(np.concatenate(similarities)))
 
 
 class Nearest(NamedTuple):
-    """For each image, which others are most similar to it, and how many are alike: as similar as the limit."""
+    """For each image, how similar the images are that it is compared with."""
 
     place: np.ndarray
-    """Index of the most similar image"""
+    """Index of the most similar one"""
     similar: np.ndarray
     """How similar that is"""
     alike: np.ndarray
-    """Number of images that are alike"""
+    """How many are as similar as the limit"""
     farther: np.ndarray
-    """Index of the most similar image that is not alike"""
+    """Index of the most similar one below the limit"""
 
-    def counted(self, labels: np.ndarray, other_labels: np.ndarray) -> tuple[int, int, int, int, int]:
-        """Sum up how many images have others that are alike, and what that says of labels.
+    def counted(self, labels: np.ndarray, labels_compared: np.ndarray) -> tuple[int, int, int, int, int]:
+        """Count the images that look like others, and how many of them look like one of their own label.
 
-        Returns the number of images with any that is alike; of how many images; the median number of images that are
-        alike to such an image; how many such images have the label of the most similar image; and how many have the
-        label of the most similar one that is not alike.
+        `labels`: of the images. `labels_compared`: of those they are compared with. Returns five numbers: images that
+        are alike to any; all images; how many such an image is alike to (the median); and how many of them have the
+        label of the most similar image, and that of the most similar one below the limit.
         """
-        has_alike = self.alike > 0
-        own_labels = labels[: len(has_alike)]  # time may have been too short for all images
+        is_alike = self.alike > 0
+        count = len(is_alike)
+        own_labels = labels[:count]
 
-        def count_with_label_of(others: np.ndarray) -> int:
-            same_label = (own_labels == other_labels[others]).reshape(len(has_alike), -1).all(1)
-            return int((has_alike & same_label).sum())
+        def with_label_of(places: np.ndarray) -> int:
+            same = (own_labels == labels_compared[places]).reshape(count, -1).all(1)
+            return int((is_alike & same).sum())
 
-        median = int(np.median(self.alike[has_alike])) if has_alike.any() else 0
-        with_label_of_nearest = count_with_label_of(self.place)
-        with_label_of_farther = count_with_label_of(self.farther)
-        return int(has_alike.sum()), len(has_alike), median, with_label_of_nearest, with_label_of_farther
+        alike_to_each = int(np.median(self.alike[is_alike])) if is_alike.any() else 0
+        return int(is_alike.sum()), count, alike_to_each, with_label_of(self.place), with_label_of(self.farther)
 
 
 def joined(blocks: Iterable[Nearest]) -> Nearest:
-    """Join the results for consecutive blocks of images."""
     return Nearest(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
-def nearest(of: np.ndarray, among: np.ndarray, limit: float, seconds: float = float("inf")) -> Nearest:
-    """Find the most similar images to each of the images `of`, in the images `among`. Both are `directions`.
+def nearest(images: np.ndarray, compared: np.ndarray, limit: float, seconds: float = float("inf")) -> Nearest:
+    """Find the most similar of the images `compared` for each of `images`; both are given as directions.
 
-    After so many `seconds`, the search ends, and the result is for the first images alone.
+    After so many seconds it stops: the result is of the first images alone. `limit`: see `Nearest.alike`.
     """
     end = time.monotonic() + seconds
     blocks = list[Nearest]()
-    for start in range(0, len(of), AT_ONCE):
-        similarities = of[start : start + AT_ONCE] @ among.T
+    for first in range(0, len(images), AT_ONCE):
+        similarities = images[first : first + AT_ONCE] @ compared.T
         place = similarities.argmax(1)
-        highest = similarities.max(1)
-        is_alike = similarities >= limit
-        similarities[is_alike] = -2  # lower than any, so that the next argmax finds the highest of the others
-        blocks.append(Nearest(place, highest, is_alike.sum(1), similarities.argmax(1)))
+        similar = similarities.max(1)
+        alike = similarities >= limit
+        similarities[alike] = -2  # less than any
+        blocks.append(Nearest(place, similar, alike=alike.sum(1), farther=similarities.argmax(1)))
         if time.monotonic() > end:
             break
     return joined(blocks)
 
 
 def count_alike(
-    seeing: Seeing, dataset: ImageDataset, seen: Features, known: Features, pool: str, data: DataConfig
+    seeing: Seeing, dataset: ImageDataset, features: Features, training: Features, pool: str, data: DataConfig
 ) -> list[int]:
-    """Count which images of `dataset` look like training images; see `Nearest.counted` for the numbers.
+    """Count the images of `dataset` that look like training images, as `Nearest.counted` gives it.
 
-    `seen`: features of these images. `known`: of the training images. `pool`: the pooling by which they are compared.
-    Returns an empty list if there are too many training images.
+    `features`: those of `dataset`. Empty if there are too many training images to compare.
     """
-    features = np.asarray(seen.of(pool))
-    train_features = np.asarray(known.of(pool))
-    if train_features.size > MOST_VALUES:
+    of_images = np.asarray(features.of(pool))
+    of_training = np.asarray(training.of(pool))
+    if of_training.size > MOST_VALUES:
         return []
-    mean = train_features.mean(0)
+    mean = of_training.mean(0)
     limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
     seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
-    result = nearest(directions(features, mean), directions(train_features, mean), limit, seconds)
-    return list(result.counted(seen.labels, known.labels))
+    found = nearest(directions(of_images, mean), directions(of_training, mean), limit, seconds)
+    return list(found.counted(features.labels, training.labels))
 
 
-def alike_in_validation(run: Run, seeing: Seeing, known: Features) -> list[int]:
-    """Count which validation images look like training images, as `count_alike`. A collective call.
+def alike_in_validation(run: Run, seeing: Seeing, training: Features) -> list[int]:
+    """Count the validation images that look like training images, as `Nearest.counted` gives it.
 
-    `known`: features of the training images. Returns an empty list if they are too many, and on ranks besides 0.
+    `training`: features of the training images. Empty if these are too many, and on other ranks than the first. A
+    collective call.
     """
     pool = pool_of(seeing.model)
-    if known.of(pool).size > MOST_VALUES:
+    if training.of(pool).size > MOST_VALUES:
         return []
     data = run.config.DATA.changed(PART="val")
     dataset = open_dataset(data, False, int(run.config.MODEL.NUM_CLASSES), run.config.SEED, run.device)
-    seen = features_of(seeing, run.config, dataset, data, run.world)
-    return count_alike(seeing, dataset, seen, known, pool, data) if run.world.first else []
+    features = features_of(seeing, run.config, dataset, data, run.world)
+    if not run.world.first:
+        return []
+    return count_alike(seeing, dataset, features, training, pool, data)

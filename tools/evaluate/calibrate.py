@@ -1,4 +1,4 @@
-"""evaluate.py -calibrate: fits a temperature to a model's weights, measures it by cross-fitting, and keeps it."""
+"""evaluate.py -calibrate: fit a temperature to a model's weights, measure it by cross-fitting, and keep it."""
 
 import json
 import math
@@ -28,9 +28,10 @@ from vitamp.metrics import ONE_LABEL, TOP1
 from vitamp.weights import CALIBRATION, Chosen, Fitted, read_calibrations
 
 FEWEST = 50
-"""Images. With fewer, the temperature is mostly noise."""
+"""Images that a temperature needs. With fewer, it is mostly noise."""
 SMALLEST = 0.01
 LARGEST = 100.0
+"""Temperatures between which the best one is searched"""
 MOST_COPIES = 5.0
 """Percent of images with the bytes of training images, above which a temperature would be of those"""
 LARGE_ECE = 2.0
@@ -40,7 +41,11 @@ AT_ONCE = 1024
 
 
 def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
-    """Fit a temperature to the weights, keep it in the run if it surely helps on other images, and log both."""
+    """Fit a temperature to the weights, keep it in the run if it surely helps on other images, and log both.
+
+    `path`: the model as the command line names it. Raises UserError if a temperature cannot be fitted or kept.
+    """
+    # Check the model and the images.
     file = _file_for(trained)
     part, notes = open_part(trained, given)
     images = len(part.dataset)
@@ -52,23 +57,29 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     log.info("%s: %s", path, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
     copies = copies_of_training(trained.config, trained.chosen, part.dataset)
-    if copies:
-        said, percent = copies
+    if copies is not None:
+        words, percent = copies
         if percent > MOST_COPIES:
-            raise UserError(f"-calibrate needs images that the model was not trained on: {said}")
-        log.warning("%s", said)
-    logits, labels = joined((one, part.labels(of)) for one, of in with_bar(trained, part.dataset))
+            raise UserError(f"-calibrate needs images that the model was not trained on: {words}")
+        log.warning("%s", words)
+    batches = ((logits, part.labels(labels)) for logits, labels in with_bar(trained, part.dataset))
+    logits, labels = joined(batches)
     if not bool(logits.isfinite().all()):
         raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
+
+    # Fit a temperature to all images, and for cross-fitting to each half of them.
     groups = part.dataset.groups()
     halves = random_halves(len(labels), groups)
     if not all(map(len, halves)):
         raise UserError(f"-calibrate: all images of {part.title} are of one group (DATA.GROUP); it needs two or more.")
-    fitted = [fit_temperature(logits[half], labels[half], f"one half of these {len(labels):,}") for half in halves]
-    of_others = torch.empty(len(labels), 1, dtype=torch.float64)
-    for half, other in zip(halves, reversed(fitted), strict=True):
-        of_others[half] = other
+    which = f"one half of these {len(labels):,}"
+    fitted = [fit_temperature(logits[half], labels[half], which) for half in halves]
+    of_other_half = torch.empty(len(labels), 1, dtype=torch.float64)
+    for half, temperature_of_other in zip(halves, reversed(fitted), strict=True):
+        of_other_half[half] = temperature_of_other
     temperature = fit_temperature(logits, labels)
+
+    # Measure the model without a temperature, with the new one, by cross-fitting, and with an earlier one.
     chosen = trained.chosen
 
     def measure(temperatures: Tensor | float) -> OneLabel:
@@ -77,13 +88,15 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
 
     before = measure(1.0)
     after = measure(temperature)
-    crossfitted = measure(of_others)
+    crossfitted = measure(of_other_half)
     gain = student_interval_of_images((before.rows.nll - crossfitted.rows.nll).numpy(), groups)
     harm = None
     if chosen.calibration:
         earlier = measure(chosen.calibration.temperature)
         harm = student_interval_of_images((earlier.rows.nll - before.rows.nll).numpy(), groups)
-    kept = Fitted(
+
+    # Keep the new one if it helps, and log all.
+    new = Fitted(
         temperature=temperature,
         images=len(labels),
         sha256=chosen.hashes,
@@ -108,38 +121,44 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         ["NLL", f"{before.nll:.4f}", f"{after.nll:.4f}"],
         ["NLL, cross-fitted", f"{before.nll:.4f}", f"{crossfitted.nll:.4f}"],
     ]
-    text = [trained.words(), f"{part.title}: {len(labels):,} images; calibration in {BINS} bins", ""]
-    text += in_columns(table)
-    text += [
+    lines = [trained.words(), f"{part.title}: {len(labels):,} images; calibration in {BINS} bins", ""]
+    lines += in_columns(table)
+    lines += [
         "Cross-fitted: each half of the images with the temperature of the other half "
         f"({fitted[0]:.4g} and {fitted[1]:.4g}). "
         f"Else {temperature:.4g} is measured on the images that it was fitted on, as evaluate.py does. "
         "By chance: the calibration error of a perfectly calibrated model that is as sure, on as many images.",
-        _keep(file, trained.chosen, kept, gain, harm),
+        _keep(file, trained.chosen, new, gain, harm),
     ]
-    log.info("%s", "\n".join(text))
+    log.info("%s", "\n".join(lines))
 
 
 def random_halves(images: int, groups: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Images of two halves, the same each time: a data set is often in the order of its classes. Groups stay whole."""
-    of = list(groups) or [str(index) for index in range(images)]
+    """Divide the images at random into two halves, the same each time, which keep groups whole.
+
+    At random, since a data set is often in the order of its classes. `groups`: of each image; empty without groups.
+    """
+    group_of = list(groups) or [str(image) for image in range(images)]
     members = dict[str, list[int]]()
-    for index in torch.randperm(images, generator=torch.Generator().manual_seed(0)).tolist():
-        members.setdefault(of[index], []).append(index)
+    for image in torch.randperm(images, generator=torch.Generator().manual_seed(0)).tolist():
+        members.setdefault(group_of[image], []).append(image)
     halves = list[int](), list[int]()
+    # The largest groups first, each to the smaller half, so that the halves end about equal.
     for group in sorted(members.values(), key=len, reverse=True):
-        min(halves, key=len).extend(group)
+        smaller_half = min(halves, key=len)
+        smaller_half.extend(group)
     return halves
 
 
 def _keep(file: Path, chosen: Chosen, new: Fitted, gain: Difference, harm: Difference | None) -> str:
-    """Keep the new temperature if it surely helps, remove an earlier one that surely harms, and say both.
+    """Keep the new temperature if it surely helps, remove an earlier one that surely harms, and say so in words.
 
-    `gain`: how much the new one lowers the NLL, by cross-fitting. `harm`: how much the earlier one raises it.
+    `gain`: how much the new one lowers the NLL, by cross-fitting. `harm`: how much the earlier one raises it; None
+    without one.
     """
     helps = gain.seen and gain.value > 0
     harms = harm is not None and harm.seen and harm.value > 0
-    none = f"Not kept: {new.words}. On images that it was not fitted on, the NLL"
+    not_kept = f"Not kept: {new.words}. On images that it was not fitted on, the NLL"
     if helps:
         words = (
             f"Kept in {file}: {new.words}, all of these. predict.py, export.py and evaluate.py "
@@ -147,66 +166,77 @@ def _keep(file: Path, chosen: Chosen, new: Fitted, gain: Difference, harm: Diffe
         )
     elif gain.value > 0:
         words = (
-            f"{none} falls by {gain.value:.4f} (95 % interval {gain.low:.4f} to {gain.high:.4f}), which may be "
+            f"{not_kept} falls by {gain.value:.4f} (95 % interval {gain.low:.4f} to {gain.high:.4f}), which may be "
             "chance. More images would tell."
         )
     else:
-        words = f"{none} does not fall."
+        words = f"{not_kept} does not fall."
     earlier = chosen.calibration
     if earlier and helps:
         words += f" It replaces the earlier {earlier.words}."
     elif earlier and harm is not None:
-        what = "is removed, since it makes the NLL of these images higher, beyond chance" if harms else "stays"
-        words += f" The earlier {earlier.words}, {what}: it changes the NLL by {harm.value:+.4f}."
+        fate = "is removed, since it makes the NLL of these images higher, beyond chance" if harms else "stays"
+        words += f" The earlier {earlier.words}, {fate}: it changes the NLL by {harm.value:+.4f}."
     temperatures = read_calibrations(chosen.place)
     if helps or harms:
-        temperatures = [one for one in temperatures if one.sha256 != chosen.hashes]
+        temperatures = [fitted for fitted in temperatures if fitted.sha256 != chosen.hashes]
     if helps:
         temperatures.append(new)
-    write_json(file, {"temperatures": [one.model_dump() for one in temperatures]})
+    write_json(file, {"temperatures": [fitted.model_dump() for fitted in temperatures]})
     return words
 
 
-def about_calibration(trained: Trained, part: Part, found: Evaluation) -> list[str]:
-    """Whether the calibration error is chance, is too low because of the temperature, or would be lower with one."""
-    if not isinstance(found, OneLabel):
+def about_calibration(trained: Trained, part: Part, evaluation: Evaluation) -> list[str]:
+    """Say whether the calibration error is chance, is too low because of the temperature, or would be lower with one.
+
+    Empty with several labels per image.
+    """
+    if not isinstance(evaluation, OneLabel):
         return []
-    by_chance = found.chance.words(found.ece)
-    said = [by_chance] if by_chance else []
-    kept = trained.chosen.calibration
+    by_chance = evaluation.chance.words(evaluation.ece)
+    sentences = [by_chance] if by_chance else []
     if trained.others:
-        return said
-    if trained.calibrated and isinstance(kept, Fitted) and (kept.data, kept.images) == (part.title, len(part.dataset)):
-        words = ""
-        now = json.loads(json.dumps(input_of(trained.config.DATA)))
-        if not trained.flip and (kept.precision, kept.input) == (trained.precision.name, now):
-            words = ", so calibration error and NLL are a little too low; cross-fitted, the NLL is {nll:.4f}"
-            words = words.format_map(kept.crossfitted)
-        said.append(f"The temperature was fitted on these images{words}.")
-    # What -calibrate does not refuse
-    wrong = int((found.rows.guess != found.rows.label).sum())
-    fits = found.images >= FEWEST and wrong > 1 and trained.config.DATA.PART not in command_line.MEMORISED
-    if fits and found.ece > max(LARGE_ECE, found.chance.percentile_95) and not kept:
-        said += _propose(trained.config, found)
-    return said
+        return sentences
+
+    fitted = trained.chosen.calibration
+    if trained.calibrated and isinstance(fitted, Fitted):
+        fitted_on_these = (fitted.data, fitted.images) == (part.title, len(part.dataset))
+        if fitted_on_these:
+            words = ""
+            input_now = json.loads(json.dumps(input_of(trained.config.DATA)))  # tuples are lists, as in the run's file
+            if not trained.flip and (fitted.precision, fitted.input) == (trained.precision.name, input_now):
+                words = ", so calibration error and NLL are a little too low; cross-fitted, the NLL is {nll:.4f}"
+                words = words.format_map(fitted.crossfitted)
+            sentences.append(f"The temperature was fitted on these images{words}.")
+
+    # Propose -calibrate where it would not refuse, and the error is large and beyond chance.
+    wrong = int((evaluation.rows.guess != evaluation.rows.label).sum())
+    accepted = evaluation.images >= FEWEST and wrong > 1 and trained.config.DATA.PART not in command_line.MEMORISED
+    large_ece = evaluation.ece > max(LARGE_ECE, evaluation.chance.percentile_95)
+    if accepted and large_ece and not fitted:
+        sentences += _propose_calibration(trained.config, evaluation)
+    return sentences
 
 
-def _propose(config: Config, found: OneLabel) -> list[str]:
-    """Sentences about a calibration error that -calibrate may lower."""
-    sure = 100 * float(found.rows.confidence.mean())
-    right = found.values[TOP1]
-    how = "overconfident" if sure > right else "underconfident"
-    soft = sure < right and (config.TRAIN.SMOOTHING or config.TRAIN.mixes)
-    because = ", as label smoothing and mixing make it" if soft else ""
+def _propose_calibration(config: Config, evaluation: OneLabel) -> list[str]:
+    """Say that the model is too sure, or not sure enough, and that -calibrate may change that."""
+    confidence = 100 * float(evaluation.rows.confidence.mean())
+    accuracy = evaluation.values[TOP1]
+    how = "overconfident" if confidence > accuracy else "underconfident"
+    soft_labels = config.TRAIN.SMOOTHING or config.TRAIN.mixes
+    because = ", as label smoothing and mixing make it" if confidence < accuracy and soft_labels else ""
     where = ", without -part," if config.DATA.PART == "test" else ""
     return [
-        f"The model is {how}{because}: mean confidence {sure:.1f} %, top-1 {right:.1f} %.",
+        f"The model is {how}{because}: mean confidence {confidence:.1f} %, top-1 {accuracy:.1f} %.",
         f"-calibrate{where} fits a temperature, and keeps it if it surely helps.",
     ]
 
 
 def _file_for(trained: Trained) -> Path:
-    """The file to keep the temperature in. Refuses what cannot be calibrated or kept, before the images are read."""
+    """The file of the run in which the temperature is kept.
+
+    Raises UserError, before images are read, if the model cannot be calibrated or the file cannot be written.
+    """
     place = trained.chosen.place
     if trained.task.kind != ONE_LABEL:
         raise UserError(
@@ -224,22 +254,27 @@ def _file_for(trained: Trained) -> Path:
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, which: str = "these") -> float:
-    """The temperature with the lowest NLL, in double precision. The NLL has one minimum in log T."""
+    """Find the temperature T with the lowest NLL, in double precision. The NLL has one minimum in log T.
+
+    `which`: of which images, for errors. Raises UserError if all are classified correctly, as then a smaller T always
+    has a lower NLL, and if the minimum is not between `SMALLEST` and `LARGEST`.
+    """
     from scipy.optimize import minimize_scalar  # takes a while to import
 
     def nll(log_temperature: float) -> float:
         return float(F.cross_entropy(logits.double() / math.exp(log_temperature), labels))
 
     bounds = math.log(SMALLEST), math.log(LARGEST)
-    found: Any = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
-    log_temperature = float(found.x)
+    minimum: Any = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+    log_temperature = float(minimum.x)
     if bool((logits.argmax(1) == labels).all()):
         raise UserError(
             f"-calibrate: in {which} images, all are classified correctly. The surer the model, the lower their NLL, "
             "so no temperature is the best. Name more images, so that each half of them has some that are classified "
             "wrongly (-data_path DIR). The run's probabilities stay as they were."
         )
-    if min(abs(log_temperature - bound) for bound in bounds) < 1e-3:
+    at_bound = min(abs(log_temperature - bound) for bound in bounds) < 1e-3
+    if at_bound:
         raise UserError(
             f"-calibrate: on {which} images, no temperature from {SMALLEST:g} to {LARGEST:g} has the lowest NLL, as "
             "when they are classified at random, or nearly all correctly. Use more images."

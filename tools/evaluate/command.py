@@ -91,6 +91,7 @@ TOOL = command_line.Tool(
 OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")
 """Own flags about the classifier and its probabilities"""
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
+"""Settings that say which model is evaluated, which the first argument does"""
 
 
 @command_line.tool
@@ -99,51 +100,65 @@ def main(argv: list[str]) -> int:
     asked = line.asked
     asked.models = asked.path or []
     asked.path = asked.models[0] if asked.models else None
-    out = line.file("json", ".json")
-    by_features = "-probe" if asked.probe else ""
-    if asked.knn is not None and not asked.probe:
-        by_features = "-knn"
-    _check(line, by_features)
+    json_file = line.file("json", ".json")
+    features_flag = ""
+    if asked.probe:
+        features_flag = "-probe"
+    elif asked.knn is not None:
+        features_flag = "-knn"
+    _check(line, features_flag)
     if line.given_by("NGPUS"):
         log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
     flags = {**line.run.flags, "EVAL": (True, "evaluate.py")}
     # For features the training images vote, so both splits are needed.
-    part = asked.part or ("val" if by_features else None)
+    part = asked.part or ("val" if features_flag else None)
     if part:
         flags["DATA.PART"] = (part, "-part")
     given = replace(line.run, flags=flags)
-    if by_features:
-        names = _listed(line, "MODEL.NAME")
-        found = _compare(line, given, names) if len(names) > 1 else _features(line, given)
+    models = _listed(line, "MODEL.NAME")
+    if not features_flag:
+        results = _evaluate_classifier(given, asked)
+    elif len(models) > 1:
+        results = _probe_models(line, given, models)
     else:
-        found = _classified(given, asked)
-    if out is not None and found:
-        with writing(out, "-json"):
-            write_json(out, found)
-        log.info("All metrics: %s", out)
-    return EXIT_USAGE if found.get("failed") else EXIT_DONE
+        results = _evaluate_features(line, given)
+    if json_file is not None and results:
+        with writing(json_file, "-json"):
+            write_json(json_file, results)
+        log.info("All metrics: %s", json_file)
+    return EXIT_USAGE if results.get("failed") else EXIT_DONE
 
 
-def _classified(given: CommandLine, asked: Namespace) -> dict[str, Any]:
-    """The metrics of the classifier, or -calibrate, which has none."""
+def _evaluate_classifier(given: CommandLine, asked: Namespace) -> dict[str, Any]:
+    """Load the models, and evaluate the mean of their probabilities; with -calibrate, fit a temperature instead.
+
+    Returns the metrics for the JSON file; -calibrate has none.
+    """
     command_line.check_one_process("evaluate.py")
     log.setLevel("WARNING")  # building the model logs what the training has logged already
 
     # Torch takes seconds to import; a wrong command fails at once.
     from engine.trained.model import load_trained, together
 
-    how: Any = {"given": given, "calibrated": not (asked.no_calibration or asked.calibrate)}
-    trained = together(asked.models, lambda at: load_trained(at, asked.weights, **how), bool(asked.tta))
+    calibrated = not (asked.no_calibration or asked.calibrate)
+
+    def load(path: Path | str) -> Trained:
+        return load_trained(path, asked.weights, given=given, calibrated=calibrated)
+
+    trained = together(asked.models, load, bool(asked.tta))
     if not asked.calibrate:
-        return _metrics(trained, given, asked)
+        return _log_metrics(trained, given, asked)
     from tools.evaluate.calibrate import calibrate
 
     calibrate(trained, given, asked.models[0])
     return {}
 
 
-def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]:
-    """-knn and -probe: of a run, or of weights for a model that the flags name. Empty: another process has them."""
+def _evaluate_features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]:
+    """Run -knn or -probe for a run, or for the weights and the model that flags name.
+
+    Returns the metrics for the JSON file. They are empty on all ranks but the first.
+    """
     asked = line.asked
     world = read_world({}) or ALONE
     log.setLevel("WARNING" if asked.path or not world.first else "INFO")
@@ -163,78 +178,92 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
 
 
 def _listed(line: command_line.ToolLine, key: str) -> list[str]:
-    """The values that a flag lists, separated by commas."""
-    return [word for word in str(line.run.flags.get(key, ("",))[0]).split(",") if word]
+    """The values that the flag of a setting lists, separated by commas; empty without the flag."""
+    given = line.run.flags.get(key, ("",))  # the value, and which flag gave it
+    return [word for word in str(given[0]).split(",") if word]
 
 
-def _compare(line: command_line.ToolLine, given: CommandLine, names: list[str]) -> dict[str, Any]:
-    """-probe of each of these models, and one table. The error of a model is one line, and the others are evaluated."""
+def _probe_models(line: command_line.ToolLine, given: CommandLine, names: list[str]) -> dict[str, Any]:
+    """Run -probe for each of these models, and log one table of all.
+
+    A model that fails is logged, and the others are evaluated. Returns the metrics for the JSON file, with the errors
+    of those that failed; empty on all ranks but the first.
+    """
     from models.weights.find import local_weights
     from tools.common.evaluation import INTERVALS
     from tools.common.tables import in_columns
 
     models = list[dict[str, Any]]()
     failed = dict[str, str]()
-    listed = _listed(line, "MODEL.PRETRAINED")
-    if not listed:
+    weights_of_models = _listed(line, "MODEL.PRETRAINED")
+    if not weights_of_models:
         for name in names:
             local_weights(name)  # raises UserError for an unknown one before the first is downloaded
-    for name, weights in zip(names, listed or names, strict=True):
-        flags = {"MODEL.NAME": (name, "-model"), "MODEL.PRETRAINED": (weights, "-pretrained")}
+        weights_of_models = names
+    for name, weights in zip(names, weights_of_models, strict=True):
+        flags = line.run.flags | {"MODEL.NAME": (name, "-model"), "MODEL.PRETRAINED": (weights, "-pretrained")}
+        line_of_model = replace(line, run=replace(line.run, flags=flags))
         began = time.perf_counter()
         try:
-            found = _features(replace(line, run=replace(line.run, flags=line.run.flags | flags)), given)
+            metrics = _evaluate_features(line_of_model, given)
         except UserError as error:
             log.error("%s: %s", name, error)
             failed[name] = str(error)
         else:
-            if found:
-                models.append(found | {"seconds": round(time.perf_counter() - began, 1)})
+            if metrics:
+                models.append(metrics | {"seconds": round(time.perf_counter() - began, 1)})
     if not models:
         return {"failed": failed} if failed else {}
+
     best = max(models, key=lambda model: model["probes"][model["chosen"]]["folds"])["model"]
     rows = [["", "parameters", "in folds", "", "seconds"]]
     for model in models:
-        rows += _rows_of(model, is_best=model["model"] == best)
+        rows += _rows_of_model(model, is_best=model["model"] == best)
     rows += [[name, "failed", "", "", ""] for name in failed]
     by_folds = "Best is the highest accuracy in folds of the training images. Kept features take no time."
     log.info("\n%s", "\n".join(in_columns(rows) + [INTERVALS, by_folds]))
     return {"models": models, "best": best, "failed": failed}
 
 
-def _rows_of(model: dict[str, Any], is_best: bool) -> list[list[str]]:
-    """Of the table of several models: one per metric of its chosen probe."""
+def _rows_of_model(model: dict[str, Any], is_best: bool) -> list[list[str]]:
+    """Rows of the table of several models: one per metric of the model's chosen probe.
+
+    `model`: its metrics, as `_evaluate_features` returns them.
+    """
     from tools.common.evaluation import measured
 
     probe = model["probes"][model["chosen"]]
-    metrics = (SEVERAL_LABELS.best,) if probe[ONE_LABEL.best.name] is None else (ONE_LABEL.best, BALANCED)
+    has_top1 = probe[ONE_LABEL.best.name] is not None
+    metrics = (ONE_LABEL.best, BALANCED) if has_top1 else (SEVERAL_LABELS.best,)
     mark = " (best)" if is_best else ""
     rows = []
     for metric in metrics:
         row = [f"{model['model']}{mark}, {metric.words}", f"{model['parameters']:,}"]
-        for of in (probe["in_folds"], probe):
-            interval = of["intervals"].get(metric.name)
-            row.append(measured(of[metric.name], interval and Interval._make(interval)))
+        for values in (probe["in_folds"], probe):
+            interval = values["intervals"].get(metric.name)
+            row.append(measured(values[metric.name], interval and Interval._make(interval)))
         rows.append(row + [f"{model['seconds']:.0f}"])
     return rows
 
 
-def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
-    """Log the metrics, and return what the JSON file says of the evaluation."""
+def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
+    """Evaluate the classifier, log its metrics and what may be wrong with them, and return them for the JSON file."""
     from engine.evaluation.data import copies_evaluated, validations_of, warn_of_images
     from engine.report.outcome import flatters, of_groups, splits_of
     from tools.common.evaluation import evaluation_of, on_known_groups, open_part, table_of, with_bar
     from tools.evaluate.calibrate import about_calibration
 
+    # Log which models and images are evaluated.
     chosen = trained.chosen
     config = trained.config
     data, notes = open_part(trained, given)
     models = trained.all
     log.setLevel("INFO")
-    for path, one in zip(asked.models, models, strict=True):
-        log.info("%s: %s", path, one.chosen.with_calibration(one.calibrated))
-        warn_of_images(config, one.chosen, data.dataset)
-    if len({(one.chosen.samples or {}).get("data") for one in models}) > 1:
+    for path, model in zip(asked.models, models, strict=True):
+        log.info("%s: %s", path, model.chosen.with_calibration(model.calibrated))
+        warn_of_images(config, model.chosen, data.dataset)
+    training_data = {(model.chosen.samples or {}).get("data") for model in models}
+    if len(training_data) > 1:
         log.warning(
             "The models were not all trained on the same images. Where one was trained on images that are evaluated "
             "here, the metrics are too good; -part test or -data_path names others."
@@ -242,31 +271,38 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     log_lines(f"{note}." for note in notes)
     if asked.tta:
         log.info("-tta %s: mean of the probabilities of each image and its mirror image.", asked.tta)
+
+    # Evaluate, and log the metrics.
     groups = data.dataset.groups()
     batches = ((logits, data.labels(labels)) for logits, labels in with_bar(trained, data.dataset))
-    found = evaluation_of(trained, batches, groups)
+    evaluation = evaluation_of(trained, batches, groups)
     thresholds = "" if trained.task.kind == ONE_LABEL else f"; {trained.thresholds()[1]}"
     source: Any = f"{chosen.place}"
     name = chosen.which.name
-    title = chosen.which.mark or name
-    what = f"{config.MODEL.NAME} of {chosen.place}"
+    column_title = chosen.which.mark or name
+    evaluated = f"{config.MODEL.NAME} of {chosen.place}"
     if trained.others:
-        source = [f"{one.chosen.place}" for one in models]
-        name = title = "mean"
-        what = f"Mean of the probabilities of these {len(models)} models"
-    lines = [f"{what}, in {trained.precision.name}{thresholds}", f"{data.title}: {found.words()}", ""]
-    lines += table_of(found, title) + about_calibration(trained, data, found) + [""] + found.class_table(trained)
+        source = [f"{model.chosen.place}" for model in models]
+        name = "mean"
+        column_title = "mean"
+        evaluated = f"Mean of the probabilities of these {len(models)} models"
+    lines = [f"{evaluated}, in {trained.precision.name}{thresholds}", f"{data.title}: {evaluation.words()}", ""]
+    lines += table_of(evaluation, column_title)
+    lines += about_calibration(trained, data, evaluation)
+    lines += [""] + evaluation.class_table(trained)
     log.info("%s", "\n".join(lines))
-    best_of = max(validations_of(config, one.chosen) for one in models)
-    said = [
+
+    # Log what may make the metrics too good or too bad.
+    validations = max(validations_of(config, model.chosen) for model in models)
+    remarks = [
         of_groups(groups),
-        on_known_groups(trained, data.dataset, found),
-        flatters(best_of, Path(asked.models[0]), splits_of(config.DATA)),
+        on_known_groups(trained, data.dataset, evaluation),
+        flatters(validations, Path(asked.models[0]), splits_of(config.DATA)),
     ]
-    said += found.strange(trained)
-    said += dict.fromkeys(copies_evaluated(config, one.chosen, len(data.dataset)) for one in models)
-    said.append(_in_this_evaluation(trained, given))
-    log_lines(said)
+    remarks += evaluation.strange(trained)
+    remarks += dict.fromkeys(copies_evaluated(config, model.chosen, len(data.dataset)) for model in models)
+    remarks.append(_settings_of_evaluation_alone(trained, given))
+    log_lines(remarks)
     return {
         "model": config.MODEL.NAME,
         "source": source,
@@ -274,24 +310,27 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         "tta": asked.tta,
         "temperature": {chosen.which.name: trained.temperature},
         "data": data.title,
-        "best_of_validations": best_of,
+        "best_of_validations": validations,
         "classes": trained.names(),
-        "figures": {name: found.as_json()},
+        "figures": {name: evaluation.as_json()},
     }
 
 
-def _in_this_evaluation(trained: Trained, given: CommandLine) -> str:
-    """That predict.py and export.py prepare images otherwise, and how to change that; '' if they do not."""
+def _settings_of_evaluation_alone(trained: Trained, given: CommandLine) -> str:
+    """Remark that predict.py and export.py prepare images otherwise than this evaluation, and how to change that.
+
+    '' if no setting on the command line changes how images are prepared.
+    """
     from engine.inputs.batches import input_of
     from utils.config.load import config_of_weights
 
-    own = config_of_weights(trained.chosen).DATA
+    data_of_run = config_of_weights(trained.chosen).DATA
     settings = []
     for key in given.keys:
         if key.startswith("DATA."):
             name = key.removeprefix("DATA.")
             value = getattr(trained.config.DATA, name)
-            if input_of(own.changed(**{name: value})) != input_of(own):
+            if input_of(data_of_run.changed(**{name: value})) != input_of(data_of_run):
                 text = value if isinstance(value, str) else json.dumps(value)
                 settings.append(f"{key}={text}")
     if not settings:
@@ -300,20 +339,24 @@ def _in_this_evaluation(trained: Trained, given: CommandLine) -> str:
     run = run_folder_of(trained.chosen.place)
     if run is None:
         return f"{words}."
-    same = ["-cfg", f"{run / CONFIG}", "-pretrained", f"{trained.chosen.place}", "MODEL.NEW_CLASSIFIER=false"]
-    command = typed("main_single_gpu.py", same + ["TRAIN.NUM_EPOCHS=0"] + settings + ["-output", "NEW"])
+    same_model = ["-cfg", f"{run / CONFIG}", "-pretrained", f"{trained.chosen.place}", "MODEL.NEW_CLASSIFIER=false"]
+    without_training = ["TRAIN.NUM_EPOCHS=0"]
+    command = typed("main_single_gpu.py", same_model + without_training + settings + ["-output", "NEW"])
     return f"{words}, unless a run of these weights has these settings: `{command}` makes it."
 
 
-def _check(line: command_line.ToolLine, by_features: str) -> None:
-    """Raise UserError for flags that do not go together. `by_features`: -probe or -knn, if it is given."""
+def _check(line: command_line.ToolLine, features_flag: str) -> None:
+    """Raise UserError for flags that do not go together.
+
+    `features_flag`: -probe or -knn, whichever is given; '' without them.
+    """
     asked = line.asked
     part = line.run.words.get("DATA.PART", asked.part)
-    one_alone = by_features or ("-calibrate" if asked.calibrate else "")
-    if one_alone and len(asked.models) > 1:
-        raise UserError(f"{one_alone}: takes one model, but {len(asked.models)} are given.")
-    if by_features:
-        _check_features(line, by_features, part)
+    flag_of_one_model = features_flag or ("-calibrate" if asked.calibrate else "")
+    if flag_of_one_model and len(asked.models) > 1:
+        raise UserError(f"{flag_of_one_model}: takes one model, but {len(asked.models)} are given.")
+    if features_flag:
+        _check_features(line, features_flag, part)
     elif asked.pool is not None:
         raise UserError(f"-pool {asked.pool}: chooses the features that -knn and -probe use; give one of them too.")
     if asked.out and not asked.probe:
@@ -322,7 +365,7 @@ def _check(line: command_line.ToolLine, by_features: str) -> None:
         raise UserError(f"-out {asked.out}: this folder has a run, which is not overwritten; name another folder.")
     several = len(_listed(line, "MODEL.NAME")) > 1
     names_weights = line.run.cfg or several or line.given_by("MODEL.PRETRAINED")
-    if asked.path is None and not (by_features and names_weights):
+    if asked.path is None and not (features_flag and names_weights):
         raise UserError(
             "RUN_OR_CHECKPOINT is missing: name a run, a checkpoint or a file of weights. -probe and -knn also take "
             "weights of another program: -model NAME -pretrained FILE_OR_NAME, or the -cfg of a recipe that has both."
@@ -341,36 +384,38 @@ def _check(line: command_line.ToolLine, by_features: str) -> None:
         chosen_at(Path(path).expanduser(), asked.weights)  # a wrong one fails before torch is imported
 
 
-def _check_features(line: command_line.ToolLine, by: str, part: str | None) -> None:
-    """Raise UserError for flags that do not go with -knn or -probe, whichever is `by`."""
+def _check_features(line: command_line.ToolLine, features_flag: str, part: str | None) -> None:
+    """Raise UserError for flags that do not go with `features_flag`, which is -knn or -probe."""
     asked = line.asked
-    line.refuse(OF_CLASSIFIER, f"-{{}}: does not go with {by}, which leaves out the classifier of the model.")
+    why = f"-{{}}: does not go with {features_flag}, which leaves out the classifier of the model."
+    line.refuse(OF_CLASSIFIER, why)
     if asked.path is None and "weights" in line.given:
         raise UserError(f"-weights {asked.weights}: chooses among those of a run, and no run is named; leave it out.")
     if part in command_line.MEMORISED:
-        raise UserError(f"-part {part}: {by} learns from the training images, so it needs others: val or test.")
+        learns = f"{features_flag} learns from the training images"
+        raise UserError(f"-part {part}: {learns}, so it needs others: val or test.")
     if asked.probe and asked.knn is not None:
         raise UserError("-knn: leave it out; -probe shows it too.")
-    names = len(_listed(line, "MODEL.NAME"))
-    if names > 1:
+    models = len(_listed(line, "MODEL.NAME"))
+    if models > 1:
         weights = len(_listed(line, "MODEL.PRETRAINED"))
         if not asked.probe or asked.path or asked.out:
             raise UserError("-model: several models need -probe, and neither a run nor -out.")
-        if weights not in (0, names):
-            raise UserError(f"-pretrained: {weights} for {names} models; list one for each, or leave it out.")
+        if weights not in (0, models):
+            raise UserError(f"-pretrained: {weights} for {models} models; list one for each, or leave it out.")
 
 
 def _check_settings(line: command_line.ToolLine) -> None:
-    """Raise UserError for settings of a model that has its own from its training."""
+    """Raise UserError for settings that a run or checkpoint has of its own, from its training."""
     if line.run.cfg is not None:
         raise UserError(
             f"-cfg {line.run.cfg}: leave this out. The model is evaluated with the settings that it was trained with; "
             "flags and KEY=VALUE change single settings."
         )
     for key in REFUSED:
-        where = line.given_by(key)
-        if where:
-            where = key if key in line.run.words else where
+        flag = line.given_by(key)
+        if flag:
+            where = key if key in line.run.words else flag
             raise UserError(
                 f"{where}: leave this out; the model is the first argument, and is evaluated as it was trained."
             )

@@ -1,4 +1,4 @@
-"""evaluate.py -knn and -probe: how well a model's features separate classes, whatever the model itself was trained on.
+"""evaluate.py -knn and -probe: measure how well a model's features separate classes, whatever it was trained on.
 
 -knn compares images with the most similar training images, -probe fits linear classifiers. Both read features that are
 computed once and kept.
@@ -42,167 +42,208 @@ from vitamp.metrics import BALANCED, KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
 
 COUNT = 20
-"""Of neighbours beside -probe"""
+"""Neighbours that vote, beside -probe"""
 NAMED_BY = "-dataset imagefolder -data_path DIR"
+"""Flags that name labelled images, for errors"""
 
 
 def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, world: World) -> dict[str, Any]:
-    """Log the accuracy, and return what the JSON file says of the evaluation. Empty: another process does so."""
-    which = trained.chosen.which
+    """Evaluate the features of a model by -knn or -probe, and log the accuracy.
+
+    Returns the metrics for the JSON file; empty on all ranks but the first. With -out, saves the best probe as a run.
+    """
+    weight_set = trained.chosen.which
     config = trained.config
     model = trained.model
     check_pool(model, asked.pool or POOLED)
-    data, bank, images = _open(trained, given, asked, world)
-    count = min(COUNT if asked.probe else asked.knn, len(bank))
-    of_bank = data.changed(PART="train")
-    fold_of, words = folds_of(bank, bank.sample_labels(), data) if asked.probe else (np.empty(0), "")
-    parts = []
-    for dataset, about in ((bank, of_bank), (images, data)):
-        with trained.computing(trained.config.DATA.val_batch):
-            parts.append(features_of(trained, config, dataset, about, world))
+
+    # Compute the features of the training images and of the evaluated ones.
+    data, train_set, val_set = _open(trained, given, asked, world)
+    train_data = data.changed(PART="train")
+    neighbours = min(COUNT if asked.probe else asked.knn, len(train_set))
+    fold_of = np.empty(0)
+    about_folds = ""
+    if asked.probe:
+        fold_of, about_folds = folds_of(train_set, train_set.sample_labels(), data)
+    with trained.computing(config.DATA.val_batch):
+        training = features_of(trained, config, train_set, train_data, world)
+    with trained.computing(config.DATA.val_batch):
+        evaluated = features_of(trained, config, val_set, data, world)
     if not world.first:
         return {}
-    known, seen = parts
-    pools = _pools(model, seen, asked)
-    found: dict[str, Any] = {
+
+    # Evaluate linear classifiers and neighbours; each adds rows to the table.
+    pools = _pools_to_evaluate(model, evaluated, asked)
+    results: dict[str, Any] = {
         "model": config.MODEL.NAME,
         "parameters": count_parameters(model)[0],
         "source": f"{trained.chosen.place}",
         "precision": trained.precision.name,
         "data": title_of(data),
-        "bank": title_of(of_bank),
-        "bank_images": len(bank),
-        "knn": count,
+        "bank": title_of(train_data),
+        "bank_images": len(train_set),
+        "knn": neighbours,
     }
     log.info("%s of %s, in %s", config.MODEL.NAME, trained.chosen.place, trained.precision.name)
-    said: list[str] = []
-    part = TITLES[part_of(data, False)]
-    title = which.mark or which.name
-    rows = [["", "strength", "in folds", f"{title}, {part}"]]
+    remarks: list[str] = []
+    split = TITLES[part_of(data, False)]
+    title = weight_set.mark or weight_set.name
+    table = [["", "strength", "in folds", f"{title}, {split}"]]
     if asked.probe:
-        log.info("%s", words)
-        about = replace(trained.chosen, meta={**trained.chosen.meta, "classes": images.classes, "thresholds": {}})
-        of_data = replace(trained, chosen=about, config=config.changed(DATA=data))
-        found["probes"], found["chosen"], said = _probes(of_data, known, seen, pools, fold_of, rows)
+        log.info("%s", about_folds)
+        meta = {**trained.chosen.meta, "classes": val_set.classes, "thresholds": {}}
+        trained_for_data = replace(trained, chosen=replace(trained.chosen, meta=meta), config=config.changed(DATA=data))
+        probes, chosen_pool, remarks = _probes(trained_for_data, training, evaluated, pools, fold_of, table)
+        results |= {"probes": probes, "chosen": chosen_pool}
     if not data.MULTI_LABEL:
-        found["largest_class_percent"] = 100 * float(np.bincount(seen.labels).max()) / len(images)
-        log.info("%s", always_guessing(found["largest_class_percent"]))
-        neighbours = _neighbours(known, seen, pools, count, trained.precision.device, rows)
+        results["largest_class_percent"] = 100 * float(np.bincount(evaluated.labels).max()) / len(val_set)
+        log.info("%s", always_guessing(results["largest_class_percent"]))
+        by_pool = _neighbours(training, evaluated, pools, neighbours, trained.precision.device, table)
         if asked.knn is not None:
-            found |= {"pool": pools[0], "figures": {which.name: neighbours[pools[0]]}}
-        found["neighbours"] = neighbours
-    if asked.probe and data.PART not in MEMORISED and data.CHECK != "off" and images.single_images() is not None:
+            results |= {"pool": pools[0], "figures": {weight_set.name: by_pool[pools[0]]}}
+        results["neighbours"] = by_pool
+
+    # Log the table, and what may be wrong with it.
+    if asked.probe and data.PART not in MEMORISED and data.CHECK != "off" and val_set.single_images() is not None:
         with trained.computing(data.val_batch):
-            alike = count_alike(trained, images, seen, known, pools[0], data)
-        said.append(_look_alike(alike, part))
-    said.append(of_groups(seen.groups))
-    log.info("\n%s", "\n".join(in_columns(rows) + [INTERVALS] + list(filter(None, said))))
+            counts = count_alike(trained, val_set, evaluated, training, pools[0], data)
+        remarks.append(_look_alike(counts, split))
+    remarks.append(of_groups(evaluated.groups))
+    log.info("\n%s", "\n".join(in_columns(table) + [INTERVALS] + list(filter(None, remarks))))
     if asked.out:
-        save_probe(trained, data, found["chosen"], asked.out)
-    return found
+        save_probe(trained, data, results["chosen"], asked.out)
+    return results
 
 
 def _open(
     trained: Trained, given: CommandLine, asked: Namespace, world: World
 ) -> tuple[DataConfig, ImageDataset, ImageDataset]:
-    """The images whose labels are learnt and predicted: both splits, and how DATA describes them. Logs the choice."""
+    """Open the training images, whose labels are learnt, and the images to evaluate, and log which these are.
+
+    Returns DATA that describes the images to evaluate, the training images, and the images to evaluate.
+    """
     config = trained.config
-    data, notes = _labelled(trained, given.keys)
+    data, notes = _labelled_data(trained, given.keys)
     if asked.probe and not {"TRAIN.CLASS_WEIGHTS", "DATA.SAMPLER"}.isdisjoint(given.keys):
         notes.append(UNWEIGHTED)
-    count = COUNT if asked.probe else asked.knn
+    neighbours = COUNT if asked.probe else asked.knn
     flag = "-probe" if asked.probe else "-knn"
-    bank, images = open_labelled(data, count, config.SEED, trained.precision.device, flag, NAMED_BY, asked.probe)
+    device = trained.precision.device
+    train_set, val_set = open_labelled(data, neighbours, config.SEED, device, flag, NAMED_BY, asked.probe)
     log.setLevel("INFO" if world.first else "WARNING")
     log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
-    return data, bank, images
+    return data, train_set, val_set
 
 
-def _look_alike(alike: Sequence[int], part: str) -> str:
-    """A sentence about images that look like training images; '' without any."""
-    words = alike_in_words(alike, f"images of the {part} look like training images")
+def _look_alike(counts: Sequence[int], split: str) -> str:
+    """A remark that images look like training images, if any do; '' otherwise. `counts`: of `count_alike`."""
+    words = alike_in_words(counts, f"images of the {split} look like training images")
     if not words:
         return ""
-    more = "" if copies_unknown(alike) else " This may raise the metrics."
-    return f"{words}.{more}"
+    consequence = "" if copies_unknown(counts) else " This may raise the metrics."
+    return f"{words}.{consequence}"
 
 
-def _labelled(trained: Trained, given: Collection[str]) -> tuple[DataConfig, list[str]]:
-    """The images whose labels are learnt and predicted, and notes on them. `given`: settings on the command line."""
+def _labelled_data(trained: Trained, given: Collection[str]) -> tuple[DataConfig, list[str]]:
+    """Choose the data whose labels are learnt and predicted, and give notes on the choice for the log.
+
+    `given`: settings on the command line.
+    """
     config = trained.config
     names_data = not set(deciding("source")).isdisjoint(given)
     if config.measures_knn and not names_data and not has_labels(config.DATA):
         data = labelled_data(config).changed(PART=config.DATA.PART)
         return data, [f"The run's images have no labels: those of TRAIN.KNN are taken, {source_of(data)}"]
-    return data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, given, True)
+    weights = trained.chosen if trained.chosen.meta else None
+    return data_for_evaluation(config, weights, given, needs_labels=True)
 
 
-def _pools(model: Any, seen: Features, asked: Namespace) -> list[str]:
-    """The poolings to evaluate: the one that is asked for, of -knn the model's, of -probe all that differ."""
+def _pools_to_evaluate(model: Any, features: Features, asked: Namespace) -> list[str]:
+    """Choose the poolings: the one that -pool names; else for -knn the model's, and for -probe all that differ."""
     if asked.pool or not asked.probe:
         return [asked.pool or pool_of(model)]
     if hasattr(model, "head_dist"):  # a distilled model has two classifiers, which MODEL.POOL cannot replace
         return [POOLED]
-    same = "class" in seen.pools and np.array_equal(seen.of("class"), seen.of(POOLED))
-    return [pool for pool in seen.pools if not (same and pool == "class")]
+    pools = list(features.pools)
+    if "class" in pools and np.array_equal(features.of("class"), features.of(POOLED)):
+        pools.remove("class")
+    return pools
 
 
 def _probes(
-    trained: Trained, known: Features, seen: Features, pools: list[str], fold_of: np.ndarray, rows: list[list[str]]
+    trained: Trained,
+    training: Features,
+    evaluated: Features,
+    pools: list[str],
+    fold_of: np.ndarray,
+    table: list[list[str]],
 ) -> tuple[dict[str, Any], str, list[str]]:
-    """Fit linear classifiers to the features `known`, and evaluate them on those `seen`. `rows`: of the table.
+    """Fit a linear classifier per pooling to the training images, and evaluate it; add a row per metric to `table`.
 
-    The results by pooling, the pooling that the folds choose, and lines about it.
+    Returns the results by pooling, the pooling that is best in folds of the training images, and remarks about it.
     """
     # The classes are those of these images, not the model's.
     if trained.config.DATA.MULTI_LABEL:
-        number = known.labels.shape[1]
+        classes = training.labels.shape[1]
     else:
-        number = len(trained.chosen.classes or ()) or int(known.labels.max()) + 1
-    model = {"NUM_CLASSES": number, "MAE_PRETRAIN": False}
-    trained = replace(trained, config=trained.config.changed(MODEL=model))
+        classes = len(trained.chosen.classes or ()) or int(training.labels.max()) + 1
+    trained = replace(trained, config=trained.config.changed(MODEL={"NUM_CLASSES": classes, "MAE_PRETRAIN": False}))
     metrics = [trained.task.kind.best]
     if not trained.config.DATA.MULTI_LABEL:
         metrics.append(BALANCED)
-    in_both = ["images"] + [metric.name for metric in metrics] + ["intervals"]
-    found = dict[str, Any]()
-    said = dict[str, list[str]]()
+    keys_in_folds = ["images"] + [metric.name for metric in metrics] + ["intervals"]
+    results = dict[str, Any]()
+    remarks = dict[str, list[str]]()
     for pool in progress_bar(pools, "poolings"):
-        one, of_others = fit(known.of(pool), known.labels, fold_of, number, trained.precision.device)
-        outputs = (one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))
-        result = evaluation_of(trained, [outputs], seen.groups)
-        logits = torch.from_numpy(of_others).split(AT_ONCE)
-        labels = torch.from_numpy(known.labels).split(AT_ONCE)
-        of_folds = evaluation_of(trained, zip(logits, labels, strict=True), known.groups)
+        classifier, logits_in_folds = fit(
+            training.of(pool), training.labels, fold_of, classes, trained.precision.device
+        )
+        outputs = (classifier.logits(evaluated.of(pool)).float(), torch.from_numpy(evaluated.labels))
+        evaluation = evaluation_of(trained, [outputs], evaluated.groups)
+        logits = torch.from_numpy(logits_in_folds).split(AT_ONCE)
+        labels = torch.from_numpy(training.labels).split(AT_ONCE)
+        in_folds = evaluation_of(trained, zip(logits, labels, strict=True), training.groups)
         for metric in metrics:
-            row = [f"linear {metric.words}, {pool}", f"{one.strength:.2g}"]
-            for each in (of_folds, result):
+            row = [f"linear {metric.words}, {pool}", f"{classifier.strength:.2g}"]
+            for each in (in_folds, evaluation):
                 row.append(measured(each.values[metric], each.intervals[metric.name]))
-            rows.append(row)
-        edge = ", the weakest that is tried" if one.strength == STRENGTHS[-1] else ""
-        words = f"Chosen by the folds: linear, {pool}, strength {one.strength:.2g}{edge}."
-        said[pool] = [words] + result.strange(trained, one.figure)
-        kept = of_folds.as_json()
-        in_folds = {key: kept[key] for key in in_both}
-        found[pool] = {"strength": one.strength, "folds": one.figure, "in_folds": in_folds, **result.as_json()}
-    chosen = max(pools, key=lambda pool: found[pool]["folds"])
-    return found, chosen, said[chosen]
+            table.append(row)
+        edge = ", the weakest that is tried" if classifier.strength == STRENGTHS[-1] else ""
+        words = f"Chosen by the folds: linear, {pool}, strength {classifier.strength:.2g}{edge}."
+        remarks[pool] = [words] + evaluation.strange(trained, classifier.figure)
+        json_in_folds = in_folds.as_json()
+        results[pool] = {
+            "strength": classifier.strength,
+            "folds": classifier.figure,
+            "in_folds": {key: json_in_folds[key] for key in keys_in_folds},
+            **evaluation.as_json(),
+        }
+    chosen = max(pools, key=lambda pool: results[pool]["folds"])
+    return results, chosen, remarks[chosen]
 
 
 def _neighbours(
-    known: Features, seen: Features, pools: list[str], count: int, device: torch.device, rows: list[list[str]]
+    training: Features,
+    evaluated: Features,
+    pools: list[str],
+    count: int,
+    device: torch.device,
+    table: list[list[str]],
 ) -> dict[str, Any]:
-    """Classify the images `seen` by the nearest of those `known`. `rows`: of the table."""
-    found = {}
+    """Classify the evaluated images by their `count` nearest training images; add a row per pooling to `table`.
+
+    Returns the results by pooling.
+    """
+    results = {}
     for pool in pools:
-        guesses, truth = classify(seen.rows(pool, device), known.rows(pool, device), count)
-        right = (guesses == truth).cpu().numpy()
-        top1 = 100 * int(right.sum()) / len(right)
-        interval = wilson(top1, effective_images(right, seen.groups))
-        rows.append([f"{KNN.words}, {pool}", f"{count} nearest", "", measured(top1, interval)])
-        found[pool] = {"images": len(truth), TOP1.name: top1, "intervals": {TOP1.name: list(interval)}}
-    return found
+        guesses, labels = classify(evaluated.rows(pool, device), training.rows(pool, device), count)
+        is_right = (guesses == labels).cpu().numpy()
+        top1 = 100 * int(is_right.sum()) / len(is_right)
+        interval = wilson(top1, effective_images(is_right, evaluated.groups))
+        table.append([f"{KNN.words}, {pool}", f"{count} nearest", "", measured(top1, interval)])
+        results[pool] = {"images": len(labels), TOP1.name: top1, "intervals": {TOP1.name: list(interval)}}
+    return results
 
 
 SECTIONS = ("MODEL.", "DATA.", "AMP.", "SEED", "USE", "DEVICE", "THREADS", "SPEED", "DETERMINISTIC")
@@ -210,7 +251,10 @@ SECTIONS = ("MODEL.", "DATA.", "AMP.", "SEED", "USE", "DEVICE", "THREADS", "SPEE
 
 
 def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
-    """A run without epochs: it fits the chosen classifier anew, to the features that are kept."""
+    """Save the model with the classifier of this pooling as a run in the folder `out`.
+
+    It is a run without epochs, which fits the classifier anew to the features that are kept.
+    """
     from engine.preflight import check, fill_in
     from engine.run import run
 
@@ -233,7 +277,8 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
         "TRAIN.WARMUP_EPOCHS": 0,
         "OUTPUT": out,
     }
-    loaded = fill_in(load_config(None, {key: (value, Source("-probe", Kind.TOOL)) for key, value in settings.items()}))
+    source = Source("-probe", Kind.TOOL)
+    loaded = fill_in(load_config(None, {key: (value, source) for key, value in settings.items()}))
     check(loaded.config)
     with quiet_terminal():  # what a run logs is about training
         run(loaded, ALONE, dry=False)

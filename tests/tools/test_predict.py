@@ -23,7 +23,7 @@ from tests.program import ROOT, Result, change_meta, made_meta, metrics, save_im
 from tests.saved import save_checkpoint
 from tools.common.weights import strip
 from tools.predict import command as predict
-from tools.predict.images import Chosen
+from tools.predict.images import ClassChooser
 from utils.config import load_config
 from utils.config.keys import values_to_keep
 from vitamp.checkpoints import MODEL
@@ -154,7 +154,7 @@ def test_images_without_a_result_are_named_and_the_rest_predicted(
         say(digits_run, good[0], gone, white, "-features", tmp_path / f"{workers}.npz", code=1)
         assert np.load(tmp_path / f"{workers}.npz")["paths"].tolist() == [f"{good[0]}"]
     logits = torch.tensor([[torch.inf, 0], [-torch.inf, -torch.inf], [-torch.inf, 0]])
-    assert [one is None for one in Chosen(load_trained(digits_run), 1, None)(logits)] == [True, True, False]
+    assert [one is None for one in ClassChooser(load_trained(digits_run), 1, None)(logits)] == [True, True, False]
 
 
 def test_table_has_a_line_per_image(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

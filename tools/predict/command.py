@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tools.common import command_line
 from tools.common.output_file import if_interrupted, writing
@@ -53,7 +53,7 @@ from vitamp.pooling import POOLED
 if TYPE_CHECKING:
     from datasets import ImageDataset
     from engine.trained.model import Trained
-    from tools.predict.images import Chosen
+    from tools.predict.images import ClassChooser
 
 FORMATS = ("table", "csv", "json", "jsonl")
 DEVICES = ("cpu", "cuda", "mps")
@@ -93,7 +93,7 @@ PLACES = (
     Positional("images", "IMAGE", "file, folder, glob, .csv table, or - for a list on stdin", "*"),
 )
 OF_CLASSES = ("topk", "threshold", "format", "out", "tta", "no_calibration")
-"""Own flags about classes"""
+"""Own flags about classes, which -features does not write"""
 TOOL = command_line.Tool("predict.py", __doc__, OWN, PLACES, settings=False)
 
 
@@ -109,30 +109,38 @@ def main(argv: list[str]) -> int:
 
 
 def _predict(asked: Namespace, world: World) -> int:
-    """Load the models, and predict; rank 0 writes. Returns the exit code."""
+    """Load the models, and predict the images by all ranks; rank 0 writes the results. Returns the exit code."""
     log.setLevel("WARNING" if world.first else "ERROR")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained, name_of, together
-    from tools.predict.images import FORMS, Chosen, predict_images, serve, write_features
+    from tools.predict.images import FORMS, ClassChooser, predict_images, serve, write_features
 
-    how: Any = {"calibrated": not asked.no_calibration, "needs_labels": asked.features is None, "world": world}
-    load = partial(load_trained, weights=asked.weights, device=asked.device, amp=asked.amp, **how)
+    load = partial(
+        load_trained,
+        weights=asked.weights,
+        device=asked.device,
+        amp=asked.amp,
+        calibrated=not asked.no_calibration,
+        needs_labels=asked.features is None,
+        world=world,
+    )
     trained = on_every_rank(world, lambda: together(asked.models, load, bool(asked.tta)))
     if asked.serve:
-        choose = Chosen(trained, asked.topk, asked.threshold)
-        _say_what_predicts(asked.models, trained, choose)
+        choose = ClassChooser(trained, asked.topk, asked.threshold)
+        _print_models(asked.models, trained, choose)
         with _opened(None) as stream:
             return serve(sys.stdin.buffer, stream, trained, choose, asked)
     dataset, paths = _open_images(asked, trained, world)
-    paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
+    if not paths:
+        paths = [name_of(dataset, index) for index in range(len(dataset))]
     if asked.features is not None:
         return write_features(asked, trained, dataset, paths, world)
-    choose = Chosen(trained, asked.topk, asked.threshold)
+    choose = ClassChooser(trained, asked.topk, asked.threshold)
     if world.first:
-        _say_what_predicts(asked.models, trained, choose)
+        _print_models(asked.models, trained, choose)
 
-    form = FORMS[asked.format or _format_of(asked.out)]
+    write_rows = FORMS[asked.format or _format_of(asked.out)]
     shows_rows = asked.out is None and sys.stdout.isatty()
     failed = list[str]()
     rows = predict_images(
@@ -146,23 +154,25 @@ def _predict(asked: Namespace, world: World) -> int:
         world=world,
     )
     if not world.first:
-        list(rows)  # rank 0 has all
+        list(rows)  # predicts the images of this rank, whose rows go to rank 0
         return EXIT_DONE
-    if asked.out is None and form is not FORMS["json"]:
+    # Of JSON, a list that is not closed is not valid.
+    if asked.out is None and write_rows is not FORMS["json"]:
         if_interrupted.append("the rows written so far are valid")
     with _opened(asked.out) as stream:
-        form(stream, rows, trained.names(), choose.most, paths)
+        write_rows(stream, rows, trained.names(), choose.most, paths)
         stream.flush()
     return EXIT_FAILED if failed else EXIT_DONE
 
 
 def _format_of(out: Path | None) -> str:
+    """The output format by the ending of the file; without a known one, a table."""
     ending = out.suffix.lower().removeprefix(".") if out else ""
     return ending if ending in FORMATS else FORMATS[0]
 
 
 def _open_images(asked: Namespace, trained: Trained, world: World) -> tuple[ImageDataset, list[str]]:
-    """The images that the command line names, and their names; for a split of the run's data, these are empty."""
+    """Open the images that the command line names, and return their names; for -part, which names a split, none."""
     from datasets.given import open_given
     from datasets.sources.files import OF_SEVERAL
     from engine.evaluation.data import check_split
@@ -172,31 +182,36 @@ def _open_images(asked: Namespace, trained: Trained, world: World) -> tuple[Imag
     if asked.part is None:
         find = partial(find_images, asked.images, trained.config.DATA)
         paths = broadcast(on_rank_0(world, find), world)  # one process reads standard input
-        names = [path.partition(OF_SEVERAL)[0] for path in paths]  # the name of an image of several files
+        names = [path.partition(OF_SEVERAL)[0] for path in paths]  # an image of several files has the name of the first
         return open_given(paths, trained.config.DATA), names
     try:
-        for one in trained.all:
-            check_split(trained.config, one.chosen, asked.part)
+        for model in trained.all:
+            check_split(trained.config, model.chosen, asked.part)
         return split_of_run(trained, asked.part), []
     except UserError as error:
-        way = "predict.py cannot change where the run's data is: name the images instead."
-        raise UserError(f"{error} {way}") from None
+        instead = "predict.py cannot change where the run's data is: name the images instead."
+        raise UserError(f"{error} {instead}") from None
 
 
 def _check(line: command_line.ToolLine) -> None:
+    """Find out which positional arguments are models, and raise UserError for flags that do not go together.
+
+    Sets `models`, and the checked paths of the output files, among the values of the command line.
+    """
     asked = line.asked
     asked.models = [asked.path]
-    # Where the first is no model, an error that names it follows.
-    while asked.images and all(_is_model(path) for path in (asked.path, Path(asked.images[0]))):
-        asked.models.append(Path(asked.images.pop(0)))
+    # Models come first, then images. Where the first argument is no model, an error that names it follows.
+    if asked.images and _is_model(asked.path):
+        while asked.images and _is_model(Path(asked.images[0])):
+            asked.models.append(Path(asked.images.pop(0)))
     if asked.serve:
         why = "-serve: does not go with -{}; standard input names the images."
         line.refuse(("part", "features", "format", "out"), why)
         if asked.images:
             raise UserError(f"-serve: standard input names the images; leave {asked.images[0]} out.")
-    elif bool(asked.images) == bool(asked.part):
-        if asked.part:
-            raise UserError(f"-part {asked.part} predicts the images of the run's data; leave {asked.images[0]} out.")
+    elif asked.part and asked.images:
+        raise UserError(f"-part {asked.part} predicts the images of the run's data; leave {asked.images[0]} out.")
+    elif not asked.part and not asked.images:
         raise UserError("IMAGE is missing: name files or folders, or a split of the run's data with -part test.")
     asked.out = line.file("out")
     if not asked.path.expanduser().exists():
@@ -212,23 +227,27 @@ def _check(line: command_line.ToolLine) -> None:
     asked.features = line.file("features", ".npz")
 
 
-def _say_what_predicts(paths: list[Path], trained: Trained, choose: Chosen) -> None:
+def _print_models(paths: list[Path], trained: Trained, choose: ClassChooser) -> None:
+    """Print on standard error which weights predict, and how classes are chosen."""
     mirrored = "mean of the probabilities of each image and its mirror image" if trained.flip else ""
-    for path, one in zip(paths, trained.all, strict=True):
-        words = (one.chosen.words, choose.words, one.chosen.describe_calibration(one.calibrated), mirrored)
+    for path, model in zip(paths, trained.all, strict=True):
+        words = (model.chosen.words, choose.words, model.chosen.describe_calibration(model.calibrated), mirrored)
         print(f"{path}: {'; '.join(filter(None, words))}", file=sys.stderr)
     if trained.others:
         print(f"mean of the probabilities of these {len(paths)} models", file=sys.stderr)
 
 
 def _is_model(path: Path) -> bool:
-    path = located(path.expanduser())
-    return path.suffix == ".safetensors" or is_run_folder(path) or (path / META).is_file()
+    place = located(path.expanduser())
+    return place.suffix == ".safetensors" or is_run_folder(place) or (place / META).is_file()
 
 
 @contextlib.contextmanager
 def _opened(out: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that appears only when complete. Bytes of names that are not UTF-8 pass unchanged."""
+    """Open the file `out`, which appears only when complete; without it, standard output.
+
+    Bytes of names that are not UTF-8 pass unchanged.
+    """
     if out is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")

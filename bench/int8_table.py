@@ -83,7 +83,7 @@ def measure(run: Path, place: Path) -> dict[str, Any]:
     batches = [batch.numpy() for batch in images.batches(trained, False)]
     quantize_static(files["fp32"], files["naive"], reader(calibration.batches(trained, False)))
     fast = {threads: times_as_fast(files, batches[0], threads) for threads in (1, 2)}
-    found: dict[str, Any] = {"images": len(images.names), "kept": sorted(kind.kept)}
+    found: dict[str, Any] = {"images": len(images.names), "kept": sorted(kind.fp32_layers)}
     right = np.asarray(images.labels)
     expected = np.array([])
     for name, file in files.items():

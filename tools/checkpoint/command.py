@@ -27,41 +27,50 @@ MANY = Positional("path", "RUN_OR_CHECKPOINT", ONE.about, "+", model_at)
 OUT = Flag("out", "file to write", "FILE.safetensors", kind=Path, required=True)
 LAST = Flag("last", "average the last K checkpoints of a run", "K", kind=whole(1))
 COMMANDS = {
-    tool.command: tool
-    for tool in (
-        Tool(NAME, "list the checkpoints of a run", (), (ONE,), False, "list"),
-        Tool(NAME, "read every byte and compare checksums", (), (MANY,), False, "verify"),
+    subcommand.command: subcommand
+    for subcommand in (
+        Tool(NAME, "list the checkpoints of a run", (), (ONE,), settings=False, command="list"),
+        Tool(NAME, "read every byte and compare checksums", (), (MANY,), settings=False, command="verify"),
         Tool(
             NAME,
             "write the uniform mean of several checkpoints' weights",
             (OUT, OVERWRITE, LAST, WEIGHTS),
             (MANY,),
-            False,
-            "average",
+            settings=False,
+            command="average",
         ),
-        Tool(NAME, "write only the weights of a checkpoint", (OUT, OVERWRITE, WEIGHTS), (ONE,), False, "strip"),
+        Tool(
+            NAME,
+            "write only the weights of a checkpoint",
+            (OUT, OVERWRITE, WEIGHTS),
+            (ONE,),
+            settings=False,
+            command="strip",
+        ),
     )
 }
 
 
 @tool
 def main(argv: list[str]) -> int:
-    command = first_word(argv, NAME, __doc__, {name: tool.about or "" for name, tool in COMMANDS.items()}, "command")
-    line = COMMANDS[command].read(argv[1:])
-    asked = line.asked
-    out: Any = line.file("out", ".safetensors") if "out" in asked else None
+    """Run the subcommand that the first word names, and return its exit code."""
+    descriptions = {name: subcommand.about or "" for name, subcommand in COMMANDS.items()}
+    command = first_word(argv, NAME, __doc__, descriptions, "command")
+    command_line = COMMANDS[command].read(argv[1:])
+    options = command_line.asked
+    out: Any = command_line.file("out", ".safetensors") if "out" in options else None
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.common.weights import average, list_checkpoints, strip, verify_checkpoints
 
     if command == "list":
-        return list_checkpoints(asked.path)
+        return list_checkpoints(options.path)
     if command == "verify":
-        return verify_checkpoints(asked.path)
+        return verify_checkpoints(options.path)
     if command == "strip":
-        return strip(asked.path, out, asked.weights)
-    if asked.last is not None and len(asked.path) > 1:
-        raise UserError(f"-last {asked.last}: takes one run, but {len(asked.path)} paths are given.")
-    if asked.last is None and len(asked.path) < 2:
+        return strip(options.path, out, options.weights)
+    if options.last is not None and len(options.path) > 1:
+        raise UserError(f"-last {options.last}: takes one run, but {len(options.path)} paths are given.")
+    if options.last is None and len(options.path) < 2:
         raise UserError("average: give one run with -last K, or several checkpoints.")
-    return average(asked.path, asked.last, out, asked.weights)
+    return average(options.path, options.last, out, options.weights)

@@ -1,4 +1,4 @@
-"""Files of a model for other programs. Names here are needed before torch is imported."""
+"""Exports of a trained model for other programs. This module has names that are needed before torch is imported."""
 
 from pathlib import Path
 
@@ -9,11 +9,14 @@ CURVES = "curves.png"
 HUB_FILES = (WEIGHTS, CARD, CURVES, CONFIG)
 """Files that -to hub writes, in the order in which they get their names"""
 CHANGED = ".changed.html"
-"""What the name of an export's page of changed images ends in"""
+"""Ending of the page of changed answers, after the exported file's name"""
 
 
 def files_beside(file: Path) -> tuple[Path, ...]:
-    """Files that an export may have besides its own: weights (of ONNX beyond 2 GB; of OpenVINO), and the page."""
+    """Return the paths of the files that may be beside an exported file: its weights, and the page of changed answers.
+
+    ONNX has a file of weights only beyond 2 GB, OpenVINO always.
+    """
     page = file.with_name(f"{file.name}{CHANGED}")
     if file.suffix == ".onnx":
         return file.with_name(f"{file.name}.data"), page

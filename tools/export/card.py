@@ -31,17 +31,18 @@ from vitamp.sizes import in_pixels, sides
 TASK = "image-classification"
 UNKNOWN = "unknown"
 MOST_CLASSES = 50
-"""Class names in the card; all are in config.json"""
+"""Most class names in the card; all are in config.json"""
 RESIZED = {
     "center": "resized",
     "squash": "resized without keeping the aspect ratio",
     "border": "resized with a border of the mean colour",
 }
-"""What happens before the centre is cropped, by `crop_mode`"""
+"""`crop_mode` -> words for how an image is resized before its centre is cropped"""
 SHOWN = [metric for metric in ONE_LABEL.metrics if metric != LOSS] + [LOSS]
-"""Metrics in the card"""
+"""Metrics in the card, in this order"""
 
-# Code that classifies images, and opens them as vitamp does; its lines for upright images, and for a background
+# The card's example code, which opens and classifies images as vitamp does; its lines that apply EXIF rotation, and
+# those that put transparent images on a background
 CODE = """```python
 import sys
 
@@ -80,17 +81,23 @@ COMPOSITE = """    if image.has_transparency_data:
 
 
 def card_of(export: Export, title: str, license: str | None, run: Run | None, has_curves: bool) -> str:
-    """`run`: of the weights, if it is known."""
+    """Write the model card in Markdown, with metadata for the Hub at its head.
+
+    `run`: the run of the weights, which knows the number of images; None if it is unknown. `has_curves`: whether the
+    folder has the picture of the curves.
+    """
     trained = export.trained
-    about = export.metadata(False)
+    metadata = export.metadata(False)
     chosen = trained.chosen
+
+    # Metrics that say nothing with so few classes are left out, such as top-5 of five classes.
     metrics = {}
     for metric in SHOWN:
-        if metric.trivial < about["num_classes"] and metric.name in chosen.metrics:
+        if metric.trivial < metadata["num_classes"] and metric.name in chosen.metrics:
             metrics[metric] = chosen.metrics[metric.name]
     samples = run.about.get("samples", {}) if run else {}
     dataset = _public_name(trained.config.DATA.DATASET)
-    base = _on_the_hub(settings_of(chosen).get("MODEL.PRETRAINED"))
+    base = _hub_id(settings_of(chosen).get("MODEL.PRETRAINED"))
     head = ModelCardData(
         tags=[TASK, "timm", "vitamp"],
         library_name="timm",
@@ -103,8 +110,8 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
         eval_results=_eval_results(metrics, dataset or UNKNOWN) or None,
     )
     summary = (
-        f"An image classifier: timm's {type(export.model).__name__} ({_code(about['model'])}) with "
-        f"{count_parameters(export.model)[0]:,} parameters and {about['num_classes']:,} classes, trained with vitamp"
+        f"An image classifier: timm's {type(export.model).__name__} ({_code(metadata['model'])}) with "
+        f"{count_parameters(export.model)[0]:,} parameters and {metadata['num_classes']:,} classes, trained with vitamp"
     )
     if dataset:
         summary += f" on {_code(dataset)}"
@@ -114,15 +121,18 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
         f"---\n{head.to_yaml()}\n---",
         f"# {title}",
         f"{summary}.",
-        f"## Load it\n\n{_loading(export, about, title)}",
-        f"## Data\n\n{_data(about, chosen.classes, dataset, samples)}",
+        f"## Load it\n\n{_loading(export, metadata, title)}",
+        f"## Data\n\n{_data(metadata, chosen.classes, dataset, samples)}",
         f"## Results\n\n{_results(export, metrics, has_curves)}",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _on_the_hub(pretrained: object) -> str | None:
-    """Where the Hub has the weights of MODEL.PRETRAINED; None without weights, or with those of a file."""
+def _hub_id(pretrained: object) -> str | None:
+    """Return the Hub's repository of the weights that MODEL.PRETRAINED names.
+
+    None without such weights, for those of a file, or if they are not on the Hub.
+    """
     if not isinstance(pretrained, str) or not is_timm_name(pretrained):
         return None
     weights = timm_weights(pretrained)
@@ -130,6 +140,7 @@ def _on_the_hub(pretrained: object) -> str | None:
 
 
 def _eval_results(metrics: dict[Metric, float], dataset: str) -> list[EvalResult]:
+    """Convert the metrics to entries of the card's metadata; the loss has none."""
     return [
         EvalResult(
             task_type=TASK,
@@ -146,18 +157,22 @@ def _eval_results(metrics: dict[Metric, float], dataset: str) -> list[EvalResult
 
 
 def _public_name(dataset: str) -> str | None:
-    """Name of the data set, if the run knows one; never a path."""
+    """Return the name of the data set that DATA.DATASET gives.
+
+    None if it gives a layout of folders or a path: paths of this machine must not be published.
+    """
     if not dataset.startswith(HUB_PREFIX):
         return None if dataset.partition(":")[0] in LAYOUTS else dataset
-    place = dataset.removeprefix(HUB_PREFIX)
-    return None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
+    source = dataset.removeprefix(HUB_PREFIX)
+    return None if hub_data.is_path(source) else hub_data.repository_of(source)[0]
 
 
-def _loading(export: Export, about: dict[str, Any], title: str) -> str:
+def _loading(export: Export, metadata: dict[str, Any], title: str) -> str:
+    """Write the card's example code. `metadata`: that of the export."""
     temperature = export.trained.temperature
-    background = about["background"]
-    rotates = about["exif_rotate"]
-    names = f"range({about['num_classes']})"
+    background = metadata["background"]
+    rotates = metadata["exif_rotate"]
+    names = f"range({metadata['num_classes']})"
     if export.trained.chosen.classes:
         names = 'model.pretrained_cfg["label_names"]'
     return CODE.format(
@@ -166,76 +181,92 @@ def _loading(export: Export, about: dict[str, Any], title: str) -> str:
         names=names,
         upright=UPRIGHT if rotates else "",
         composite="" if background is None else COMPOSITE.format(colour=tuple(background) + (OPAQUE,)),
-        mode="L" if about["channels"] == 1 else "RGB",
+        mode="L" if metadata["channels"] == 1 else "RGB",
         logits="model(image[None])" if temperature == 1 else f"(model(image[None]) / {temperature:.6g})",
     )
 
 
-def _data(about: dict[str, Any], names: list[str] | None, dataset: str | None, samples: dict[str, int]) -> str:
+def _data(metadata: dict[str, Any], names: list[str] | None, dataset: str | None, samples: dict[str, int]) -> str:
+    """Write the card's table of the data: its size, the classes, and how validation prepares an image.
+
+    `metadata`: that of the export. `names`: of the classes. `samples`: split -> number of images, where known.
+    """
     rows = {"data set": _code(dataset) if dataset else f"{UNKNOWN}: the run knows no name of it"}
-    for part, words in (("train", "training images"), ("val", "validation images")):
+    for part, heading in (("train", "training images"), ("val", "validation images")):
         if part in samples:
-            rows[words] = f"{samples[part]:,}"
-    rows["classes"] = f"{about['num_classes']:,}"
+            rows[heading] = f"{samples[part]:,}"
+    rows["classes"] = f"{metadata['num_classes']:,}"
     if names:
         rows["classes"] += f": {', '.join(map(_code, names[:MOST_CLASSES]))}"
         if len(names) > MOST_CLASSES:
             rows["classes"] += f", and {len(names) - MOST_CLASSES:,} more in config.json"
-    size = in_pixels(about["image_size"])
-    how = f"resized to {size} without keeping the aspect ratio"
-    if about["crop"] != "none":
-        how = f"{RESIZED[about['crop_mode']]}, then the centre cropped to {size}"
-        how += f" (`crop_pct` {about['crop_pct']:g})"
-    colours = "grey" if about["channels"] == 1 else "RGB"
-    rows["input"] = f"{colours}, {how}, {about['interpolation']}"
-    behind = about["background"]
-    if behind is None:
+
+    size = in_pixels(metadata["image_size"])
+    resizing = f"resized to {size} without keeping the aspect ratio"
+    if metadata["crop"] != "none":
+        resizing = f"{RESIZED[metadata['crop_mode']]}, then the centre cropped to {size}"
+        resizing += f" (`crop_pct` {metadata['crop_pct']:g})"
+    colours = "grey" if metadata["channels"] == 1 else "RGB"
+    rows["input"] = f"{colours}, {resizing}, {metadata['interpolation']}"
+    background = metadata["background"]
+    if background is None:
         rows["transparent pixels"] = "dropped alpha"
     else:
-        rows["transparent pixels"] = f"composited on RGB {', '.join(map(str, behind))}"
-    kept = about.get("calibration")
-    if kept is not None:
-        fitted = "{temperature:.6g}, fitted on {images:,} images: divide the logits by it, as above"
-        rows["temperature"] = fitted.format_map(kept)
-    rows["mean"] = ", ".join(f"{value:g}" for value in about["mean"])
-    rows["standard deviation"] = ", ".join(f"{value:g}" for value in about["std"])
+        rows["transparent pixels"] = f"composited on RGB {', '.join(map(str, background))}"
+
+    calibration = metadata.get("calibration")
+    if calibration is not None:
+        template = "{temperature:.6g}, fitted on {images:,} images: divide the logits by it, as above"
+        rows["temperature"] = template.format_map(calibration)
+    rows["mean"] = ", ".join(f"{value:g}" for value in metadata["mean"])
+    rows["standard deviation"] = ", ".join(f"{value:g}" for value in metadata["std"])
     return _table(("", ""), rows)
 
 
 def _results(export: Export, metrics: dict[Metric, float], has_curves: bool) -> str:
+    """Write the card's section of results: when the weights were validated, their metrics, and the curves."""
     if not metrics:
         return "These weights were not validated by their run: their accuracy is unknown."
     chosen = export.trained.chosen
     epoch = chosen.meta.get("epoch")
     update = int(chosen.meta.get("update") or 0)  # a file's header has text
-    when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update else ""
-    found = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}."
+    when = ""
+    if epoch is not None and update > 0:
+        when = f" after epoch {epoch} (update {update:,})"
+    section = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}."
     if export.dtype != "fp32":
-        found += f" They are stored in {export.dtype} here."
+        section += f" They are stored in {export.dtype} here."
     rows = {metric.words: metric.number(value) for metric, value in metrics.items()}
-    found += f"\n\n{_table(('metric', 'value'), rows)}"
+    section += f"\n\n{_table(('metric', 'value'), rows)}"
     if has_curves:
-        found += f"\n\n![Loss and accuracy by epoch]({CURVES})"
-    return found
+        section += f"\n\n![Loss and accuracy by epoch]({CURVES})"
+    return section
 
 
 def _code(text: str) -> str:
-    """As code, so that no character of a class name is read as Markdown or ends a table's cell."""
-    shown = " ".join(text.split()).replace("`", "'").replace("|", r"\|")
-    return f"`{shown}`"
+    """Write text as Markdown code, so that no character of a class name has a meaning or ends a table's cell."""
+    one_line = " ".join(text.split())
+    escaped = one_line.replace("`", "'").replace("|", r"\|")
+    return f"`{escaped}`"
 
 
 def _table(header: tuple[str, str], rows: dict[str, str]) -> str:
+    """Write a Markdown table of two columns."""
     lines = [f"| {header[0]} | {header[1]} |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
     return "\n".join(lines)
 
 
-KEPT = ("architecture", "fixed_input_size", "first_conv", "classifier")
-"""What timm notes about an architecture. The rest of its notes are about weights of its own."""
+ARCHITECTURE_KEYS = ("architecture", "fixed_input_size", "first_conv", "classifier")
+"""Entries of timm's pretrained_cfg about an architecture. The others are about weights of its own."""
 
 
 class Hub(Safetensors):
+    """A folder that timm loads by itself, with weights, config, model card and curves.
+
+    `license`: for the model card; None if it has none.
+    """
+
     name = "hub"
     flag = "-output"
 
@@ -253,42 +284,46 @@ class Hub(Safetensors):
             raise UserError("-to hub: for 8-bit grey and RGB images, and this model takes others; use -to safetensors.")
 
     def write(self, export: Export, file: Path) -> str:
-        own: Any = export.model.pretrained_cfg
-        kept = {key: own[key] for key in KEPT if own.get(key) is not None}
+        # Weights and config, written by timm. Its config must say how vitamp prepares images.
+        timm_config: Any = export.model.pretrained_cfg
+        architecture = {key: timm_config[key] for key in ARCHITECTURE_KEYS if timm_config.get(key) is not None}
         classes = export.trained.config.MODEL.NUM_CLASSES
         chosen = export.trained.chosen
-        config = kept | _data_config(export) | {"num_classes": classes, "custom_load": False}
+        config = architecture | _data_config(export) | {"num_classes": classes, "custom_load": False}
         vars(export.model)["pretrained_cfg"] = config
         names = {"label_names": export.trained.names()} if chosen.classes else {}
         tensors = export.tensors()
-        export.model.register_state_dict_post_hook(lambda _, found, *__: found.update(tensors))
+        export.model.register_state_dict_post_hook(lambda _, state_dict, *__: state_dict.update(tensors))
         with raising_os_errors(file):
             timm.models.save_for_hf(
                 export.model, str(file), model_config=names, model_args=export.timm_arguments, safe_serialization=True
             )
-        # A checkpoint may have been moved out of its run, or be a file of weights alone.
+
+        # Curves and card. A checkpoint may have been moved out of its run, or be a file of weights alone.
         folder = run_folder_of(chosen.place) if chosen.checkpoint else None
         run = read_runs([folder])[0] if folder is not None and is_run_folder(folder) else None
         if run is not None and (run.folder / CURVES).is_file():
             shutil.copyfile(run.folder / CURVES, file / CURVES)
         card = card_of(export, file.name, self.license, run=run, has_curves=(file / CURVES).exists())
         (file / CARD).write_text(card, encoding="utf-8", errors="replace")
-        present = [name for name in (CONFIG, WEIGHTS, CARD, CURVES) if (file / name).exists()]
-        return f"{', '.join(present)}, {export.input_summary}"
+        written = [name for name in (CONFIG, WEIGHTS, CARD, CURVES) if (file / name).exists()]
+        return f"{', '.join(written)}, {export.input_summary}"
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         try:
             model = timm.create_model(f"local-dir:{file}", pretrained=True).eval()
         except Exception as error:  # timm and its models raise many types
             raise TrainingError(f"timm cannot load {export.trained.config.MODEL.NAME}: {first_line(error)}") from None
-        found = resolve_model_data_config(model)
-        wrong = []
-        for key, value in _data_config(export).items():
-            own = tuple(found[key]) if isinstance(found[key], list) else found[key]  # JSON has no tuples
-            if own != value:
-                wrong.append(f"{key} {own} instead of {value}")
-        if wrong:
-            raise TrainingError(f"timm would prepare images differently: {'; '.join(wrong)}")
+        timm_data_config = resolve_model_data_config(model)
+        differences = []
+        for key, expected in _data_config(export).items():
+            value = timm_data_config[key]
+            if isinstance(value, list):  # JSON has no tuples
+                value = tuple(value)
+            if value != expected:
+                differences.append(f"{key} {value} instead of {expected}")
+        if differences:
+            raise TrainingError(f"timm would prepare images differently: {'; '.join(differences)}")
         return (model(batch) / export.trained.temperature for batch in batches)
 
     def how_to_load(self, export: Export, out: Path) -> str:
@@ -296,14 +331,14 @@ class Hub(Safetensors):
 
 
 def _data_config(export: Export) -> dict[str, Any]:
-    """The preprocessing of validation, in the words of timm.data."""
-    about = export.metadata(False)
-    high, wide = sides(about["image_size"])
+    """Return how validation prepares images, under the names of timm.data."""
+    metadata = export.metadata(False)
+    high, wide = sides(metadata["image_size"])
     return {
-        "input_size": (about["channels"], high, wide),
-        "mean": tuple(about["mean"]),
-        "std": tuple(about["std"]),
-        "interpolation": about["interpolation"],
-        "crop_pct": about["crop_pct"],
-        "crop_mode": about["crop_mode"],
+        "input_size": (metadata["channels"], high, wide),
+        "mean": tuple(metadata["mean"]),
+        "std": tuple(metadata["std"]),
+        "interpolation": metadata["interpolation"],
+        "crop_pct": metadata["crop_pct"],
+        "crop_mode": metadata["crop_mode"],
     }

@@ -56,20 +56,23 @@ from utils.log import log
 from vitamp.weights import chosen_at
 
 ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2", "safetensors": ".safetensors"}
-"""Formats that are files"""
+"""Formats that are files, and how the name of such a file ends"""
 HUB = "hub"
+"""The format that is a folder"""
 PADDLE = ".pdparams"
+"""Ending of PaddleViT's weights"""
 KNOWN = list(ENDINGS) + [HUB]
 ONLY_WEIGHTS = ("safetensors", HUB)
 DTYPES = ("fp32", "fp16", "bf16")
 IMAGES_CHECKED = 256
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("onnx", "onnxscript", "openvino")}
-"""Needed besides vitamp's requirements"""
+"""Packages that a format needs besides vitamp's requirements"""
 
 NAMES = f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
 
 
 def _image_count(text: str) -> int | None:
+    """Convert the value of -check to a number of images; None for all."""
     if text == "all":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -122,19 +125,20 @@ TOOL = Tool("export.py", __doc__, OWN, PLACES, settings=False)
 
 @tool
 def main(argv: list[str]) -> int:
-    line = TOOL.read(argv)
-    asked = line.asked
-    if asked.path.suffix == PADDLE:
-        return _convert(line)
-    if asked.name is not None:
-        raise UserError(f"-name {asked.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
-    formats = _formats(asked)
-    files = _files(asked, formats)
-    for name in formats:
+    """Check the flags and the model, then write and check a file for each format."""
+    command_line = TOOL.read(argv)
+    options = command_line.asked
+    if options.path.suffix == PADDLE:
+        return _convert_paddle_weights(command_line)
+    if options.name is not None:
+        raise UserError(f"-name {options.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
+    format_names = _format_names(options)
+    output_paths = _output_paths(options, format_names)
+    for name in format_names:
         missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
         if missing:
             raise UserError(f"-to {name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    chosen_at(asked.path.expanduser(), asked.weights)  # raises UserError for a wrong one
+    chosen_at(options.path.expanduser(), options.weights)  # raises UserError for a wrong one
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained
@@ -142,124 +146,148 @@ def main(argv: list[str]) -> int:
     from tools.export.changed import write_changed
     from tools.export.formats import FORMATS, TOLERANCES, Export, images_for_check, reference_logits, write_checked
 
-    kinds = FORMATS | {HUB: Hub(asked.license)}
-    trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=not asked.no_calibration)
-    log.info("%s: %s", asked.path, trained.chosen.with_calibration(trained.calibrated))
-    for name in formats:
-        kinds[name].check(trained)
-    if asked.int8:
+    # The model, and whether the formats can hold it.
+    formats = FORMATS | {HUB: Hub(options.license)}
+    calibrated = not options.no_calibration
+    trained = load_trained(options.path, options.weights, device="cpu", amp="off", calibrated=calibrated)
+    log.info("%s: %s", options.path, trained.chosen.with_calibration(trained.calibrated))
+    for name in format_names:
+        formats[name].check(trained)
+    if options.int8:
         from tools.export.int8 import Int8, calibration_images
 
-        keep = tuple(filter(None, (asked.keep or "").split(",")))
-        kinds["onnx"] = Int8(calibration_images(trained), keep)
-        asked.dtype = "int8"
-        if "check" not in line.given:
-            asked.check = None  # all
-    images = images_for_check(trained, asked.images, asked.check, asked.part)
-    if asked.with_resize:
+        keep = tuple(prefix for prefix in (options.keep or "").split(",") if prefix)
+        formats["onnx"] = Int8(calibration_images(trained), keep)
+        options.dtype = "int8"
+        if "check" not in command_line.given:
+            options.check = None  # all images
+
+    # What the files must compute: the model's outputs on the images of the check.
+    images = images_for_check(trained, options.images, options.check, options.part)
+    if options.with_resize:
         from tools.export.from_image import whole_images
 
         images = whole_images(trained, images)
     expected = reference_logits(trained, images)
-    if asked.with_resize:
+    if options.with_resize:
         expected = trained.task.probabilities(expected)
-    tolerance = asked.tolerance or TOLERANCES[asked.dtype]
-    for name in formats:
-        kind = kinds[name]
-        export = Export(trained, images, asked.dtype, asked.with_preprocess)
-        logits, words = write_checked(kind, export, expected, out=files[name], tolerance=tolerance)
-        write_changed(export, [expected, logits], words, out=files[name], flag=kind.flag)
-    if HUB in formats and asked.license is None:
+    tolerance = options.tolerance or TOLERANCES[options.dtype]
+
+    for name in format_names:
+        kind = formats[name]
+        out = output_paths[name]
+        export = Export(trained, images, options.dtype, options.with_preprocess)
+        logits, verdict = write_checked(kind, export, expected, out=out, tolerance=tolerance)
+        write_changed(export, [expected, logits], verdict, out=out, flag=kind.flag)
+    if HUB in format_names and options.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
     return EXIT_DONE
 
 
-def _convert(line: ToolLine) -> int:
-    """Make safetensors of PaddleViT's weights."""
-    asked = line.asked
-    if asked.to != "safetensors":
-        raise UserError(f"-to {asked.to}: PaddleViT's weights become safetensors only; use -to safetensors.")
-    others = sorted(line.given - {"path", "to", "out", "overwrite", "name"})
-    line.refuse(others, f"-{{}}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
-    file = asked.path.expanduser()
+def _convert_paddle_weights(command_line: ToolLine) -> int:
+    """Convert PaddleViT's weights to safetensors, and return the exit code."""
+    options = command_line.asked
+    if options.to != "safetensors":
+        raise UserError(f"-to {options.to}: PaddleViT's weights become safetensors only; use -to safetensors.")
+    useless = sorted(command_line.given - {"path", "to", "out", "overwrite", "name"})
+    command_line.refuse(useless, f"-{{}}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
+    file = options.path.expanduser()
     if not file.is_file():
         raise UserError(f"{file}: no such file.")
-    asked.out = asked.out or file.with_suffix(ENDINGS["safetensors"])
-    out: Any = line.file("out", ENDINGS["safetensors"])
+    options.out = options.out or file.with_suffix(ENDINGS["safetensors"])
+    out: Any = command_line.file("out", ENDINGS["safetensors"])
 
     from tools.export.paddle import import_weights
 
-    return import_weights(file, out, asked.name)
+    return import_weights(file, out, options.name)
 
 
-def _formats(asked: Namespace) -> list[str]:
-    names = list(dict.fromkeys(asked.to.split(",")))
+def _format_names(options: Namespace) -> list[str]:
+    """Return the formats that -to names, each once. Raise UserError if one is unknown, or does not go with a flag."""
+    names = list(dict.fromkeys(options.to.split(",")))
     unknown = [name for name in names if name not in KNOWN]
-    only_weights = [name for name in names if name in ONLY_WEIGHTS]
-    others = [name for name in names if name != "onnx"]
     if unknown:
-        raise UserError(f"-to {asked.to}: unknown format {unknown[0]!r}; formats are {NAMES}.")
-    if asked.with_preprocess and only_weights:
-        name = only_weights[0]
-        raise UserError(f"-with_preprocess: {name} holds only weights; leave out the flag or {name}.")
-    if asked.with_resize and others:
-        raise UserError(f"-with_resize: works only with -to onnx; export {others[0]} by a command of its own.")
-    if asked.with_resize and asked.with_preprocess:
-        raise UserError("-with_preprocess: -with_resize normalises pixels too; leave -with_preprocess out.")
-    if asked.int8 and (others or asked.with_resize or asked.dtype != "fp32"):
-        raise UserError("-int8: goes with -to onnx alone, in fp32 and without -with_resize; leave the others out.")
-    if asked.int8 and asked.tolerance:
-        raise UserError(
-            f"-tolerance {asked.tolerance:g}: has no effect on -int8, whose cost is measured; leave it out."
-        )
-    if asked.keep and not asked.int8:
-        raise UserError(f"-keep {asked.keep}: works only with -int8; add it, or leave -keep out.")
-    if asked.dtype == "bf16" and PACKAGES.keys() & names:
+        raise UserError(f"-to {options.to}: unknown format {unknown[0]!r}; formats are {NAMES}.")
+    _check_input_flags(options, names)
+    _check_int8_flags(options, names)
+    if options.dtype == "bf16" and PACKAGES.keys() & names:
         raise UserError("-dtype bf16: onnxruntime cannot run it, so the file could not be checked; use fp16 or fp32.")
     return names
 
 
-def _check_places(asked: Namespace, singles: list[str], hub: bool) -> None:
-    """Raise UserError for all flags about places that are missing, or belong to another format."""
+def _check_input_flags(options: Namespace, names: list[str]) -> None:
+    """Raise UserError if -with_preprocess or -with_resize does not go with these formats, or with the other flag."""
+    only_weights = [name for name in names if name in ONLY_WEIGHTS]
+    besides_onnx = [name for name in names if name != "onnx"]
+    if options.with_preprocess and only_weights:
+        name = only_weights[0]
+        raise UserError(f"-with_preprocess: {name} holds only weights; leave out the flag or {name}.")
+    if options.with_resize and besides_onnx:
+        raise UserError(f"-with_resize: works only with -to onnx; export {besides_onnx[0]} by a command of its own.")
+    if options.with_resize and options.with_preprocess:
+        raise UserError("-with_preprocess: -with_resize normalises pixels too; leave -with_preprocess out.")
+
+
+def _check_int8_flags(options: Namespace, names: list[str]) -> None:
+    """Raise UserError if -int8 does not go with these formats or other flags, or -keep is given without it."""
+    if options.int8 and (names != ["onnx"] or options.with_resize or options.dtype != "fp32"):
+        raise UserError("-int8: goes with -to onnx alone, in fp32 and without -with_resize; leave the others out.")
+    if options.int8 and options.tolerance:
+        raise UserError(
+            f"-tolerance {options.tolerance:g}: has no effect on -int8, whose cost is measured; leave it out."
+        )
+    if options.keep and not options.int8:
+        raise UserError(f"-keep {options.keep}: works only with -int8; add it, or leave -keep out.")
+
+
+def _check_path_flags(options: Namespace, file_formats: list[str], to_hub: bool) -> None:
+    """Raise one UserError for all flags about paths that are missing, or belong to another format.
+
+    `file_formats`: the formats in -to that are files. `to_hub`: whether hub is in -to.
+    """
     problems = []
-    if singles and not asked.out:
+    if file_formats and not options.out:
         problems.append("-out is missing: name the file to write, such as vit.onnx")
-    if asked.out and not singles:
-        problems.append(f"-out {asked.out}: -to hub writes a folder; name it with -output {asked.out}")
-    if hub and not asked.output:
+    if options.out and not file_formats:
+        problems.append(f"-out {options.out}: -to hub writes a folder; name it with -output {options.out}")
+    if to_hub and not options.output:
         problems.append("-output is missing: name the folder that -to hub writes")
-    for name in ("output", "license"):
-        given = getattr(asked, name)
-        if given is not None and not hub:
-            problems.append(f"-{name} {given}: works only with -to hub; add hub, or omit -{name}")
-    if asked.part and asked.images:
-        problems.append(f"-part {asked.part}: the check is on -images {asked.images}; leave one of them out")
+    for flag in ("output", "license"):
+        value = getattr(options, flag)
+        if value is not None and not to_hub:
+            problems.append(f"-{flag} {value}: works only with -to hub; add hub, or omit -{flag}")
+    if options.part and options.images:
+        problems.append(f"-part {options.part}: the check is on -images {options.images}; leave one of them out")
     if problems:
         raise UserError(f"{'; '.join(problems)}.")
 
 
-def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
-    """File or folder of each format, checked."""
-    singles = [name for name in formats if name != HUB]
-    _check_places(asked, singles, HUB in formats)
-    files: dict[str, Path] = {}
-    if len(singles) == 1:
-        ending = ENDINGS[singles[0]]
-        if asked.out.suffix != ending:
-            better = asked.out.parent / f"{asked.out.stem}{ending}"
-            raise UserError(f"-out {asked.out}: {singles[0]} files end in {ending}; use -out {better}.")
-        files = {singles[0]: asked.out}
-    elif singles:
-        if asked.out.suffix in ENDINGS.values():
-            many = f"there are {len(singles)} formats; give the name without ending, {asked.out.with_suffix('')}"
-            raise UserError(f"-out {asked.out}: {many}.")
-        files = {name: asked.out.with_name(f"{asked.out.name}{ENDINGS[name]}") for name in singles}
-    fresh = not asked.overwrite
-    files = {name: check_output_file(file, "-out", fresh=fresh) for name, file in files.items()}
-    if HUB in formats:
-        files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=fresh)
-    for name, file in files.items():
+def _output_paths(options: Namespace, format_names: list[str]) -> dict[str, Path]:
+    """Return the file or folder to write for each format. Raise UserError if one cannot be written."""
+    file_formats = [name for name in format_names if name != HUB]
+    _check_path_flags(options, file_formats, to_hub=HUB in format_names)
+
+    # One file has the name of -out; several have that name and their endings.
+    paths: dict[str, Path] = {}
+    if len(file_formats) == 1:
+        name = file_formats[0]
+        ending = ENDINGS[name]
+        if options.out.suffix != ending:
+            better = options.out.parent / f"{options.out.stem}{ending}"
+            raise UserError(f"-out {options.out}: {name} files end in {ending}; use -out {better}.")
+        paths = {name: options.out}
+    elif file_formats:
+        if options.out.suffix in ENDINGS.values():
+            advice = f"give the name without ending, {options.out.with_suffix('')}"
+            raise UserError(f"-out {options.out}: there are {len(file_formats)} formats; {advice}.")
+        paths = {name: options.out.with_name(f"{options.out.name}{ENDINGS[name]}") for name in file_formats}
+
+    fresh = not options.overwrite
+    paths = {name: check_output_file(path, "-out", fresh=fresh) for name, path in paths.items()}
+    if HUB in format_names:
+        paths[HUB] = check_output_folder(options.output, "-output", HUB_FILES, fresh=fresh)
+    for name, path in paths.items():
         flag = "-output" if name == HUB else "-out"
-        for beside in files_beside(file):
+        for beside in files_beside(path):
             check_output_file(beside, flag, fresh=fresh)
-    return files
+    return paths

@@ -59,70 +59,86 @@ from vitamp.sizes import in_pixels
 from vitamp.weights import EXPORTED, MADE_BY, encoded
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "int8": math.inf}
-"""Fractions of the largest output; docs/benchmarks.md has measured differences."""
+"""Largest allowed differences, as fractions of the largest output; docs/benchmarks.md has measured differences."""
 LOGITS = "logits"
 PROBABILITIES = "probabilities"
 IMAGE = "image"
 """Input of a file that takes one image of any size"""
 BATCH = 32
 WORST_SHOWN = 3
+"""Changed answers, or largest differences, that the log names"""
 NOISE_IMAGES = 16
 TURNS = 7
-"""That two take to be timed"""
+"""Number of times that each of two programs is timed, alternately"""
 SECONDS = 0.1
-"""That a turn lasts"""
+"""Duration of each time"""
 
 
 def thresholds_of(trained: Trained) -> Tensor | None:
-    """Of each class, in probabilities of a model with several labels per image; None: the highest output decides."""
-    return None if trained.task.kind == ONE_LABEL else torch.tensor(trained.thresholds()[0], dtype=torch.float64)
+    """Return the threshold of each class, as a probability, of a model with several labels per image.
+
+    None for a model with one label per image: the class with the highest output is its answer.
+    """
+    if trained.task.kind == ONE_LABEL:
+        return None
+    return torch.tensor(trained.thresholds()[0], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class CheckImages:
+    """Images on which an exported file is compared with the trained model."""
+
     pixels: Tensor
-    """As in a batch, N x C x S x S. Of images of any size: what the nodes of the file make from them"""
+    """As in a batch, N x C x S x S. With -with_resize: as the ONNX nodes of the file resize the images"""
     names: list[str]
     source: str
-    """Where they are from, for the log"""
+    """Where the images are from, for the log: of the run's validation split"""
     dataset: ImageDataset | None = None
-    """None for noise"""
+    """None if the images are generated noise, or were resized for -with_resize"""
     indices: tuple[int, ...] = ()
-    """Index of each in `dataset`"""
+    """Index of each image in `dataset`"""
     labels: Tensor | None = None
-    """With one label per image, if they are known"""
+    """None if the labels are unknown"""
     any_size: tuple[Callable[[], np.ndarray], ...] = ()
-    """With -with_resize: each returns an image of any size, H x W x 3"""
+    """With -with_resize: each returns an image of any size, H x W x 3. Else empty"""
     prepend: Callable[[Any], None] | None = None
-    """With -with_resize: puts nodes that resize one image before those of an ONNX model"""
+    """With -with_resize: inserts nodes that resize one image before those of an ONNX model"""
     about: dict[str, Any] = field(default_factory=dict)
-    """What the file says of its input besides"""
+    """With -with_resize: entries that the file's metadata has besides"""
 
     @property
     def output(self) -> str:
-        """What the file computes of them."""
+        """Name of the file's output."""
         return PROBABILITIES if self.any_size else LOGITS
 
     def batches(self, trained: Trained, with_preprocess: bool) -> Iterator[Tensor]:
-        """Inputs of the exported file. The first batch has one image, since the file must take any number."""
+        """Yield the inputs of the exported file, batch by batch.
+
+        A file made with -with_resize takes one image per call. For all others, the first batch has one image and the
+        next ones have 32, since the file must take any number.
+        """
         if self.any_size:
-            for image in self.any_size:
-                yield torch.from_numpy(np.array(image()))[None]
+            for read_image in self.any_size:
+                yield torch.from_numpy(np.array(read_image()))[None]
             return
-        for part in self.pixels[:1], *self.pixels[1:].split(BATCH):
-            if len(part):
-                yield (part if with_preprocess else trained.inputs(part)).contiguous()
+        for pixels in self.pixels[:1], *self.pixels[1:].split(BATCH):
+            if len(pixels):
+                yield (pixels if with_preprocess else trained.inputs(pixels)).contiguous()
 
 
 def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str | None) -> CheckImages:
-    """`count` images, evenly chosen from the folder or `part` of the run's data; for None noise if it has none."""
+    """Choose `count` evenly spaced images on which the file is checked; all images if `count` is None.
+
+    They are from `folder` (-images) if it is given, else from the split `part` (-part) of the run's data. Without
+    either, they are validation images, or generated noise if those cannot be read.
+    """
     data = trained.config.DATA
     if folder is not None:
         if not folder.is_dir():
             raise UserError(f"-images {folder}: not a folder; name a folder with images.")
-        skipped = SkippedFiles()
-        paths = [str(folder / path) for path in images_below(str(folder), skipped, endings=endings_of(data))]
-        skipped.warn(str(folder))
+        skipped_files = SkippedFiles()
+        paths = [str(folder / path) for path in images_below(str(folder), skipped_files, endings=endings_of(data))]
+        skipped_files.warn(str(folder))
         if not paths:
             raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
         return replace(chosen_images(open_given(paths, data), count, f"in {folder}"), labels=None)
@@ -134,12 +150,13 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
         log.warning("The images of the run cannot be read: %s", error)
         log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
         return _noise(data)
-    of_run = "data" if part == "all" else TITLES[part or "val"]
-    found = chosen_images(dataset, count, f"of the run's {of_run}")
-    return found if has_labels(data) else replace(found, labels=None)
+    split_title = "data" if part == "all" else TITLES[part or "val"]
+    images = chosen_images(dataset, count, f"of the run's {split_title}")
+    return images if has_labels(data) else replace(images, labels=None)
 
 
 def _noise(data: DataConfig) -> CheckImages:
+    """Generate images of uniform noise, the same in each export, in the value range of the data."""
     shades = torch.randint(0, 256, (NOISE_IMAGES, *data.shape), generator=torch.Generator().manual_seed(0))
     low, high = data.value_range
     pixels = (low + (high - low) / 255 * shades).to(dtype_of(data))
@@ -148,16 +165,19 @@ def _noise(data: DataConfig) -> CheckImages:
 
 
 def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> CheckImages:
-    """Readable ones of `most` evenly chosen images."""
+    """Read `most` evenly spaced images of a data set (None: all), and leave out those that cannot be read.
+
+    `source`: where they are from, for the log. UserError if none can be read.
+    """
     count = len(dataset) if most is None else min(most, len(dataset))
     chosen = np.linspace(0, len(dataset) - 1, count).round().astype(int).tolist()
-    parts = []
+    pixels = []
     labels = []
     indices = []
-    for first in range(0, count, BATCH):
-        batch = dataset.__getitems__([(0, index) for index in chosen[first : first + BATCH]])
+    for start in range(0, count, BATCH):
+        batch = dataset.__getitems__([(0, index) for index in chosen[start : start + BATCH]])
         readable = batch.indices != PADDING
-        parts.append(batch.images[readable])
+        pixels.append(batch.images[readable])
         labels.append(batch.labels[readable])
         indices += batch.indices[readable].tolist()
     broken = dataset.take_broken()
@@ -166,22 +186,25 @@ def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> Check
     if not indices:
         raise UserError(f"none of the {count} images {source} can be read; name other images with -images DIR.")
     names = [name_of(dataset, index) for index in indices]
-    return CheckImages(torch.cat(parts), names, source, dataset, indices=tuple(indices), labels=torch.cat(labels))
+    return CheckImages(torch.cat(pixels), names, source, dataset, indices=tuple(indices), labels=torch.cat(labels))
 
 
 def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
-    """Logits of the trained model, with which those of every exported file are compared."""
+    """Compute the trained model's logits, with which those of every exported file are compared."""
     logits = []
     log.info("computing %s by the model, to compare with ...", counted(len(images.pixels), "image"))
     with progress_bar(len(images.pixels), "images", "reference") as bar:
-        for part in images.pixels.split(BATCH):
-            logits.append(trained.logits(part))
-            bar.update(len(part))
+        for batch in images.pixels.split(BATCH):
+            logits.append(trained.logits(batch))
+            bar.update(len(batch))
     return torch.cat(logits)
 
 
 def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Outputs of a model with one input, a file or its bytes, for each input. `name`: of the model, for errors."""
+    """Run an ONNX model that has one input on the CPU, and yield its output for each of `inputs`.
+
+    `model`: the path of a file, or the bytes of one. `name`: of the model, for errors. `output`: name of the output.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -189,128 +212,157 @@ def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.nda
     options.log_severity_level = 3  # errors only
     try:
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        (taken,) = session.get_inputs()
-        for one in inputs:
-            yield np.asarray(session.run([output], {taken.name: one})[0])
+        (model_input,) = session.get_inputs()
+        for array in inputs:
+            yield np.asarray(session.run([output], {model_input.name: array})[0])
     except Exception as error:  # onnxruntime's exceptions have no common base class
         raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
 def answers(export: Export, outputs: Tensor) -> Tensor:
-    """Whether the answer of each image has each class, N x C."""
-    limits = thresholds_of(export.trained)
-    if limits is None:
+    """Return which classes the answer for each image has, as booleans N x C.
+
+    With one label per image, that is the class with the highest output; with several, those that reach their threshold.
+    """
+    thresholds = thresholds_of(export.trained)
+    if thresholds is None:
         return F.one_hot(outputs.argmax(1), outputs.shape[1]) > 0
     outputs = outputs.double()
-    return (outputs.sigmoid() if export.images.output == LOGITS else outputs) >= limits
+    probabilities = outputs.sigmoid() if export.images.output == LOGITS else outputs
+    return probabilities >= thresholds
 
 
-def compare(export: Export, expected: Tensor, found: Tensor, tolerance: float) -> list[str]:
-    """Which answers changed, and in a lower precision what that costs; TrainingError beyond the tolerance."""
+def compare(export: Export, expected: Tensor, outputs: Tensor, tolerance: float) -> list[str]:
+    """Compare the file's outputs with the model's, and return phrases about them for the log.
+
+    The first phrase says how far they differ and which answers changed. Another follows where it applies: what a lower
+    precision costs in accuracy, or that the logits need a sigmoid. TrainingError for differences beyond the tolerance.
+    """
     images = export.images
-    errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
+    errors = (outputs - expected).abs() / (float(expected.abs().max()) or 1.0)
     worst = float(errors.max())
     if not worst <= tolerance:  # or NaN
-        raise TrainingError(_worst_of(export, expected, found, errors, tolerance))
+        raise TrainingError(_list_largest_differences(export, expected, outputs, errors, tolerance))
     allowed = "" if tolerance == math.inf else f" ({tolerance:g} allowed)"
-    words = (
-        f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
-        f"output{allowed}, {_changed_answers(export, expected, found)}"
+    difference = (
+        f"checked on {counted(len(outputs), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
+        f"output{allowed}, {_changed_answers(export, expected, outputs)}"
     )
     if thresholds_of(export.trained) is not None:
-        return [words, "apply a sigmoid to the logits"] if images.output == LOGITS else [words]
+        return [difference, "apply a sigmoid to the logits"] if images.output == LOGITS else [difference]
     if images.labels is None or export.dtype == "fp32":
-        return [words]
-    return [words, _cost(export, expected.argmax(1) == images.labels, found.argmax(1) == images.labels)]
+        return [difference]
+    model_correct = expected.argmax(1) == images.labels
+    file_correct = outputs.argmax(1) == images.labels
+    return [difference, _cost(export, model_correct, file_correct)]
 
 
-def _changed_answers(export: Export, expected: Tensor, found: Tensor) -> str:
+def _changed_answers(export: Export, expected: Tensor, outputs: Tensor) -> str:
+    """Say how many answers of the file are not the model's, and name the first such images."""
     trained = export.trained
-    differ = (answers(export, expected) != answers(export, found)).any(1)
-    shown = []
+    differ = (answers(export, expected) != answers(export, outputs)).any(1)
+    changed = []
     for row in torch.nonzero(differ)[:, 0].tolist():
-        name = export.images.names[row]
+        description = export.images.names[row]
         if trained.task.kind == ONE_LABEL:
             to_model = trained.name_of(int(expected[row].argmax()))
-            to_file = trained.name_of(int(found[row].argmax()))
-            name += f" ({to_model} to the model, {to_file} to the file)"
-        shown.append(name)
-    if not shown:
+            to_file = trained.name_of(int(outputs[row].argmax()))
+            description += f" ({to_model} to the model, {to_file} to the file)"
+        changed.append(description)
+    if not changed:
         return "no answer changed"
-    return f"{counted(len(shown), 'answer')} changed: {some_of(shown, WORST_SHOWN)}"
+    return f"{counted(len(changed), 'answer')} changed: {some_of(changed, WORST_SHOWN)}"
 
 
-def _cost(export: Export, model: Tensor, file: Tensor) -> str:
-    """In points of top-1. `model`, `file`: whether each is right about each image."""
+def _cost(export: Export, model_correct: Tensor, file_correct: Tensor) -> str:
+    """Say how many points of top-1 the file costs or gains, with the confidence interval.
+
+    `model_correct`, `file_correct`: whether each image is classified correctly by the model and by the file.
+    """
     images = export.images
-    every = images.dataset.groups() if images.dataset is not None else []
-    groups = [every[index] for index in images.indices] if every else []
-    cost, low, high = (100 * value for value in agresti_min(model.numpy(), file.numpy(), groups=groups))
-    what = "costs"
+    dataset_groups = images.dataset.groups() if images.dataset is not None else []
+    groups = [dataset_groups[index] for index in images.indices] if dataset_groups else []
+    estimate = agresti_min(model_correct.numpy(), file_correct.numpy(), groups=groups)
+    cost, low, high = (100 * fraction for fraction in estimate)
+    verb = "costs"
     if cost < 0:
-        what = "gains"
+        verb = "gains"
         cost = -cost
         low, high = -high, -low
     interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
-    before = 100 * model.numpy().mean()
-    after = 100 * file.numpy().mean()
-    return f"{export.dtype} {what} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
+    before = 100 * model_correct.numpy().mean()
+    after = 100 * file_correct.numpy().mean()
+    return f"{export.dtype} {verb} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
 
 
-def _worst_of(export: Export, expected: Tensor, found: Tensor, errors: Tensor, tolerance: float) -> str:
-    """The error for outputs that differ too much."""
+def _list_largest_differences(
+    export: Export, expected: Tensor, outputs: Tensor, errors: Tensor, tolerance: float
+) -> str:
+    """Write the error message for outputs that differ too much, with the largest differences.
+
+    `errors`: of each output, as a fraction of the largest output.
+    """
     trained = export.trained
     images = export.images
     # NaN counts as the largest difference.
     order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)
     lines = []
-    for place in order[:WORST_SHOWN].tolist():
-        row, label = divmod(place, errors.shape[1])
+    for flat_index in order[:WORST_SHOWN].tolist():
+        row, label = divmod(flat_index, errors.shape[1])
         lines.append(
-            f"  {images.names[row]}, class {trained.name_of(label)}: {float(found[row, label]):.6g} instead of "
+            f"  {images.names[row]}, class {trained.name_of(label)}: {float(outputs[row, label]):.6g} instead of "
             f"{float(expected[row, label]):.6g}"
         )
     return (
         f"the outputs differ from the model's by up to {float(errors.max()):.2g} times the largest output on "
-        f"{len(found)} images {images.source}, but only {tolerance:g} is allowed (-tolerance). Largest differences:\n"
+        f"{len(outputs)} images {images.source}, but only {tolerance:g} is allowed (-tolerance). Largest differences:\n"
     ) + "\n".join(lines)
 
 
 def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
-    """How many times as fast the second computes its next value as the first, in turns, with one thread."""
+    """Measure how many times as fast the second program computes its next value as the first, with one thread.
 
-    def seconds(each: Iterator[object]) -> float:
-        next(each)  # the first loads the file
+    They are timed alternately, in processor time, and the median of the ratios is returned.
+    """
+
+    def seconds_per_value(program: Iterator[object]) -> float:
+        next(program)  # the first loads the file
         begin = time.process_time()
         number = 0
         while time.process_time() - begin < SECONDS:
-            next(each)
+            next(program)
             number += 1
         return (time.process_time() - begin) / number
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    ratios = [seconds(first) / seconds(second) for _ in range(TURNS)]
+    ratios = [seconds_per_value(first) / seconds_per_value(second) for _ in range(TURNS)]
     torch.set_num_threads(threads)
     return median(ratios)
 
 
 INPUT = "images"
 ANY_NUMBER = "batch"
+"""Name of the dimension whose size is free"""
 DTYPES = {"int8": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""-dtype -> dtype of the model that is exported; int8 files are made from an fp32 one"""
 TORCH_KEYS = ("pkg.", "namespace")
-"""Prefixes of what torch notes at each node, paths of source files on this machine among it"""
+"""Prefixes of the metadata that torch adds to each node; it includes paths of source files on this machine"""
 SCOPES = "pkg.torch.onnx.name_scopes"
-"""Of them: the modules around a node, and the function"""
+"""Entry of that metadata with the modules around a node, and the function"""
 
 FOR_TOOLS = ("metrics", "thresholds", "own_code", "samples")
 """Fields of meta.json that vitamp's own tools need of safetensors, besides the metadata"""
 
 
 class Export:
-    """A model for one file, with the options of the export."""
+    """timm's plain model with the trained weights, ready to be written to one file, and the options of the export."""
 
     def __init__(self, trained: Trained, images: CheckImages, dtype: str, with_preprocess: bool) -> None:
+        """Build the model.
+
+        `images`: those of the check, of which the first is also the example that is traced. `dtype`: a key of DTYPES.
+        """
         self.trained = trained
         self.images = images
         self.dtype = dtype
@@ -326,24 +378,31 @@ class Export:
         load_weights(self.model, trained.model.state_dict(), f"{trained.chosen.place}")
         self.model.eval().requires_grad_(False)
         self.module = _Exported(self).eval()
-        """What is exported: pixels or normalised images in, fp32 logits out, calibrated if the model is"""
+        """The module to export: pixels or normalised images in, fp32 logits out, calibrated if the model is"""
 
     @property
     def example(self) -> Tensor:
-        """Two input images, because torch would fix the batch size at that of one; one, if the file takes one."""
+        """Input with which torch traces the model.
+
+        It has two images, because torch would fix the batch size at that of one; but one if the file takes one.
+        """
+        if self.with_resize:
+            return self.images.pixels[:1].contiguous()
         first = next(self.images.batches(self.trained, self.with_preprocess))
-        return self.images.pixels[:1].contiguous() if self.with_resize else torch.cat([first, first])
+        return torch.cat([first, first])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights for safetensors, which refuses tensors that share memory, as those of CoaT do."""
-        found = self.model.state_dict()
-        return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+        """Copy the weights for safetensors, which refuses tensors that share memory, as those of CoaT do."""
+        weights = self.model.state_dict()
+        return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
 
     @property
     def input_summary(self) -> str:
+        """Shapes and types of the file's input and output, for the log."""
         data = self.trained.config.DATA
-        pixels = "uint8, pixels" if data.is_plain else "float32, as stored"
-        kind = pixels if self.with_preprocess else "float32, normalised"
+        kind = "float32, normalised"
+        if self.with_preprocess:
+            kind = "uint8, pixels" if data.is_plain else "float32, as stored"
         size = f"N x {data.IMAGE_CHANNELS} x {in_pixels(data.IMAGE_SIZE)}"
         return f"'{INPUT}' {size} ({kind}) to '{LOGITS}' N x {self.trained.config.MODEL.NUM_CLASSES}, any N"
 
@@ -356,14 +415,14 @@ class Export:
         config = trained.config
         crop_mode, crop_pct = crop_of(config.DATA)
         chosen = trained.chosen
-        by_timm = own_named("model", self.timm_name) is None
-        about = {
+        is_of_timm = own_named("model", self.timm_name) is None
+        metadata = {
             "made_by": MADE_BY,
             "model": config.MODEL.NAME,
             "checkpoint": chosen.place.name,
             "weights": chosen.which.name,
-            "timm_name": self.timm_name if by_timm else None,
-            "timm_arguments": self.timm_arguments if by_timm else None,
+            "timm_name": self.timm_name if is_of_timm else None,
+            "timm_arguments": self.timm_arguments if is_of_timm else None,
             "classes": chosen.classes,
             "num_classes": config.MODEL.NUM_CLASSES,
             "input": "pixels" if self.with_preprocess else "normalised",
@@ -372,17 +431,21 @@ class Export:
             "crop_mode": crop_mode,
             "crop_pct": crop_pct,
         }
-        kept = chosen.calibration
-        if kept is not None and trained.calibrated:
-            about["calibration"] = {"temperature": kept.temperature, "images": kept.images, "applied": program}
+        fitted = chosen.calibration
+        if fitted is not None and trained.calibrated:
+            metadata["calibration"] = {"temperature": fitted.temperature, "images": fitted.images, "applied": program}
+        # Without thresholds, the model has one label per image and a softmax, which is what everyone expects.
         thresholds = thresholds_of(trained)
-        if thresholds is not None:  # else a softmax, which is what everyone expects
-            about |= {"multi_label": True, "activation": "sigmoid", "class_thresholds": thresholds.tolist()}
-        return about | self.images.about
+        if thresholds is not None:
+            metadata |= {"multi_label": True, "activation": "sigmoid", "class_thresholds": thresholds.tolist()}
+        return metadata | self.images.about
 
 
 class _Exported(nn.Module):
-    """With -with_resize, one image in and its probabilities out."""
+    """The module that torch traces: preprocessing if it is wanted, the model in its dtype, and the temperature.
+
+    It returns fp32 logits of a batch. With -with_resize, it takes one image and returns its probabilities.
+    """
 
     def __init__(self, export: Export) -> None:
         super().__init__()
@@ -401,6 +464,8 @@ class _Exported(nn.Module):
 
 
 class Format:
+    """A kind of file that a model can be exported to: how it is written, run and loaded."""
+
     flag = "-out"
     """The flag that names the file"""
 
@@ -415,8 +480,11 @@ class Format:
         """Logits of the written file for each batch, calibrated if the model is."""
         raise NotImplementedError
 
-    def gain(self, export: Export, file: Path) -> str:
-        """How fast the file is beside the model in torch; '' if torch runs it, or if it does more than the model."""
+    def speed(self, export: Export, file: Path) -> str:
+        """Say how fast the file is beside the model in torch.
+
+        Returns '' if torch runs the file, or if the file does more than the model.
+        """
         return ""
 
     def how_to_load(self, export: Export, out: Path) -> str:
@@ -425,17 +493,21 @@ class Format:
 
 
 class _Program(Format):
-    def gain(self, export: Export, file: Path) -> str:
+    """A format whose file computes outputs by itself, so that its speed can be measured."""
+
+    def speed(self, export: Export, file: Path) -> str:
         if export.with_resize:
             return ""
         trained = export.trained
         model = map(trained.model, itertools.repeat(trained.inputs(export.images.pixels[:1])))
-        batch = next(export.images.batches(trained, export.with_preprocess))
-        faster = times_as_fast(model, self.run(export, file, itertools.repeat(batch)))
-        return f"{faster:.2g} times as fast as torch an image at a time (this CPU, 1 thread)"
+        image = next(export.images.batches(trained, export.with_preprocess))
+        ratio = times_as_fast(model, self.run(export, file, itertools.repeat(image)))
+        return f"{ratio:.2g} times as fast as torch an image at a time (this CPU, 1 thread)"
 
 
 class Onnx(_Program):
+    """ONNX, written by torch's exporter and run by ONNX Runtime."""
+
     layers: Mapping[str, str] = {}
     """Of the written file: the layer of the model that each node with weights is from"""
 
@@ -453,13 +525,16 @@ class Onnx(_Program):
         assert program is not None
         model = program.model
         model.metadata_props.update({key: json.dumps(value) for key, value in export.metadata(True).items()})
+
+        # Layers are found by torch's metadata, which is removed afterwards.
         layers: dict[str, str] = {}
         for node in model.graph.all_nodes():
             layer = _layer_of(node)
             if layer:
                 layers[str(node.name)] = layer
         self.layers = layers
-        _forget_notes(model.graph)
+        _remove_torch_metadata(model.graph)
+
         summary = export.input_summary
         if export.images.prepend is not None:
             export.images.prepend(model)
@@ -471,14 +546,14 @@ class Onnx(_Program):
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         # With -with_resize, a batch is one image, and the outputs are its probabilities.
-        whole = export.with_resize
-        arrays = (batch[0].numpy() if whole else batch.numpy() for batch in batches)
-        for one in run_onnx(str(file), file.name, export.images.output, arrays):
-            yield torch.from_numpy(one[None] if whole else one)
+        single = export.with_resize
+        arrays = (batch[0].numpy() if single else batch.numpy() for batch in batches)
+        for output in run_onnx(str(file), file.name, export.images.output, arrays):
+            yield torch.from_numpy(output[None] if single else output)
 
 
-def _forget_notes(graph: Any) -> None:
-    """Remove what torch notes at each part of an ONNX graph."""
+def _remove_torch_metadata(graph: Any) -> None:
+    """Remove the metadata that torch adds to each part of an ONNX graph."""
     parts = [graph, *graph.inputs, *graph.initializers.values()]
     for node in graph.all_nodes():
         parts += [node, *node.outputs]
@@ -489,32 +564,34 @@ def _forget_notes(graph: Any) -> None:
 
 
 def _layer_of(node: Any) -> str:
-    """The layer whose weights a node takes; empty if it takes none."""
+    """Return the name of the layer whose weights an ONNX node takes; '' if it takes none."""
     weights = [value.name for value in node.inputs if value is not None and value.is_initializer()]
     if not weights:
         return ""
     if weights[0].startswith("module."):
         return weights[0].removeprefix("module.").rpartition(".")[0]
-    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))  # weights that were transposed have no name
+    # Weights that were transposed have no name. The scopes end with the layer and the function called in it.
+    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
     return scopes[-2].removeprefix("module.") if len(scopes) > 1 else ""
 
 
 class OpenVino(Onnx):
-    """Made from an ONNX file, whose metadata OpenVINO keeps as rt_info."""
+    """OpenVINO's own format, made from an ONNX file, whose metadata OpenVINO keeps as rt_info."""
 
     def write(self, export: Export, file: Path) -> str:
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
-            exact = Path(folder, "exact.onnx")
-            summary = super().write(export, exact)
+            onnx_file = Path(folder, "exact.onnx")
+            onnx_summary = super().write(export, onnx_file)
             openvino = _openvino()
             try:
-                openvino.save_model(openvino.Core().read_model(exact), file, compress_to_fp16=False)
+                openvino.save_model(openvino.Core().read_model(onnx_file), file, compress_to_fp16=False)
             except Exception as error:  # OpenVINO raises RuntimeError for all
                 raise TrainingError(f"-to openvino: OpenVINO cannot write the file: {first_line(error)}") from None
-        return summary.partition(", ")[2]
+        _opset, _comma, summary = onnx_summary.partition(", ")
+        return summary
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        # The CPUs that compute in bf16 would do so by themselves.
+        # CPUs that can compute in bf16 would do so by default.
         settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         try:
             model = _openvino().compile_model(file, "CPU", settings)
@@ -525,16 +602,18 @@ class OpenVino(Onnx):
 
 
 def _openvino() -> Any:
-    """The package, without the one by which it reports its use to its makers."""
+    """Import the package openvino without openvino_telemetry, by which it reports its use to its makers."""
     sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore[reportArgumentType]
     return importlib.import_module("openvino")
 
 
 class Torch(_Program):
+    """A torch.export program (.pt2)."""
+
     def write(self, export: Export, file: Path) -> str:
-        batch = torch.export.Dim(ANY_NUMBER, min=1)
+        any_number = torch.export.Dim(ANY_NUMBER, min=1)
         with _torch_exporter("torch", export):
-            program = torch.export.export(export.module, (export.example,), dynamic_shapes=({0: batch},))
+            program = torch.export.export(export.module, (export.example,), dynamic_shapes=({0: any_number},))
         for module in program.graph_module.modules():
             if isinstance(module, torch.fx.GraphModule):
                 for node in module.graph.nodes:
@@ -549,24 +628,28 @@ class Torch(_Program):
 
 
 class Safetensors(Format):
+    """Weights under timm's names, for timm.create_model."""
+
     name = "safetensors"
+    """The format's name in -to"""
 
     def check(self, trained: Trained) -> None:
         model = trained.config.MODEL
-        own = getattr(trained.model, "global_pool", None)
-        if model.POOL is not None and (model.POOL, own) != ("class", "token"):  # these two are the same
+        timm_pool = getattr(trained.model, "global_pool", None)
+        # MODEL.POOL class is what timm calls token.
+        if model.POOL is not None and (model.POOL, timm_pool) != ("class", "token"):
             raise UserError(f"-to {self.name}: timm's model has no MODEL.POOL {model.POOL}; use -to torch or onnx.")
         if own_named("model", model.NAME):
-            what = f"timm does not have {model.NAME}, a model of your own"
-            raise UserError(f"-to {self.name}: {what}; use -to torch or onnx.")
+            reason = f"timm does not have {model.NAME}, a model of your own"
+            raise UserError(f"-to {self.name}: {reason}; use -to torch or onnx.")
 
     def write(self, export: Export, file: Path) -> str:
         import safetensors.torch
 
         chosen = export.trained.chosen
-        of_run = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
+        meta_fields = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
         # One key: safetensors writes several in a different order each time.
-        header = encoded({EXPORTED: export.metadata(False) | of_run | needed_by_tools(chosen)})
+        header = encoded({EXPORTED: export.metadata(False) | meta_fields | needed_by_tools(chosen)})
         with raising_os_errors(file):
             safetensors.torch.save_file(export.tensors(), file, metadata=header)
         return "weights under timm's names"
@@ -576,17 +659,19 @@ class Safetensors(Format):
         return (module(batch) / export.trained.temperature for batch in batches)
 
     def how_to_load(self, export: Export, out: Path) -> str:
-        given = "".join(f"{name}={value!r}, " for name, value in export.timm_arguments.items())
-        return f'timm.create_model("{export.timm_name}", {given}checkpoint_path="{out}")'
+        arguments = "".join(f"{name}={value!r}, " for name, value in export.timm_arguments.items())
+        return f'timm.create_model("{export.timm_name}", {arguments}checkpoint_path="{out}")'
 
 
 FORMATS: dict[str, Format] = {"onnx": Onnx(), "openvino": OpenVino(), "torch": Torch(), "safetensors": Safetensors()}
 
 
 def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tolerance: float) -> tuple[Tensor, str]:
-    """Write `out` and return its logits, and what it costs and gains; leave no file if they are not as `expected`.
+    """Write `out` in a format, check its outputs against `expected`, and log size, differences and speed.
 
-    It is written and checked in a temporary folder, and moved into place only if the check passes.
+    It is written and checked in a temporary folder, and moved into place only if the check passes: no file is left
+    whose outputs differ by more than `tolerance`. Returns the file's outputs, and the phrases on what it costs and
+    gains.
     """
     with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -596,11 +681,11 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
             summary = kind.write(export, unfinished)
             log.info("%s: checking it, and how fast it is ...", out.name)
             with torch.no_grad():
-                logits = _logits_of(kind, export, unfinished)
-                words = compare(export, expected, logits, tolerance)
-                gain = kind.gain(export, unfinished)
-            if gain:
-                words.append(gain)
+                outputs = _run_on_check_images(kind, export, unfinished)
+                phrases = compare(export, expected, outputs, tolerance)
+                speed = kind.speed(export, unfinished)
+            if speed:
+                phrases.append(speed)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:
@@ -608,52 +693,54 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: %.1f MB, %s, %s", out, size / 1e6, export.dtype, summary)
-    log.info("  %s", "; ".join(words))
-    how = kind.how_to_load(export, out)
-    if how:
-        log.info("  %s", how)
-    return logits, "; ".join(words[1:])
+    log.info("  %s", "; ".join(phrases))
+    python_line = kind.how_to_load(export, out)
+    if python_line:
+        log.info("  %s", python_line)
+    # Without the first phrase, on the differences.
+    return outputs, "; ".join(phrases[1:])
 
 
-def _logits_of(kind: Format, export: Export, file: Path) -> Tensor:
-    """Of the written file, on the images of the check."""
+def _run_on_check_images(kind: Format, export: Export, file: Path) -> Tensor:
+    """Compute the outputs of the written file on the images of the check, with a progress bar."""
     images = export.images
     with progress_bar(len(images.pixels), "images", f"{file.name}: checking") as bar:
 
-        def batches() -> Iterator[Tensor]:
+        def batches_with_progress() -> Iterator[Tensor]:
             for batch in images.batches(export.trained, export.with_preprocess):
                 yield batch
                 bar.update(len(batch))
 
-        return torch.cat(list(kind.run(export, file, batches())))
+        return torch.cat(list(kind.run(export, file, batches_with_progress())))
 
 
 def _move_into_place(folder: Path, out: Path) -> None:
-    """Move what makes the export valid last: it must not be there before the files that it needs.
+    """Move a finished export from its temporary folder to `out`, over an earlier one.
 
-    That is the file itself, which may have a second one (`files_beside`), or a folder's config. What an earlier export
-    had besides is removed.
+    The file that makes the export valid is moved last: it must not be there before the files that it needs. That is
+    the file `out` itself, which may have another beside it (`files_beside`), or the config of a folder. What an earlier
+    export had besides is removed.
     """
     source = folder
     target = out.parent
-    last = out.name
-    earlier = set(files_beside(out))
+    last_name = out.name
+    earlier_files = set(files_beside(out))
     if (folder / out.name).is_dir():
         source = folder / out.name
         target = out
-        last = CONFIG
+        last_name = CONFIG
         target.mkdir(exist_ok=True)
-        earlier |= {target / name for name in HUB_FILES}
-    moved = sorted(source.iterdir(), key=lambda path: path.name == last)
-    for file in moved:
+        earlier_files |= {target / name for name in HUB_FILES}
+    new_files = sorted(source.iterdir(), key=lambda path: path.name == last_name)
+    for file in new_files:
         with replacing(target / file.name) as unfinished:
             file.replace(unfinished)
-    for old in earlier - {target / file.name for file in moved}:
-        old.unlink(missing_ok=True)
+    for leftover in earlier_files - {target / file.name for file in new_files}:
+        leftover.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _torch_exporter(what: str, export: Export) -> Iterator[None]:
+def _torch_exporter(format_name: str, export: Export) -> Iterator[None]:
     """Silence torch's warnings for its developers, and turn a failed export into one line."""
     try:
         with warnings.catch_warnings():
@@ -662,4 +749,4 @@ def _torch_exporter(what: str, export: Export) -> Iterator[None]:
     except Exception as error:  # torch raises many types of its own, and those of the model
         model = export.trained.config.MODEL.NAME
         reason = first_line(error.__cause__ or error)
-        raise TrainingError(f"-to {what}: torch cannot export the model {model}: {reason}") from None
+        raise TrainingError(f"-to {format_name}: torch cannot export the model {model}: {reason}") from None

@@ -30,13 +30,13 @@ from vitamp.sizes import sides
 
 PIXELS = "pixels"
 SHAPES = {"portrait": (1.1, 2.03), "landscape": (2.03, 1.1), "tiny": (0.3, 0.2), "exact": (1.0, 1.0)}
-"""Width and height of made images, as fractions of the model's"""
+"""Shapes that images are resized to for the check: width and height, as fractions of the model's"""
 RESHAPED = 4
-"""Images that are made into these shapes"""
+"""Number of images that are resized to each of these shapes"""
 CLEAR = 0.1
-"""Distance between probabilities from which on a prediction is clear"""
+"""A prediction is clear if its probability is more than this from the second one, or from the threshold."""
 OPSET = 18
-"""The first with antialiasing"""
+"""The first ONNX version whose Resize has antialiasing"""
 ADVICE = "Use -with_preprocess, and resize images as docs/export.md shows."
 MODES = {"bicubic": ("cubic", ", cubic_coeff_a = -0.5, exclude_outside = 1"), "bilinear": ("linear", "")}
 """DATA.INTERPOLATION -> mode of Resize, and the attributes with which it agrees with PIL"""
@@ -73,155 +73,179 @@ GREY = """
   total = ReduceSum <keepdims = 1> (weighed, channel_axis)
   rounded = Add (total, half_grey)
   channels = Div (rounded, shift)"""
-"""PIL's weights"""
+"""Nodes that turn RGB to grey, with the weights and the rounding of PIL"""
 
 
 def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
-    """The same images before validation resizes them, and some of them in other shapes.
+    """Return the images of the check before validation resizes them, and the first ones in further shapes.
 
-    Raises TrainingError if the pixels of the file lead to other predictions than those of validation.
+    They are resized by the file's ONNX nodes and by validation, and the differences are logged and added to the file's
+    metadata. Raises TrainingError if the pixels of the file lead to other predictions than those of validation.
     """
     data = trained.config.DATA
     _check_input(data)
-    stored = None if images.dataset is None else images.dataset.single_images()
+    samples = None if images.dataset is None else images.dataset.single_images()
+
+    # Images as they are stored. Those in memory, and noise, have the model's size: only reshaped ones are of use.
     sources: list[Callable[[], np.ndarray]] = []
-    if stored is None:  # held in memory, or noise: only made images have another size
-        bases = [_rgb(row.permute(1, 2, 0).numpy()) for row in images.pixels[:RESHAPED]]
+    if samples is None:
+        bases = [_rgb(pixels.permute(1, 2, 0).numpy()) for pixels in images.pixels[:RESHAPED]]
         names = []
-        own = images.pixels[:0]
+        validated_stored = images.pixels[:0]
     else:
-        sources += [functools.partial(_decoded, data, stored, index) for index in images.indices]
+        sources += [functools.partial(_decoded, data, samples, index) for index in images.indices]
         bases = [source() for source in sources[:RESHAPED]]
         names = list(images.names)
-        own = images.pixels
-    made = _reshaped(bases, data)
-    names += made
-    sources += [functools.partial(np.asarray, image) for image in made.values()]
-    validated = torch.empty(len(made), *data.shape, dtype=torch.uint8)
+        validated_stored = images.pixels
+
+    # The reshaped images, and what validation makes of them.
+    reshaped = _reshaped(bases, data)
+    names += reshaped
+    sources += [functools.partial(np.asarray, image) for image in reshaped.values()]
+    validated_reshaped = torch.empty(len(reshaped), *data.shape, dtype=torch.uint8)
     validation = open_given([], data).pixels
-    for image, row in zip(made.values(), validated, strict=True):
+    for image, row in zip(reshaped.values(), validated_reshaped, strict=True):
         validation(image, row)
+
+    # What ONNX makes of all of them.
     resize = resize_model(data).SerializeToString()
     rows = run_onnx(resize, "resizing", PIXELS, (source() for source in sources))
     pixels = torch.cat([torch.from_numpy(row) for row in rows])
-    where = f"{images.source} ({len(made)} of them resized to be {', '.join(SHAPES)})"
-    found = CheckImages(pixels, names, where)
-    differences = _differences(trained, torch.cat([own, validated]), found)
+    description = f"{images.source} ({len(reshaped)} of them resized to be {', '.join(SHAPES)})"
+    resized = CheckImages(pixels, names, description)
+    differences = _differences(trained, torch.cat([validated_stored, validated_reshaped]), resized)
     about = {"input": IMAGE, "output": PROBABILITIES, "differences": differences}
-    return replace(found, any_size=tuple(sources), prepend=functools.partial(prepend, data), about=about)
+    return replace(resized, any_size=tuple(sources), prepend=functools.partial(prepend, data), about=about)
 
 
 def _reshaped(bases: list[np.ndarray], data: DataConfig) -> dict[str, np.ndarray]:
-    """Each image in each of SHAPES, by name."""
-    high, wide = sides(data.IMAGE_SIZE)
-    made = dict[str, np.ndarray]()
+    """Resize each image to each of SHAPES; return the results by name, such as "portrait 0"."""
+    model_height, model_width = sides(data.IMAGE_SIZE)
+    reshaped = dict[str, np.ndarray]()
     for number, base in enumerate(bases):
-        for name, (of_width, of_height) in SHAPES.items():
-            size = (max(1, round(of_width * wide)), max(1, round(of_height * high)))
+        for shape, (width_fraction, height_fraction) in SHAPES.items():
+            size = (max(1, round(width_fraction * model_width)), max(1, round(height_fraction * model_height)))
             image = Image.fromarray(base).resize(size, Image.Resampling.BICUBIC)
-            made[f"{name} {number}"] = np.asarray(image)
-    return made
+            reshaped[f"{shape} {number}"] = np.asarray(image)
+    return reshaped
 
 
-def _differences(trained: Trained, own: Tensor, found: CheckImages) -> dict[str, float]:
-    """Between the pixels of validation and those by ONNX, and between their probabilities.
+def _differences(trained: Trained, validated: Tensor, resized: CheckImages) -> dict[str, float]:
+    """Measure and log how far pixels and probabilities by ONNX differ from those of validation.
 
-    Raises TrainingError if a clear prediction differs.
+    `validated`: the pixels of the same images by validation. Returns the differences for the file's metadata. Raises
+    TrainingError if a clear prediction differs.
     """
-    wanted = trained.task.probabilities(reference_logits(trained, replace(found, pixels=own)))
-    given = trained.task.probabilities(reference_logits(trained, found))
-    apart = (own.short() - found.pixels.short()).abs()
-    percent = 100 * float((apart > 0).double().mean())
-    most = int(apart.max())
-    worst = float((wanted - given).abs().max())
-    other = clearly_other(thresholds_of(trained), wanted, given)
-    if other.any():
-        first = found.names[int(torch.nonzero(other)[0])]
+    expected = trained.task.probabilities(reference_logits(trained, replace(resized, pixels=validated)))
+    probabilities = trained.task.probabilities(reference_logits(trained, resized))
+    pixel_differences = (validated.short() - resized.pixels.short()).abs()
+    percent = 100 * float((pixel_differences > 0).double().mean())
+    worst_pixel = int(pixel_differences.max())
+    worst_probability = float((expected - probabilities).abs().max())
+    differ_clearly = clearly_other(thresholds_of(trained), expected, probabilities)
+    if differ_clearly.any():
+        first_name = resized.names[int(torch.nonzero(differ_clearly)[0])]
+        count = f"{int(differ_clearly.sum())} of {counted(len(resized.names), 'image')}"
         raise TrainingError(
-            f"-with_resize: resized by ONNX, {int(other.sum())} of {counted(len(found.names), 'image')} {found.source} "
-            f"are clearly predicted otherwise than in validation, such as {first}: pixels differ by up to {most} of "
-            f"255, probabilities by up to {worst:.2g}. {ADVICE}"
+            f"-with_resize: resized by ONNX, {count} {resized.source} are clearly predicted otherwise than in "
+            f"validation, such as {first_name}: pixels differ by up to {worst_pixel} of 255, probabilities by up to "
+            f"{worst_probability:.2g}. {ADVICE}"
         )
     log.info(
         "Resized by ONNX, pixels differ from those of validation by at most %d of 255 (%.2f %% of them), probabilities "
         "by at most %.1e.",
-        most,
+        worst_pixel,
         percent,
-        worst,
+        worst_probability,
     )
     return {
-        "images": len(found.names),
-        "pixels": most,
+        "images": len(resized.names),
+        "pixels": worst_pixel,
         "pixels_percent": round(percent, 4),
-        "probabilities": worst,
+        "probabilities": worst_probability,
     }
 
 
 def _check_input(data: DataConfig) -> None:
+    """Raise UserError if the run's images are not 8-bit ones, or are cropped in a way that has no ONNX nodes here."""
     mode, crop_pct = crop_of(data)
     if not data.is_plain:
-        what = "for 8-bit grey and RGB images, and this model takes others"
-        raise UserError(f"-with_resize: {what}; use -with_preprocess.")
+        reason = "for 8-bit grey and RGB images, and this model takes others"
+        raise UserError(f"-with_resize: {reason}; use -with_preprocess.")
     if crop_pct > 1:
         raise UserError(f"-with_resize: DATA.CROP_PCT {crop_pct:g} is not supported, only up to 1. {ADVICE}")
     if mode not in SIZES:
         raise UserError(f"-with_resize: DATA.CROP_MODE {mode} is not supported, only center and squash. {ADVICE}")
 
 
-def clearly_other(thresholds: Tensor | None, expected: Tensor, found: Tensor) -> Tensor:
-    """Rows of probabilities whose prediction differs, although that is clear."""
+def clearly_other(thresholds: Tensor | None, expected: Tensor, probabilities: Tensor) -> Tensor:
+    """Find the images whose prediction differs although the expected one is clear; return a boolean per image.
+
+    With one label per image (`thresholds` None), a prediction is clear if the highest probability exceeds the second by
+    more than CLEAR. With several, it is clear for a class whose probability is further than CLEAR from its threshold.
+    """
     if thresholds is None:
         first, second = expected.topk(2, dim=1).values.unbind(1)
-        return (expected.argmax(1) != found.argmax(1)) & (first - second > CLEAR)
-    other = (expected >= thresholds) != (found >= thresholds)
-    return (other & ((expected - thresholds).abs() > CLEAR)).any(1)
+        return (expected.argmax(1) != probabilities.argmax(1)) & (first - second > CLEAR)
+    differs = (expected >= thresholds) != (probabilities >= thresholds)
+    return (differs & ((expected - thresholds).abs() > CLEAR)).any(1)
 
 
 def _decoded(data: DataConfig, samples: Samples, index: int) -> np.ndarray:
-    """A stored image, upright and without transparency."""
+    """Read a stored image as RGB, upright and without transparency."""
     return _rgb(Reader(data).whole(samples.read(index)))
 
 
 def _rgb(pixels: np.ndarray) -> np.ndarray:
+    """Repeat the channel of a grey image three times; return others as they are."""
     return pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels
 
 
 def prepend(data: DataConfig, model: ir.Model) -> None:
-    """Let `model`, which takes pixels of the model's size, take an image of any size."""
-    nodes = ir.from_proto(resize_model(data)).graph
-    image = nodes.inputs[0]
-    made = nodes.outputs[0]
-    (taken,) = model.graph.inputs
-    for node in nodes:
+    """Insert the nodes that resize before those of `model`, so that it takes an image of any size.
+
+    Before, it takes pixels of the model's size. Names of the new nodes begin with "prepare.".
+    """
+    resize_graph = ir.from_proto(resize_model(data)).graph
+    image = resize_graph.inputs[0]
+    pixels = resize_graph.outputs[0]
+    (model_input,) = model.graph.inputs
+    for node in resize_graph:
         name = node.name or node.outputs[0].name
         node.name = f"prepare.{name}"
         for value in node.outputs:
             value.name = f"prepare.{value.name}"
-    moved = list(nodes)
-    first = model.graph[0]
-    nodes.outputs.clear()
-    nodes.inputs.clear()
-    nodes.remove(moved)
-    model.graph.insert_before(first, moved)
-    taken.replace_all_uses_with(made)
+    nodes = list(resize_graph)
+    first_of_model = model.graph[0]
+    # A node is in one graph at a time, so the nodes are taken out of theirs first.
+    resize_graph.outputs.clear()
+    resize_graph.inputs.clear()
+    resize_graph.remove(nodes)
+    model.graph.insert_before(first_of_model, nodes)
+    model_input.replace_all_uses_with(pixels)
     model.graph.inputs[0] = image
 
 
 def resize_model(data: DataConfig) -> onnx.ModelProto:
-    """A model of these nodes alone: `image`, H x W x 3, to `pixels`, 1 x C x H x W of the model, both uint8."""
+    """Make an ONNX model of only the nodes that resize, crop, and turn to grey for a grey model.
+
+    It takes `image`, H x W x 3, and returns `pixels`, 1 x C x the model's height x its width, both uint8.
+    """
     mode, crop_pct = crop_of(data)
-    size = sides(data.IMAGE_SIZE)
-    high, wide = (math.floor(side / crop_pct) for side in size)
+    model_height, model_width = sides(data.IMAGE_SIZE)
+    # Sides of the resized image before its centre is cropped.
+    high = math.floor(model_height / crop_pct)
+    wide = math.floor(model_width / crop_pct)
     if mode == "center" and high != wide:
         mode = "center, not square"
     channels = GREY if data.IMAGE_CHANNELS == 1 else "\n  channels = Identity (batch)"
     # As PIL: first the columns, then the rows, each rounded to whole numbers.
     return onnx.parser.parse_model(f"""
 <ir_version: 8, opset_import: ["" : {OPSET}]>
-prepare (uint8[H, W, 3] {IMAGE}) => (uint8[1, {data.IMAGE_CHANNELS}, {size[0]}, {size[1]}] {PIXELS})
+prepare (uint8[H, W, 3] {IMAGE}) => (uint8[1, {data.IMAGE_CHANNELS}, {model_height}, {model_width}] {PIXELS})
 {{
-  size2 = Constant <value_ints = [{size[0]}]> ()
-  size3 = Constant <value_ints = [{size[1]}]> ()
+  size2 = Constant <value_ints = [{model_height}]> ()
+  size3 = Constant <value_ints = [{model_width}]> ()
   side_high = Constant <value_ints = [{high}]> ()
   side_wide = Constant <value_ints = [{wide}]> ()
   half = Constant <value_float = 0.5> ()
@@ -242,11 +266,14 @@ prepare (uint8[H, W, 3] {IMAGE}) => (uint8[1, {data.IMAGE_CHANNELS}, {size[0]}, 
 
 
 def _along(data: DataConfig, axis: int, source: str, length: str) -> str:
-    """Nodes that resize `source` to this length along an axis, and crop its centre, to `cropped` and the axis."""
-    mode, exact = MODES[data.INTERPOLATION]
+    """Write nodes that resize along one axis and crop the centre; the result is `cropped2` or `cropped3`, by the axis.
+
+    `source`: the value to resize. `length`: the value with the length along the axis before the crop.
+    """
+    mode, attributes = MODES[data.INTERPOLATION]
     # Sizes of all axes: onnxruntime mistakes the attribute `axes` where it moves a Transpose.
     return f"""
-  resized{axis} = Resize <antialias = 1, mode = "{mode}"{exact}> ({source}, , , sizes{axis})
+  resized{axis} = Resize <antialias = 1, mode = "{mode}"{attributes}> ({source}, , , sizes{axis})
   whole{axis} = Round (resized{axis})
   clipped{axis} = Clip (whole{axis}, least, most)
   spare{axis} = Sub ({length}, size{axis})

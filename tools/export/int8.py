@@ -26,95 +26,116 @@ from utils.log import log
 from utils.text import counted, some_of
 
 OPERATORS = ["Conv", "MatMul", "Gemm"]
+"""ONNX operators that are computed in 8 bits"""
 IMAGES = 256
-"""For the ranges of what layers take, and to find those that hurt"""
+"""Images to calibrate on, and to find layers that hurt"""
 MOST_ERROR = 0.1
-"""Root of the mean square of the logits' errors, as a fraction of their standard deviation. Beyond, layers are kept."""
+"""Largest error of the logits; beyond it, layers stay in fp32.
+
+The error is the root of the mean square of the differences, as a fraction of the logits' standard deviation.
+"""
 FASTER = 1.1
+"""An int8 file that is fewer times as fast as fp32 is not worth it, and the log says so."""
 BLOCK = re.compile(r"\D*\d+(\.\d+)*|[^.]+")
-"""Of a layer's name: layers of one block are kept together"""
+"""Start of a layer's name that names its block, such as blocks.0; a block's layers stay in fp32 together."""
 
 
 class Int8(Onnx):
-    """`keep`: beginnings of names of layers to be left in fp32; empty: those that are found to hurt."""
+    """ONNX whose layers are in 8 bits, but for those that would change the outputs too much.
+
+    `images`: to calibrate on. `keep`: beginnings of the names of layers that stay in fp32; if it is empty, the layers
+    that hurt are searched for.
+    """
 
     def __init__(self, images: CheckImages, keep: tuple[str, ...]) -> None:
         self._images = images
         self._keep = keep
-        self._gain = ""
-        self.kept: set[str] = set()  # layers in fp32
+        self._speed = ""
+        self.fp32_layers: set[str] = set()
+        """Names of the layers that the written file has in fp32"""
 
     def write(self, export: Export, file: Path) -> str:
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
-            exact = Path(folder, "exact.onnx")
-            summary = super().write(export, exact)
+            fp32_file = Path(folder, "exact.onnx")
+            summary = super().write(export, fp32_file)
             try:
-                self.kept = self._quantise(export, exact, file)
+                self.fp32_layers = self._quantise(export, fp32_file, file)
             except (TrainingError, UserError, OSError):
                 raise
             except Exception as error:  # onnxruntime's tools raise many types
                 raise TrainingError(f"-int8: onnxruntime cannot quantise the model: {first_line(error)}") from None
-            one = itertools.repeat(next(self._batches(export)))
-            faster = times_as_fast(self.run(export, exact, one), self.run(export, file, one))
-            smaller = exact.stat().st_size / file.stat().st_size
-        self._gain = f"{smaller:.1f} times smaller, {faster:.2g} times as fast an image at a time (this CPU, 1 thread)"
+            image = itertools.repeat(next(self._batches(export)))
+            faster = times_as_fast(self.run(export, fp32_file, image), self.run(export, file, image))
+            smaller = fp32_file.stat().st_size / file.stat().st_size
+        self._speed = f"{smaller:.1f} times smaller, {faster:.2g} times as fast an image at a time (this CPU, 1 thread)"
         if faster < FASTER:
-            self._gain += ": here fp32 serves as well (int8 pays for larger models, on CPUs with VNNI)"
+            self._speed += ": here fp32 serves as well (int8 pays for larger models, on CPUs with VNNI)"
         log.info("int8: calibrated on %s %s", counted(len(self._images.names), "image"), self._images.source)
-        if self.kept:
-            why = "-keep" if self._keep else "in 8 bits they change the outputs most"
-            log.info("int8: left in fp32: %s (%s)", some_of(sorted(self.kept)), why)
+        if self.fp32_layers:
+            reason = "-keep" if self._keep else "in 8 bits they change the outputs most"
+            log.info("int8: left in fp32: %s (%s)", some_of(sorted(self.fp32_layers)), reason)
         return summary
 
     def _batches(self, export: Export) -> Iterator[Tensor]:
+        """Yield the model's inputs for the images to calibrate on; the first batch has one image."""
         return self._images.batches(export.trained, export.with_preprocess)
 
-    def _quantise(self, export: Export, exact: Path, file: Path) -> set[str]:
-        """Write `file`, and return the layers that it leaves in fp32."""
-        nodes = {node.name for node in onnx.load(str(exact)).graph.node if node.op_type in OPERATORS}
+    def _quantise(self, export: Export, fp32_file: Path, file: Path) -> set[str]:
+        """Write `file` from the fp32 ONNX file, and return the names of the layers that it leaves in fp32.
+
+        Without -keep, all layers are in 8 bits if the error of the logits allows it. Otherwise blocks are returned to
+        fp32, the one whose layers alone cause the largest error first, until the error is small enough.
+        """
+        nodes = {node.name for node in onnx.load(str(fp32_file)).graph.node if node.op_type in OPERATORS}
         layers = {node: layer for node, layer in self.layers.items() if node in nodes}
         blocks: dict[str, set[str]] = {}
         for layer in layers.values():
             block = BLOCK.match(layer)[0]  # pyright: ignore[reportOptionalSubscript]
             blocks.setdefault(block, set()).add(layer)
-        every = set(layers.values())
-        self._check_keep(every, blocks)
-        kept = {layer for layer in every if layer.startswith(self._keep)}
-        ranges = _ranges(exact, self._batches(export))
-        expected = torch.cat(list(self.run(export, exact, self._batches(export))))
+        all_layers = set(layers.values())
+        self._check_keep(all_layers, blocks)
+        fp32_layers = {layer for layer in all_layers if layer.startswith(self._keep)}
+        ranges = _ranges(fp32_file, self._batches(export))
+        expected = torch.cat(list(self.run(export, fp32_file, self._batches(export))))
 
-        def error_without(kept: set[str]) -> float:
-            """Write `file` with these layers in fp32."""
-            if kept >= every:
+        def write_and_measure_error(fp32_layers: set[str]) -> float:
+            """Write `file` with these layers in fp32, and return the error of its logits, as in MOST_ERROR."""
+            if fp32_layers >= all_layers:
                 raise TrainingError("-int8: no layer can be in 8 bits without changing the outputs; use fp32 or fp16.")
-            _write(exact, file, ranges, [node for node, layer in layers.items() if layer not in kept])
-            found = torch.cat(list(self.run(export, file, self._batches(export))))
-            return float((found - expected).square().mean().sqrt() / (expected.std() or 1.0))
+            int8_nodes = [node for node, layer in layers.items() if layer not in fp32_layers]
+            _write(fp32_file, file, ranges, int8_nodes)
+            outputs = torch.cat(list(self.run(export, file, self._batches(export))))
+            return float((outputs - expected).square().mean().sqrt() / (expected.std() or 1.0))
 
-        if error_without(kept) <= MOST_ERROR or self._keep:
-            return kept
-        hurts = {block: error_without(every - blocks[block]) for block in progress_bar(list(blocks), "blocks", "int8")}
-        for block in sorted(hurts, key=lambda one: -hurts[one]):
-            kept |= blocks[block]
-            if error_without(kept) <= MOST_ERROR:
+        if write_and_measure_error(fp32_layers) <= MOST_ERROR or self._keep:
+            return fp32_layers
+        # The error if only one block is in 8 bits.
+        block_errors = {
+            block: write_and_measure_error(all_layers - blocks[block])
+            for block in progress_bar(list(blocks), "blocks", "int8")
+        }
+        for block in sorted(block_errors, key=lambda block: -block_errors[block]):
+            fp32_layers |= blocks[block]
+            if write_and_measure_error(fp32_layers) <= MOST_ERROR:
                 break
-        return kept
+        return fp32_layers
 
     def _check_keep(self, layers: set[str], blocks: Iterable[str]) -> None:
+        """Raise UserError if -keep names a beginning that no layer has."""
         unknown = []
-        for name in self._keep:
-            if not any(layer.startswith(name) for layer in layers):
-                unknown.append(name)
+        for prefix in self._keep:
+            if not any(layer.startswith(prefix) for layer in layers):
+                unknown.append(prefix)
         if unknown:
-            names = some_of(sorted(blocks))
-            raise UserError(f"-keep {','.join(unknown)}: no layer's name begins so; they are in {names}.")
+            block_names = some_of(sorted(blocks))
+            raise UserError(f"-keep {','.join(unknown)}: no layer's name begins so; they are in {block_names}.")
 
-    def gain(self, export: Export, file: Path) -> str:
-        return self._gain
+    def speed(self, export: Export, file: Path) -> str:
+        return self._speed
 
 
 def calibration_images(trained: Trained) -> CheckImages:
-    """Training images of the run, not augmented."""
+    """Choose training images of the run to calibrate on, and read them without augmentation."""
     try:
         dataset = split_of_run(trained, "train")
     except UserError as error:
@@ -123,23 +144,24 @@ def calibration_images(trained: Trained) -> CheckImages:
 
 
 def reader(batches: Iterator[Tensor]) -> Any:
-    """As onnxruntime reads inputs: `get_next` returns one, or None after the last."""
+    """Wrap batches as onnxruntime's tools read them: `get_next` returns the next input, or None after the last."""
     inputs = ({INPUT: batch.numpy()} for batch in batches)
     return SimpleNamespace(get_next=lambda: next(inputs, None))
 
 
-def _ranges(exact: Path, batches: Iterator[Tensor]) -> Any:
-    """The smallest and largest values of what each layer takes and gives."""
-    augmented = str(exact.with_name("ranges.onnx"))
+def _ranges(fp32_file: Path, batches: Iterator[Tensor]) -> Any:
+    """Measure the smallest and largest values of each layer's inputs and outputs on these batches."""
+    augmented = str(fp32_file.with_name("ranges.onnx"))
     method = CalibrationMethod.MinMax
-    calibrator = create_calibrator(str(exact), OPERATORS, augmented, calibrate_method=method)
+    calibrator = create_calibrator(str(fp32_file), OPERATORS, augmented, calibrate_method=method)
     calibrator.collect_data(reader(batches))
     return calibrator.compute_data()
 
 
-def _write(exact: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
+def _write(fp32_file: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
+    """Write `file` with these nodes in 8 bits, without the quantiser's own entries in the metadata."""
     quantizer = QDQQuantizer(
-        onnx.load(str(exact)),
+        onnx.load(str(fp32_file)),
         per_channel=True,
         reduce_range=False,
         weight_qType=QuantType.QInt8,
@@ -151,8 +173,9 @@ def _write(exact: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
         extra_options={},
     )
     quantizer.quantize_model()
-    about = quantizer.model.model.metadata_props
-    notes = [one for one in about if one.key.startswith("onnx.")]  # the quantiser's; all others are JSON
-    for one in notes:
-        about.remove(one)
+    metadata = quantizer.model.model.metadata_props
+    # Vitamp's entries have no such prefix.
+    quantiser_entries = [entry for entry in metadata if entry.key.startswith("onnx.")]
+    for entry in quantiser_entries:
+        metadata.remove(entry)
     quantizer.model.save_model_to_file(str(file))

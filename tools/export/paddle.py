@@ -44,64 +44,74 @@ class Target:
     name: str | None
     """timm's name; None where timm has none for these sizes"""
     sizes: dict[str, Any]
+    """Settings of the model's sizes, such as NUM_CLASSES; None for one that the tensors do not tell"""
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the model's tensors, by key"""
     classifiers: tuple[str, ...] = CLASSIFIERS
     """Prefixes of the tensors that the file may lack"""
 
-    def differing(self, converted: Converted) -> int:
-        """How many tensors do not match, but for a classifier that the file lacks."""
-        mine = _shapes_of(converted.tensors)
-        lacking = [key for key in self.shapes if key not in mine and not key.startswith(self.classifiers)]
-        return len(lacking) + len(mine.items() - self.shapes.items())
+    def count_differing(self, converted: Converted) -> int:
+        """Count the tensors that do not match this model; a classifier that the file lacks is no difference."""
+        file_shapes = _shapes_of(converted.tensors)
+        lacking = [key for key in self.shapes if key not in file_shapes and not key.startswith(self.classifiers)]
+        return len(lacking) + len(file_shapes.items() - self.shapes.items())
 
 
 def _shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor."""
     return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
 def import_weights(file: Path, out: Path, name: str | None) -> int:
-    """Convert `file` and write `out`. Exit code 1, and no file, if tensors other than the classifier's do not match."""
+    """Convert PaddleViT's weights in `file` to safetensors `out`, log every tensor, and return the exit code.
+
+    `name`: the timm model that -name gives; None to find it. If tensors other than the classifier's do not match the
+    model, nothing is written, and the exit code is 1.
+    """
     arrays = read_pdparams(file)
     converted = convert(arrays, file)
     target = target_of(file, arrays, converted, name)
     sizes = ", ".join(f"{key} {one_line(value)}" for key, value in target.sizes.items() if value is not None)
-    named = f"timm's {target.name}" if target.name else f"a {converted.family} that has no name in timm"
-    log.info("%s: %s (%s)", file, named, sizes)
-    unmatched = _unmatched(arrays, converted, target)
+    model = f"timm's {target.name}" if target.name else f"a {converted.family} that has no name in timm"
+    log.info("%s: %s (%s)", file, model, sizes)
+    unmatched = _log_tensors(arrays, converted, target)
     if unmatched:
-        numbers = f"{len(unmatched)} of {len(arrays)} tensors do not match this model ({some_of(unmatched)})"
-        log.error("%s: nothing was written. Choose another model with -name NAME.", numbers)
+        count = f"{len(unmatched)} of {len(arrays)} tensors do not match this model ({some_of(unmatched)})"
+        log.error("%s: nothing was written. Choose another model with -name NAME.", count)
         return EXIT_FAILED
     if target.shapes.keys() - converted.tensors.keys():
         log.warning("The file has no classifier: -pretrained will initialise one.")
     tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
     write_weights(out, tensors, _header(converted, target, file))
-    words = [str(out)] + _settings(converted, target)
-    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), shlex.join(words))
+    arguments = [str(out)] + _settings(converted, target)
+    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), shlex.join(arguments))
     return EXIT_DONE
 
 
 def _settings(converted: Converted, target: Target) -> list[str]:
-    """To give beside -pretrained."""
-    given = target.sizes
+    """Return the settings KEY=VALUE that a command needs beside -pretrained; N stands for a number to choose."""
+    sizes = target.sizes
     name = target.name
     if name is None:  # only the name of a model says that it has a distillation token
         name = DISTILLED if "dist_token" in converted.tensors else "mine"
-    words = [f"MODEL.TYPE={converted.family}", f"MODEL.NAME={name}"]
-    words += [f"DATA.{key}={given[key]}" for key in IMAGE_KEYS]
-    classes = given["NUM_CLASSES"] or "N"
-    words.append(f"MODEL.NUM_CLASSES={classes}")
+    settings = [f"MODEL.TYPE={converted.family}", f"MODEL.NAME={name}"]
+    settings += [f"DATA.{key}={sizes[key]}" for key in IMAGE_KEYS]
+    classes = sizes["NUM_CLASSES"] or "N"
+    settings.append(f"MODEL.NUM_CLASSES={classes}")
     if target.name is None:
-        for key, value in given.items():
+        for key, value in sizes.items():
             if key not in IMAGE_KEYS and key != "NUM_CLASSES":
                 text = "N" if value is None else one_line(value)
-                words.append(f"MODEL.{key}={text}")
-    return words
+                settings.append(f"MODEL.{key}={text}")
+    return settings
 
 
-def _unmatched(arrays: dict[str, np.ndarray], converted: Converted, target: Target) -> list[str]:
-    """Log what becomes of each tensor, and return those that do not match the model, but for a classifier's."""
+def _log_tensors(arrays: dict[str, np.ndarray], converted: Converted, target: Target) -> list[str]:
+    """Log what becomes of each tensor, and return the names of those that do not match the model.
+
+    These are unused ones, missing ones, and those of another size. A classifier that is unused or missing is not
+    returned, since a model may have another one.
+    """
     shapes = _shapes_of(converted.tensors)
     missing = [key for key in target.shapes if key not in shapes]
     used = []
@@ -110,12 +120,12 @@ def _unmatched(arrays: dict[str, np.ndarray], converted: Converted, target: Targ
         if key not in target.shapes:
             unused.append(paddle)
             continue
-        line = f"{paddle} -> {key}  {_shape(shapes[key])}"
+        line = f"{paddle} -> {key}  {_format_shape(shapes[key])}"
         if is_transposed(paddle, arrays[paddle]):
             line += ", transposed"
         used.append(line)
     resized = {
-        key: f"{key}  {_shape(shape)} in the file, {_shape(target.shapes[key])} in the model"
+        key: f"{key}  {_format_shape(shape)} in the file, {_format_shape(target.shapes[key])} in the model"
         for key, shape in shapes.items()
         if target.shapes.get(key, shape) != shape
     }
@@ -136,8 +146,12 @@ def _unmatched(arrays: dict[str, np.ndarray], converted: Converted, target: Targ
 
 
 def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
-    """Header of the file, like that of scripts/checkpoint.py strip, so that predict.py and evaluate.py take it."""
-    about: dict[str, Any] = {"converted_from": file.name, "num_classes": target.sizes["NUM_CLASSES"]}
+    """Make the header of the written file, from which predict.py and evaluate.py build the model.
+
+    It is like that of scripts/checkpoint.py strip. Without a timm name or a classifier, it has only the name of `file`
+    and the number of classes.
+    """
+    header: dict[str, Any] = {"converted_from": file.name, "num_classes": target.sizes["NUM_CLASSES"]}
     if target.name and target.sizes["NUM_CLASSES"]:
         # Settings of the model and of its image preparation, which is timm's for the same model.
         preprocessing = timm_preprocessing(target.name, f"timm's {target.name}")
@@ -150,26 +164,33 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
             **{f"DATA.{key}": target.sizes[key] for key in IMAGE_KEYS},
         }
         config = load_config(None, {key: (value, "the file") for key, value in values.items()}, {}).config
+        settings = values_to_keep(config).items()
         name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-        about |= {
+        header |= {
             "timm": {"name": name, "arguments": arguments},
             "model": target.name,
             "made_by": "vitamp",
             "weights": "the model's weights",
             "input": input_of(config.DATA),
-            "settings": {k: v for k, v in values_to_keep(config).items() if k.startswith(("MODEL.", "DATA."))},
+            "settings": {key: value for key, value in settings if key.startswith(("MODEL.", "DATA."))},
             "classes": None,
             "choices": {},
             "fp32_modules": [],
         }
-    return {"format": "pt", **encoded(about)}
+    return {"format": "pt", **encoded(header)}
 
 
-def _shape(shape: Any) -> str:
+def _format_shape(shape: Any) -> str:
+    """Write a shape as text, such as 768x768."""
     return "x".join(map(str, shape))
 
 
 def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, name: str | None) -> Target:
+    """Find timm's model for the weights; UserError if they are of no family that can be converted.
+
+    It is the model that -name gives (`name`), else that of the file's name if the tensors fit it, else a published one
+    with the sizes of the tensors, else one with these sizes that has no name.
+    """
     if name is not None and not is_timm_name(name):
         raise UserError(
             f"-name {name}: timm has no model of that name; main_single_gpu.py -list_models lists all models."
@@ -180,58 +201,67 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
         sizes = sizes_of_weights(converted)
     except (KeyError, ValueError, IndexError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else f"no model has such tensors ({error})"
-        some = some_of(converted.unused or list(arrays))
+        examples = some_of(converted.unused or list(arrays))
         raise UserError(
             f"{file}: no weights of a family of PaddleViT that can be converted: {len(converted.unused)} of "
-            f"{len(arrays)} tensors match no rule ({some}), and {why}."
+            f"{len(arrays)} tensors match no rule ({examples}), and {why}."
         ) from None
-    # The model of -name, of the file's name, or of these sizes; else a model of these sizes without a name.
     guesses = [name] if name else [file.name.partition(".")[0], timm_name(converted, sizes)]
-    shapes = _shapes_of(converted.tensors)
+    file_shapes = _shapes_of(converted.tensors)
     for guess in guesses:
         if not guess or not is_timm_name(guess):
             continue
-        expected = _shapes(converted, {"NAME": guess}, sizes)
-        if guess == guesses[-1] or shapes.items() <= expected.items():
-            return Target(guess, sizes, expected)
+        model_shapes = _model_shapes(converted, {"NAME": guess}, sizes)
+        # The last guess needs no comparison: -name decides, or the sizes are those of the tensors.
+        if guess == guesses[-1] or file_shapes.items() <= model_shapes.items():
+            return Target(guess, sizes, model_shapes)
     return _unnamed(converted, sizes)
 
 
 def _unnamed(converted: Converted, sizes: dict[str, Any]) -> Target:
+    """Return a model of these sizes that timm has no name for."""
     base = DISTILLED if "dist_token" in converted.tensors else converted.family
     model_sizes = {key: value for key, value in sizes.items() if key not in IMAGE_KEYS and value is not None}
     heads = {"NUM_HEADS": sizes["NUM_HEADS"] or 1}  # no tensor's shape of a ViT depends on it
-    return Target(None, sizes, _shapes(converted, {"NAME": base, **model_sizes, **heads}, sizes))
+    return Target(None, sizes, _model_shapes(converted, {"NAME": base, **model_sizes, **heads}, sizes))
 
 
 def _of_family(file: Path, converted: Converted, name: str | None) -> Target:
-    """The model of -name or of the file's name, else the first of the family with such tensors."""
+    """Return the published model of a family that differs least from the tensors; the one of -name if it is given.
+
+    Of several that differ equally, the model of the file's name comes first.
+    """
     family = families()[converted.family]
-    named = family.timm_name(file.name.partition(".")[0])
-    guesses = [name] if name else dict.fromkeys([named] + list(family.models))
+    model_of_file_name = family.timm_name(file.name.partition(".")[0])
+    guesses = [name] if name else dict.fromkeys([model_of_file_name] + list(family.models))
     candidates = [_published(converted, guess) for guess in guesses if guess]
-    best = min(candidates, key=lambda target: target.differing(converted))
-    if not name and best.name != named and not best.differing(converted):
+    best = min(candidates, key=lambda target: target.count_differing(converted))
+    if not name and best.name != model_of_file_name and best.count_differing(converted) == 0:
         log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
     return best
 
 
 def _published(converted: Converted, name: str) -> Target:
+    """Return timm's model `name`, with the image size of its weights and the number of classes of the file."""
     pretrained = timm_weights(name)
     assert pretrained is not None  # is_timm_name
-    given: Any = pretrained.classifier
-    classifiers = (given,) if isinstance(given, str) else tuple(given or ())
+    timm_classifier: Any = pretrained.classifier  # a name, several, or None
+    classifiers = (timm_classifier,) if isinstance(timm_classifier, str) else tuple(timm_classifier or ())
     weights = [converted.tensors.get(f"{classifier}.weight") for classifier in classifiers]
     sizes = {
         "IMAGE_SIZE": pretrained.input_size[-1],
         "IMAGE_CHANNELS": pretrained.input_size[0],
         "NUM_CLASSES": next((weight.shape[0] for weight in weights if weight is not None), None),
     }
-    shapes = _shapes(converted, {"NAME": name}, sizes)
+    shapes = _model_shapes(converted, {"NAME": name}, sizes)
     return Target(name, sizes, shapes, tuple(f"{classifier}." for classifier in classifiers))
 
 
-def _shapes(converted: Converted, settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _model_shapes(converted: Converted, settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a model with these settings, without allocating its weights.
+
+    `settings`: of MODEL, besides type and classes. `sizes`: number of classes (None: the default), and size of images.
+    """
     classes = {"NUM_CLASSES": sizes["NUM_CLASSES"]} if sizes["NUM_CLASSES"] else {}
     config = ModelConfig.model_validate({"TYPE": converted.family, **settings, **classes})
     return _shapes_of(build_without_weights(config, sizes["IMAGE_SIZE"], sizes["IMAGE_CHANNELS"]).state_dict())

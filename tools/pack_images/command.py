@@ -53,63 +53,59 @@ TOOL = Tool(
 
 @tool
 def main(argv: list[str]) -> int:
-    """Read the command line, pack the data set SRC into the folder DST, and return the exit code."""
-    line = TOOL.read(argv)
-    places = line.asked.places or []
+    """Check the settings on all ranks, and pack SRC into DST."""
+    command_line = TOOL.read(argv)
+    places = command_line.asked.places or []
     if len(places) != 2:
         given = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
         raise UserError(f"pack_images.py needs SRC (what to pack) and DST (the folder to write); {given}. See -h.")
-    source, destination = places
-    if "DATA.DATA_PATH" in line.run.flags:
+    if "DATA.DATA_PATH" in command_line.run.flags:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
-    source_key = "DATA.DATASET" if source.startswith("hf:") else "DATA.DATA_PATH"
-    own_settings: dict[str, tuple[Any, str]] = {source_key: (source, Source("SRC", Kind.TOOL))}
-    if line.asked.keep:
-        # Mean and deviation of the pixels have no effect here. Any value saves the time of measuring them.
-        own_settings |= dict.fromkeys(MEASURED[1:], ("0.5", Source("-keep", Kind.TOOL)))
-    with ranks_of_launcher(argv, line.run.ranks) as world:
-        loaded = on_every_rank(world, lambda: line.load(own_settings))
+    src, dst = places
+    src_key = "DATA.DATASET" if src.startswith("hf:") else "DATA.DATA_PATH"
+    settings: dict[str, tuple[Any, str]] = {src_key: (src, Source("SRC", Kind.TOOL))}
+    if command_line.asked.keep:  # mean and deviation have no effect: given, they are not measured
+        settings |= dict.fromkeys(MEASURED[1:], ("0.5", Source("-keep", Kind.TOOL)))
+    with ranks_of_launcher(argv, command_line.run.ranks) as world:
+        loaded = on_every_rank(world, lambda: command_line.load(settings))
 
         # Imported late: torch takes seconds to import, and a wrong command should fail at once.
         from tools.pack_images.run import pack
 
         if_interrupted.append("finished tar files stay, and the same command resumes")
-        settings = on_every_rank(world, lambda: _packing_settings(line, loaded))
-        pack(loaded.config.DATA, Path(destination).expanduser(), settings, jobs=line.asked.num_workers, world=world)
+        stored_settings = on_every_rank(world, lambda: _stored_settings(command_line, loaded))
+        jobs = command_line.asked.num_workers
+        pack(loaded.config.DATA, Path(dst).expanduser(), stored_settings, jobs=jobs, world=world)
     return EXIT_DONE
 
 
-def _packing_settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
+def _stored_settings(command_line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     """Return the settings that the packed bytes depend on: stored with them, and compared when packing resumes.
 
-    Raises UserError for flags and settings that have no effect on this kind of packing.
+    Raises UserError for flags that exclude each other or have no effect.
     """
     from datasets.base import background_of
 
     data = loaded.config.DATA
-    if "raw" in line.given and "keep" in line.given:
+    given = command_line.given
+    if "raw" in given and "keep" in given:
         raise UserError("-raw and -keep exclude each other; give one.")
     kind = "jpeg"
-    useless_flags = ()
-    if "raw" in line.given:
-        kind = "raw"
-        useless_flags = ("quality",)
-    elif "keep" in line.given:
-        kind = "keep"
-        useless_flags = ("short_side", "quality")
+    for name in ("raw", "keep"):
+        if name in given:
+            kind = name
     if kind != "keep" and not data.is_plain:
         raise UserError("DATA.BITS, DATA.IMAGE_CHANNELS: such images are packed as they are stored; add -keep.")
-    line.refuse(useless_flags, f"-{{}} has no effect with -{kind}; leave it out.")
+    without_effect = {"keep": ("short_side", "quality"), "raw": ("quality",)}.get(kind, ())
+    command_line.refuse(without_effect, f"-{{}} has no effect with -{kind}; leave it out.")
     settings: dict[str, int | str | bool] = {"kind": kind}
     for name in ("short_side", "quality", "shard_images"):
-        if name not in useless_flags:
-            settings[name] = getattr(line.asked, name)
+        if name not in without_effect:
+            settings[name] = getattr(command_line.asked, name)
 
-    # With -keep, files are turned and get their background when training reads them. But if SRC itself is packed, that
-    # has been done by its settings, which are passed on.
+    # -keep leaves rotation and background to training, unless SRC is itself a packed data set, which has them.
     keys = ("DATA.EXIF_ROTATE", "DATA.BACKGROUND")
-    source_is_packed = any(loaded.sources[key] == "packing" for key in keys)
-    if kind != "keep" or source_is_packed:
+    if kind != "keep" or any(loaded.sources[key] == "packing" for key in keys):
         settings["background"] = one_line(background_of(data) if data.BACKGROUND == "mean" else data.BACKGROUND)
     else:
         for key in keys:

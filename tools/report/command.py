@@ -29,27 +29,29 @@ TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folde
 
 @tool
 def main(argv: list[str]) -> int:
-    line = TOOL.read(argv)
-    asked = line.asked
-    for name in ("part", "data_path"):
-        if asked.no_predictions and name in line.given:
-            value = vars(asked)[name]
-            raise UserError(f"-{name} {value}: -no_predictions evaluates no split; leave one of them out.")
-    out = line.file("out", ".html", ".htm")
+    """Write the page of the given runs, and log the verdict on them."""
+    command_line = TOOL.read(argv)
+    options = command_line.asked
+    for flag in ("part", "data_path"):
+        if options.no_predictions and flag in command_line.given:
+            value = vars(options)[flag]
+            raise UserError(f"-{flag} {value}: -no_predictions evaluates no split; leave one of them out.")
+    out = command_line.file("out", ".html", ".htm")
     check_one_process("report.py")
 
+    # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.common.contenders import verdict_of
     from tools.common.report_page.page import write_report
     from tools.common.report_page.runs import folders_of
 
-    verdict = verdict_of(folders_of(asked.runs))
+    verdict = verdict_of(folders_of(options.runs))  # no lines for a single run
     page = write_report(
-        asked.runs,
+        options.runs,
         out,
         verdict="\n".join(verdict) or None,
-        predictions=not asked.no_predictions,
-        part=asked.part,
-        data_path=asked.data_path,
+        predictions=not options.no_predictions,
+        part=options.part,
+        data_path=options.data_path,
     )
     log_lines(verdict)
     log.info("Report: %s", page)

@@ -16,7 +16,7 @@ from utils.log import log, log_lines
 from utils.text import counted
 
 MOST = 256
-"""Largest number of images in a picture"""
+"""Most images in a picture"""
 OWN = (
     Flag("out", "picture to write", "FILE.png", default="batch.png"),
     Flag("count", f"number of images, at most {MOST}", "N", default=16, kind=whole(1, MOST)),
@@ -27,12 +27,12 @@ TOOL = Tool("show_batch.py", __doc__, OWN)
 
 @tool
 def main(argv: list[str]) -> int:
-    """Draw the images of the run that the command line describes, and return the exit code."""
-    line = TOOL.read(argv)
-    out = line.file("out", ".png")
-    count = line.asked.count
+    """Check the settings as training does, and draw the images that it would begin with."""
+    command_line = TOOL.read(argv)
+    out = command_line.file("out", ".png")
+    count = command_line.asked.count
     assert out is not None, "it has a default"
-    loaded = line.load()
+    loaded = command_line.load()
     if loaded.config.EVAL:
         raise UserError(f"{loaded.sources['EVAL']}: show_batch.py shows training images; leave this out.")
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     check_dataset(loaded.config.DATA, loaded.config.MODEL.NUM_CLASSES)
     check_augmentations(loaded.config.TRAIN, loaded.config.DATA)
     log_lines(loaded.notes)
-    shown = first_images(loaded.config, count)
-    draw(out, loaded.config, shown)
-    log.info("%s as the model sees them: %s", counted(len(shown), "image"), out)
+    images = first_images(loaded.config, count)
+    draw(out, loaded.config, images)
+    log.info("%s as the model sees them: %s", counted(len(images), "image"), out)
     return EXIT_DONE

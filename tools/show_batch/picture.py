@@ -1,4 +1,4 @@
-"""First images of a training run, augmented as in training, and a picture of them."""
+"""Make the first images of a training run, augmented as in training, and draw a picture of them."""
 
 import itertools
 import math
@@ -26,14 +26,15 @@ from utils.seeding import seed_all
 from vitamp.bands import picture_of_bands, shown_bands
 
 SIDE_INCHES = 1.7
+"""Width of an image in the picture"""
 SMALLEST_FRACTION = 0.005
 """Labels with a smaller fraction round to 0 % and are not shown"""
 LONGEST_NAME = 18
-"""Letters of a class's name; longer names are cut"""
+"""Characters of a class name that are shown"""
 
 
 class Shown(NamedTuple):
-    """One image as the model sees it, but with pixels from 0 to 255, and its labels."""
+    """One image as the model sees it, but with pixels from 0 to 255."""
 
     pixels: np.ndarray
     """uint8, height x width x channels"""
@@ -42,8 +43,8 @@ class Shown(NamedTuple):
 
 
 def first_images(config: Config, count: int) -> list[Shown]:
-    """Return the first `count` training images of the run, augmented with the same random numbers as in training."""
-    # The number of epochs may be auto, and is not known yet. The images are then those of the longest run.
+    """Return the first `count` images that training would see, augmented with the random numbers of training."""
+    # The length of a run with TRAIN.NUM_EPOCHS auto is unknown, so these are the first images of the longest one.
     config = config.changed(TRAIN=config.TRAIN.spanning(LONGEST_RUN))
     global_batch = config.TRAIN.GLOBAL_BATCH
     if global_batch is not None:
@@ -52,23 +53,23 @@ def first_images(config: Config, count: int) -> list[Shown]:
     set_up_device(config, device, ALONE)
     samples, loader = training_data(config, ALONE, device)
     inputs = Inputs(config.DATA).to(device)
-    augment_batch = build_batch_transform(config.TRAIN, task_of(config), device)
+    transform = build_batch_transform(config.TRAIN, task_of(config), device)
 
     def images() -> Iterator[Shown]:
         for update, micro_batches in enumerate(loader.epoch(1), start=1):
             for share, batch in micro_batches:
+                # As in training: each micro-batch has a seed of its own.
                 seed_all(config.SEED, "micro", update, share.number)
-                augmented = augment_batch(inputs(batch.images), batch.labels)
+                seen = transform(inputs(batch.images), batch.labels)
                 # Normalised images back to pixels. Noise of random erasing can leave 0..255 and is clipped.
-                pixels = (augmented.images - inputs.offset) / inputs.factor
+                pixels = (seen.images - inputs.offset) / inputs.factor
                 if config.DATA.is_plain:
                     pixels = pixels.round().clamp(0, 255).to(torch.uint8)
-                # One fraction per class, also where images are not mixed and have a label each.
-                has_fractions = augmented.targets.dim() > 1
-                targets = augmented.targets if has_fractions else F.one_hot(augmented.labels)
-                for image, target in zip(pixels.permute(0, 2, 3, 1).cpu().numpy(), targets, strict=True):
+                # Targets are fractions of each class, or labels if nothing was mixed.
+                fractions = seen.targets if seen.targets.dim() > 1 else F.one_hot(seen.labels)
+                for image, target in zip(pixels.permute(0, 2, 3, 1).cpu().numpy(), fractions, strict=True):
                     picture = np.atleast_3d(np.asarray(picture_of_bands(image)))
-                    yield Shown(picture, _largest_labels(target, samples.classes))
+                    yield Shown(picture, _labels(target, samples.classes))
 
     try:
         return list(itertools.islice(images(), count))
@@ -76,10 +77,10 @@ def first_images(config: Config, count: int) -> list[Shown]:
         loader.close()
 
 
-def _largest_labels(target: Tensor, classes: Sequence[str] | None) -> tuple[tuple[str, float], ...]:
-    """Return the labels that are shown above an image: name and fraction, the largest fraction first.
+def _labels(target: Tensor, classes: Sequence[str] | None) -> tuple[tuple[str, float], ...]:
+    """Return (class, fraction) of the classes that an image shows, the larger fraction first.
 
-    `target` has the fraction of each class. Without names in `classes`, numbers are the names.
+    `target`: the fraction of each class. `classes`: their names; None for numbers. Long names are cut.
     """
     shown_labels = []
     fractions, labels = target.float().sort(descending=True, stable=True)
@@ -92,24 +93,24 @@ def _largest_labels(target: Tensor, classes: Sequence[str] | None) -> tuple[tupl
     return tuple(shown_labels)
 
 
-def draw(path: Path, config: Config, images: list[Shown]) -> None:
-    """Write a picture file with a grid of images, and the labels of each image above it."""
-    columns = math.ceil(math.sqrt(len(images)))
-    rows = math.ceil(len(images) / columns)
-    # The heading needs the width of 3 images and half an inch, and the labels a quarter of an image's height.
+def draw(path: Path, config: Config, shown: list[Shown]) -> None:
+    """Write a grid of images to the PNG file `path`, with the labels above each image."""
+    columns = math.ceil(math.sqrt(len(shown)))
+    rows = math.ceil(len(shown) / columns)
+    # At least three columns wide, for the title. A row has space for labels, and the figure for the title.
     figure = Figure(figsize=(SIDE_INCHES * max(columns, 3), SIDE_INCHES * 1.25 * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    high, wide, channels = images[0].pixels.shape
+    high, wide, channels = shown[0].pixels.shape
     heading = f"{config.DATA.DATASET}, {high} x {wide}"
     if not config.DATA.is_plain:
         heading += f", {shown_bands(config.DATA.IMAGE_CHANNELS)}"
     figure.suptitle(heading, fontsize=9, parse_math=False)
     for axis in axes.flat:
         axis.set_axis_off()
-    for axis, image in zip(axes.flat, images, strict=False):
+    for axis, image in zip(axes.flat, shown, strict=False):  # the grid may have more places than images
         axis.imshow(image.pixels.squeeze(-1) if channels == 1 else image.pixels, cmap="gray", vmin=0, vmax=255)
         title = "\n".join(f"{name}: {100 * fraction:.0f} %" for name, fraction in image.labels)
-        if len(image.labels) == 1:  # an image that is not mixed, whose label is its name alone
+        if len(image.labels) == 1:
             title = image.labels[0][0]
         axis.set_title(title.encode(errors="backslashreplace").decode(), fontsize=7, parse_math=False)
     with writing(path, "-out"):

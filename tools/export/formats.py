@@ -239,9 +239,10 @@ def compare(export: Export, expected: Tensor, outputs: Tensor, tolerance: float)
     precision costs in accuracy, or that the logits need a sigmoid. TrainingError for differences beyond the tolerance.
     """
     images = export.images
-    errors = (outputs - expected).abs() / (float(expected.abs().max()) or 1.0)
+    largest_output = float(expected.abs().max()) or 1.0  # all outputs may be 0
+    errors = (outputs - expected).abs() / largest_output
     worst = float(errors.max())
-    if not worst <= tolerance:  # or NaN
+    if not worst <= tolerance:  # also if it is NaN
         raise TrainingError(_list_largest_differences(export, expected, outputs, errors, tolerance))
     allowed = "" if tolerance == math.inf else f" ({tolerance:g} allowed)"
     difference = (
@@ -249,7 +250,8 @@ def compare(export: Export, expected: Tensor, outputs: Tensor, tolerance: float)
         f"output{allowed}, {_changed_answers(export, expected, outputs)}"
     )
     if thresholds_of(export.trained) is not None:
-        return [difference, "apply a sigmoid to the logits"] if images.output == LOGITS else [difference]
+        needs_sigmoid = images.output == LOGITS
+        return [difference, "apply a sigmoid to the logits"] if needs_sigmoid else [difference]
     if images.labels is None or export.dtype == "fp32":
         return [difference]
     model_correct = expected.argmax(1) == images.labels

@@ -87,7 +87,7 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
     folder has the picture of the curves.
     """
     trained = export.trained
-    metadata = export.metadata(False)
+    metadata = export.metadata(program=False)
     chosen = trained.chosen
 
     # Metrics that say nothing with so few classes are left out, such as top-5 of five classes.
@@ -274,6 +274,7 @@ class Hub(Safetensors):
         self.license = license
 
     def check(self, trained: Trained) -> None:
+        """Raise UserError for a model that timm cannot build, or whose images or outputs it handles differently."""
         if trained.task.kind != ONE_LABEL:
             raise UserError(
                 "-to hub: this model has several labels per image, but the Hub and timm's example code apply a "
@@ -284,6 +285,7 @@ class Hub(Safetensors):
             raise UserError("-to hub: for 8-bit grey and RGB images, and this model takes others; use -to safetensors.")
 
     def write(self, export: Export, file: Path) -> str:
+        """Write the folder: weights and config by timm, the run's curves, and the model card."""
         # Weights and config, written by timm. Its config must say how vitamp prepares images.
         timm_config: Any = export.model.pretrained_cfg
         architecture = {key: timm_config[key] for key in ARCHITECTURE_KEYS if timm_config.get(key) is not None}
@@ -310,6 +312,7 @@ class Hub(Safetensors):
         return f"{', '.join(written)}, {export.input_summary}"
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Check that timm reads the image preparation from the folder; compute its model's logits for each batch."""
         try:
             model = timm.create_model(f"local-dir:{file}", pretrained=True).eval()
         except Exception as error:  # timm and its models raise many types
@@ -332,7 +335,7 @@ class Hub(Safetensors):
 
 def _data_config(export: Export) -> dict[str, Any]:
     """Return how validation prepares images, under the names of timm.data."""
-    metadata = export.metadata(False)
+    metadata = export.metadata(program=False)
     high, wide = sides(metadata["image_size"])
     return {
         "input_size": (metadata["channels"], high, wide),

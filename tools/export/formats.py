@@ -71,7 +71,7 @@ NOISE_IMAGES = 16
 TURNS = 7
 """Number of times that each of two programs is timed, alternately"""
 SECONDS = 0.1
-"""Duration of each time"""
+"""Processor time that each timing takes at least"""
 
 
 def thresholds_of(trained: Trained) -> Tensor | None:
@@ -453,12 +453,14 @@ class _Exported(nn.Module):
         super().__init__()
         trained = export.trained
         self.dtype = DTYPES[export.dtype]
-        self.inputs = Inputs(trained.config.DATA) if export.with_preprocess or export.with_resize else nn.Identity()
+        takes_pixels = export.with_preprocess or export.with_resize
+        self.inputs = Inputs(trained.config.DATA) if takes_pixels else nn.Identity()
         self.probabilities = trained.task.probabilities if export.with_resize else None
         self.module = export.model.to(self.dtype)
         self.temperature = trained.temperature
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of a batch of images; with -with_resize, the probabilities of one image."""
         logits = self.module(self.inputs(images).to(self.dtype)).float()
         if self.temperature != 1:
             logits = logits * (1 / self.temperature)
@@ -498,6 +500,7 @@ class _Program(Format):
     """A format whose file computes outputs by itself, so that its speed can be measured."""
 
     def speed(self, export: Export, file: Path) -> str:
+        """Time the file against the model in torch, one image at a time; return the words for the log."""
         if export.with_resize:
             return ""
         trained = export.trained
@@ -514,6 +517,7 @@ class Onnx(_Program):
     """Of the written file: the layer of the model that each node with weights is from"""
 
     def write(self, export: Export, file: Path) -> str:
+        """Export the model to an ONNX file, and note in `layers` which layer each node is from."""
         with _torch_exporter("onnx", export):
             program = torch.onnx.export(
                 export.module,
@@ -526,7 +530,7 @@ class Onnx(_Program):
             )
         assert program is not None
         model = program.model
-        model.metadata_props.update({key: json.dumps(value) for key, value in export.metadata(True).items()})
+        model.metadata_props.update({key: json.dumps(value) for key, value in export.metadata(program=True).items()})
 
         # Layers are found by torch's metadata, which is removed afterwards.
         layers: dict[str, str] = {}
@@ -547,6 +551,7 @@ class Onnx(_Program):
         return f"opset {model.opset_imports['']}, {summary}"
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the outputs of the ONNX file for each batch."""
         # With -with_resize, a batch is one image, and the outputs are its probabilities.
         single = export.with_resize
         arrays = (batch[0].numpy() if single else batch.numpy() for batch in batches)
@@ -581,6 +586,10 @@ class OpenVino(Onnx):
     """OpenVINO's own format, made from an ONNX file, whose metadata OpenVINO keeps as rt_info."""
 
     def write(self, export: Export, file: Path) -> str:
+        """Export the model to a temporary ONNX file, and convert that to OpenVINO's two files.
+
+        Returns the summary of the ONNX file without its first part, the opset.
+        """
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             onnx_file = Path(folder, "exact.onnx")
             onnx_summary = super().write(export, onnx_file)
@@ -593,6 +602,7 @@ class OpenVino(Onnx):
         return summary
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the logits of the OpenVINO file for each batch, computed in fp32."""
         # CPUs that can compute in bf16 would do so by default.
         settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         try:
@@ -613,6 +623,7 @@ class Torch(_Program):
     """A torch.export program (.pt2)."""
 
     def write(self, export: Export, file: Path) -> str:
+        """Export the model to a torch.export program, without paths of source files on this machine."""
         any_number = torch.export.Dim(ANY_NUMBER, min=1)
         with _torch_exporter("torch", export):
             program = torch.export.export(export.module, (export.example,), dynamic_shapes=({0: any_number},))
@@ -621,11 +632,12 @@ class Torch(_Program):
                 for node in module.graph.nodes:
                     node.meta.pop("stack_trace", None)  # paths of source files on this machine
         buffer = io.BytesIO()  # if the disk is full, torch's own writer kills the process
-        torch.export.save(program, buffer, extra_files={f"{EXPORTED}.json": json.dumps(export.metadata(True))})
+        torch.export.save(program, buffer, extra_files={f"{EXPORTED}.json": json.dumps(export.metadata(program=True))})
         file.write_bytes(buffer.getbuffer())
         return export.input_summary
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Compute the logits of the torch.export program for each batch."""
         return map(torch.export.load(file).module(), batches)
 
 
@@ -636,6 +648,7 @@ class Safetensors(Format):
     """The format's name in -to"""
 
     def check(self, trained: Trained) -> None:
+        """Raise UserError for a model that timm cannot build: with pooling that it lacks, or of one's own code."""
         model = trained.config.MODEL
         timm_pool = getattr(trained.model, "global_pool", None)
         # MODEL.POOL class is what timm calls token.
@@ -646,17 +659,22 @@ class Safetensors(Format):
             raise UserError(f"-to {self.name}: {reason}; use -to torch or onnx.")
 
     def write(self, export: Export, file: Path) -> str:
+        """Write the weights, with a header that timm ignores and vitamp's tools read."""
         import safetensors.torch
 
         chosen = export.trained.chosen
         meta_fields = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
         # One key: safetensors writes several in a different order each time.
-        header = encoded({EXPORTED: export.metadata(False) | meta_fields | needed_by_tools(chosen)})
+        header = encoded({EXPORTED: export.metadata(program=False) | meta_fields | needed_by_tools(chosen)})
         with raising_os_errors(file):
             safetensors.torch.save_file(export.tensors(), file, metadata=header)
         return "weights under timm's names"
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Compute the logits of timm's model for each batch.
+
+        The temperature is not in the file, so it is applied here.
+        """
         module = timm.create_model(export.timm_name, **export.timm_arguments, checkpoint_path=str(file)).eval()
         return (module(batch) / export.trained.temperature for batch in batches)
 

@@ -55,6 +55,7 @@ class Int8(Onnx):
         """Names of the layers that the written file has in fp32"""
 
     def write(self, export: Export, file: Path) -> str:
+        """Export the model to a temporary fp32 file, quantise that to `file`, and measure size and speed of both."""
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             fp32_file = Path(folder, "exact.onnx")
             summary = super().write(export, fp32_file)
@@ -131,6 +132,7 @@ class Int8(Onnx):
             raise UserError(f"-keep {','.join(unknown)}: no layer's name begins so; they are in {block_names}.")
 
     def speed(self, export: Export, file: Path) -> str:
+        """Return how much smaller and faster the file is than in fp32, which `write` has measured."""
         return self._speed
 
 

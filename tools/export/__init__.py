@@ -7,7 +7,7 @@ WEIGHTS = "model.safetensors"
 CARD = "README.md"
 CURVES = "curves.png"
 HUB_FILES = (WEIGHTS, CARD, CURVES, CONFIG)
-"""Files that -to hub writes, in the order in which they get their names"""
+"""Files that -to hub writes. The last one makes the folder valid, so it is moved there last."""
 CHANGED = ".changed.html"
 """Ending of the page of changed answers, after the exported file's name"""
 

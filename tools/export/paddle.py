@@ -248,10 +248,11 @@ def _published(converted: Converted, name: str) -> Target:
     timm_classifier: Any = pretrained.classifier  # a name, several, or None
     classifiers = (timm_classifier,) if isinstance(timm_classifier, str) else tuple(timm_classifier or ())
     weights = [converted.tensors.get(f"{classifier}.weight") for classifier in classifiers]
+    class_counts = [weight.shape[0] for weight in weights if weight is not None]
     sizes = {
         "IMAGE_SIZE": pretrained.input_size[-1],
         "IMAGE_CHANNELS": pretrained.input_size[0],
-        "NUM_CLASSES": next((weight.shape[0] for weight in weights if weight is not None), None),
+        "NUM_CLASSES": class_counts[0] if class_counts else None,
     }
     shapes = _model_shapes(converted, {"NAME": name}, sizes)
     return Target(name, sizes, shapes, tuple(f"{classifier}." for classifier in classifiers))

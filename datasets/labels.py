@@ -32,8 +32,8 @@ def distinct_names(classes: Iterable[object]) -> list[str]:
 
 def label_words(label: np.ndarray, classes: Sequence[str]) -> str:
     """The name of the class of one image, or those of several classes, separated by |."""
-    chosen = np.flatnonzero(label) if label.ndim else [int(label)]
-    return "|".join(classes[index] for index in chosen)
+    class_indices = np.flatnonzero(label).tolist() if label.ndim else [int(label)]
+    return "|".join(classes[index] for index in class_indices)
 
 
 def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:

@@ -69,8 +69,7 @@ def _arrays(content: Any, file_size: int) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for name, value in entries.items():
         array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # some are (name, array)
-        is_number_array = isinstance(array, np.ndarray) and array.dtype.kind in "biuf"
-        if is_number_array:
+        if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":  # numbers
             arrays[str(name)] = array
     # Many names for the same bytes would take much more memory once they are converted.
     if sum(array.nbytes for array in arrays.values()) > file_size:

@@ -186,7 +186,7 @@ def test_images_that_show_one_thing_with_several_labels_are_counted() -> None:
         none: Any = None
         numbers = np.arange(8)
         images = search.Images(none, none, samples, [*"abc"], labels, numbers, numbers, numbers)
-        return images.same_thing(0, likeness, 0.8)[1]
+        return images.images_of_same_thing(0, likeness, 0.8)[1]
 
     assert counted([]) == counted([*"abcdefgh"]) == ""
     assert counted([], alike=2) == "these 2 images look alike and have 2 labels"

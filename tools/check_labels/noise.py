@@ -101,7 +101,10 @@ class Verdict(NamedTuple):
 
     @property
     def beyond_chance(self) -> bool:
-        """Whether only the other labels that look wrong, but not by both views, keep it from being clear."""
+        """Whether more labels look wrong by both views than chance explains.
+
+        If the verdict is not clear all the same, the views disagree on most labels that look wrong.
+        """
         return self.agreed > CLEARLY * (self.most_if_right + 1)
 
     @property

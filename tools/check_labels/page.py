@@ -13,7 +13,7 @@ from datasets.exclude import text_of
 from engine.evaluation.alike import directions
 from engine.trained.model import picture_of
 from tools.check_labels.noise import WRONG
-from tools.check_labels.search import Images, SearchResult, Suspect, rows_of
+from tools.check_labels.search import Images, SearchResult, Suspect, table_of_suspects
 from tools.common.output_file import writing
 from tools.common.report_page.evaluations import data_uri, pictured
 from tools.common.report_page.page import write_template
@@ -47,7 +47,7 @@ def write_results(images: Images, result: SearchResult, table: Path) -> None:
     lines_in_use = text_of(images.data).rstrip("\n")
     exclude_lines = [lines_in_use] if lines_in_use else []
     exclude_lines += map(images.exclude_line, dropped)
-    rows = rows_of(images, result.suspects, decision)
+    rows = table_of_suspects(images, result.suspects, decision)
     for file, content in ((table, rows), (exclude_list, "".join(f"{line}\n" for line in exclude_lines))):
         with writing(file, "-output"):
             write_atomically(file, content)
@@ -79,7 +79,7 @@ def _write_page(images: Images, result: SearchResult, page: Path, decision: str,
     # The page's script writes both files anew from these: a row that ends before its decision, and a line.
     decisions = {}
     for suspect in result.suspects:
-        row = rows_of(images, [suspect], "").partition("\n")[2]  # without the heading
+        row = table_of_suspects(images, [suspect], "").partition("\n")[2]  # without the heading
         row_to_decide = row.rpartition(",")[0] + ","
         decided = "drop" if suspect.same_bytes_disagree else decision
         decisions[images.name(suspect.image)] = row_to_decide, decided, images.exclude_line(suspect)
@@ -109,7 +109,7 @@ def _write_page(images: Images, result: SearchResult, page: Path, decision: str,
         shown=shown,
         left_out=len(result.suspects) - len(shown),
         unseen=decisions.values(),
-        heading=rows_of(images, [], "").rstrip("\n"),
+        heading=table_of_suspects(images, [], "").rstrip("\n"),
         before=lines_in_use,
         clear=verdict.clear,
         validation=images.data.PART == "val",
@@ -135,7 +135,7 @@ def _with_pictures(
     looks_wrong[[suspect.image for suspect in result.suspects if suspect.wrong_probability >= WRONG]] = True
     for suspect in progress_bar(result.suspects[:MOST_SHOWN], "pictures"):
         similarities = features @ features[suspect.image]
-        of_same_thing, label_remark = images.same_thing(suspect.image, similarities, result.limit)
+        of_same_thing, label_remark = images.images_of_same_thing(suspect.image, similarities, result.limit)
         # A copy of the image says nothing of its label. Images of the same thing with other labels are shown.
         hidden = looks_wrong | (images.distinct_row == images.distinct_row[suspect.image])
         if label_remark:

@@ -21,7 +21,7 @@ from tools.check_labels.search import (
     judge_labels,
     load_with,
     open_images,
-    rows_of,
+    table_of_suspects,
 )
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by, spread
@@ -100,7 +100,7 @@ def search_each_seed(images: Images, method: Method, seeds: Sequence[int], out: 
             if arm == RANDOM:
                 listed = random_like(images, result.suspects, seed)
             tables[arm, seed] = out / f"{arm.replace(' ', '_')}-{seed}.csv"
-            write_atomically(tables[arm, seed], rows_of(images, listed, decision))
+            write_atomically(tables[arm, seed], table_of_suspects(images, listed, decision))
     return tables
 
 

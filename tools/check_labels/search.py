@@ -115,7 +115,7 @@ class Images:
                 return groups
         return np.arange(len(self.labels))
 
-    def same_thing(self, image: int, similarities: np.ndarray, limit: float) -> tuple[np.ndarray, str]:
+    def images_of_same_thing(self, image: int, similarities: np.ndarray, limit: float) -> tuple[np.ndarray, str]:
         """Find the images that show the same thing as one image, and count their labels if these differ.
 
         `similarities`: of all images to this one. Those from `limit` on count as its copies, unless they are many:
@@ -228,7 +228,7 @@ def open_images(config: Config, part: Part) -> Images:
     )
 
 
-def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
+def table_of_suspects(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
     """The text of suspects.csv, a table as DATA.RELABEL takes it: a heading, and one row per image.
 
     `decision`: for all suspects but those of which a copy of the same bytes has another label; these are dropped.

@@ -12,7 +12,7 @@ from datasets.exclude import Remaining, line_of, report_excluded
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, part, settings
 from tests.program import Vitamp, save_image
-from tools.check_labels.search import Suspect, open_images, rows_of
+from tools.check_labels.search import Suspect, open_images, table_of_suspects
 from utils.config import Config
 from utils.errors import UserError
 
@@ -84,7 +84,7 @@ def test_written_lines_exclude_a_missing_image(
     data = data.changed(EXCLUDE=str(tmp_path / "exclude.txt"))
     found = part(data)
     assert [found.name(0), len(found)] == [f"{root}/images/train/1.png", 1]
-    rows = rows_of(open_images(Config(DATA=data), "train"), [Suspect(0, "a", "a", 1, 0, 0)], "keep")
+    rows = table_of_suspects(open_images(Config(DATA=data), "train"), [Suspect(0, "a", "a", 1, 0, 0)], "keep")
     (tmp_path / "list.csv").write_text(rows)
     found = part(data.changed(RELABEL=str(tmp_path / "list.csv")))
     assert vars(found)["unmatched"] == {}

@@ -106,7 +106,7 @@ class _Terminal(logging.Handler):
     def print(self, text: str, stream: TextIO) -> None:
         """Print a text above the progress bar; if that fails, raise the error, or continue without this stream.
 
-        The run continues if `start_log` was told so, and if the error is a full disk only if its log is in a file.
+        The run continues only if `start_log` allows it; after a full disk, its log must also be in a file.
         """
         if stream is sys.stderr:
             # If both streams go into one pipe, the lines that were printed before must come first. An error in this is

@@ -25,7 +25,7 @@ LARGEST_ANSWER = 768 << 20
 """Most bytes of any answer. The largest is an index: that of the 14 million images of ImageNet-21k has 700 MB."""
 
 NOT_ENCODED = ("", "identity", "aws-chunked")
-"""Allowed values of Content-Encoding; the last one tells of an upload to S3, not of the content."""
+"""Allowed values of Content-Encoding. The last one describes how a file was uploaded to S3, not its content."""
 
 
 class Refused(aiohttp.ClientError):

@@ -302,7 +302,7 @@ def validations_of(config: Config, saved: Chosen) -> int:
 
 
 def evaluated_weights(config: Config) -> Chosen | None:
-    """Find the weights that -eval evaluates, with what is known of their training; None if nothing is known."""
+    """Find the weights that -eval evaluates, with the record of their training; None if they have no record."""
     resume = config.MODEL.RESUME
     source = config.MODEL.PRETRAINED
     try:

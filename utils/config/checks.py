@@ -1,7 +1,7 @@
 """Finds conflicts between settings that are each valid alone, settings without effect, and values to warn about.
 
-The rules of `fields.py` stand beside their settings. The rules here calculate, so that no table can hold them; the
-rules for growing images are in `words.py`.
+The simple rules of `fields.py` are written beside their settings. The rules here need a calculation; the rules for
+growing images are in `words.py`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -48,7 +48,7 @@ _OF_PROGRAM = only_with(f"TRAIN.LOSS={'|'.join(LOSSES)}")
 
 
 class OptimizerFacts(NamedTuple):
-    """What is known of an optimiser. With the defaults, it is timm's."""
+    """The properties of an optimiser. With the defaults, it is one of timm's."""
 
     torch: str = ""
     """Name of torch's class. Its fused kernel does the whole step at once, and GradScaler passes it its overflow flag

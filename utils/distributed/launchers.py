@@ -67,7 +67,7 @@ def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
             )
         return _at_address(world, env)
     if has_rank:
-        # A command line does not tell how many ranks are on this machine, so one per machine is assumed.
+        # A command line does not contain the number of ranks on this machine, so one per machine is assumed.
         return World(
             rank=given["rank"],
             size=given["world_size"],

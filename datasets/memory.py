@@ -45,11 +45,11 @@ class BatchAffine:
         angle = np.deg2rad(data.ROTATE * unit_angle)
         a = np.cos(angle) / zoom
         sine = np.sin(angle) / zoom
-        # The angle is one of pixels, but both axes go from -1 to 1, whatever the image's width and height.
+        # The rotation is one of pixels. Both axes go from -1 to 1, so the ratio of the sides enters.
         b = sine / self.aspect
         d = -sine * self.aspect
         e = a
-        # The input of the shifted centre is the centre.
+        # The output shows the centre of the input at (shift_x, shift_y).
         c = -a * shift_x - b * shift_y
         f = -d * shift_x - e * shift_y
         rows = np.stack([a, b, c, d, e, f], axis=1)

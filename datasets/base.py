@@ -109,7 +109,7 @@ def parts_read(data: DataConfig, train: bool, parts: Parts) -> list[Part]:
     return [part]
 
 
-def part_made(parts: Parts, part: Part) -> Part | None:
+def part_to_make(parts: Parts, part: Part) -> Part | None:
     """Return `part` if the program must make this split from `all`; None if the data set comes with it.
 
     `parts`: the splits that the data set comes with. They are `all`, perhaps with `test`, if it comes without a

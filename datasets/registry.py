@@ -235,8 +235,8 @@ def unread_path(data: DataConfig) -> str:
 def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None, *knn: Samples | None) -> None:
     """Report what DATA.EXCLUDE and DATA.RELABEL did, which shows only once the splits are open.
 
-    None stands for a split in memory. `knn`: the splits that TRAIN.KNN classifies with. DATA.EXCLUDE may also list
-    images of the test split, so that one is opened for its report; DATA.RELABEL changes training images only.
+    None stands for a split in memory. `knn`: the splits of labelled images that TRAIN.KNN reads. DATA.EXCLUDE may
+    also list images of the test split, so it is opened for the report. DATA.RELABEL changes training images only.
     """
     if data.EXCLUDE is not None:
         from datasets.exclude import report_excluded

@@ -50,7 +50,7 @@ class Plan:
         if ahead is None:
             self._rest = (Keys(epoch, batch) for epoch, batch in batches)
             return
-        # Two iterators over the batches, the second one `ahead` batches further. At the end it has none left.
+        # Two iterators over the batches: `later` is `ahead` batches further. At its end, nothing more is announced.
         current, following = itertools.tee(batches)
         later = (batch.tolist() for _, batch in itertools.islice(following, ahead, None))
         self._rest = (Keys(epoch, batch, later=next(later, ())) for epoch, batch in current)

@@ -55,7 +55,7 @@ class EpochOrder:
         shuffled: Callable[[np.random.Generator], np.ndarray] | None = None,
         sample_weights: np.ndarray | None = None,
     ) -> None:
-        """Count the samples and the updates of an epoch; UserError if not even one update is full.
+        """Count the samples and the updates of an epoch; UserError if DATA.DROP_LAST would leave out all samples.
 
         `samples`: number of samples in the training split. `accum`: micro-batches of each rank per update. `copies`:
         how often each sample is in an epoch. `shuffled` draws the order of an epoch; by default a plain permutation,
@@ -122,7 +122,7 @@ class EpochOrder:
     def warnings(self) -> Iterator[str]:
         """Yield warnings about a last update that is much smaller than the others, and about many images left out."""
         last_samples = self.samples_of(self.updates - 1)
-        left_out = self.samples - self.used
+        left_out = self.samples - self.used  # images per epoch, other ones in each epoch
         if self.updates > 1 and last_samples < FEW * self.global_batch:
             yield (
                 f"The last update of each epoch has {counted(last_samples, 'image')}, the others "
@@ -158,7 +158,7 @@ class EpochOrder:
         return sample + copy * self.samples
 
     def _window(self, permutation: np.ndarray, first: int) -> tuple[MicroBatch, ...]:
-        """Return this rank's micro-batches of one update, whose micro-batches of all ranks are the update's window.
+        """Return this rank's micro-batches of one update. Those of all ranks together are the window of the update.
 
         `permutation`: the samples in the order of the epoch. `first`: number of the window's first micro-batch,
         counted from the beginning of the epoch.
@@ -171,7 +171,8 @@ class EpochOrder:
 
         in_window = min(self._micro_batches_per_update, self._micro_batches - first)
         rank_numbers, blank_number = self._numbers_of_rank(in_window)
-        # The weight of each micro-batch in the loss. It is equal on all ranks, because all of them know all labels.
+        # The weight in the loss of each micro-batch in the window, also of those of other ranks: their sum is needed.
+        # All ranks compute the same numbers, because all of them know all labels.
         counts = []
         for number in range(in_window):
             samples = indices(number)
@@ -231,6 +232,7 @@ class OrderByMachine(EpochOrder):
         # may be partial.
         full_micro_batches = self._full_updates * self._micro_batches_per_update
         last_micro_batches = self._divided_among_machines(self._micro_batches - full_micro_batches)
+        # Where each machine's samples in the last update end.
         last_ends = np.minimum(np.cumsum(last_micro_batches) * self.batch_size, last_samples)
         samples_in_last_update = np.diff(last_ends, prepend=0)
         self._used_per_machine = self._samples_in_full_updates + samples_in_last_update
@@ -370,7 +372,7 @@ def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> 
     """Return a rank's batches of one pass through all samples: samples rank, rank + world, and so on.
 
     All batches have one shape, and every rank has equally many; -1 is padding. `batch_size` is the maximum: batches are
-    smaller if that gives as many batches with less padding. `samples` and `world` are numbers.
+    smaller if that gives as many batches with less padding. `samples`: their number. `world`: number of ranks.
     """
     # All divisions round up: -(-a // b).
     most_per_rank = -(-samples // world)

@@ -191,8 +191,8 @@ class LoadingProcesses:
     def _interrupt(self, *_: object) -> None:
         """Handle SIGCHLD while the main thread waits: raise an exception if there is a reason to end the wait.
 
-        The reasons: a process has ended, processes take too long to begin, or the program is asked to stop. For the
-        last one, `on_long_wait` raises the exception.
+        The reasons: a process has ended, processes take too long to begin, or the program is asked to stop. The last
+        reason is known to `on_long_wait`, which then raises the exception.
         """
         wait_began = self._wait_began
         if wait_began is None:

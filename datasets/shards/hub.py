@@ -71,7 +71,8 @@ def choose_files(root: Path, paths: Iterable[Path], data: DataConfig) -> dict[st
     if not files_of:
         raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
     splits = dict[str, list[Path]]()
-    for part, name in named_parts([name for name in SPLIT_NAMES if name in files_of], root, data).items():
+    names = [name for name in SPLIT_NAMES if name in files_of]
+    for part, name in named_parts(names, root, data).items():
         if name == TRAIN:  # also if a part of it is for validation; then `part` is "all"
             splits["train"] = files_of[name]
         elif (part, name) != ("val", TEST):
@@ -119,7 +120,8 @@ def columns_of(root: Path, splits: dict[str, list[Path]], dataset: str) -> Colum
         marked = [name for name in schema.names if hub_features.get(name, {}).get("_type") == hub_type]
         marked_with_usual_name = [name for name in usual_names if name in marked]
         with_usual_name = [name for name in usual_names if name in schema.names]
-        return next(iter([*marked_with_usual_name, *with_usual_name, *marked]), None)
+        candidates = marked_with_usual_name + with_usual_name + marked
+        return candidates[0] if candidates else None
 
     image = choose("Image", IMAGE_COLUMNS)
     label = choose("ClassLabel", LABEL_COLUMNS)
@@ -168,7 +170,7 @@ def _leave_out_splits_without(image: str, label: str, splits: dict[str, list[Pat
                 continue
             if split == "train":
                 raise UserError(f"DATA.DATASET {dataset}: {file} has no column {min(missing)}, which {first_file} has.")
-            # Each of the split's files is warned of; the first one removes the split.
+            # One warning for each file without the column; the split is removed once.
             log.warning("%s has no column %s; the split %s is left out.", file, min(missing), split)
             splits.pop(split, None)
 

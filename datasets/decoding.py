@@ -155,6 +155,7 @@ class JpegStored(Stored):
         self.width = int(width)
         if colours not in COLOURS:
             raise ValueError("PIL must read this file")
+        # The colour space and the channels to decode to, which are those of the file.
         self.colours, self.decoded_channels = COLOURS[colours]
 
     def cut(self, box: Box) -> np.ndarray:
@@ -343,8 +344,9 @@ class Reader:
     """Opens images as the DATA settings say. A bad image can raise any exception; see `decoding_errors`."""
 
     def __init__(self, data: DataConfig) -> None:
+        """Keep the settings that decide how images are opened, and choose the decoder of JPEG files."""
         self.channels = data.IMAGE_CHANNELS
-        self.turns = data.EXIF_ROTATE
+        self.rotates_by_exif = data.EXIF_ROTATE
         self.bits = data.BITS
         self.is_plain = data.is_plain
         self.max_bytes = data.MAX_IMAGE_BYTES
@@ -377,7 +379,7 @@ class Reader:
                     stored = JpegStored(encoded, self.channels)
             stored = stored or PilStored(encoded, self.channels, self.background)
             refuse_large(BYTES_PER_PIXEL * stored.width * stored.height, self.max_bytes)
-            return _upright(stored, encoded) if self.turns else stored
+            return _upright(stored, encoded) if self.rotates_by_exif else stored
 
     def whole(self, encoded: Encoded) -> np.ndarray:
         """Decode all pixels of an image. Raises Unreadable for a bad one."""

@@ -64,9 +64,8 @@ def whole(box: Box, data: DataConfig) -> View:
 def random_view(data: DataConfig, width: int, height: int) -> View:
     """Draw a random crop with the distribution of torchvision's RandomResizedCrop.
 
-    The ratios of DATA.CROP_RATIO are multiples of the ratio of the model's input. Otherwise, a model whose input is no
-    square would be trained on images that are distorted as they never are in validation. `width`, `height`: those of
-    the image.
+    The ratios of DATA.CROP_RATIO are multiples of the ratio of the model's input: otherwise, training would distort
+    images for an input that is no square, and validation never does. `width`, `height`: those of the image.
     """
     rows, columns = sides(data.IMAGE_SIZE)
     draw = random.random

@@ -249,8 +249,8 @@ class FileSamples(Samples):
 def split_files(files: FileSamples, data: DataConfig, part: Part | None) -> FileSamples:
     """Return the split `part` of files that come unsplit, as `split_rows` chooses it.
 
-    None for `part` means that the files are one split already: all are returned. Either way, the groups of DATA.GROUP
-    are set in `files`, unless a column of a table has given them: then DATA.GROUP is a pattern in the paths.
+    None for `part` means that the files are one split already: all are returned. Either way, `files` get the groups of
+    DATA.GROUP: a table has given them already, or DATA.GROUP is a pattern in the paths.
     """
     if data.GROUP is not None and files.groups is None:
         files.groups = groups_in_paths(files.paths, data)

@@ -125,7 +125,7 @@ def shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.nda
 def keys_of_split(data: DataConfig) -> list[str]:
     """List the settings that decide which images are for validation, without those that have no effect here.
 
-    Each setting says by itself what it decides: `split` for any split, `random split` for one drawn by a seed.
+    `deciding` lists the settings that are declared as deciding about a split, or about one that is drawn at random.
     """
     without_effect: tuple[str, ...] = ()
     if data.FOLD is not None:

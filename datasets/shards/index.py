@@ -259,8 +259,7 @@ class Remote:
             except Exception as failure:
                 error, requested_pause = _as_os_error(failure)
             pause = next(pauses, None)
-            repetition_can_help = requested_pause is not None
-            if pause is None or not repetition_can_help:
+            if pause is None or requested_pause is None:  # no repetition is left, or none can help
                 raise error from None
             cause = str(error).partition(": ")[0] or type(error).__name__
             remark(f"{self.root} fails at times: {cause}. Such requests are repeated.")

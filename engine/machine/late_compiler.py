@@ -48,8 +48,8 @@ class _StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Import the real module, which replaces the stand-in, and return the attribute from it."""
-        # Python reads __path__ of a package to import a submodule of it. torch._dynamo is a package; torch._dynamo.utils
-        # is not, so it has no __path__.
+        # Python reads __path__ of a package to import a submodule of it. Of the two modules that have a stand-in,
+        # torch._dynamo is a package, and torch._dynamo.utils is none.
         imports_submodule = name == "__path__" and self.__name__ == COMPILER
         # Code that walks over sys.modules reads __file__ and the like, which must not trigger the import.
         is_special = name.startswith("__") and name.endswith("__")

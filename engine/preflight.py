@@ -74,7 +74,7 @@ def _check_training(config: Config) -> None:
     full_size = config.DATA.IMAGE_SIZE
     metric = config.SAVE_BEST_BY
     most_trivial_classes = metric_named(metric).trivial  # with up to so many classes, the metric is always 100 %
-    if config.MODEL.NUM_CLASSES <= most_trivial_classes:
+    if most_trivial_classes >= config.MODEL.NUM_CLASSES:
         raise UserError(f"SAVE_BEST_BY {metric}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
     if train.NUM_EPOCHS == AUTO:
         from engine.memory.dry_run import check_open_epochs
@@ -198,7 +198,7 @@ def _warn_of_unused_settings(loaded: Loaded, given: set[str]) -> Loaded:
     unread = unread_path(config.DATA) if "DATA.DATA_PATH" in given else None
     if unread:
         raise UserError(unread)
-    # VAL_FRACTION also splits the images of TRAIN.KNN, so with these it has an effect in any case.
+    # VAL_FRACTION may also split the images of TRAIN.KNN, so with these it is no mistake.
     if not config.TRAIN.KNN and "DATA.VAL_FRACTION" in given and not comes_unsplit(config.DATA):
         advice = "; DATA.KEEP_TEST=true makes one of train" if validates_on_test(config.DATA) else ""
         loaded = loaded.with_warning(

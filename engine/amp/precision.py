@@ -85,9 +85,9 @@ def choose(amp: AmpConfig, device: torch.device, model: nn.Module | None = None)
     # A CPU: fp16 if it has only that, else bf16 if it has that, else fp32 at O1 and emulated bf16 at O2 and NAIVE.
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return DtypeChoice(torch.float16, "this CPU computes in fp16 but not in bf16")
-    if emulates_bf16 and amp.LEVEL == "O1":
-        return DtypeChoice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
     if emulates_bf16:
+        if amp.LEVEL == "O1":
+            return DtypeChoice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
         return DtypeChoice(torch.bfloat16, "bf16 needs no loss scaling", EMULATED_BF16)
     if amp.LEVEL == "O1" and model is not None and convolves_by_channel(model):
         return DtypeChoice(torch.float32, DEPTHWISE)

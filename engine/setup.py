@@ -108,7 +108,7 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     device = run.device
     data = config.DATA
     tuned = tuned_model(config, device, world, choices_of(checkpoint), replaced=checkpoint is not None)
-    tuned.choices = {PRECISION: tuned.precision.name} | tuned.choices  # the precision comes first in run.json
+    tuned.choices = {PRECISION: tuned.precision.name} | tuned.choices  # the precision comes first among them
     if run.auto_batch_size:
         tuned.choices[BATCH_CHOICE] = data.BATCH_SIZE
     is_training = False

@@ -68,8 +68,8 @@ class Trainer:
         """The best before that, which counts again if the checkpoint of the best cannot be written"""
         self.best_metrics: Metrics | None = None
         """Metrics of the best validation so far; None if that was before this start of the run"""
-        # A run that has no best validation, or has lost it because the validation images changed, measures the probe
-        # anew.
+        # A resumed run drops the best so far if the validation images have changed. Then the probe's predictions that
+        # it has saved are not of these images either, and are not read.
         is_probe_known = world.first and config.MODEL.starts_at_probe and self.best.figure is not None
         self.probe = read_probe(folder, ready.val_set.sample_labels()) if is_probe_known else None
         """On rank 0: the predictions of the linear probe that the run began with, if it did"""

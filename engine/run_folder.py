@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -95,9 +96,7 @@ def largest_class(ready: Ready) -> float | None:
 def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
     """Write config.yaml and run.json into the run's folder on rank 0."""
     config = run.config
-    world = run.world
-    threads = run.threads
-    if not world.first:
+    if not run.world.first:
         return
 
     # The settings come first: a run that is killed from here on resumes with them.
@@ -107,13 +106,30 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
         values = values_by_key(config) if config.EVAL else values_to_keep(config)
         write_atomically(folder / CONFIG, redacted(as_yaml(nested({**values, **run.asked}))))
 
-    # run.json: device and choices, the data, the size of the model
+    about = _content_of_run_json(run, ready)
+    with os_errors_as_user_errors(folder):
+        # A resumed run keeps the command and time of its first start. If run.json is gone or damaged, it has none.
+        with suppress(UserError):
+            earlier = read_about(folder)
+            about["begun"] = earlier.get("begun", {key: earlier.get(key) for key in ("command", "started")})
+        if config.USE:
+            from utils.own_code import keep_own_code
+
+            about |= keep_own_code(folder)
+        write_json(folder / ABOUT, about)
+
+
+def _content_of_run_json(run: Run, ready: Ready) -> dict[str, Any]:
+    """Describe the devices, choices, data and model of a run, for run.json."""
+    world = run.world
+    threads = run.threads
     choices = {"why": ready.precision.choice.reason, "threads": threads, "world_size": world.size, **ready.choices}
     if not ready.val_set.in_memory:
         from datasets.decoding import decoder_of_jpeg
 
         choices["decoder"] = decoder_of_jpeg()
-    about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG)
+    about = describe_run(describe_devices(run.device, world, threads), choices, run.config.TAG)
+
     train_set = getattr(ready, "train_set", None)  # an evaluation has none
     splits = {"train": train_set, "val": ready.val_set}
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
@@ -126,14 +142,4 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
     about["largest_class_percent"] = largest_class(ready)
     parameter_count, trained_count = count_parameters(ready.model)
     about["parameters"] = {"all": parameter_count, "trainable": trained_count}
-
-    with os_errors_as_user_errors(folder):
-        # A resumed run keeps the command and time of its first start. If run.json is gone or damaged, it has none.
-        with suppress(UserError):
-            earlier = read_about(folder)
-            about["begun"] = earlier.get("begun", {key: earlier.get(key) for key in ("command", "started")})
-        if config.USE:
-            from utils.own_code import keep_own_code
-
-            about |= keep_own_code(folder)
-        write_json(folder / ABOUT, about)
+    return about

@@ -537,16 +537,12 @@ class OverflowWatch(Callback):
                         blamed_batches = [batch]
                         break
                 else:  # no micro-batch overflowed
-                    reasons = ["the weights have changed since"] if self._update > skipped.update else []
-                    if len(skipped.micro_batches) > 1:
-                        reasons.append("only the sum of the micro-batches overflowed")
-                    reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
-                    all_reasons = f"{', '.join(reasons)}, or the overflow was on another rank (with several processes)"
-                    reason = f"the replay did not overflow; possible reasons: {all_reasons}"
+                    reason = self._describe_replay_without_overflow(skipped)
         except RuntimeError as error:  # such as out of memory: the training itself can continue
-            first_line_of_error = str(error).strip().partition("\n")[0]
+            first_line_of_error, _, _ = str(error).strip().partition("\n")
             reason = f"cause unknown, the replay failed ({first_line_of_error})"
             log.debug("The replay of update %d failed.", skipped.update, exc_info=True)
+
         sample_indices: list[int] = []
         for batch in blamed_batches:
             sample_indices += batch.indices.tolist()
@@ -560,6 +556,15 @@ class OverflowWatch(Callback):
             passed_over=self.skips.passed_over,
             reason=reason,
         )
+
+    def _describe_replay_without_overflow(self, skipped: _Pending) -> str:
+        """Describe for the log why the replay of a skipped update may not have overflowed."""
+        reasons = ["the weights have changed since"] if self._update > skipped.update else []
+        if len(skipped.micro_batches) > 1:
+            reasons.append("only the sum of the micro-batches overflowed")
+        reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
+        all_reasons = f"{', '.join(reasons)}, or the overflow was on another rank (with several processes)"
+        return f"the replay did not overflow; possible reasons: {all_reasons}"
 
     def _replay(self, batch: Batch, weight: float, scale: Tensor) -> Found | None:
         """Replay a micro-batch, forward and backward, and find its overflow; None if there is none.

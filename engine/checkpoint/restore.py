@@ -285,18 +285,13 @@ def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[st
         number, _, key = name.partition(".")
         saved["state"].setdefault(int(number), {})[key] = moment
 
-    # torch numbers the weights through all groups. If other weights are trained now, or in other groups, the saved
-    # state is renumbered by their names. Newly trained weights keep their new state. Each current group gets the saved
-    # keys of the first group; a key that is no setting has the same value in all of them.
+    # torch numbers the weights through all groups. Other weights may be trained now, or in other groups.
     saved_names = state["trained"]
     names = trained_weights(parts.model, optimizer)
     saved_numbers = [group["params"] for group in saved[GROUPS]]
     numbers = [group["params"] for group in current[GROUPS]]
     if saved_names != names or saved_numbers != numbers:
-        state_of_name = {names[number]: values for number, values in current["state"].items()}
-        state_of_name |= {saved_names[number]: values for number, values in saved["state"].items()}
-        saved["state"] = {number: state_of_name[name] for number, name in enumerate(names) if name in state_of_name}
-        saved[GROUPS] = [{**saved[GROUPS][0], **group} for group in current[GROUPS]]
+        _renumber(saved, saved_names, current, names)
 
     # FSDP: each rank keeps its rows of the tensors.
     if parts.sharding is not None:
@@ -313,6 +308,20 @@ def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[st
     groups = [{**old, **new} for old, new in zip(saved[GROUPS], current[GROUPS], strict=True)]
     optimizer.load_state_dict({**saved, GROUPS: groups})
     _match_memory_format(optimizer)
+
+
+def _renumber(saved: dict[str, Any], saved_names: list[str], current: dict[str, Any], names: list[str]) -> None:
+    """Give a saved state of the optimiser, in place, the numbers and groups that its weights have now.
+
+    `saved_names`, `names`: name of each trained weight by its number, in `saved` and in the `current` state. Weights
+    that are newly trained keep their current state.
+    """
+    state_of_name = {names[number]: values for number, values in current["state"].items()}
+    state_of_name |= {saved_names[number]: values for number, values in saved["state"].items()}
+    saved["state"] = {number: state_of_name[name] for number, name in enumerate(names) if name in state_of_name}
+    # Of the saved groups, only keys that are no settings count, such as LAMB's count of steps. All groups have the same
+    # values there, so the first is taken.
+    saved[GROUPS] = [{**saved[GROUPS][0], **group} for group in current[GROUPS]]
 
 
 def _match_memory_format(optimizer: Optimizer) -> None:

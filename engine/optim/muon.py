@@ -149,14 +149,20 @@ class Muon(Optimizer):
                     direction = matrix_update.flatten(1)  # of a convolution: one row per output
                     pending.setdefault(direction.shape, []).append((matrix, direction, group["lr"]))
 
-        # All matrices of a shape are orthogonalised as one batch: few, large products.
         for shape, entries in pending.items():
-            directions = torch.stack([direction for _, direction, _ in entries])
-            orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
-            for (matrix, _, rate), direction in zip(entries, orthogonal.unbind(), strict=True):
-                # 0.2 sqrt(max(rows, columns)) gives the update the RMS of AdamW's.
-                step_size = rate * 0.2 * max(shape) ** 0.5
-                matrix.add_(direction.view(matrix.shape).to(matrix.dtype), alpha=-step_size)
+            self._step_matrices(shape, entries)
+
+    def _step_matrices(self, shape: torch.Size, entries: list[tuple[Tensor, Tensor, float]]) -> None:
+        """Move matrices of one `shape` along their directions, which are first made orthogonal.
+
+        `entries`: (matrix, direction, learning rate). All are orthogonalised as one batch: few, large products.
+        """
+        directions = torch.stack([direction for _, direction, _ in entries])
+        orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
+        for (matrix, _, rate), direction in zip(entries, orthogonal.unbind(), strict=True):
+            # 0.2 sqrt(max(rows, columns)) gives the update the RMS of AdamW's.
+            step_size = rate * 0.2 * max(shape) ** 0.5
+            matrix.add_(direction.view(matrix.shape).to(matrix.dtype), alpha=-step_size)
 
     def _step_adamw(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
         """Update the weights of a group by torch's AdamW; its state is made at the first step."""

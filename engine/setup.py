@@ -107,7 +107,8 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     world = run.world
     device = run.device
     data = config.DATA
-    tuned = tuned_model(config, device, world, choices_of(checkpoint), replaced=checkpoint is not None)
+    has_checkpoint = checkpoint is not None  # whose weights will replace those that the model is built with
+    tuned = tuned_model(config, device, world, choices_of(checkpoint), replaced=has_checkpoint)
     tuned.choices = {PRECISION: tuned.precision.name} | tuned.choices  # the precision comes first among them
     if run.auto_batch_size:
         tuned.choices[BATCH_CHOICE] = data.BATCH_SIZE

@@ -133,7 +133,7 @@ def tuned_model(
     `choices`: those of the run that the model is from. `replaced`: the caller will replace the weights by those of a
     checkpoint, so no pretrained weights are loaded.
     """
-    model = on_every_rank(world, lambda: _model(config, device, keeps_initial_weights=not replaced))
+    model = on_every_rank(world, lambda: _model(config, device, replaced))
     dtype_choice = broadcast(choose(config.AMP, device, model), world)  # the CPUs of several machines may differ
     precision = Precision(config.AMP, device, dtype_choice)
     inputs = Inputs(config.DATA).to(device)
@@ -145,11 +145,12 @@ def tuned_model(
     return TunedModel(model, inputs, precision, new_choices, computing_words)
 
 
-def _model(config: Config, device: torch.device, keeps_initial_weights: bool) -> nn.Module:
+def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
     """Build the model with pretrained weights, or with initial ones from SEED, which are the same on every rank.
 
-    `keeps_initial_weights`: false if a checkpoint's weights will replace them. Then no pretrained weights are loaded.
+    `replaced`: the caller will replace the weights by those of a checkpoint, so no pretrained weights are loaded.
     """
+    keeps_initial_weights = not replaced
     seed_all(config.SEED, "init")
     model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
     if keeps_initial_weights and config.MODEL.PRETRAINED:

@@ -59,7 +59,7 @@ class Call:
         return self.inputs[0].shape[-2]
 
     def run(self, kind: str) -> None:
-        """Run the layer forward and backward by one kind of attention; RuntimeError if that cannot compute this call."""
+        """Run the layer forward and backward by one kind of attention. RuntimeError if it cannot compute this call."""
         previous = self.layer.fused_attn
         self.layer.fused_attn = kind != PLAIN
         try:

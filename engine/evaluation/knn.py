@@ -100,9 +100,9 @@ def open_labelled(
         raise UserError(f"{setting}: {source_of(data)} has no labels. Name images with labels, as in {do}.")
     classes = count_classes(data, train=True)
     check_dataset(data, classes)
-    # Neither split is augmented.
-    bank = open_dataset(data.changed(PART="train"), train=False, num_classes=classes, seed=seed, device=device)
-    images = open_dataset(data, train=False, num_classes=classes, seed=seed, device=device)
+    # Both as for validation (False), without augmentation.
+    bank = open_dataset(data.changed(PART="train"), False, classes, seed, device)
+    images = open_dataset(data, False, classes, seed, device)
     if count > len(bank) and not several:
         raise UserError(f"{setting} {count}: {source_of(data)} has only {len(bank):,} training images.")
     if not len(images):

@@ -219,8 +219,8 @@ def probe_is_best(by: Metric, history: History, gain: str = "") -> str:
     if by is not TOP1 and best_by_top1 is not None and best_by_top1.line["update"] > 0:
         before = TOP1.number(validations[0][TOP1.name])
         after = TOP1.number(best_by_top1.value)
-        epoch = best_by_top1.line["epoch"]
-        words += f" It is the best by {by.words}; top-1 rose from {before} to {after} (epoch {epoch})."
+        words += f" It is the best by {by.words}; top-1 rose from {before} to {after} "
+        words += f"(epoch {best_by_top1.line['epoch']})."
     advice = gain or TO_GAIN
     return f"{words} {advice}"
 

@@ -473,8 +473,7 @@ def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None
         synchronize(ready.precision.device)
         return (time.perf_counter() - began) / batches * all_batches * len(ready.parts.weights)
     seconds = time.perf_counter() - began
-    is_second_time = reporter is None
-    if is_second_time:
+    if reporter is None:  # the second time
         return seconds
     reporter.validation(position, metrics, seconds)
     was_short = broadcast(seconds < SHORT, world)

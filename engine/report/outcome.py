@@ -76,14 +76,12 @@ def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
 
         sentences.append(gained(deciding_metric, history, folder, best, trainer.position.update))
 
-    # Why the best metric may be too high, and how to measure a better one.
+    # Why the best metric may be too high, and how to measure a better one. What copies of training images in validation
+    # do to it comes last, after the sentences below.
+    sentences_on_copies = [copies_in_words(folder, advice=False)]
     if context and best.figure is not None:
         sentences.append(flatters(len(history.of("val")), folder, splits))
         sentences.append(advise_folds(len(labels), folder, config.DATA, splits))
-
-    # Copies of training images in validation. These sentences come last, as one.
-    sentences_on_copies = [copies_in_words(folder, advice=False)]
-    if context and best.figure is not None:
         sentences_on_copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
     on_copies = " ".join(sentences_on_copies).strip()
 

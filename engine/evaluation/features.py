@@ -261,7 +261,7 @@ class _Computing:
                 self.table[readable] = features
                 if not np.isfinite(features).all():
                     raise UserError("The model has NaN or infinite features; nothing can be compared.")
-                # Images are marked after the table is written to the disk, which takes too long for each batch.
+                # At the end of a block, the table goes to the disk. Only then are its images marked as complete.
                 if int(indices[-1]) in block_ends:
                     self.table.flush()
                     self.complete[np.concatenate(computed_in_block)] = True

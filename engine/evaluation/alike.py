@@ -101,16 +101,20 @@ class Nearest(NamedTuple):
         `labels`: labels of the images, perhaps of further ones at the end, for which there was no time.
         `labels_compared`: labels of the compared images.
 
-        Returns five numbers: the images that look like any compared image; all images; how many compared images the
-        median one of the first looks like; how many of the first have the label of their most similar compared image;
-        and how many of the first have the label of the most similar compared image that does not look alike.
+        Returns five numbers. An image is "alike" if it looks like any compared image.
+
+        - the number of alike images
+        - the number of all images
+        - the number of compared images that an alike image looks like (the median)
+        - the number of alike images with the same label as their most similar compared image
+        - the number of alike images with the same label as the most similar compared image below the limit
         """
         is_alike = self.number_alike > 0
         count = len(is_alike)
         own_labels = labels[:count]
 
         def count_same_label(compared: np.ndarray) -> int:
-            """Count images that look alike and have the label of the compared image with this index, or all labels."""
+            """Count alike images whose labels are all the same as those of the compared image with the given index."""
             same = (own_labels == labels_compared[compared]).reshape(count, -1).all(1)
             return int((is_alike & same).sum())
 

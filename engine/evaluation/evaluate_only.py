@@ -109,7 +109,7 @@ def _describe_metrics(config: Config, ready: Ready, metrics: dict[WeightSet, Met
     """
     deciding_metric = metric_named(config.SAVE_BEST_BY)
     values = {which: metrics_of_set.value(deciding_metric.name) for which, metrics_of_set in metrics.items()}
-    better = best_set(values, deciding_metric) or PLAIN  # no set is best if all values are NaN
+    better = best_set(values, deciding_metric) or PLAIN  # none is better if no value is finite
     context = in_context(
         deciding_metric,
         values[better],

@@ -263,10 +263,10 @@ def is_complete(config: Config, position: Position) -> bool:
 
 
 def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:
-    """Estimate the work that a run has done after each of these numbers of epochs (not whole ones, too).
+    """Estimate the work that a run has done after each number of `epochs`, which may be fractions.
 
     The unit is an epoch that trains on all pixels and tokens. Smaller images (TRAIN.SIZE_SCHEDULE) and dropped tokens
-    make an epoch less work.
+    make an epoch less work. Returns an array of the same length as `epochs`.
     """
     train = config.TRAIN
     full_size = config.DATA.IMAGE_SIZE

@@ -280,8 +280,8 @@ class Trial:
         self._world = world
         self._device = device
         self._limit = limit
-        # Two micro-batches if gradients exist during the forward pass, which needs more memory: from the second
-        # micro-batch on, if the run accumulates or may have to for its global batch, and always in the buckets of DDP.
+        # Gradients that exist during the forward pass take memory then, too: from the second micro-batch of an update
+        # on, and under DDP always, in its buckets. In both cases, the trial makes updates of two micro-batches.
         may_accumulate = per_process is not None or config.TRAIN.ACCUM_ITER > 1
         has_gradients = may_accumulate or world.size > 1
         self._micro_batches = 2 if has_gradients else 1

@@ -126,7 +126,7 @@ def plan_of(line: ToolLine, seeds: tuple[int, ...], tables: Mapping[tuple[str, i
         folds=None,
         runs=tuple(runs),
         device=describe_device(device),
-        many=False,
+        several_processes=False,
         remarks=(),
         varied=("DATA.RELABEL",),
         budget_min=line.asked.budget_min,

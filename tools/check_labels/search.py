@@ -406,7 +406,7 @@ class ByTraining:
             folds=self.folds,
             runs=tuple(self.runs),
             device="",  # only for a report, and there is none
-            many=False,
+            several_processes=False,
             remarks=(),
             budget_min=self.line.asked.budget_min,
         )

@@ -250,7 +250,7 @@ def _make_plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcu
 
     # Arguments for timm: the image size, changed sizes, rates, and options for cheaper training.
     arguments: dict[str, Any] = {"num_classes": model.NUM_CLASSES, "in_chans": channels}
-    patch = None
+    patch = None  # the side of the patches, by which the image size must be divisible
     takes_img_size = bool(argument_of or pretrained_cfg(reference).get("fixed_input_size"))
     if takes_img_size:
         arguments["img_size"] = image_size
@@ -267,7 +267,8 @@ def _make_plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcu
     if not unsupported_options:
         arguments |= shortcuts.arguments()
 
-    # The trial itself, unless arithmetic shows that it would fail.
+    # The trial itself, unless arithmetic shows that it would fail. Without it, the model counts as built with timm's
+    # sizes. Heads and widths are only checked where the settings can change them.
     built_sizes = timms_sizes
     weight_count = 0
     sizes_to_check = timms_sizes | changed_sizes if argument_of else {}

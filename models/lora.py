@@ -141,7 +141,8 @@ def _linear_layers(model: nn.Module, heads: tuple[str, ...]) -> dict[str, nn.Lin
         attention = modules[name.rpartition(".")[0]]
         # With `head_first` or `val_dim`, timm keeps q, k and v of each head together.
         is_by_head = getattr(attention, "head_first", False) or hasattr(attention, "val_dim")
-        # In GCViT's global attention, the layer has no q, so it is narrower than three inputs of `proj`.
+        # In GCViT's global attention, the layer has no q: it has fewer outputs than three times the inputs of `proj`.
+        # A layer without a `proj` beside it passes this check.
         width_if_all_there = layer.out_features // matrices_in_layer
         width = getattr(getattr(attention, "proj", None), "in_features", width_if_all_there)
         if layer.out_features == matrices_in_layer * width and not is_by_head:

@@ -626,6 +626,7 @@ def judge_labels(
         given = int(labels[row])
         copy_disagrees = row in likeliest_label_of
         proposed = likeliest_label_of.get(row, int(verdict.proposed[row]))
+        # Of copies with equal bytes, one label is wrong. Of nearly the same images, each label may be right.
         labels_of_same_bytes = images.labels[images.first_with_bytes == images.first_with_bytes[image]]
         suspects.append(
             Suspect(
@@ -668,7 +669,7 @@ def _judge_each_class(
         agreed=sum(verdict.agreed for verdict in judged),
         most_if_right=sum(verdict.most_if_right for verdict in judged),
         mean_if_right=sum(verdict.mean_if_right for verdict in judged),
-        calibrations=[verdict.calibrations[0] for verdict in verdicts],
+        calibrations=[verdict.calibrations[0] for verdict in verdicts],  # each verdict has a single one
         changed=sum(verdict.changed for verdict in judged),
         changed_found=sum(verdict.changed_found for verdict in judged),
     )

@@ -194,7 +194,7 @@ def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, fi
     assert "kappa of the best checkpoint" in page
     assert ">near<" in page
     judged = judged_by("near", "model", [config_of_run(run)])
-    assert judged.of(metrics_of(run)) == metrics(run, "val")[-1]["near"]
+    assert judged.last_value(metrics_of(run)) == metrics(run, "val")[-1]["near"]
     words = ("-resume", run, "-use", "kappa.py", "TRAIN.NUM_EPOCHS=3", "TRAIN.MAX_UPDATES=89")
     assert "kappa has changed" not in vitamp(*words, cwd=tmp_path, code=0).text
     for updates in (90, 91):  # with another setting, and with another file

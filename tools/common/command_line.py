@@ -132,7 +132,7 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     import_compiler_late()
     watch_standard_output()
     start_log(to_terminal=True)
-    # Both lists may still be filled by another tool that ran in this process.
+    # A tool that ran in this process before may have filled the lists of written files and of messages.
     written.clear()
     if_interrupted.clear()
     try:
@@ -158,10 +158,12 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
         discard_output()
         return EXIT_DONE
     except KeyboardInterrupt as error:
-        results = (
-            f"already written and complete: {', '.join(map(str, written))}" if written else "no result was written"
-        )
-        log.warning("interrupted; %s", if_interrupted[-1] if if_interrupted else results)
+        results = "no result was written"
+        if if_interrupted:  # the tool's own message
+            results = if_interrupted[-1]
+        elif written:
+            results = f"already written and complete: {', '.join(map(str, written))}"
+        log.warning("interrupted; %s", results)
         return getattr(error, "exit_code", EXIT_INTERRUPTED)  # SIGTERM has an exit code of its own
 
 
@@ -234,15 +236,17 @@ class ToolLine:
         """Load and check the settings of this command line, without initialising CUDA.
 
         `more`: further settings, key -> (value, source).
-        `resolved`: replace `auto` by what the data and the weights say (engine/preflight.py). A tool that reads
-        neither passes False: then an `auto` that only the data could resolve is an error.
+        `resolved`: replace `auto` by values that follow from the data and the weights (engine/preflight.py). A tool
+        that reads neither passes False: then an `auto` that needs the data is an error.
         """
         flags = {**self.run.flags, **(more or {})}
-        # With a path, -use names the file with the code of that run, which `read` has allowed; else it sets USE.
+        # A tool that takes the path of a run or not: with the path, -use says where that run's own code is now, and
+        # `read` has dealt with it. Without, -use is the setting USE.
         if getattr(self.asked, "use", None) and not self.asked.path:
             flags["USE"] = (self.asked.use, "-use")
         loaded = load_config(self.run.cfg, flags, self.run.words)
         config = loaded.config
+
         if config.DATA.BATCH_SIZE == AUTO:
             source = loaded.sources["DATA.BATCH_SIZE"]
             raise UserError(
@@ -251,8 +255,10 @@ class ToolLine:
         if config.USE:
             from engine.trained.own_code import use_own_code
 
-            use_own_code(config, loaded.sources["USE"].kind is not Kind.RUN, self.run.trust)
-        if self.one_label and config.task != ONE_LABEL:
+            is_from_user = loaded.sources["USE"].kind is not Kind.RUN  # and not from the settings of a run
+            use_own_code(config, is_from_user, self.run.trust)
+        needs_one_label = bool(self.one_label)
+        if needs_one_label and config.task != ONE_LABEL:
             key = "MODEL.MAE_PRETRAIN" if config.task == NO_LABELS else "DATA.MULTI_LABEL"
             raise UserError(f"{loaded.sources[key]}: {key} true: {self.one_label}.")
         if resolved:
@@ -260,6 +266,8 @@ class ToolLine:
 
             return fill_in(loaded, of_run=False)
 
+        # Range, mean and deviation of the pixels would be measured on the data. Any value does here, such as 0.5,
+        # because the tools that do not read the data measure speed.
         measured = [key for key in MEASURED if value_of(config, key) == AUTO and loaded.is_default(key)]
         loaded = loaded.with_values(dict.fromkeys(measured, 0.5), "not measured: no speed depends on it")
         for key in AUTO_BY_DATA:
@@ -346,20 +354,19 @@ def about_one_device(loaded: Loaded) -> list[str]:
 
 
 def check_one_training(loaded: Loaded, tool: str) -> None:
-    """Raise UserError for settings that a training tool does not have, and for a launch in several processes.
+    """Raise UserError for settings that a tool that trains does not have, and for a launch in several processes.
 
-    The tool starts its own processes.
+    Such a tool starts its own processes. `tool`: its name, such as 'compare.py'.
     """
     config = loaded.config
-    for_resume = "give -pretrained RUN to start from its weights"
-    for setting, is_given, advice in (
-        ("EVAL", config.EVAL, "leave it out, since the tool trains"),
-        ("MODEL.RESUME", config.MODEL.RESUME, for_resume),
-        ("TRAIN.NUM_EPOCHS auto", config.TRAIN.NUM_EPOCHS == AUTO and tool != "compare.py", "give a number"),
+    auto_epochs = config.TRAIN.NUM_EPOCHS == AUTO and tool != "compare.py"  # which takes auto
+    for key, is_refused, words, advice in (
+        ("EVAL", config.EVAL, "EVAL", "leave it out, since the tool trains"),
+        ("MODEL.RESUME", config.MODEL.RESUME, "MODEL.RESUME", "give -pretrained RUN to start from its weights"),
+        ("TRAIN.NUM_EPOCHS", auto_epochs, "TRAIN.NUM_EPOCHS auto", "give a number"),
     ):
-        if is_given:
-            key = setting.removesuffix(" auto")
-            raise UserError(f"{loaded.sources[key]}: {tool} has no {setting}; {advice}.")
+        if is_refused:
+            raise UserError(f"{loaded.sources[key]}: {tool} has no {words}; {advice}.")
     check_one_process(tool)
 
 

@@ -44,13 +44,13 @@ from tools.common.comparison import (
     in_words,
     judge,
     judged_of,
-    number_of,
     of_rounds,
     paired_images,
+    run_number,
+    seed_or_fold_of,
     spread,
     times_as_fast,
     troubles,
-    unit,
     values_of,
     variation,
 )
@@ -325,7 +325,7 @@ def recall_table(comparison: dict[str, Any]) -> list[list[str]]:
         low, high = wilson(percent, min(independent_images + [different_images]))
         return f"{percent:.1f} % ({low:.0f} to {high:.0f}; {hits} of {images})"
 
-    rows = [[f"recall, all {unit(comparison['runs'])}s (95 % interval)"] + list(counts)]
+    rows = [[f"recall, all {seed_or_fold_of(comparison['runs'])}s (95 % interval)"] + list(counts)]
     for name in classes:
         rows.append([name] + [cell(contender, name) for contender in counts])
     return rows
@@ -362,7 +362,7 @@ def report(comparison: dict[str, Any], out: Path) -> dict[Path, Any]:
     if comparison["runs"]:
         from tools.common.report_page.page import write_report
 
-        rows = sorted(comparison["runs"], key=lambda row: (comparison["compared"].index(row["mode"]), number_of(row)))
+        rows = sorted(comparison["runs"], key=lambda row: (comparison["compared"].index(row["mode"]), run_number(row)))
         contender_of = {out / row["folder"]: row["mode"] for row in rows}
         try:
             contenders = Contenders(by_name(rows), comparison["compared"], judged, contender_of)
@@ -470,7 +470,7 @@ def of_all_folds(comparison: dict[str, Any]) -> list[str]:
         lowest = judged.metric.number(min(values))
         highest = judged.metric.number(max(values))
         by_fold = f"{spread(values, judged.digits + 1)} ({lowest} to {highest})"
-        results.append(f"{judged.words}{judged.whose} from fold to fold {by_fold}")
+        results.append(f"{judged.words}{judged.weights_phrase} from fold to fold {by_fold}")
     training_part = f"{100 * (folds - 1) / folds:.0f} %"
     return [
         f"{name}: {'; '.join(results)}",
@@ -483,12 +483,12 @@ def of_all_folds(comparison: dict[str, Any]) -> list[str]:
 def notes(comparison: dict[str, Any]) -> list[str]:
     """Return notes on how the metrics were measured, and on their noise."""
     rows = comparison["runs"]
-    by = unit(rows)  # seed or fold
+    by = seed_or_fold_of(rows)  # seed or fold
     rounds = comparison.get("folds") or len(comparison["seeds"])
     judged = judged_of(comparison)
     lines = [
         f"images/s: median over a run's log lines except the first, then over the {by}s",
-        f"{judged.words}: after the last epoch{judged.whose}, mean ± standard deviation over the {by}s",
+        f"{judged.words}: after the last epoch{judged.weights_phrase}, mean ± standard deviation over the {by}s",
         f"best {judged.metric.words}: over all validations of any of the weights that a run keeps",
     ]
     if comparison["device"].startswith("cpu"):

@@ -594,7 +594,7 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
                 if failure is None:
                     metrics = metrics_of(run.folder)
                     seconds_of.setdefault(run.contender, []).append(metrics["seconds"])
-                    last_value = plan.judged.of(metrics)
+                    last_value = plan.judged.last_value(metrics)
                     metric = plan.judged.metric
                     reached = "" if last_value is None else f"{metric.words} {metric.number(last_value)}, "
                     duration = clock(time.monotonic() - began)

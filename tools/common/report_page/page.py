@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison import Judged, best_two, known_values, overlap_of, unit
+from tools.common.comparison import Judged, best_two, known_values, overlap_of, seed_or_fold_of
 from tools.common.contenders import Contenders, contenders_of
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
@@ -45,7 +45,7 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     if len(rows) < LEAST_RUNS or len(values) < 2:
         return None
     judged = found.judged
-    seed_or_fold = unit(rows)
+    seed_or_fold = seed_or_fold_of(rows)
     about_lines, intervals = _intervals_of(values, rows, judged)
 
     # The range of the figure: all values and intervals, with a margin.
@@ -61,7 +61,7 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
         return round(100 * (value - low) / (high - low), 2)
 
     best = best_two(found.runs, found.names, judged)[0]
-    hues = {name: styles[folder].hue for folder, name in found.of.items()}
+    hues = {name: styles[folder].hue for folder, name in found.contender_of.items()}
     drawn = []
     for name, by_run in values.items():
         mean = statistics.fmean(by_run.values())
@@ -90,7 +90,7 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     percent = " (%)" if judged.metric.percent else ""
     return {
         "heading": f"{judged.words[0].upper()}{judged.words[1:]} of each setting{percent}",
-        "caption": f"Dots: {seed_or_fold}s, after the last epoch{judged.whose}. {about_lines}",
+        "caption": f"Dots: {seed_or_fold}s, after the last epoch{judged.weights_phrase}. {about_lines}",
         "rows": drawn,
         "ticks": [(position(tick), text) for tick, text in labelled(round_numbers(low, high, 5))],
     }
@@ -115,7 +115,7 @@ def _intervals_of(
                 high = min(high, 100.0)
             intervals[name] = Interval(low, high)
         where = "" if overlap else ", on these images"
-        return f"Lines: mean and its 95 % interval over the {unit(rows)}s{where}.", intervals
+        return f"Lines: mean and its 95 % interval over the {seed_or_fold_of(rows)}s{where}.", intervals
     images = next((row["validation_images"] for row in rows if row.get("validation_images")), None)
     if judged.metric.counts_images and images and not any(row.get("grouped") for row in rows):
         for name, by_run in values.items():
@@ -182,7 +182,7 @@ def _about_runs(runs: Sequence[Run], contenders: Contenders | None) -> dict[str,
     elif len(folders) >= LEAST_RUNS:
         compared = contenders_of(folders)
     rows, short_rows = summary(runs, contenders.judged.metric if contenders else None)
-    styles = styles_of(runs, contenders.of if contenders else None)
+    styles = styles_of(runs, contenders.contender_of if contenders else None)
     return {
         "title": title,
         "figure": figure_of(compared, dict(zip(folders, styles, strict=True))),

@@ -38,8 +38,8 @@ ByName = dict[str, dict[int, Metrics]]
 Images = Mapping[tuple[str, int], PerImage | None]
 """(contender, seed) -> what each validation image adds to the metric of that run."""
 Paired = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Values of two contenders, for `crossed_interval`: those of the first (seeds x images), those of the second
-(seeds x images), the means of all contenders that have these seeds (contenders x seeds), and the groups of the images"""
+"""Values of two contenders, for `crossed_interval`: those of the first (seeds x images), those of the second (seeds x
+images), the means of all contenders that have these seeds (contenders x seeds), and the groups of the images"""
 
 LEAST_MEMORY = 0.01
 """Smaller relative differences in memory are not reported."""
@@ -197,7 +197,7 @@ def times_as_fast(ours: dict[int, Metrics], theirs: dict[int, Metrics], comparis
 
     The ratio counts as larger than noise (`seen`) if its interval excludes 1 and it exceeds the ratio between the
     fastest and the slowest run of either contender. `comparisons`: number of comparisons that the interval allows for.
-    Returns None if no pair has speeds. A run that is so short that its speed is that of the slow first updates has none.
+    Returns None if no pair has speeds. A run so short that its speed is that of the slow first updates has none.
     """
     pairs = _pairs(ours, theirs, lambda row: None if row["start_up_counted"] else row["images_per_second"])
     if not pairs:

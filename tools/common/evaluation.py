@@ -691,8 +691,8 @@ def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
         dataset = open_dataset(data, False, classes, config.SEED, device)
     except UserError as error:
         # The data may have classes that the model does not have. Then `_model_labels` below raises a better error, with
-        # the names of these classes, if both have names. So try to open the data with any labels; if that does not help,
-        # the first error stays.
+        # the names of these classes, if both have names. So try to open the data with any labels; if that does not
+        # help, the first error stays.
         try:
             dataset = open_dataset(data, False, ANY_LABEL, config.SEED, device)
         except UserError:

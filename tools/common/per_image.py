@@ -13,8 +13,8 @@ from utils.statistics.ranking import ranking_of
 from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
 
 FEWEST_BEYOND_ONE = 4
-"""AUROC needs this many images of the rarer kind, positives or negatives, beyond one per class, summed over all classes:
-its variance is unknown with fewer."""
+"""AUROC needs this many images of the rarer kind, positives or negatives, beyond one per class, in all classes
+together: its variance is unknown with fewer."""
 
 
 class PerImage(NamedTuple):

@@ -10,7 +10,8 @@ from tools.common.report_page.evaluations import pictured
 from tools.common.report_page.page import write_template
 from tools.common.turns import progress_bar
 from tools.export import CHANGED
-from tools.export.formats import Export, answers
+from tools.export.check import answers
+from tools.export.formats import Export
 from utils.log import log
 from vitamp.metrics import ONE_LABEL
 

@@ -144,7 +144,8 @@ def main(argv: list[str]) -> int:
     from engine.trained.model import load_trained
     from tools.export.card import Hub
     from tools.export.changed import write_changed
-    from tools.export.formats import FORMATS, TOLERANCES, Export, images_for_check, reference_logits, write_checked
+    from tools.export.check import TOLERANCES, images_for_check, reference_logits, write_checked
+    from tools.export.formats import FORMATS, Export
 
     # The model, and whether the formats can hold it.
     formats = FORMATS | {HUB: Hub(options.license)}

@@ -21,7 +21,8 @@ from datasets.decoding import Reader
 from datasets.given import open_given
 from datasets.registry import crop_of
 from engine.trained.model import Trained
-from tools.export.formats import IMAGE, PROBABILITIES, CheckImages, reference_logits, run_onnx, thresholds_of
+from tools.export.check import reference_logits
+from tools.export.formats import IMAGE, PROBABILITIES, CheckImages, run_onnx, thresholds_of
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.log import log

@@ -20,7 +20,8 @@ from torch import Tensor
 from datasets.base import TITLES
 from engine.trained.model import Trained, split_of_run
 from tools.common.turns import progress_bar
-from tools.export.formats import INPUT, CheckImages, Export, Onnx, chosen_images, times_as_fast
+from tools.export.check import chosen_images
+from tools.export.formats import INPUT, CheckImages, Export, Onnx, times_as_fast
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.text import counted, some_of

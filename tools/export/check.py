@@ -45,7 +45,7 @@ NOISE_IMAGES = 16
 
 
 def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str | None) -> CheckImages:
-    """Choose `count` evenly spaced images on which the file is checked; all images if `count` is None.
+    """Choose `count` evenly spaced images on which the exported files are checked; all images if `count` is None.
 
     They are from `folder` (-images) if it is given, else from the split `part` (-part) of the run's data. Without
     either, they are validation images, or generated noise if those cannot be read.
@@ -59,7 +59,8 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
         skipped_files.warn(str(folder))
         if not paths:
             raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
-        return replace(chosen_images(open_given(paths, data), count, f"in {folder}"), labels=None)
+        images = chosen_images(open_given(paths, data), count, f"in {folder}")
+        return replace(images, labels=None)  # files in a folder have no labels, only placeholders
     try:
         dataset = split_of_run(trained, part or "val")
     except UserError as error:
@@ -85,16 +86,17 @@ def _noise(data: DataConfig) -> CheckImages:
 def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> CheckImages:
     """Read `most` evenly spaced images of a data set (None: all), and leave out those that cannot be read.
 
-    `source`: where they are from, for the log. UserError if none can be read.
+    `source`: where they are from, for the log, such as 'in DIR'. UserError if none can be read.
     """
     count = len(dataset) if most is None else min(most, len(dataset))
     chosen = np.linspace(0, len(dataset) - 1, count).round().astype(int).tolist()
     pixels = []
     labels = []
     indices = []
+    epoch = 0  # of no effect without augmentation
     for start in range(0, count, BATCH):
-        batch = dataset.__getitems__([(0, index) for index in chosen[start : start + BATCH]])
-        readable = batch.indices != PADDING
+        batch = dataset.__getitems__([(epoch, index) for index in chosen[start : start + BATCH]])
+        readable = batch.indices != PADDING  # an unreadable image is replaced by padding
         pixels.append(batch.images[readable])
         labels.append(batch.labels[readable])
         indices += batch.indices[readable].tolist()
@@ -121,9 +123,9 @@ def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
 def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tolerance: float) -> tuple[Tensor, str]:
     """Write `out` in a format, check its outputs against `expected`, and log size, differences and speed.
 
-    It is written and checked in a temporary folder, and moved into place only if the check passes: no file is left
-    whose outputs differ by more than `tolerance`. Returns the file's outputs, and the phrases on what it costs and
-    gains.
+    The file is written and checked in a temporary folder, and moved into place only if the check passes: no file is
+    left whose outputs differ by more than `tolerance`. Returns the file's outputs, and a text on what the file costs in
+    accuracy and gains in speed; '' if nothing is to be said.
     """
     with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -134,10 +136,10 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
             log.info("%s: checking it, and how fast it is ...", out.name)
             with torch.no_grad():
                 outputs = _run_on_check_images(kind, export, unfinished)
-                phrases = compare(export, expected, outputs, tolerance)
+                difference, *cost_and_gain = compare(export, expected, outputs, tolerance)
                 speed = kind.speed(export, unfinished)
             if speed:
-                phrases.append(speed)
+                cost_and_gain.append(speed)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:
@@ -145,44 +147,49 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tol
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     log.info("%s: %.1f MB, %s, %s", out, size / 1e6, export.dtype, summary)
-    log.info("  %s", "; ".join(phrases))
+    log.info("  %s", "; ".join([difference] + cost_and_gain))
     python_line = kind.how_to_load(export, out)
     if python_line:
         log.info("  %s", python_line)
-    # Without the first phrase, on the differences.
-    return outputs, "; ".join(phrases[1:])
+    return outputs, "; ".join(cost_and_gain)
 
 
 def _run_on_check_images(kind: Format, export: Export, file: Path) -> Tensor:
-    """Compute the outputs of the written file on the images of the check, with a progress bar."""
+    """Compute the outputs of the written file on the images of the check, with a progress bar.
+
+    `kind`: the file's format.
+    """
     images = export.images
     with progress_bar(len(images.pixels), "images", f"{file.name}: checking") as bar:
 
         def batches_with_progress() -> Iterator[Tensor]:
             for batch in images.batches(export.trained, export.with_preprocess):
                 yield batch
-                bar.update(len(batch))
+                bar.update(len(batch))  # when the format asks for the next batch, it has computed this one
 
         return torch.cat(list(kind.run(export, file, batches_with_progress())))
 
 
 def _move_into_place(folder: Path, out: Path) -> None:
-    """Move a finished export from its temporary folder to `out`, over an earlier one.
+    """Move a finished export from its temporary folder to `out`, and remove files of an earlier export there.
 
-    The file that makes the export valid is moved last: it must not be there before the files that it needs. That is
-    the file `out` itself, which may have another beside it (`files_beside`), or the config of a folder. What an earlier
-    export had besides is removed.
+    The file that makes the export valid is moved last, because the files that it needs must be there before: the
+    exported file after the weights beside it, the config of a folder after its other files.
     """
+    # A file, which may have another beside it.
     source = folder
     target = out.parent
     last_name = out.name
     earlier_files = set(files_beside(out))
+    # The format hub writes a folder.
     if (folder / out.name).is_dir():
         source = folder / out.name
         target = out
         last_name = CONFIG
         target.mkdir(exist_ok=True)
         earlier_files |= {target / name for name in HUB_FILES}
+
+    # False sorts before True, so the last name is the last.
     new_files = sorted(source.iterdir(), key=lambda path: path.name == last_name)
     for file in new_files:
         with replacing(target / file.name) as unfinished:
@@ -192,26 +199,28 @@ def _move_into_place(folder: Path, out: Path) -> None:
 
 
 def compare(export: Export, expected: Tensor, outputs: Tensor, tolerance: float) -> list[str]:
-    """Compare the file's outputs with the model's, and return phrases about them for the log.
+    """Compare the file's outputs with the model's (`expected`), and return phrases about them for the log.
 
-    The first phrase says how far they differ and which answers changed. Another follows where it applies: what a lower
-    precision costs in accuracy, or that the logits need a sigmoid. TrainingError for differences beyond the tolerance.
+    The first phrase says how far they differ and which answers changed. A second one may follow: that the logits need a
+    sigmoid, or what a lower precision costs in accuracy. Raises TrainingError if a difference is larger than
+    `tolerance`, a fraction of the largest output.
     """
     images = export.images
     largest_output = float(expected.abs().max()) or 1.0  # all outputs may be 0
     errors = (outputs - expected).abs() / largest_output
     worst = float(errors.max())
     if not worst <= tolerance:  # also if it is NaN
-        raise TrainingError(_list_largest_differences(export, expected, outputs, errors, tolerance))
+        raise TrainingError(_describe_largest_differences(export, expected, outputs, errors, tolerance))
     allowed = "" if tolerance == math.inf else f" ({tolerance:g} allowed)"
     difference = (
         f"checked on {counted(len(outputs), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
         f"output{allowed}, {_changed_answers(export, expected, outputs)}"
     )
-    if thresholds_of(export.trained) is not None:
+    has_several_labels = thresholds_of(export.trained) is not None
+    if has_several_labels:
         needs_sigmoid = images.output == LOGITS
         return [difference, "apply a sigmoid to the logits"] if needs_sigmoid else [difference]
-    if images.labels is None or export.dtype == "fp32":
+    if images.labels is None or export.dtype == "fp32":  # fp32 costs nothing
         return [difference]
     model_correct = expected.argmax(1) == images.labels
     file_correct = outputs.argmax(1) == images.labels
@@ -219,12 +228,13 @@ def compare(export: Export, expected: Tensor, outputs: Tensor, tolerance: float)
 
 
 def answers(export: Export, outputs: Tensor) -> Tensor:
-    """Return which classes the answer for each image has, as booleans N x C.
+    """Return which classes are predicted for each image, as booleans (images x classes).
 
-    With one label per image, that is the class with the highest output; with several, those that reach their threshold.
+    With one label per image, that is the class with the highest output; with several, those whose probability reaches
+    their threshold.
     """
     thresholds = thresholds_of(export.trained)
-    if thresholds is None:
+    if thresholds is None:  # one label per image
         return F.one_hot(outputs.argmax(1), outputs.shape[1]) > 0
     outputs = outputs.double()
     probabilities = outputs.sigmoid() if export.images.output == LOGITS else outputs
@@ -232,7 +242,7 @@ def answers(export: Export, outputs: Tensor) -> Tensor:
 
 
 def _changed_answers(export: Export, expected: Tensor, outputs: Tensor) -> str:
-    """Say how many answers of the file are not the model's, and name the first such images."""
+    """Say how many images the file classifies otherwise than the model, and name the first of them."""
     trained = export.trained
     differ = (answers(export, expected) != answers(export, outputs)).any(1)
     changed = []
@@ -249,32 +259,34 @@ def _changed_answers(export: Export, expected: Tensor, outputs: Tensor) -> str:
 
 
 def _cost(export: Export, model_correct: Tensor, file_correct: Tensor) -> str:
-    """Say how many points of top-1 the file costs or gains, with the confidence interval.
+    """Say how many percentage points of top-1 the file costs or gains, with the confidence interval.
 
     `model_correct`, `file_correct`: whether each image is classified correctly by the model and by the file.
     """
+    # Images of one group (DATA.GROUP) count as fewer independent images, which makes the interval wider.
     images = export.images
     dataset_groups = images.dataset.groups() if images.dataset is not None else []
     groups = [dataset_groups[index] for index in images.indices] if dataset_groups else []
     estimate = agresti_min(model_correct.numpy(), file_correct.numpy(), groups=groups)
     cost, low, high = (100 * fraction for fraction in estimate)
     verb = "costs"
-    if cost < 0:
+    points = cost
+    if cost < 0:  # a negative cost is a gain, and so are the ends of its interval
         verb = "gains"
-        cost = -cost
+        points = -cost
         low, high = -high, -low
     interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
     before = 100 * model_correct.numpy().mean()
     after = 100 * file_correct.numpy().mean()
-    return f"{export.dtype} {verb} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
+    return f"{export.dtype} {verb} {points:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
 
 
-def _list_largest_differences(
+def _describe_largest_differences(
     export: Export, expected: Tensor, outputs: Tensor, errors: Tensor, tolerance: float
 ) -> str:
-    """Write the error message for outputs that differ too much, with the largest differences.
+    """Write the error message for outputs that differ too much, with a list of the largest differences.
 
-    `errors`: of each output, as a fraction of the largest output.
+    `errors`: how far each output differs from the expected one, as a fraction of the largest output.
     """
     trained = export.trained
     images = export.images

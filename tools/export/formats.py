@@ -80,8 +80,8 @@ class CheckImages:
     """Index of each image in `dataset`"""
     labels: Tensor | None = None
     """None if the labels are unknown"""
-    any_size: tuple[Callable[[], np.ndarray], ...] = ()
-    """With -with_resize: each returns an image of any size, H x W x 3. Else empty"""
+    image_readers: tuple[Callable[[], np.ndarray], ...] = ()
+    """With -with_resize: functions that each return an image of any size, H x W x 3. Else empty"""
     prepend: Callable[[Any], None] | None = None
     """With -with_resize: inserts nodes that resize one image before those of an ONNX model"""
     about: dict[str, Any] = field(default_factory=dict)
@@ -90,48 +90,52 @@ class CheckImages:
     @property
     def output(self) -> str:
         """Name of the file's output."""
-        return PROBABILITIES if self.any_size else LOGITS
+        return PROBABILITIES if self.image_readers else LOGITS
 
     def batches(self, trained: Trained, with_preprocess: bool) -> Iterator[Tensor]:
-        """Yield the inputs of the exported file, batch by batch.
+        """Yield the inputs on which the exported file is checked, batch by batch.
 
-        A file made with -with_resize takes one image per call. For all others, the first batch has one image and the
-        next ones have 32, since the file must take any number.
+        A file made with -with_resize takes one image per call, of any size. For all others, the first batch has one
+        image and the next ones have 32, since the file must take any number. `with_preprocess`: whether the file takes
+        pixels and normalises them itself.
         """
-        if self.any_size:
-            for read_image in self.any_size:
+        if self.image_readers:
+            for read_image in self.image_readers:
                 yield torch.from_numpy(np.array(read_image()))[None]
             return
         for pixels in self.pixels[:1], *self.pixels[1:].split(BATCH):
-            if len(pixels):
+            if len(pixels):  # with a single image, the second batch would be empty
                 yield (pixels if with_preprocess else trained.inputs(pixels)).contiguous()
 
 
 def thresholds_of(trained: Trained) -> Tensor | None:
-    """Return the threshold of each class, as a probability, of a model with several labels per image.
+    """Return the probability from which a class is predicted, for each class of a model with several labels per image.
 
     None for a model with one label per image: the class with the highest output is its answer.
     """
     if trained.task.kind == ONE_LABEL:
         return None
-    return torch.tensor(trained.thresholds()[0], dtype=torch.float64)
+    thresholds, _sentence = trained.thresholds()
+    return torch.tensor(thresholds, dtype=torch.float64)
 
 
 class Export:
     """timm's plain model with the trained weights, ready to be written to one file, and the options of the export."""
 
     def __init__(self, trained: Trained, images: CheckImages, dtype: str, with_preprocess: bool) -> None:
-        """Build the model.
+        """Build timm's plain model with the trained weights, and the module to export.
 
         `images`: those of the check, of which the first is also the example that is traced. `dtype`: a key of DTYPES.
+        `with_preprocess`: whether the file takes pixels and normalises them itself.
         """
         self.trained = trained
         self.images = images
         self.dtype = dtype
         self.with_preprocess = with_preprocess
-        self.with_resize = bool(images.any_size)
+        self.with_resize = len(images.image_readers) > 0
         model = trained.config.MODEL
         data = trained.config.DATA
+        # The call timm.create_model(name, **arguments) that builds the model.
         self.timm_name, self.timm_arguments = timm_call(model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
         self.model = timm.create_model(self.timm_name, **self.timm_arguments)
         """timm's plain model with the trained weights, on the CPU"""
@@ -144,9 +148,10 @@ class Export:
 
     @property
     def example(self) -> Tensor:
-        """Input with which torch traces the model.
+        """Input with which torch traces the model: two images, or one with -with_resize.
 
-        It has two images, because torch would fix the batch size at that of one; but one if the file takes one.
+        A file made with -with_resize takes one image. All others take any number, but torch would fix the batch size if
+        it traced a batch of one.
         """
         if self.with_resize:
             return self.images.pixels[:1].contiguous()
@@ -169,15 +174,16 @@ class Export:
         return f"'{INPUT}' {size} ({kind}) to '{LOGITS}' N x {self.trained.config.MODEL.NUM_CLASSES}, any N"
 
     def metadata(self, program: bool) -> dict[str, Any]:
-        """Metadata of the file, without anything about the machine that wrote it.
+        """Return the metadata of the file, which has nothing about the machine that wrote it.
 
-        `program`: the file computes outputs, so that they are divided by the temperature; else it holds only weights.
+        `program`: True for a file that computes outputs and divides them by the temperature of the calibration, False
+        for one that holds only weights. The metadata say whether the temperature is applied.
         """
         trained = self.trained
         config = trained.config
         crop_mode, crop_pct = crop_of(config.DATA)
         chosen = trained.chosen
-        is_of_timm = own_named("model", self.timm_name) is None
+        is_of_timm = own_named("model", self.timm_name) is None  # and not a model of the user's own code
         metadata = {
             "made_by": MADE_BY,
             "model": config.MODEL.NAME,
@@ -210,14 +216,15 @@ class _Exported(nn.Module):
     """
 
     def __init__(self, export: Export) -> None:
+        """Assemble the steps: preprocessing, model, and the conversion of logits to probabilities or None."""
         super().__init__()
         trained = export.trained
         self.dtype = DTYPES[export.dtype]
-        takes_pixels = export.with_preprocess or export.with_resize
+        takes_pixels = export.with_preprocess or export.with_resize  # and not normalised images
         self.inputs = Inputs(trained.config.DATA) if takes_pixels else nn.Identity()
-        self.probabilities = trained.task.probabilities if export.with_resize else None
-        self.module = export.model.to(self.dtype)
+        self.module = export.model.to(self.dtype)  # `_layer_of` knows this name
         self.temperature = trained.temperature
+        self.probabilities = trained.task.probabilities if export.with_resize else None
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of a batch of images; with -with_resize, the probabilities of one image."""
@@ -260,24 +267,31 @@ class _Program(Format):
     """A format whose file computes outputs by itself, so that its speed can be measured."""
 
     def speed(self, export: Export, file: Path) -> str:
-        """Time the file against the model in torch, one image at a time; return the words for the log."""
+        """Time the file against the model in torch, one image at a time; return the words for the log.
+
+        '' with -with_resize, because the file then does more than the model.
+        """
         if export.with_resize:
             return ""
         trained = export.trained
-        model = map(trained.model, itertools.repeat(trained.inputs(export.images.pixels[:1])))
-        image = next(export.images.batches(trained, export.with_preprocess))
-        ratio = times_as_fast(model, self.run(export, file, itertools.repeat(image)))
+        # Two endless iterators that compute outputs of the first image: by the model in torch, and by the file.
+        model_input = trained.inputs(export.images.pixels[:1])
+        outputs_of_torch = map(trained.model, itertools.repeat(model_input))
+        file_input = next(export.images.batches(trained, export.with_preprocess))
+        outputs_of_file = self.run(export, file, itertools.repeat(file_input))
+        ratio = times_as_fast(outputs_of_torch, outputs_of_file)
         return f"{ratio:.2g} times as fast as torch an image at a time (this CPU, 1 thread)"
 
 
-def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
-    """Measure how many times as fast the second program computes its next value as the first, with one thread.
+def times_as_fast(slow: Iterator[object], fast: Iterator[object]) -> float:
+    """Measure how many times as fast the program `fast` is as the program `slow`, each with one thread.
 
-    They are timed alternately, in processor time, and the median of the ratios is returned.
+    A program is an endless iterator that computes each value when it is asked for it. They are timed alternately, in
+    processor time, and the median of the ratios is returned: 2.0 if `fast` takes half the time of `slow`.
     """
 
     def seconds_per_value(program: Iterator[object]) -> float:
-        next(program)  # the first loads the file
+        next(program)  # not timed, since the first value also loads the file
         begin = time.process_time()
         number = 0
         while time.process_time() - begin < SECONDS:
@@ -287,7 +301,7 @@ def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    ratios = [seconds_per_value(first) / seconds_per_value(second) for _ in range(TURNS)]
+    ratios = [seconds_per_value(slow) / seconds_per_value(fast) for _ in range(TURNS)]
     torch.set_num_threads(threads)
     return median(ratios)
 
@@ -296,25 +310,30 @@ class Onnx(_Program):
     """ONNX, written by torch's exporter and run by ONNX Runtime."""
 
     layers: Mapping[str, str] = {}
-    """Of the written file: the layer of the model that each node with weights is from"""
+    """Of the written file: the layer of the model that each node with weights is from, for files in 8 bits"""
 
     def write(self, export: Export, file: Path) -> str:
-        """Export the model to an ONNX file, and note in `layers` which layer each node is from."""
-        with _torch_exporter("onnx", export):
+        """Export the model to an ONNX file and return a summary of it; note in `layers` which layer each node is from.
+
+        With -with_resize, nodes that resize one image of any size come before those of the model.
+        """
+        # The first dimension, the batch, is free. With -with_resize, the model gets one image.
+        dynamic_shapes = None if export.with_resize else ({0: ANY_NUMBER},)
+        with _torch_exporter_errors("onnx", export):
             program = torch.onnx.export(
                 export.module,
                 (export.example,),
                 input_names=[INPUT],
                 output_names=[export.images.output],
                 dynamo=True,
-                dynamic_shapes=None if export.with_resize else ({0: ANY_NUMBER},),
+                dynamic_shapes=dynamic_shapes,
                 verbose=False,
             )
         assert program is not None
         model = program.model
         model.metadata_props.update({key: json.dumps(value) for key, value in export.metadata(program=True).items()})
 
-        # Layers are found by torch's metadata, which is removed afterwards.
+        # Torch's metadata, which is removed afterwards, says which layers the nodes are from.
         layers: dict[str, str] = {}
         for node in model.graph.all_nodes():
             layer = _layer_of(node)
@@ -372,15 +391,21 @@ def _remove_torch_metadata(graph: Any) -> None:
 
 
 def _layer_of(node: Any) -> str:
-    """Return the name of the layer whose weights an ONNX node takes; '' if it takes none."""
+    """Return the name of the layer whose weights an ONNX node takes, such as blocks.0.mlp.fc1; '' if it takes none."""
     weights = [value.name for value in node.inputs if value is not None and value.is_initializer()]
     if not weights:
         return ""
-    if weights[0].startswith("module."):
-        return weights[0].removeprefix("module.").rpartition(".")[0]
-    # Weights that were transposed have no name. The scopes end with the layer and the function called in it.
+    first_weight, *_ = weights
+    if first_weight.startswith("module."):  # module.blocks.0.mlp.fc1.weight
+        layer, _dot, _tensor = first_weight.removeprefix("module.").rpartition(".")
+        return layer
+    # Weights that were transposed have no name. But the node has the scopes that it was computed in: the modules around
+    # it, of which the last is the layer, and then the function, as in ["", "module", ..., "module.head", "linear"].
     scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
-    return scopes[-2].removeprefix("module.") if len(scopes) > 1 else ""
+    if len(scopes) < 2:
+        return ""
+    *_, layer, _function = scopes
+    return layer.removeprefix("module.")
 
 
 class OpenVino(Onnx):
@@ -425,14 +450,15 @@ class Torch(_Program):
 
     def write(self, export: Export, file: Path) -> str:
         """Export the model to a torch.export program, without paths of source files on this machine."""
-        any_number = torch.export.Dim(ANY_NUMBER, min=1)
-        with _torch_exporter("torch", export):
+        any_number = torch.export.Dim(ANY_NUMBER, min=1)  # the first dimension, the batch, is free
+        with _torch_exporter_errors("torch", export):
             program = torch.export.export(export.module, (export.example,), dynamic_shapes=({0: any_number},))
         for module in program.graph_module.modules():
             if isinstance(module, torch.fx.GraphModule):
                 for node in module.graph.nodes:
                     node.meta.pop("stack_trace", None)  # paths of source files on this machine
-        buffer = io.BytesIO()  # if the disk is full, torch's own writer kills the process
+        # Written to memory first: if the disk is full, torch's own writer kills the process instead of raising OSError.
+        buffer = io.BytesIO()
         torch.export.save(program, buffer, extra_files={f"{EXPORTED}.json": json.dumps(export.metadata(program=True))})
         file.write_bytes(buffer.getbuffer())
         return export.input_summary
@@ -443,8 +469,11 @@ class Torch(_Program):
 
 
 @contextlib.contextmanager
-def _torch_exporter(format_name: str, export: Export) -> Iterator[None]:
-    """Silence torch's warnings for its developers, and turn a failed export into one line."""
+def _torch_exporter_errors(format_name: str, export: Export) -> Iterator[None]:
+    """Turn any error of torch's exporter into a TrainingError of one line, and silence its warnings for developers.
+
+    `format_name`: the value of -to, for the error.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -462,24 +491,26 @@ class Safetensors(Format):
     """The format's name in -to"""
 
     def check(self, trained: Trained) -> None:
-        """Raise UserError for a model that timm cannot build: with pooling that it lacks, or of one's own code."""
+        """Raise UserError for a model that timm cannot build: with pooling that it lacks, or of the user's own code."""
         model = trained.config.MODEL
         timm_pool = getattr(trained.model, "global_pool", None)
-        # MODEL.POOL class is what timm calls token.
-        if model.POOL is not None and (model.POOL, timm_pool) != ("class", "token"):
+        # timm's model has the pooling of MODEL.POOL only if that is `class`, which timm calls token.
+        has_pool_of_timm = model.POOL is None or (model.POOL == "class" and timm_pool == "token")
+        if not has_pool_of_timm:
             raise UserError(f"-to {self.name}: timm's model has no MODEL.POOL {model.POOL}; use -to torch or onnx.")
         if own_named("model", model.NAME):
             reason = f"timm does not have {model.NAME}, a model of your own"
             raise UserError(f"-to {self.name}: {reason}; use -to torch or onnx.")
 
     def write(self, export: Export, file: Path) -> str:
-        """Write the weights, with a header that timm ignores and vitamp's tools read."""
+        """Write the weights, with a header that timm ignores but vitamp's own tools, such as predict.py, read."""
         import safetensors.torch
 
         chosen = export.trained.chosen
         meta_fields = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
-        # One key: safetensors writes several in a different order each time.
-        header = encoded({EXPORTED: export.metadata(program=False) | meta_fields | needed_by_tools(chosen)})
+        # All fields are under one key: safetensors writes several keys in a different order each time.
+        fields = export.metadata(program=False) | meta_fields | needed_by_tools(chosen)
+        header = encoded({EXPORTED: fields})
         with raising_os_errors(file):
             safetensors.torch.save_file(export.tensors(), file, metadata=header)
         return "weights under timm's names"

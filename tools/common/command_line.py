@@ -195,18 +195,19 @@ class Tool:
     folder: str = "scripts"
 
     def read(self, argv: Sequence[str]) -> ToolLine:
-        """Parse the words `argv`: the tool's own flags and positional arguments, and those of the entry scripts."""
-        parser = Parser(
-            f"{self.folder}/{self.name} {self.command}".rstrip(),
-            about_tool(self.about, self.name),
-            {"Flags of this tool" if self.settings else "Flags": self.flags + (HELP,)},
-            tuple(BY_NAME.values()) if self.settings else (),
-            self.places,
-            self.settings,
-        )
+        """Parse the words `argv`: the tool's own flags and positional arguments, and those of the entry scripts.
+
+        Raises UserError for unknown words, and for flags by which an entry script does something else than train.
+        """
+        program = f"{self.folder}/{self.name} {self.command}".rstrip()
+        flags_in_help = {"Flags of this tool" if self.settings else "Flags": self.flags + (HELP,)}
+        flags_not_in_help = tuple(BY_NAME.values()) if self.settings else ()  # those of the entry scripts
+        about = about_tool(self.about, self.name)
+        parser = Parser(program, about, flags_in_help, flags_not_in_help, self.places, self.settings)
         given, settings = parser.read(argv)
         allow(given.get("use"), "trust" in given)
 
+        # Flags and positional arguments of the tool itself; the other flags are those of the entry scripts.
         defaults = {place.name: None for place in self.places} | {flag.name: flag.default for flag in self.flags}
         own_values = {name: value for name, value in given.items() if name in defaults}
         of_entry_scripts = {name: value for name, value in given.items() if name not in own_values}
@@ -292,10 +293,10 @@ class ToolLine:
         return flag
 
     def file(self, name: str, *endings: str) -> Path | None:
-        """Return the file given by the own flag `name`, after checking that it can be written; None without the flag.
+        """Return the file that the tool's flag `name` gives, after checking that it can be written; None without it.
 
-        `endings`: the file must have one of these suffixes, if any are listed.
-        If the tool has the flag -overwrite, an existing file is an error unless that flag is given.
+        `endings`: the file must have one of these suffixes, such as '.png', if any are listed. If the tool has the flag
+        -overwrite, an existing file is an error unless that flag is given. A tool without it overwrites files.
         """
         text = getattr(self.asked, name)
         flag = f"-{name}"
@@ -306,7 +307,8 @@ class ToolLine:
             stem = path.stem or "result"
             example = f"{stem}{endings[0]}"
             raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}, such as {example}.")
-        return check_output_file(path, flag, fresh=not getattr(self.asked, "overwrite", True))
+        may_overwrite = getattr(self.asked, "overwrite", True)
+        return check_output_file(path, flag, fresh=not may_overwrite)
 
 
 def first_word(argv: Sequence[str], tool: str, about: str | None, known: Mapping[str, str], kind: str) -> str:
@@ -343,11 +345,12 @@ def about_tool(about: str | None, tool: str) -> str:
 
 
 def about_one_device(loaded: Loaded) -> list[str]:
-    """Return the note that -ngpus has no effect in a tool that measures one device; none if it was not given."""
-    number = loaded.config.NGPUS
-    if number > 1 or (number == -1 and loaded.sources["NGPUS"] == "-ngpus"):
+    """Return the note that -ngpus has no effect in a tool that measures one device; none if it asks for one device."""
+    gpus = loaded.config.NGPUS
+    asks_for_all = gpus == -1 and loaded.sources["NGPUS"] == "-ngpus"  # -1 is also the default, without the flag
+    if gpus > 1 or asks_for_all:
         return [
-            f"-ngpus {number} has no effect: the tool sets the number of processes itself; each process has the full "
+            f"-ngpus {gpus} has no effect: the tool sets the number of processes itself; each process has the full "
             "DATA.BATCH_SIZE"
         ]
     return []
@@ -374,7 +377,9 @@ def check_one_process(tool: str) -> None:
     """Raise UserError if a launcher started the tool in several processes: each would do all the work."""
     world = world_from_launcher()
     if world is not None and world.size > 1:
-        rank_variable = VARIABLES[world.launcher][0] if world.launcher in VARIABLES else "RANK"
+        rank_variable = "RANK"  # the environment variable by which the launcher gives the rank
+        if world.launcher in VARIABLES:
+            rank_variable, *_others = VARIABLES[world.launcher]
         raise UserError(
             f"{tool} is one process, but {rank_variable} says that this is one of {world.size} ({world.launcher}). "
             f"Start one; if this is the only one, put env -u {rank_variable} before the command."

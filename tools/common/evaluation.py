@@ -582,7 +582,8 @@ def on_known_groups(trained: Trained, dataset: ImageDataset, found: OneLabel | S
     if whose_data(trained.config, trained.chosen) not in OF_RUN:
         return ""
     training_data = data.changed(PART=AUTO)  # as in training, which has no -part
-    training = open_dataset(training_data, train=True, num_classes=ANY_LABEL, seed=0, device=torch.device("cpu"))
+    for_training = True
+    training = open_dataset(training_data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu"))
     is_known = np.isin(groups, training.groups())
     if not is_known.any():
         return ""

@@ -112,9 +112,10 @@ def _intervals_of(
     """
     intervals = dict[str, Interval]()
     if all(len(value_of_seed) >= LEAST_RUNS for value_of_seed in values.values()):
+        comparisons = 1  # each interval is shown for itself
         overlap = overlap_of(rows)  # of the training images of folds; 0 for seeds
         for name, value_of_seed in values.items():
-            mean = student_interval(list(value_of_seed.values()), comparisons=1, overlap=overlap)
+            mean = student_interval(list(value_of_seed.values()), comparisons, overlap=overlap)
             low = mean.low or 0.0
             high = mean.high or 0.0
             if judged.metric.percent:

@@ -370,7 +370,7 @@ class OneLabel(Evaluation):
         def cells(label: int) -> dict[str, str]:
             return {**self._scores(label), "most often mistaken for": shown(self.mistaken_for(trained, label)) or "-"}
 
-        return self._class_table(trained, ("recall", self.recall), cells)
+        return self._class_table(trained, worst=("recall", self.recall), cells=cells)
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the JSON file; 'confusion' is None if there are too many classes."""
@@ -524,7 +524,7 @@ class SeveralLabels(Evaluation):
             ranking = {"AP": f"{self.average_precision[label]:.1f} %", "AUROC": self.auroc_text(label)}
             return {**ranking, "threshold": f"{self.thresholds[label]:.3f}", **self._scores(label)}
 
-        return self._class_table(trained, ("average precision", self.average_precision), cells)
+        return self._class_table(trained, worst=("average precision", self.average_precision), cells=cells)
 
     def auroc_text(self, label: int) -> str:
         """Format the AUROC of a class; '-' if it is undefined."""

@@ -241,8 +241,8 @@ class ToolLine:
         that reads neither passes False: then an `auto` that needs the data is an error.
         """
         flags = {**self.run.flags, **(more or {})}
-        # A tool that takes the path of a run or not: with the path, -use says where that run's own code is now, and
-        # `read` has dealt with it. Without, -use is the setting USE.
+        # With the path of a run, -use names a file with the code of that run, which `read` has allowed. Without a path,
+        # it is the setting USE.
         if getattr(self.asked, "use", None) and not self.asked.path:
             flags["USE"] = (self.asked.use, "-use")
         loaded = load_config(self.run.cfg, flags, self.run.words)

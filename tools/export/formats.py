@@ -248,7 +248,10 @@ class Format:
         raise NotImplementedError
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Logits of the written file for each batch, calibrated if the model is."""
+        """Yield the logits that the written file gives for each batch, calibrated if the model is.
+
+        With -with_resize, they are the probabilities of one image. A batch is computed when it is asked for.
+        """
         raise NotImplementedError
 
     def speed(self, export: Export, file: Path) -> str:
@@ -259,7 +262,7 @@ class Format:
         return ""
 
     def how_to_load(self, export: Export, out: Path) -> str:
-        """Line of Python that loads the file, for the log; '' if it takes more than a line."""
+        """Return the line of Python that loads the file `out`, for the log; '' if it takes more than a line."""
         return ""
 
 

@@ -239,8 +239,9 @@ def _evaluate_runs(
 
     evaluations = list[dict[str, Any] | str]()
     failures = list[str]()
+    images = f"{IMAGE_OF[part]}s"  # such as "validation images"
     for run in runs:
-        log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
+        log.info("%s: evaluating the best checkpoint on its %s ...", run.name, images)
         evaluation = evaluate(run.folder, part, metric or run.deciding, data_path)
         evaluations.append(evaluation)
         if isinstance(evaluation, str):

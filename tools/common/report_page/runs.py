@@ -214,8 +214,10 @@ def _column(run: Run) -> dict[str, Any]:
             parameters += f", trainable {counts['trainable']:,}"
     splits = ", ".join(f"{count:,} {split}" for split, count in about.get("samples", {}).items())
     dataset = config.DATA.DATASET if config else ""
+    # Which weights the tools take from the run, in words; '' if it has none that can be read.
+    chosen_weights = _unless_damaged(lambda folder: chosen_at(folder).words, run.folder, "")
     return {
-        "checkpoint": _unless_damaged(lambda folder: chosen_at(folder).words, run.folder, ""),
+        "checkpoint": chosen_weights,
         "precision": run.precision,
         "images/s": shown_rate(speed) if speed else "",
         "peak memory": f"{memory:.2f} GB" if memory else "",

@@ -78,8 +78,8 @@ def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.n
             return None
         # The metric, plus the image's influence on it times the number of images, so that the mean is the metric.
         if metric is MAP:
-            return 100 * (ranking.precision + len(labels) * ranking.of_precision)
-        return 100 * (ranking.area + len(labels) * ranking.of_area)
+            return 100 * (ranking.precision + len(labels) * ranking.precision_influence)
+        return 100 * (ranking.area + len(labels) * ranking.area_influence)
     return None
 
 

@@ -256,7 +256,7 @@ class Trial:
         `limit`: bytes that this process may hold.
         """
         # Pretrained weights take as much memory as random ones.
-        config = config.changed(MODEL={"PRETRAINED": None}, TRAIN=config.TRAIN.spanning(1))
+        config = config.changed(MODEL={"PRETRAINED": None}, TRAIN=config.TRAIN.with_auto_epochs(1))
         self._config = config
         self._per_process = per_process
         self._world = world

@@ -279,7 +279,7 @@ def settle_epochs(run: Run) -> Run:
             "seconds; set -epochs to a number."
         )
     max_time = seconds_of(config.MAX_TIME)
-    train = config.TRAIN.spanning(LONGEST_RUN)
+    train = config.TRAIN.with_auto_epochs(LONGEST_RUN)
     saved_by_compiling = choice.FRACTION_SAVED * max_time
     if train.COMPILE == choice.AUTO and saved_by_compiling <= choice.REQUIRED_RATIO * choice.SECONDS_TO_COMPILE:
         train = train.changed(COMPILE=choice.NONE)
@@ -309,7 +309,7 @@ def settle_epochs(run: Run) -> Run:
             f"and start and end leave {max(left, 0):.3g} s. -max_time {clock(enough)} would do for one epoch. Faster: "
             "a smaller model or DATA.IMAGE_SIZE, or MODEL.FREEZE=backbone, which trains the classifier alone."
         )
-    config = config.changed(TRAIN=config.TRAIN.spanning(epochs))
+    config = config.changed(TRAIN=config.TRAIN.with_auto_epochs(epochs))
     paces = trial.paces.values()
     log.info(
         "TRAIN.NUM_EPOCHS auto: %d, with a warm-up of %g: about %s of MAX_TIME %s (%s s per update, %.3g s per "

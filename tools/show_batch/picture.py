@@ -45,7 +45,7 @@ class Shown(NamedTuple):
 def first_images(config: Config, count: int) -> list[Shown]:
     """Return the first `count` images that training would see, augmented with the random numbers of training."""
     # The length of a run with TRAIN.NUM_EPOCHS auto is unknown, so these are the first images of the longest one.
-    config = config.changed(TRAIN=config.TRAIN.spanning(LONGEST_RUN))
+    config = config.changed(TRAIN=config.TRAIN.with_auto_epochs(LONGEST_RUN))
     global_batch = config.TRAIN.GLOBAL_BATCH
     if global_batch is not None:
         config = with_global_batch(config, global_batch, ALONE)

@@ -48,7 +48,7 @@ def known_settings(saved: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """
     gone_keys = [key for key in saved if key not in settings()]
     if gone_keys:
-        warn_once(without_words(where, gone_keys), logging.INFO)
+        warn_once(line_about_gone_settings(where, gone_keys), logging.INFO)
     start_folder = start_of(run_folder_of(where))
     return {key: absolute(key, value, start_folder) for key, value in saved.items() if key in settings()}
 
@@ -58,7 +58,7 @@ def settings_of(chosen: Chosen) -> dict[str, Any]:
     return known_settings(chosen.meta["settings"], chosen.place)
 
 
-def without_words(where: object, gone: Iterable[str]) -> str:
+def line_about_gone_settings(where: object, gone: Iterable[str]) -> str:
     """A line about a run's settings that this version does not have."""
     return f"{where} is of another version of vitamp; its settings that this version does not have: {', '.join(gone)}"
 

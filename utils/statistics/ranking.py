@@ -208,7 +208,7 @@ def average_precision(ranked: Ranked) -> ClassMetric:
         other_precision[first_step] = other_precision[steps_with_positives[1]] if has_next else average
     unbiased = float((new * other_precision).sum()) / positives
 
-    # Derivative of AP = (sum over k of new_k * R_k / N_k) / P with respect to the weight of an image at step s, times P:
+    # Derivative of AP = (sum over k of new_k * R_k / N_k) / P by the weight of an image at step s, times P:
     # - any image raises N_k of all k >= s: minus the sum over k >= s of new_k * R_k / N_k**2;
     # - a positive also raises new_s, P, and R_k of all k >= s: precision_s - AP + the sum over k >= s of new_k / N_k.
     later_gains = np.cumsum((new / images_so_far)[::-1])[::-1]

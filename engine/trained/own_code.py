@@ -39,7 +39,7 @@ from utils.own_code import (
     own_lines,
     read,
 )
-from utils.record.history import NO_METRICS
+from utils.record.history import FIELDS_WITHOUT_METRIC
 from utils.record.run_folder import ABOUT, read_about
 from vitamp.metrics import METRICS, set_of
 from vitamp.registry import KINDS, Own, registered
@@ -67,7 +67,7 @@ IS_BUILT_IN: dict[str, Callable[[str], bool]] = {
     "model": _is_timms,
     "augmentation": lambda name: name.casefold() in POLICIES,
     # A name that metrics.jsonl uses already, or reads as another set's metric (ema_...), cannot be a metric's either.
-    "metric": lambda name: name in METRICS or name in NO_METRICS or set_of(name)[1] != name,
+    "metric": lambda name: name in METRICS or name in FIELDS_WITHOUT_METRIC or set_of(name)[1] != name,
     "dataset": lambda name: name in datasets.names(),
 }
 """Kind -> whether the program has one of this name, which the user's own code then cannot have"""

@@ -78,8 +78,8 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
     forwarder = _SignalForwarder()
     forwarder.install()
 
-    # The ranks find each other in a store that this process serves already (a static rendezvous). torch would serve it on
-    # every network. As all ranks are on this machine, this server listens on the loopback address alone.
+    # The ranks find each other in a store that this process already serves (a static rendezvous). torch would serve it
+    # on every network. As all ranks are on this machine, this server listens on the loopback address alone.
     listener = socket.create_server((LOOPBACK, 0)).detach()
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener)
     config = LaunchConfig(

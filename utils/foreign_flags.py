@@ -46,8 +46,8 @@ def unknown_flags(
     takes_settings: whether this program takes KEY=VALUE words
     """
     names = [name for name in known if name != IGNORED.name]
-    value_by_flag = dict(unknown)  # A flag that is given twice is listed once.
-    lines = [f"{flag}.{suggest_flag(flag, value, names, takes_settings)}" for flag, value in value_by_flag.items()]
+    # The dict lists a flag that is given twice only once.
+    lines = [f"{flag}.{suggest_flag(flag, value, names, takes_settings)}" for flag, value in dict(unknown).items()]
     end = "-h lists all flags, docs/migrating.md those of other programs"
     if len(lines) + len(strays) == 1:
         return strays[0] if strays else UserError(f"unknown flag {lines[0]} {end}.")
@@ -80,9 +80,8 @@ def suggest_flag(flag: str, value: str, known: list[str], takes_settings: bool) 
         text = value or ANY_VALUE
         return suggest(name.upper()).replace("?", f"={text}?")
 
-    # -use executes files, so that it is not suggested for a longer name that is merely similar.
-    may_suggest_use = "_" not in name
-    harmless = [known_name for known_name in known if known_name != "use" or may_suggest_use]
+    # -use executes files, so that it is not suggested for a name of several words, such as use_amp.
+    harmless = [known_name for known_name in known if known_name != "use" or "_" not in name]
     similar = closest(name, harmless, CLOSE)
     return f" Did you mean -{similar}?" if similar else ""
 

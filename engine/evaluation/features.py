@@ -38,7 +38,7 @@ from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.errors import AllRanksError, TrainingError, UserError
 from utils.log import log
-from utils.own_code import executed
+from utils.own_code import executed_own_files
 from utils.program import started_as
 from utils.progress import Progress
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
@@ -256,7 +256,7 @@ def _about(seeing: Seeing, config: Config, data: DataConfig) -> dict[str, Any]:
         "preprocessing": input_of(data),
     }
     if config.USE:  # the same weights, and perhaps another forward
-        about["own code"] = [sorted(own.sha256 for own, _ in executed.values()), list(config.USE)]
+        about["own code"] = [sorted(own.sha256 for own, _ in executed_own_files.values()), list(config.USE)]
     return json.loads(json.dumps(about))  # as it is read again
 
 

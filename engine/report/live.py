@@ -62,7 +62,7 @@ class Live:
             bar_format=BAR,
             dynamic_ncols=True,
             leave=False,
-            disable=not (sys.stderr.isatty() if brief is None else brief.moves),
+            disable=not (sys.stderr.isatty() if brief is None else brief.can_redraw),
         )
 
     def _place(self, position: Position) -> str:

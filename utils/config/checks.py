@@ -152,14 +152,13 @@ def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
         return
 
     # Recipes scale the learning rate by the global batch; whoever types a rate may not know that.
-    reference_batch = config.TRAIN.scale_reference
+    reference_batch = config.TRAIN.scale_reference  # None: rates are not scaled
     typed_rates = [
         f"{key} {one_line(value_of(config, key))} ({sources[key]})"
         for key in ("TRAIN.BASE_LR", "TRAIN.WARMUP_START_LR", "TRAIN.END_LR")
         if sources[key].is_typed and value_of(config, key)
     ]
-    is_scaled = reference_batch is not None
-    if is_scaled and typed_rates and not sources[SCALE].is_typed:
+    if reference_batch is not None and typed_rates and not sources[SCALE].is_typed:
         yield (
             f"{', '.join(typed_rates)}: multiplied by (global batch / {reference_batch:g}), because {SCALE} is "
             f"{reference_batch:g} ({sources[SCALE]}). Set {SCALE}=null to train at the given learning rate"
@@ -209,8 +208,7 @@ def _too_high(train: TrainConfig) -> Iterator[_TooHigh]:
             first_decay = min(schedule.MILESTONES, default=0)
         if 0 < epochs <= first_decay:
             yield _TooHigh(decay_key, "NUM_EPOCHS", "the learning rate never decays")
-        decays_during_run = 0 < first_decay < epochs
-        if decays_during_run and first_decay <= train.WARMUP_EPOCHS:
+        if 0 < first_decay < epochs and first_decay <= train.WARMUP_EPOCHS:
             yield _TooHigh("WARMUP_EPOCHS", decay_key, "the learning rate decays as soon as the warm-up ends")
 
     epochs_without_drop = train.TOKEN_DROP_TAIL if train.TOKEN_DROP else 0

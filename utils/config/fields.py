@@ -101,8 +101,7 @@ def broken(rules: Iterable[Rule], value: Any, default: Any, read: Read) -> list[
     """
     broken_rules = [rule for rule in rules if rule.is_broken(value, default, read)]
     for rule in broken_rules:
-        has_no_effect = not rule.is_error
-        if has_no_effect:
+        if not rule.is_error:  # The setting has no effect.
             return [rule]
     return broken_rules
 

@@ -359,8 +359,7 @@ def format_config(loaded: Loaded) -> str:
     lines: list[tuple[str, str | None]] = []
     for line in to_yaml(loaded.config).splitlines():
         # The heading of a section ends with a colon and has no key. The other lines are one per key, in the same order.
-        is_heading = line.endswith(":")
-        key = None if is_heading else next(keys)
+        key = None if line.endswith(":") else next(keys)
         lines.append((redacted(line), key))
 
     # The sources are in one column, which lines of more than 60 characters may exceed. Some line is always shorter.

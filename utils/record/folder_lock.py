@@ -91,8 +91,7 @@ class FolderLock:
             with contextlib.suppress(OSError):  # A network file system may be unavailable for a while.
                 # If the lock file was removed or moved, a second run would create and lock a new file at this path. So
                 # this run locks a new file there itself.
-                is_still_there = leads_to(path, handle)
-                if not is_still_there:
+                if not leads_to(path, handle):
                     new_handle = only_regular(path, LOCK_FLAGS)
                     if _lock(new_handle, seconds=0):
                         # `handle` is now a second descriptor of the new file, which keeps the lock after the close.

@@ -70,8 +70,8 @@ def check_output(output: str | None, save: str, resumed: Path | None) -> None:
         if output is not None and folder.exists() and not folder.is_dir():
             raise UserError(f"-output {folder}: this is a file; name a folder for the run.")
         is_run = output is not None and is_run_folder(folder)
-        # A config.yaml alone makes a folder look like that of a run, but it may be the user's. A run that was killed early
-        # has a log.txt, too.
+        # A folder with a config.yaml alone looks like that of a run, but the file may be the user's. Every run has a
+        # log.txt, too, even if it was killed early.
         has_log = (folder / LOG).exists()
         is_config_of_user = is_run and not has_log and not is_config_of_run(folder / CONFIG)
         if is_config_of_user:
@@ -141,8 +141,7 @@ def reason(error: OSError, path: Path) -> str:
         nearest_existing = next(place for place in (path, *path.absolute().parents) if place.exists())
         disk = os.statvfs(nearest_existing)
         limits_inodes = disk.f_files > 0  # Some file systems have no fixed number of inodes, and report 0.
-        has_free_inode = disk.f_favail > 0
-        if limits_inodes and not has_free_inode:
+        if limits_inodes and disk.f_favail == 0:
             words += ": it has no inode for another file; remove files"
     return words
 
@@ -245,7 +244,7 @@ def share_a_style(alike: Sequence[int]) -> bool:
 
     alike: the numbers of LookAlikes, or only the first ones
     """
-    counts = LookAlikes(*alike[:5])
+    counts = LookAlikes(*alike)
     if counts.same_label is None or counts.median_others >= MANY:
         return False
     return 2 * counts.same_label < counts.images
@@ -261,7 +260,7 @@ def copies_unknown(alike: Sequence[int]) -> bool:
     """
     if share_a_style(alike):
         return True
-    counts = LookAlikes(*alike[:5])
+    counts = LookAlikes(*alike)
     if counts.same_label is None or counts.same_label_if_less_similar is None or counts.median_others >= MANY:
         return False
     two_labels = counts.images - counts.same_label
@@ -276,7 +275,7 @@ def alike_in_words(alike: Sequence[int], look: str = "validation images look lik
     alike: the numbers of LookAlikes, or only the first ones
     look: which images they are, after their number
     """
-    counts = LookAlikes(*alike[:5])
+    counts = LookAlikes(*alike)
     if counts.images == 0:
         return ""
     beginning = f"{counts.images:,} of {counts.compared:,} {look}, "
@@ -316,7 +315,7 @@ def known_to_training(data: dict[str, Any]) -> bool:
     """
     copies = data.get("copies") or {}
     alike = data.get("alike") or []
-    counts = LookAlikes(*alike[:5])
+    counts = LookAlikes(*alike)
     look_alike = counts.images
     if counts.median_others >= MANY or copies_unknown(alike):
         look_alike = 0
@@ -346,7 +345,7 @@ def copies_in_words(folder: Path, images: int | None = None, advice: bool = True
         if advice:
             text += f": `{command} -fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them"
         sentences.append(f"{text}.")
-    if LookAlikes(*alike[:5]).images > copies:
+    if LookAlikes(*alike).images > copies:
         text = f"{alike_in_words(alike)}."
         if not copies_unknown(alike):
             text += " This may raise the metrics" + (";" if advice else ".")

@@ -198,8 +198,7 @@ def translate(layers: Sequence[Layer]) -> list[str]:
         notes += _set_image_size_of_model(layers, given, models_image, model)
     renamed = f" is timm's {model}" if str(name.value) != model else ""
     restated = f"; the file restates its sizes ({', '.join(sizes)})" if sizes else ""
-    has_changes = bool(renamed or restated)
-    if has_changes and not notes_on_choice:
+    if (renamed or restated) and not notes_on_choice:
         notes.append(f"MODEL.NAME {name.value}{renamed}{restated}")
     return notes
 

@@ -64,7 +64,7 @@ def discard_output(stream: TextIO | None = None) -> None:
 
 
 def _raising_output_errors(write: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like `write` or `flush` of standard output that raises ClosedPipe or OutputError if it fails."""
+    """Wrap `write` or `flush` of standard output in a function that raises ClosedPipe or OutputError if it fails."""
 
     @functools.wraps(write)
     def call(*arguments: Any) -> Any:

@@ -191,8 +191,7 @@ class Section(BaseModel):
             if value in types_and_words:
                 return value
         # A setting that may be text keeps it as written, since a folder may be called `(1)`. Only `none` is converted.
-        may_be_text = str in types_and_words
-        if not may_be_text or is_no_value(value):
+        if str not in types_and_words or is_no_value(value):
             value = parse_text(value)
         # `none` for a list that is empty by default means the empty list.
         if value is None and get_origin(field.annotation) is tuple and field.default == ():

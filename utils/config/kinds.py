@@ -22,7 +22,7 @@ def parse_text(value: Any) -> Any:
         return value
     if is_no_value(value):
         return None
-    text = value.strip()
+    text = value.strip()  # not empty, because an empty text is no value
     if text[0] in "([" and text[-1] in ")]":
         try:
             return ast.literal_eval(text)

@@ -290,8 +290,7 @@ def config_of_weights(
         values[key] = (None, "")
     # Nor is the classifier replaced, or the model sharded.
     values |= {"MODEL.NEW_CLASSIFIER": (False, ""), "DIST.STRATEGY": ("ddp", ""), "DIST.HSDP": (False, "")}
-    words = given.words if given else {}
-    return load_config(None, values | (flags or {}), words).config
+    return load_config(None, values | (flags or {}), given.words if given else {}).config
 
 
 def _checked(entries: Mapping[str, Entry], problems: list[str]) -> tuple[Config, dict[str, Source]]:

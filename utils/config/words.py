@@ -160,8 +160,7 @@ def rule_in_words(rule: Rule) -> str:
     """
     text = f"{rule.kind} {either(_conditions_in_words(rule.others))}"
     if rule.when:
-        condition = _conditions_in_words([rule.when])[0]
-        text += f" if {condition}"
+        text += f" if {_conditions_in_words([rule.when])[0]}"
     if rule.at:
         values = either(rule.at.split("|"))
         return f"{values}: {text}."

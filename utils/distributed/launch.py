@@ -48,8 +48,7 @@ class _SignalForwarder:
         name = signal.Signals(number).name
         if self.exit_code is None:
             self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
-        signalled_ranks = _send_to_ranks(number)
-        if signalled_ranks == 0:
+        if _send_to_ranks(number) == 0:  # It returns the number of ranks.
             os.write(2, f"vitamp: stopped by {name} before any rank was started\n".encode())
             os._exit(self.exit_code)
         if is_first_signal or number == signal.SIGINT:

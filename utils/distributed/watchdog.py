@@ -216,8 +216,7 @@ class Watchdog:
         limit = max(min(usual_limit, self._timeout), 3 * self._interval)
         for rank, heartbeat in heartbeats.items():
             last_number, last_time = self._last_change[rank]
-            has_left = "left" in heartbeat
-            if has_left or last_number != heartbeat["number"]:
+            if "left" in heartbeat or last_number != heartbeat["number"]:
                 self._last_change[rank] = (heartbeat.get("number", 0), now)
             elif now - last_time > limit:
                 problem = f"has sent no heartbeat for {limit:.0f} s: it is stopped, or its machine or network is down"

@@ -34,7 +34,7 @@ from utils.own_code import (
     check_name,
     copy_of,
     execute,
-    executed,
+    executed_own_files,
     noted_of,
     own_lines,
     read,
@@ -100,7 +100,7 @@ def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
             )
     for path in paths:
         execute(path)
-    for file, _ in executed.values():
+    for file, _ in executed_own_files.values():
         log.info("Own code: %s", file.words())
     _bind(config, tuple(KINDS))
     _log_unused(config)
@@ -157,7 +157,7 @@ def use_of_weights(
 def _files_to_execute(run_files: Sequence[Noted], names: set[str], kinds: Sequence[str]) -> list[Noted]:
     """Return the files that register code of these kinds under these names, and are not executed yet."""
     # A file counts as executed at another path too: the user has given it with -use.
-    done = {file.sha256 for file, _ in executed.values() if file.registers}
+    done = {file.sha256 for file, _ in executed_own_files.values() if file.registers}
     needed: list[Noted] = []
     for file in run_files:
         registered_names = [name for name, kind in file.registers.items() if kind in kinds]

@@ -75,7 +75,7 @@ def _data(config: Config) -> Iterator[Problem]:
 
 def _train(config: Config) -> Iterator[Problem]:
     """Yield conflicts about numbers of epochs, CutMix boxes without a pixel, and the schedule of image sizes."""
-    # With NUM_EPOCHS auto, the number of epochs is not known yet: numbers are checked for the least, a single epoch.
+    # With NUM_EPOCHS auto, the number of epochs is not known yet: numbers are checked as for a run of one epoch.
     train = config.TRAIN.with_auto_epochs(1)
     if not config.EVAL:
         epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"  # as the user set it, perhaps auto

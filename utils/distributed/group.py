@@ -51,9 +51,9 @@ rank_name: str | None = None
 def join(
     world: World, dist: DistConfig, device: torch.device, member: dict[str, Any], settings: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Form the process group, and return the descriptions of all ranks in their order.
+    """Form the process group, start the watchdog, and return the descriptions of all ranks in their order.
 
-    member: the description of this process, such as rank, host, pid and versions
+    member: the description of this process, such as rank, host, pid and versions; the store's address is added
     settings: dotted key -> value in words; a UserError unless they equal those of rank 0
     """
     global watchdog, rank_name
@@ -64,7 +64,8 @@ def join(
     backend = backend_of(dist, device)
     timeout = datetime.timedelta(minutes=dist.TIMEOUT)
     rank_name = name_of(member)
-    store, member["rendezvous"] = _open_store(world, timeout)
+    store, address = _open_store(world, timeout)
+    member["rendezvous"] = address
     members = _gather(store, world, member, settings, timeout)
     watchdog = Watchdog(store.clone(), world, members, timeout.total_seconds())
     torch.distributed.init_process_group(

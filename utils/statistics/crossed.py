@@ -47,15 +47,15 @@ class Noise(NamedTuple):
     def half_width(self, *levels: float) -> float:
         """Return half the width of the interval of the mean difference, by Student's quantiles of these levels.
 
-        The variance of the mean is split in two, that by seeds and that by images. Each gives a half width with its own
-        degrees of freedom; these are added as squares. `by_both`, the variance that neither the seed nor the image
-        explains alone, could be in either. Few seeds estimate a variance badly, many images well. So `by_both` counts
-        with the images, but for a fraction: that of `by_seed` by which seeds shift the results of all images. A shift
-        may be larger than it looks, and this fraction then has the wider quantile of few seeds.
+        `by_seed` and `by_image` are the variances of the mean difference as seeds and as images show them. Both include
+        `by_both`, the variance that neither explains alone, which must count once. It counts with the images, because
+        many images estimate a variance well, and few seeds badly. But if seeds also shift whole runs, a fraction of it
+        counts with the seeds, because such a shift may be larger than it looks: the fraction of `by_seed` that is the
+        shift. The half widths by seeds and by images have their own degrees of freedom, and are added as squares.
 
         levels: that of the interval; for the difference that would probably be seen, also that of its probability
         """
-        seed_shift = max(self.by_seed - self.by_both, 0.0)  # v_seed / S
+        seed_shift = max(self.by_seed - self.by_both, 0.0)
         if seed_shift:
             shift_fraction_of_both = self.by_both * seed_shift / self.by_seed
             seeds_half = half_width(math.sqrt(seed_shift + shift_fraction_of_both), self.freedom, *levels)
@@ -70,15 +70,15 @@ class Noise(NamedTuple):
     def planned(self, seeds: int, times_images: float = 1.0) -> Noise:
         """Predict the noise of a mean difference over other numbers of seeds and images.
 
-        The variances of the mean (`by_seed`, `by_image`, `by_both`) shrink as these numbers grow.
+        With S seeds, I images and variance components v, `by_seed` is v_seed / S + v_both / (S * I), `by_image` is
+        v_image / I + v_both / (S * I), and `by_both` is v_both / (S * I).
 
         seeds: the new number of seeds
         times_images: factor by which the images, and their groups, become more
         """
-        # Both are variances of a single seed: of the mean over the seeds, times the seeds so far.
-        seed_shift = max(self.by_seed - self.by_both, 0.0) * self.seeds  # v_seed: more images do not change it
-        both = self.by_both * self.seeds / times_images  # v_both / I
-        image_alone = max(self.by_image - self.by_both, 0.0) / times_images  # v_image / I
+        seed_shift = max(self.by_seed - self.by_both, 0.0) * self.seeds  # v_seed
+        both = self.by_both * self.seeds / times_images  # v_both / I, for the new number of images
+        image_alone = max(self.by_image - self.by_both, 0.0) / times_images  # v_image / I, too
         return Noise(
             seeds=seeds,
             images=round(self.images * times_images),

@@ -167,7 +167,7 @@ def families() -> dict[str, Family]:
 def translate(layers: Sequence[Layer]) -> list[str]:
     """Translate PaddleViT's keys and values in all layers to settings of vitamp; return lines for the log.
 
-    Model families whose sizes are settings (ViT, DeiT, Swin) keep their sizes. For all other families, PaddleViT's
+    Model families whose sizes are settings, such as ViT and Swin, keep them. For all other families, PaddleViT's
     name is replaced by timm's, and the sizes, which timm's name decides, are removed.
 
     layers: from weak to strong; the last is the command line. Their entries are changed.

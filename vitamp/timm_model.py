@@ -135,7 +135,7 @@ def transform_of(about: Mapping[str, Any], most: int = MOST_BYTES) -> v2.Compose
     channels = about["channels"]
     bits = about.get("bits")
     background = about.get("background")
-    # "crop" is DATA.CROP: with none, validation does not crop either. "crop_mode" is the mode of `Resized` otherwise.
+    # "crop" is none if validation resizes images without cropping. Otherwise, "crop_mode" is the mode of `Resized`.
     mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")
     low, high = about.get("range", (0, 255))
     border = [low + (high - low) * value for value in about["mean"]]  # the mean colour, in stored values

@@ -208,7 +208,7 @@ class Watchdog:
     def _look_for_silence(self, heartbeats: dict[int, dict[str, Any]], now: float) -> None:
         """End the run if the heartbeat of a rank has not changed for too long.
 
-        heartbeats: rank -> its last heartbeat, whose number grows by 1 each time; {"left": True} of a rank that has left
+        heartbeats: rank -> its last heartbeat, whose number grows each time; {"left": True} of a rank that has left
         """
         disconnected = self._store.check(["disconnected"])
         usual_limit = SECONDS_OF_SILENCE_AFTER_DISCONNECT if disconnected else SECONDS_OF_SILENCE

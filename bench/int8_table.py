@@ -24,7 +24,8 @@ from PIL import Image
 
 path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.trained.model import load_trained
-from tools.export.formats import INPUT, LOGITS, Export, Onnx, images_for_check, run_onnx
+from tools.export.check import images_for_check
+from tools.export.formats import INPUT, LOGITS, Export, Onnx, run_onnx
 from tools.export.int8 import Int8, calibration_images, reader
 from utils.arrays_only import ArraysOnly
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 from utils.config.fields import rules_of  # noqa: E402
 from utils.config.keys import default_of, sections, settings  # noqa: E402
 from utils.config.kinds import one_line  # noqa: E402
-from utils.config.paddlevit import ours  # noqa: E402
+from utils.config.paddlevit import resizable_families  # noqa: E402
 from utils.config.words import allowed, rule_in_words  # noqa: E402
 
 PAGE = ROOT / "docs/config.md"
@@ -26,7 +26,7 @@ Next: [recipes.md](recipes.md), the YAML files in `configs/`; [models.md](models
 
 def tables() -> str:
     """All that follows MARK."""
-    families = {f"`{family}`": defaults for family, defaults in ours().items() if defaults}
+    families = {f"`{family}`": defaults for family, defaults in resizable_families().items() if defaults}
     rows = [
         [f"`{key}`", f"`{one_line(default_of(key))}`"]
         + [f"`{one_line(defaults[key])}`" if key in defaults else "" for defaults in families.values()]

@@ -97,7 +97,7 @@ class Cache(ShardCache):
 
     def download(self) -> None:
         """Download what is announced, as far as there is room."""
-        for number in itertools.filterfalse(self.has, self._coming):
+        for number in itertools.filterfalse(self.has, self._to_download):
             file = self._files[number]
             path = self._path(number)
             self._there[path] = file.size
@@ -109,12 +109,12 @@ class Cache(ShardCache):
             self._counts.update(files=1)
             for begin in range(0, file.size, BLOCK):
                 self._store.ranges([(file.name, begin, min(BLOCK, file.size - begin))])
-        self._coming = []
+        self._to_download = []
 
     def _free(self) -> float:
         return math.inf
 
-    def _kept(self) -> list[tuple[float, int, Path]]:
+    def _files_by_last_use(self) -> list[tuple[float, int, Path]]:
         return [(0.0, size, path) for path, size in self._there.items()]
 
     def _remove(self, path: Path) -> None:

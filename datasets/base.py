@@ -88,14 +88,18 @@ UNSPLIT: Parts = {"all": "all"}
 
 
 def distinct(parts: Parts) -> list[Part]:
-    """List the splits of a data set, without `test` if the same images are its validation split."""
+    """List the splits of a data set, without `test` if its images are also the validation split.
+
+    `parts`: each split, and where it is.
+    """
     return [part for part in parts if part != "test" or parts.get("val") != parts["test"]]
 
 
 def parts_read(data: DataConfig, train: bool, parts: Parts) -> list[Part]:
     """List the splits that a run reads: `train` and `val` in training, else the one that DATA.PART names.
 
-    `all` becomes the list of the data set's splits, unless it comes unsplit. `parts`: those of the data set.
+    DATA.PART=all means every split of a data set that comes with splits; a data set that comes unsplit has a split
+    `all`. `parts`: the splits of the data set, and where each is.
     """
     if train:
         return ["train", "val"]
@@ -105,10 +109,11 @@ def parts_read(data: DataConfig, train: bool, parts: Parts) -> list[Part]:
     return [part]
 
 
-def part_made(parts: Parts, part: Part) -> Part | None:
-    """Return `part` if the program must make it from `all`; None if the data set has this split.
+def part_to_make(parts: Parts, part: Part) -> Part | None:
+    """Return `part` if the program must make this split from `all`; None if the data set comes with it.
 
-    `parts`: the splits of the data set.
+    `parts`: the splits that the data set comes with. They are `all`, perhaps with `test`, if it comes without a
+    validation split.
     """
     comes_unsplit = "all" in parts
     is_stored_test = part == "test" and "test" in parts
@@ -280,7 +285,7 @@ class ImageDataset(Dataset[Batch]):
         return self
 
     def at_size(self, size: ImageSize) -> ImageDataset:
-        """This split at another image size. Data held in memory is shared."""
+        """Return this split at another image size. Data held in memory is shared."""
         raise NotImplementedError(f"{type(self).__name__} has images of one size")
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
@@ -289,7 +294,7 @@ class ImageDataset(Dataset[Batch]):
         return generator.permutation(len(self)) if samples is None else samples.shuffled(generator)
 
     def sample_labels(self) -> np.ndarray:
-        """Labels of all samples, as in `Samples.labels`"""
+        """Return the labels of all samples, as in `Samples.labels`."""
         raise NotImplementedError
 
     def single_images(self) -> Samples | None:
@@ -353,7 +358,7 @@ def sample_table(seed: int, epoch: int, samples: int, columns: int) -> np.ndarra
 
 
 def name_prefix(data: DataConfig) -> str:
-    """Common prefix of all sample names, from DATA_PATH."""
+    """Return the common prefix of all sample names: DATA_PATH with a slash, or the folder of a file; '' without it."""
     if data.DATA_PATH is None:
         return ""
     if "://" in data.DATA_PATH:

@@ -37,16 +37,19 @@ class Failure(NamedTuple):
 
 
 def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure | Value:
-    """Call `read`, and retry after errors that may pass. Return what it returns, or the reason of its failure.
+    """Call `read` and return its result, or the failure. Errors that may pass are retried.
 
-    `storage_failures`: images in a row that failed before. After FAILURES_OF_STORAGE, storage errors are not retried.
+    `storage_failures`: number of images in a row before this one that the storage did not return. After
+    FAILURES_OF_STORAGE of them, storage errors are not retried.
     """
-    pauses = iter(PAUSES if storage_failures < FAILURES_OF_STORAGE else ())
+    retries_storage = storage_failures < FAILURES_OF_STORAGE
+    pauses = iter(PAUSES if retries_storage else ())
     decoded_before = False
     while True:
         try:
             return read()
         except Unreadable as error:
+            # Read damaged data once more: the storage may have returned wrong bytes.
             if decoded_before:
                 return Failure(str(error), "damaged")
             decoded_before = True
@@ -74,44 +77,45 @@ class BrokenImages:
     """The unreadable training images of a run, on all ranks. Each is logged once, however often it is read."""
 
     def __init__(self, data: DataConfig, samples: int) -> None:
+        """Read the list DATA.EXCLUDE, to which this run adds. `samples`: number of training samples."""
         self.limit = allowed(data.MAX_BAD, samples)
         """Most images that may be unreadable"""
-        self._list_read = Path(data.EXCLUDE or "").expanduser()
-        """The list DATA.EXCLUDE, with which the run began"""
-        self._lines_read = list[str]()
+        # The file DATA.EXCLUDE and its lines, as the run found them when it began.
+        self._list_of_settings = Path(data.EXCLUDE or "").expanduser()
+        self._lines_of_settings = list[str]()
         if data.EXCLUDE:
             from datasets.exclude import text_of
 
-            self._lines_read = text_of(data).splitlines()
+            self._lines_of_settings = text_of(data).splitlines()
         self.folder: Path | None = None
         """The run's folder, in which the list is written; None in a dry run, which writes none"""
         self._broken: dict[int, Broken] = {}
         """All images of this run, by their index"""
         self._not_shared: list[Broken] = []
         """Images of this rank that other ranks do not know yet"""
-        self._unwritten = False
-        """Whether the list lacks images because it could not be written"""
+        self._list_is_incomplete = False
+        """Whether the list in the run's folder lacks images because it could not be written"""
 
     def add(self, images: Iterable[Broken]) -> None:
         """Record and log images that this rank could not read; TrainingError if there are too many."""
         self._not_shared += [broken for broken in images if self._record(broken)]
         if len(self._broken) > self.limit:
             self._write()
-            raise TrainingError(self._too_many())
+            raise TrainingError(self._too_many_message())
 
     def share(self, world: World) -> None:
         """Gather the new images of all ranks, and write the list. A collective call at the end of an epoch.
 
-        Raises AllRanksError if there are too many.
+        Also writes the list if the last attempt failed. Raises AllRanksError if there are too many images.
         """
         new_images = all_gather(self._not_shared, world)
         self._not_shared = []
         for broken in new_images:
             self._record(broken)
-        if (new_images or self._unwritten) and world.first:
+        if (new_images or self._list_is_incomplete) and world.first:
             self._write()
         if len(self._broken) > self.limit:
-            raise AllRanksError(self._too_many())
+            raise AllRanksError(self._too_many_message())
 
     def summary(self) -> str:
         """Describe the images for the end of the log; '' if all could be read."""
@@ -129,7 +133,7 @@ class BrokenImages:
         It is not the list that the run reads: to be resumed within an epoch, the run needs that one unchanged.
         """
         first, second = ((self.folder or Path()) / name for name in LISTS)
-        return second if first.resolve() == self._list_read.resolve() else first
+        return second if first.resolve() == self._list_of_settings.resolve() else first
 
     def _record(self, broken: Broken) -> bool:
         """Record and log an image; False if it was recorded before."""
@@ -142,7 +146,7 @@ class BrokenImages:
         return True
 
     def _write(self) -> None:
-        """Write the list: the lines of DATA.EXCLUDE, those of an earlier start of the run, and those of new images.
+        """Write the list: the lines of DATA.EXCLUDE, the lines of an earlier start of this run, and the new images.
 
         If the disk fails, a warning is logged once.
         """
@@ -152,7 +156,7 @@ class BrokenImages:
             earlier_text = ""
             if self._file.exists():
                 earlier_text = read_regular(self._file).decode("utf-8", "surrogateescape")
-            lines = self._lines_read + earlier_text.splitlines()
+            lines = self._lines_of_settings + earlier_text.splitlines()
             lines += [broken.line for broken in self._broken.values()]
             from datasets.exclude import REMARK
 
@@ -160,14 +164,14 @@ class BrokenImages:
             line_of_name = {line.partition(REMARK)[0]: line for line in lines}
             write_atomically(self._file, "".join(f"{line}\n" for line in line_of_name.values()))
         except OSError as error:
-            if not self._unwritten:
+            if not self._list_is_incomplete:
                 log.warning("%s cannot be written (%s); retried after each epoch.", self._file, error.strerror)
-            self._unwritten = True
+            self._list_is_incomplete = True
         else:
-            self._unwritten = False
+            self._list_is_incomplete = False
 
-    def _too_many(self) -> str:
-        """Say that there are more broken images than DATA.MAX_BAD allows, and what to do."""
+    def _too_many_message(self) -> str:
+        """Return the error that more images are broken than DATA.MAX_BAD allows, with advice for what comes next."""
         last_images = list(self._broken.values())[-MOST_NAMED_IN_TRAINING:]
         tool = started_as("scripts/check_data.py")
         if self.folder is None:  # a dry run, which writes no list

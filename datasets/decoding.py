@@ -110,6 +110,10 @@ RESTARTS = 0xDD
 """Marker of the restart interval"""
 SCAN = 0xDA
 """Marker of the start of the pixel data"""
+FRAMES = range(0xC0, 0xD0)
+"""Frame markers of all kinds of files; among them is HUFFMAN"""
+HUFFMAN = 0xC4
+"""Marker of Huffman tables"""
 ONLY_CUT_OFF = re.compile(r"extraneous bytes before marker 0xd9$")
 """The decoder's only complaint about an intact file that is decoded with a smaller height: data before its end."""
 OF_DAMAGE = ("Corrupt JPEG data", "Premature end")
@@ -140,6 +144,7 @@ class JpegStored(Stored):
     """A JPEG file, decoded by simplejpeg. Raises ValueError for a file that PIL should read."""
 
     def __init__(self, data: bytes, channels: int) -> None:
+        """Read the header. `channels`: those of the model's input, 1 or 3."""
         import simplejpeg
 
         self.decode = simplejpeg.decode_jpeg
@@ -150,7 +155,8 @@ class JpegStored(Stored):
         self.width = int(width)
         if colours not in COLOURS:
             raise ValueError("PIL must read this file")
-        self.colours, self.depth = COLOURS[colours]
+        # The colour space and the channels to decode to, which are those of the file.
+        self.colours, self.decoded_channels = COLOURS[colours]
 
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box
@@ -166,28 +172,33 @@ class JpegStored(Stored):
         The library has no function for this. But with a smaller height in the header, the same bytes are a complete
         image followed by surplus data, about which the decoder complains only after it has decoded the image.
         """
+        # With the rows below that affect the crop, rounded up to whole blocks.
         rows = -(-(bottom + BLEED) // BLOCK) * BLOCK
         offset = _height_offset(self.data) if rows < self.height else None
         if offset:
             shortened = bytearray(self.data)
             shortened[offset : offset + 2] = rows.to_bytes(2, "big")
-            pixels = np.empty((rows, self.width, self.depth), dtype=np.uint8)
+            pixels = np.empty((rows, self.width, self.decoded_channels), dtype=np.uint8)
             try:
                 self.decode(shortened, self.colours, buffer=pixels)
                 return pixels
             except ValueError as error:
                 if ONLY_CUT_OFF.search(str(error)):
-                    return pixels
+                    return pixels  # already complete
         return self.decode(self.data, self.colours, buffer=None)
 
 
 def damage_of(data: bytes) -> str:
-    """Return the decoder's warning about a damaged JPEG file, which PIL may read without one; '' if it is intact."""
+    """Return simplejpeg's warning about a damaged JPEG file; '' if the file is intact.
+
+    PIL may read a damaged file without a warning.
+    """
     import simplejpeg
 
     try:
         simplejpeg.decode_jpeg(data, "GRAY")  # reads all the data, at less cost than in colour
     except ValueError as error:
+        # Other errors can mean an intact file of a rare format.
         return str(error) if str(error).startswith(OF_DAMAGE) else ""
     return ""
 
@@ -198,18 +209,21 @@ def _height_offset(data: bytes) -> int | None:
     None also with restart markers: the decoder would complain about each of them, so that the whole file would have to
     be decoded after the part.
     """
+    # After the 2 bytes that begin a file come segments: 0xFF, a marker, 2 bytes of length (which include themselves)
+    # and the content. That of a frame begins with 1 byte of precision, 2 of height and 2 of width.
     offset = 2
-    end = len(data) - 9
-    height = None
+    end = len(data) - 9  # a frame's first 9 bytes, up to the width
+    height_offset = None
     while offset < end and data[offset] == 0xFF:
         marker = data[offset + 1]
         if marker == SCAN:
-            return height
+            return height_offset
         if marker in SEQUENTIAL:
-            height = offset + 5
-        elif marker == RESTARTS or (0xC0 <= marker <= 0xCF and marker != 0xC4):
+            height_offset = offset + 5
+        elif marker == RESTARTS or (marker in FRAMES and marker != HUFFMAN):
             return None
-        offset += 2 + (data[offset + 2] << 8 | data[offset + 3])
+        length = data[offset + 2] << 8 | data[offset + 3]
+        offset += 2 + length
     return None
 
 
@@ -226,9 +240,9 @@ TURNS = {
 """EXIF orientation -> steps that make the image upright: mirror horizontally, then vertically, then swap the axes."""
 EXIF = ("exif", "Raw profile type exif")
 """Keys of the EXIF data in Pillow's `info`; the second is that of PNG files by ImageMagick"""
-MARK = b"Exif\0\0"
+EXIF_MARK = b"Exif\0\0"
 SEARCHED = 2**16
-"""Bytes at the start of a JPEG file to search for MARK; the block that begins with it is no longer than this."""
+"""Bytes at the start of a JPEG file to search for EXIF_MARK; the block that begins with it is no longer than this."""
 
 
 class Turned(Stored):
@@ -241,6 +255,8 @@ class Turned(Stored):
         self.width, self.height = size[::-1] if self.swapped else size
 
     def cut(self, box: Box) -> np.ndarray:
+        """Decode the pixels of a box in the upright image."""
+        # Find the box in the stored image: undo the steps of TURNS, last first.
         left, top, width, height = box
         if self.swapped:
             left, top, width, height = top, left, height, width
@@ -249,7 +265,10 @@ class Turned(Stored):
         if self.upside_down:
             top = self.stored.height - top - height
         pixels = self.stored.cut(Box(left, top, width, height))
-        pixels = pixels[:: -1 if self.upside_down else 1, :: -1 if self.mirrored else 1]
+        if self.mirrored:
+            pixels = pixels[:, ::-1]
+        if self.upside_down:
+            pixels = pixels[::-1]
         return np.ascontiguousarray(pixels.swapaxes(0, 1) if self.swapped else pixels)
 
 
@@ -281,11 +300,16 @@ class Header(NamedTuple):
 
 
 def header_of(encoded: Encoded, data: DataConfig) -> Header:
-    """Read the header of an image, without decoding its pixels if that is possible."""
+    """Read the header of an image, without decoding its pixels if that is possible.
+
+    A header that cannot be read gives a `Header` with nothing known.
+    """
     if isinstance(encoded, np.ndarray):
-        return Header("", encoded.shape[1::-1])
+        return Header(mode="", size=encoded.shape[1::-1])
     if not data.is_plain:
-        return Header("", Reader(data).whole(encoded).shape[1::-1])  # only what the model takes passes
+        # The reader refuses all images that need a conversion for the model.
+        pixels = Reader(data).whole(encoded)
+        return Header(mode="", size=pixels.shape[1::-1])
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
             refuse_large(BYTES_PER_PIXEL * image.width * image.height, data.MAX_IMAGE_BYTES)
@@ -294,18 +318,23 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
             # MPO files are of cameras: JPEG with a preview.
             return Header(mode, image.size, turned, "JPEG" if image.format == "MPO" else image.format or "")
     except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
-        return Header("", (0, 0))
+        return Header(mode="", size=(0, 0))
 
 
 def _unusual_mode(image: Image.Image, channels: int) -> str:
-    """Name how the colours of an image are stored, if they are converted for a model of so many channels; else ''."""
+    """Name how the colours of an image are stored if they must be converted for the model; '' if they fit.
+
+    `channels`: those of the model's input.
+    """
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         return TRANSPARENT
     if image.mode.startswith("I") or image.mode == "F":
         return DEEP
     if image.mode in ("L", "1"):
         return "" if channels == 1 else GREY
-    return {"RGB": "" if channels == 3 else "coloured", "P": "palette"}.get(image.mode, image.mode)
+    if image.mode == "RGB":
+        return "" if channels == 3 else "coloured"
+    return "palette" if image.mode == "P" else image.mode
 
 
 JPEG_START = b"\xff\xd8\xff"
@@ -315,49 +344,63 @@ class Reader:
     """Opens images as the DATA settings say. A bad image can raise any exception; see `decoding_errors`."""
 
     def __init__(self, data: DataConfig) -> None:
+        """Keep the settings that decide how images are opened, and choose the decoder of JPEG files."""
         self.channels = data.IMAGE_CHANNELS
-        self.turns = data.EXIF_ROTATE
+        self.rotates_by_exif = data.EXIF_ROTATE
         self.bits = data.BITS
         self.is_plain = data.is_plain
-        self.most = data.MAX_IMAGE_BYTES
+        self.max_bytes = data.MAX_IMAGE_BYTES
         self.background = background_of(data)
         self.by_simplejpeg = decoder_of_jpeg() == "simplejpeg"
 
     def open(self, encoded: Encoded) -> Stored:
+        """Read the header of an image, for its pixels to be decoded later by `Stored.cut`.
+
+        Images with other bands than photographs, and arrays, are decoded at once.
+        """
         if not self.is_plain:
             from vitamp.bands import read_bands
 
             with warnings.catch_warnings(action="ignore"):
-                pixels = read_bands(encoded, self.channels, self.bits, self.most)
+                pixels = read_bands(encoded, self.channels, self.bits, self.max_bytes)
             pixels = pixels.astype(np.float32, copy=False)  # in which each value of 16 bits is exact
             return ArrayStored(pixels, self.channels)
         if isinstance(encoded, np.ndarray):
             return ArrayStored(encoded, self.channels)
         # PIL warns of odd EXIF data and large sizes in images that it can read, which is noise during training.
         with warnings.catch_warnings(action="ignore"):
-            if encoded.startswith((NUMPY, ZIP)):
+            if encoded.startswith((NUMPY, ZIP)):  # an array
                 from vitamp.bands import read_bands
 
-                return ArrayStored(read_bands(encoded, self.channels, self.bits, self.most), self.channels)
+                return ArrayStored(read_bands(encoded, self.channels, self.bits, self.max_bytes), self.channels)
             stored: Stored | None = None
             if self.by_simplejpeg and encoded.startswith(JPEG_START):
                 with contextlib.suppress(ValueError):  # PIL supports more kinds, and has better error messages
                     stored = JpegStored(encoded, self.channels)
             stored = stored or PilStored(encoded, self.channels, self.background)
-            refuse_large(BYTES_PER_PIXEL * stored.width * stored.height, self.most)
-            if self.turns and (isinstance(stored, PilStored) or encoded.find(MARK, 0, SEARCHED) >= 0):
-                image = (stored if isinstance(stored, PilStored) else PilStored(encoded, 3)).image
-                # PIL always rotates TIFF files itself.
-                orientation = None if image.format == "TIFF" else orientation_of(image)
-                if isinstance(orientation, int) and orientation in TURNS:
-                    stored = Turned(stored, orientation)
-            return stored
+            refuse_large(BYTES_PER_PIXEL * stored.width * stored.height, self.max_bytes)
+            return _upright(stored, encoded) if self.rotates_by_exif else stored
 
     def whole(self, encoded: Encoded) -> np.ndarray:
         """Decode all pixels of an image. Raises Unreadable for a bad one."""
         with decoding_errors(encoded):
             stored = self.open(encoded)
             return stored.cut(Box(0, 0, stored.width, stored.height))
+
+
+def _upright(stored: Stored, encoded: bytes) -> Stored:
+    """Return the image as its EXIF orientation turns it; `stored` itself if it has none."""
+    if isinstance(stored, PilStored):
+        image = stored.image
+    elif encoded.find(EXIF_MARK, 0, SEARCHED) >= 0:
+        image = PilStored(encoded, 3).image  # for its EXIF data, which simplejpeg does not read
+    else:
+        return stored
+    # PIL always rotates TIFF files itself.
+    orientation = None if image.format == "TIFF" else orientation_of(image)
+    if isinstance(orientation, int) and orientation in TURNS:
+        return Turned(stored, orientation)
+    return stored
 
 
 EMPTY = "the file is empty"

@@ -50,9 +50,10 @@ class Remaining(Samples):
     """Names in DATA.RELABEL that no training image has -> their line numbers"""
 
     def __init__(self, samples: Samples, remaining: np.ndarray, lines: Sequence[int]) -> None:
-        """`samples`: the whole split. `remaining`: indices of the samples to keep, ascending.
+        """Number the samples that remain anew, from 0.
 
-        `lines`: for each image that DATA.EXCLUDE leaves out, the number of its line in the list.
+        `samples`: the whole split. `remaining`: indices of the samples to keep, ascending. `lines`: for each image that
+        DATA.EXCLUDE leaves out, the number of its line in the list.
         """
         self.samples = samples
         self.lines = lines
@@ -64,6 +65,7 @@ class Remaining(Samples):
         self.stored = samples.stored
         self.remote = samples.remote
         self.window = samples.window
+        # The new index of a file's first sample is the number of remaining samples before the file.
         self.file_begins = np.searchsorted(remaining, samples.file_begins)
         self.groups = samples.groups and [samples.groups[index] for index in remaining]
 
@@ -99,8 +101,9 @@ def without_excluded(samples: Samples, data: DataConfig) -> Samples:
     """Leave out the samples that DATA.EXCLUDE lists. UserError if none is left."""
     line_of_name = excluded(data)
     prefix = name_prefix(data)
-    # 0 for the samples that are not listed.
-    line_of_sample = [line_of_name.get(below(samples.name(index), prefix), 0) for index in range(len(samples))]
+    names = (below(samples.name(index), prefix) for index in range(len(samples)))
+    # The number of each sample's line in the list, which counts from 1; 0 for the samples that are not listed.
+    line_of_sample = [line_of_name.get(name, 0) for name in names]
     remaining = np.flatnonzero(np.array(line_of_sample) == 0)
     if len(remaining) == 0:
         raise UserError(f"DATA.EXCLUDE {data.EXCLUDE} lists all {len(samples)} images of a split; none is left.")
@@ -121,7 +124,8 @@ def path_in_list(name: str, data: DataConfig) -> str:
     """
     prefix = name_prefix(data)
     path = name.removeprefix(prefix)
-    # A line that begins with # is a comment, and if a line begins with DATA_PATH, `below` removes that.
+    # A line that begins with # is a comment, and if a line begins with DATA_PATH, `below` removes that. Without
+    # DATA_PATH the prefix is '', with which every path begins, so only # is looked for.
     is_misread = path.startswith(("#", prefix or "#"))
     return f"./{path}" if is_misread else path
 
@@ -135,6 +139,7 @@ def report_excluded(data: DataConfig, splits: Sequence[Samples | None]) -> None:
     if not splits_with_names:
         log.warning("DATA.EXCLUDE has no effect on the data set %s: its images have no names.", data.DATASET)
         return
+    # The lines of the list that match an image of the split. A split that lost no image is no `Remaining`.
     lines_of_splits = [split.lines if isinstance(split, Remaining) else () for split in splits]
     left_out = []
     for title, split, lines in zip(("training", "validation", "test"), splits, lines_of_splits, strict=False):
@@ -142,7 +147,8 @@ def report_excluded(data: DataConfig, splits: Sequence[Samples | None]) -> None:
             left_out.append(f"{len(lines):,} {title}")
     log.info("DATA.EXCLUDE %s leaves out: %s images.", data.EXCLUDE, ", ".join(left_out))
     matched_lines = set[int]().union(*lines_of_splits)
-    # A line can mean several names. Reversed, so that the shortest of them is shown, which has no comment.
+    # The name in each line that matches no image. `excluded` reads a line with # as several names, from the shortest,
+    # which has no comment, to the whole line. In reverse order, the shortest is the last to be put in, and stays.
     unmatched = {number: name for name, number in reversed(excluded(data).items()) if number not in matched_lines}
     if unmatched:
         message = f"DATA.EXCLUDE {data.EXCLUDE}: {len(unmatched)} of its lines match no image"
@@ -170,7 +176,8 @@ def text_of(data: DataConfig) -> str:
 def excluded(data: DataConfig) -> dict[str, int]:
     """Map the names in the file DATA.EXCLUDE to their line numbers, from 1. UserError if it cannot be read.
 
-    A # may begin a comment or be part of a name, so a line can mean several names: all are included.
+    A # may begin a comment or be part of a name. So a line with # is read as several names, one that ends before each #
+    and the whole line; all of them are included.
     """
     try:
         lines = text_of(data).split("\n")
@@ -196,18 +203,20 @@ def excluded(data: DataConfig) -> dict[str, int]:
 
 
 def named_in(table: Path, path: str, prefix: str) -> str:
-    """Return the name that an image in a list or table has below DATA_PATH, as `below` returns it.
+    """Return the name below DATA_PATH of an image whose path is in a list or table.
 
-    Paths are relative to DATA_PATH, or to the table if only there is such an image.
+    The path is relative to DATA_PATH; or to the folder of the table, if the file exists only there. `prefix`: DATA_PATH
+    with a slash, with which the names of samples begin.
     """
     name = below(path, prefix)
     beside_table = os.path.abspath(table.parent / path)
     name_beside_table = below(beside_table, prefix)
-    is_same = name_beside_table == name
+    # `below` returns a path outside DATA_PATH as it is.
     is_outside = name_beside_table == beside_table
-    if is_same or is_outside or not os.path.isfile(beside_table) or os.path.isfile(f"{prefix}{name}"):
+    if name_beside_table == name or is_outside:
         return name
-    return name_beside_table
+    only_beside_table = os.path.isfile(beside_table) and not os.path.isfile(f"{prefix}{name}")
+    return name_beside_table if only_beside_table else name
 
 
 def below(path: str, prefix: str) -> str:
@@ -216,7 +225,7 @@ def below(path: str, prefix: str) -> str:
 
 
 def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
-    """Read the rows of DATA.RELABEL, by the names of their images below DATA_PATH, and the file's hash.
+    """Read the file DATA.RELABEL. Return its rows by the names of their images below DATA_PATH, and the file's hash.
 
     UserError names the line that is wrong.
     """
@@ -228,7 +237,8 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
         table = csv.DictReader(
             io.StringIO(content.decode("utf-8-sig", "surrogateescape"), newline=""), restval="", strict=True
         )
-        missing = [name for name in COLUMNS if name not in (table.fieldnames or ())]
+        columns_of_file = table.fieldnames or ()  # None if the file is empty
+        missing = [name for name in COLUMNS if name not in columns_of_file]
         if missing:
             columns = f"the columns {','.join(COLUMNS)}, separated by commas; others are ignored"
             raise UserError(f"DATA.RELABEL {file} has no column {missing[0]}. Its first line must name {columns}.")
@@ -262,11 +272,11 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
     prefix = name_prefix(data)
     labels = samples.labels.copy()
     unmatched = {name: row.line for name, row in rows.items()}
-    done = Counter[str]()
+    images_by_decision = Counter[str]()
     name_of = _names_of_labels(samples, data)
     label_of = {name: label for label, name in name_of.items()}
     remains = np.ones(len(labels), dtype=bool)
-    # An image can be in a csv table twice, with different labels. Its row is then for the one with the given label.
+    # Image -> its label, if that is not the label given in the row.
     mismatches = dict[str, str]()
     for index in range(len(labels)):
         name = below(samples.name(index), prefix)
@@ -274,17 +284,24 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
             continue
         row = rows[name]
         old_labels = np.flatnonzero(labels[index]).tolist() if data.MULTI_LABEL else [int(labels[index])]
-        if {label_of.get(label_name) for label_name in row.given} != set(old_labels):
+        given_labels = {label_of.get(label_name) for label_name in row.given}
+        if given_labels != set(old_labels):
             mismatches[name] = "|".join(name_of.get(label, f"{label}") for label in old_labels)
             continue
         unmatched.pop(name, None)
         new_labels = _new_labels(row, label_of, data)
-        labels[index] = np.isin(np.arange(labels.shape[-1]), new_labels) if data.MULTI_LABEL else new_labels[0]
+        if data.MULTI_LABEL:
+            labels[index] = np.isin(np.arange(labels.shape[-1]), new_labels)  # zeros and ones
+        else:
+            labels[index] = new_labels[0]
         if row.decision == "drop":
             remains[index] = False
-            done["drop"] += 1
+            images_by_decision["drop"] += 1
         else:
-            done["keep" if set(new_labels) == set(old_labels) else "relabel"] += 1
+            is_same = set(new_labels) == set(old_labels)
+            images_by_decision["keep" if is_same else "relabel"] += 1
+    # An image can be in a csv table twice, with different labels. Its row is for the sample with the given label, so a
+    # mismatch is an error only if no other sample of this image matched.
     for name, label in mismatches.items():
         if name in unmatched:
             given = "|".join(rows[name].given)
@@ -294,18 +311,27 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
             )
     if not remains.any():
         raise UserError(f"DATA.RELABEL {data.RELABEL} leaves out all {len(labels)} training images.")
-    lines = samples.lines if isinstance(samples, Remaining) else ()
-    result = Remaining(samples, np.flatnonzero(remains), lines)
+    # Keep the line numbers of the images that DATA.EXCLUDE left out of these samples before, for `report_excluded`.
+    lines_of_excluded = samples.lines if isinstance(samples, Remaining) else ()
+    result = Remaining(samples, np.flatnonzero(remains), lines_of_excluded)
     result.labels = labels[remains]
     result.unmatched = unmatched
     file = Path(str(data.RELABEL)).name  # exported weights have this too, so no folders
-    result.relabel = {"file": file, "sha256": sha256, "dropped": done["drop"], "relabelled": done["relabel"]}
-    _report_relabelled(samples, result, name_of, done, data)
+    result.relabel = {
+        "file": file,
+        "sha256": sha256,
+        "dropped": images_by_decision["drop"],
+        "relabelled": images_by_decision["relabel"],
+    }
+    _report_relabelled(samples, result, name_of, images_by_decision, data)
     return result
 
 
 def _new_labels(row: Row, label_of: Mapping[str, int], data: DataConfig) -> list[int]:
-    """Return the labels that a row decides on for its image. UserError for a name that is no class."""
+    """Return the labels that a row of DATA.RELABEL decides on for its image. UserError for a name that is no class.
+
+    Given names are known to be classes, because they were compared with the image's labels; proposed ones may not be.
+    """
     names = row.proposed if row.decision == "relabel" else row.given
     for name in names:
         if name not in label_of:
@@ -323,11 +349,16 @@ def _names_of_labels(samples: Samples, data: DataConfig) -> dict[int, str]:
 
 
 def _report_relabelled(
-    before: Samples, after: Samples, name_of: Mapping[int, str], done: Counter[str], data: DataConfig
+    before: Samples, after: Samples, name_of: Mapping[int, str], images_by_decision: Counter[str], data: DataConfig
 ) -> None:
-    """Log how many images have other labels, and warn of classes that have no images left. `done`: by decision."""
-    numbers = f"{counted(done['drop'], 'training image')} left out, {done['relabel']} with another label"
-    warn_once(f"DATA.RELABEL {data.RELABEL}: {numbers}, {done['keep']} as before.", logging.INFO)
+    """Log how many images have other labels, and warn of classes that have no images left.
+
+    `before`, `after`: the training samples before and after the change. `name_of`: label -> name of the class.
+    `images_by_decision`: decision (keep, drop, relabel) -> number of images.
+    """
+    dropped = counted(images_by_decision["drop"], "training image")
+    numbers = f"{dropped} left out, {images_by_decision['relabel']} with another label"
+    warn_once(f"DATA.RELABEL {data.RELABEL}: {numbers}, {images_by_decision['keep']} as before.", logging.INFO)
     lost_labels = sorted(_labels_in(before, data) - _labels_in(after, data))
     if lost_labels:
         first = name_of.get(lost_labels[0], f"{lost_labels[0]}")
@@ -343,6 +374,7 @@ def _labels_in(samples: Samples, data: DataConfig) -> set[int]:
 
 def warn_unmatched_rows(data: DataConfig, train: Samples, validation: Samples | None) -> None:
     """Warn of rows of DATA.RELABEL that match no training image. Those of validation images are only counted."""
+    # Name in a row -> number of its line; `relabelled` made the samples a `Remaining` and set it.
     unmatched = train.unmatched if isinstance(train, Remaining) else {}
     prefix = name_prefix(data)
     if not unmatched:
@@ -350,6 +382,7 @@ def warn_unmatched_rows(data: DataConfig, train: Samples, validation: Samples | 
     validation_names = set()
     if validation:
         validation_names = {below(validation.name(index), prefix) for index in range(len(validation))}
+    # Number of a line -> the name in it, as the warning lists them.
     in_no_split = {number: name for name, number in unmatched.items() if name not in validation_names}
     validating = len(unmatched) - len(in_no_split)
     message = f"DATA.RELABEL {data.RELABEL}: {len(unmatched)} of its lines match no training image"

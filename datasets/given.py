@@ -17,12 +17,14 @@ from utils.config.data import DataConfig
 def open_given(paths: Sequence[str], data: DataConfig) -> Images:
     """Open a data set of these files, in this order. Their labels are all 0, as a placeholder."""
     data = data.changed(EXCLUDE=None, RELABEL=None)
-    samples = FileSamples("", paths, np.zeros(len(paths), dtype=np.int64), None)
+    placeholders = np.zeros(len(paths), dtype=np.int64)
+    samples = FileSamples("", paths, placeholders, None)  # no root and no classes: `paths` are complete
     samples.most_bytes = data.MAX_IMAGE_BYTES
     images = Images(samples, data, train=False, seed=0)
+    # The model was trained on this data set. If its images are arrays in memory, they are preprocessed in another way.
     source = source_named(data.DATASET)
-    if source is not None and source.arrays is not None:  # such sources have their own preprocessing
-        images.pixels = ArrayPixels(data, source.arrays == "cropped")
+    if source is not None and source.arrays is not None:
+        images.pixels = ArrayPixels(data, cropped=source.arrays == "cropped")
     return images
 
 

@@ -25,6 +25,7 @@ class Images(ImageDataset):
     """A split whose images are read one by one. Those of DATA.EXCLUDE and DATA.RELABEL are left out or relabelled."""
 
     def __init__(self, samples: Samples, data: DataConfig, train: bool, seed: int) -> None:
+        """Leave out and relabel samples as the settings say. `train`: change images at random, by numbers of `seed`."""
         if data.EXCLUDE is not None:
             from datasets.exclude import without_excluded
 
@@ -40,10 +41,13 @@ class Images(ImageDataset):
         self.train = train
         self.augmentation: TrainConfig | None = None
         self.pixels: Callable[[Encoded, torch.Tensor], None] = Pixels(data, train)
-        self.max_bad = allowed(data.MAX_BAD, len(self.samples))
-        self._failures: dict[int, Failure] = {}  # of damaged images, which are not read again in later epochs
+        self.max_bad = allowed(data.MAX_BAD, len(self.samples))  # a number of images
+        # Sample -> failure of a damaged training image, which is not read again in later epochs.
+        self._known_failures: dict[int, Failure] = {}
+        # Sample -> image that could not be read since the last `take_broken`.
         self._new_broken: dict[int, Broken] = {}
-        self._storage_failures = 0  # in a row
+        # Failures of the storage since the last image that was read.
+        self._storage_failures = 0
 
     def augment(self, train: TrainConfig) -> ImageDataset:
         self.augmentation = train
@@ -79,50 +83,55 @@ class Images(ImageDataset):
 
     def _load(self, keys: list[Key]) -> Batch:
         """Load a batch. A broken training image is replaced by the next one; in validation, it becomes padding."""
-        channels, high, wide = self.data.shape
+        channels, height, width = self.data.shape
         # Channels last, as decoders and resizing work; the device makes planes of it when it converts to float.
-        images = torch.zeros(len(keys), high, wide, channels, dtype=dtype_of(self.data)).permute(0, 3, 1, 2)
+        images = torch.zeros(len(keys), height, width, channels, dtype=dtype_of(self.data)).permute(0, 3, 1, 2)
         label_shape = self.samples.labels.shape[1:]
         has_several_labels = len(label_shape) > 0
         labels = torch.zeros(len(keys), *label_shape, dtype=torch.float32 if has_several_labels else torch.int64)
         indices = torch.tensor([index for _, index in keys])
         self.samples.prefetch([index for _, index in keys if index != PADDING])
         for row, key in enumerate(keys):
-            index = key[1]
+            _, index = key
             if index == PADDING:
                 continue
             if self.train:
-                index = self._fill(images[row], key)
+                # The label below is that of the image read. `indices` keeps the sample that was wanted.
+                index = self._write_or_replace(images[row], key)
             else:
+                # `_write` returns None, so anything else is a failure.
                 failure = failure_or(partial(self._write, images[row], key, index), self._storage_failures)
-                if failure:
+                if failure is not None:
                     # The image is black and not counted. The error is raised at the end of the validation pass, because
                     # all ranks go through their batches together.
-                    self._new_broken[index] = self._broken(index, failure)
+                    self._new_broken[index] = self._describe_broken(index, failure)
                     images[row] = 0
                     indices[row] = PADDING
                     continue
             labels[row] = torch.as_tensor(self.samples.labels[index])
         return Batch(images, labels, indices)
 
-    def _fill(self, out: torch.Tensor, key: Key) -> int:
+    def _write_or_replace(self, out: torch.Tensor, key: Key) -> int:
         """Write a training image to `out`, or the next readable one in its place, and return the index of that one.
 
         A replacement uses the random numbers of the sample that it replaces. TrainingError if the storage fails, or if
         no image can be read.
         """
-        wanted = key[1]
+        _, wanted = key
         for step in range(len(self)):
             index = (wanted + step) % len(self)
-            if step and index in self._failures:
+            is_replacement = step > 0
+            if is_replacement and index in self._known_failures:
                 continue
-            failure = self._failures.get(index) or failure_or(partial(self._write, out, key, index))
+            failure = self._known_failures.get(index)
+            if failure is None:
+                failure = failure_or(partial(self._write, out, key, index))
             if failure is None:
                 return index
-            broken = self._broken(index, failure)
+            broken = self._describe_broken(index, failure)
             self._new_broken[index] = broken
             if not broken.storage:
-                self._failures[index] = failure
+                self._known_failures[index] = failure
             if self._storage_failures >= FAILURES_OF_STORAGE:
                 raise TrainingError(
                     f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read, the last "
@@ -134,16 +143,18 @@ class Images(ImageDataset):
                 break
         raise TrainingError(f"No image could be read in place of {self.samples.name(wanted)}.")
 
-    def _broken(self, index: int, failure: Failure) -> Broken:
+    def _describe_broken(self, index: int, failure: Failure) -> Broken:
         """Describe an image that cannot be read, and count it if the storage failed."""
         from datasets.exclude import line_of
 
         name = self.samples.name(index)
         is_storage_failure = failure.kind != "damaged"
         if failure.kind == "missing":
-            # If the data's whole folder is missing or empty, its file system may be unmounted, and the image be intact.
+            # A missing image is no failure of the storage, unless the data's whole folder is missing or empty: then its
+            # file system may be unmounted, and the image intact.
             with contextlib.suppress(OSError), os.scandir(name_prefix(self.data) or ".") as entries:
-                is_storage_failure = not any(entries)
+                folder_is_empty = not any(entries)
+                is_storage_failure = folder_is_empty
         line = line_of(name, failure.reason, self.data)
         if is_storage_failure:
             self._storage_failures += 1
@@ -163,14 +174,17 @@ class Joined(Samples):
     """Several splits of a data set as one, with their samples one after the other."""
 
     def __init__(self, splits: Sequence[Samples]) -> None:
+        """Join splits of one data set, so that the first one decides the classes and how images are stored."""
         self.splits = splits
         self.labels = np.concatenate([split.labels for split in splits])
         self.classes = splits[0].classes
         self.stored = splits[0].stored
         self.remote = splits[0].remote
+        # The group of each sample; None without DATA.GROUP, as in each split.
         groups = itertools.chain.from_iterable(split.groups or () for split in splits)
         self.groups = list(groups) or None
-        self._begins = np.cumsum([0, *map(len, splits)])
+        # Index of the first sample of each split, and the end of the last.
+        self._begins_and_end = np.cumsum([0, *map(len, splits)])
 
     def read(self, index: int) -> Encoded:
         split, inside = self._split_and_index(index)
@@ -189,12 +203,12 @@ class Joined(Samples):
             yield from split.names()
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        for begin, split in zip(self._begins.tolist(), self.splits, strict=False):
+        for begin, split in zip(self._begins_and_end.tolist(), self.splits, strict=False):
             inside = [index - begin for index in indices if 0 <= index - begin < len(split)]
             if inside:
                 split.prefetch(inside)
 
     def _split_and_index(self, index: int) -> tuple[Samples, int]:
         """Return the split that a sample is in, and its index there."""
-        number = int(np.searchsorted(self._begins, index, side="right")) - 1
-        return self.splits[number], index - int(self._begins[number])
+        number = int(np.searchsorted(self._begins_and_end, index, side="right")) - 1
+        return self.splits[number], index - int(self._begins_and_end[number])

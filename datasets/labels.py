@@ -31,7 +31,7 @@ def distinct_names(classes: Iterable[object]) -> list[str]:
 
 
 def label_words(label: np.ndarray, classes: Sequence[str]) -> str:
-    """The name of the class of one image, or those of several classes, separated by |."""
+    """Return the name of an image's class, or the names of its several classes, separated by |."""
     class_indices = np.flatnonzero(label).tolist() if label.ndim else [int(label)]
     return "|".join(classes[index] for index in class_indices)
 
@@ -46,7 +46,7 @@ def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:
 def check_gaps(labels: Sequence[int] | np.ndarray, where: Callable[[int], str]) -> None:
     """Raise UserError for a label below 0, and for a largest label that would make very many classes without images.
 
-    That one is usually wrong. `where` makes the beginning of the message from the index of a label.
+    Such a large label is usually a mistake. `where(index)` returns the beginning of the message for `labels[index]`.
     """
     smallest_at = int(np.argmin(labels))
     if labels[smallest_at] < 0:
@@ -64,6 +64,7 @@ def check_gaps(labels: Sequence[int] | np.ndarray, where: Callable[[int], str]) 
 
 def check_label(label: int, num_classes: int, where: str) -> None:
     """Raise UserError for a label outside the classes. `where` begins the message."""
+    # ANY_LABEL as the number of classes turns the check off: then only numbers that exceed int64 are refused.
     least = -ANY_LABEL if num_classes == ANY_LABEL else 0
     if not least <= label < num_classes:
         raise UserError(
@@ -103,10 +104,10 @@ def warn_alike_names(classes: Sequence[object], owner: str) -> None:
     """
     names_by_folded: dict[str, list[str]] = defaultdict(list)
     for name in dict.fromkeys(map(str, classes)):  # each name once: ImageNet has two classes named crane
-        normal = unicodedata.normalize("NFKC", name)
-        # Two encodings of an accent look the same, so the unusual one is shown by its codes.
-        shown_name = name if name == normal else ascii(name)
-        names_by_folded[normal.casefold()].append(shown_name)
+        usual_form = unicodedata.normalize("NFKC", name)
+        # Two encodings of an accent look the same, so a name in an unusual form is shown with escapes, as \xe9.
+        shown_name = name if name == usual_form else ascii(name)
+        names_by_folded[usual_form.casefold()].append(shown_name)
     pairs = [" and ".join(names) for names in names_by_folded.values() if len(names) > 1]
     if pairs:
         problem = "has classes whose names differ only in capital letters or in how accents are encoded"

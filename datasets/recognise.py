@@ -25,8 +25,8 @@ UNLABELLED = "all images below the folder are used, without labels"
 def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
     """Recognise the data set at a path or URL. Return its value for DATA.DATASET, and words about what was recognised.
 
-    None if nothing exists there; UserError if the layout is unknown. `needs_labels=False`: images without labels will
-    do, too.
+    None if nothing exists there; UserError if the layout is unknown. `needs_labels=False`: the caller also takes images
+    without labels, so a folder that is no other data set is read as such.
     """
     if "://" in place:
         return "shards", "a URL is read as tar files"
@@ -36,7 +36,9 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
     if not path.is_dir():
         return None
     layouts = _layouts(readable_folder(place))
-    if not needs_labels and not layouts.keys() - {"imagefolder"}:
+    # Any folder of images may look like class folders, so without labels this layout does not count.
+    other_layouts = layouts.keys() - {"imagefolder"}
+    if not needs_labels and not other_layouts:
         return "images", UNLABELLED
     if not layouts:
         raise UserError(
@@ -49,7 +51,7 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
 
 
 def offering_layout(error: UserError, data: DataConfig) -> UserError:
-    """Add to the error of a data set which other layouts DATA_PATH has, and return it."""
+    """Add suggestions to the error of a data set: the other layouts that DATA_PATH has. Returns the same error."""
     root = Path(data.DATA_PATH or "").expanduser()
     layouts: dict[str, str] = {}
     if data.DATA_PATH and root.is_dir() and os.access(root, os.R_OK | os.X_OK):
@@ -71,19 +73,21 @@ def _table_suggestions(root: Path) -> list[str]:
 
 
 def _layouts(root: Path) -> dict[str, str]:
-    """Find the layouts of data sets in a folder, in the order of precedence.
+    """Map the layouts of data sets that a folder has to words about its content, in the order of precedence.
 
-    Each is a value for DATA.DATASET, with words about what the folder has.
+    A layout is a value for DATA.DATASET.
     """
     layouts = {}
     for dataset, file_name in (("imagenet2012", imagenet2012.list_name), ("csv", csv_table.table_name)):
         files = []
         for split in SPLIT_NAMES:
+            # The list of a test split alone makes no data set.
             if split != TEST and (root / file_name(split)).is_file():
                 files.append(file_name(split))
         if files:
             layouts[dataset] = " and ".join(files)
-    if any(Folder(root).tars(name) for name in ("", *SPLIT_NAMES)):
+    # Tar files are in the folder itself, or in a subfolder per split.
+    if any(Folder(root).tars(subfolder) for subfolder in ("", *SPLIT_NAMES)):
         layouts["shards"] = "tar files"
     class_folders = layout_of(root)
     if class_folders:

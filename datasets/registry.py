@@ -75,14 +75,17 @@ def open_dataset(
 def _open(
     source: Source, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device, world: World
 ) -> ImageDataset:
-    """Open a split of a source, in memory or read image by image."""
+    """Open a split of a source: in memory, or with images that are read one by one.
+
+    Opens the training split, or else the one that DATA.PART names. The ranks of `world` open it together.
+    """
     if source.open is not None:
         return source.open(data, train, num_classes, seed, device)
     part = part_of(data, train)
-    cropped = source.arrays == "cropped"
+    cropped = source.arrays == "cropped"  # or "whole"; None if images are not arrays
 
     def open_part(part: Part) -> Samples:
-        assert source.samples is not None, "a source has one of the two"
+        assert source.samples is not None, "a source has `open` or `samples`"
         samples = source.samples(data, part, num_classes)
         samples.most_bytes = data.MAX_IMAGE_BYTES
         return samples
@@ -97,11 +100,12 @@ def _open(
         return InMemory(samples, data, train, seed, device, cropped)
     from datasets.images import Images, Joined
 
+    # All images of a data set that comes with splits are its splits, one after the other.
     parts = source.parts(data) if part == "all" else UNSPLIT
-    is_stored_in_splits = "all" not in parts
-    if is_stored_in_splits:
+    needs_joining = "all" not in parts
+    if needs_joining:
         samples = Joined([open_part(stored_part) for stored_part in distinct(parts)])
-    elif source.shares_list and world.size > 1:
+    elif source.shares_list and world.size > 1:  # one rank of each machine lists the images for its other ranks
         from datasets.sources.shared import listed_once
 
         samples = listed_once(lambda: open_part(part), world)
@@ -139,20 +143,25 @@ def count_classes(data: DataConfig, train: bool) -> int:
             return source.count(data, train)
         changes: dict[str, Any] = {"RELABEL": None, "EXCLUDE": None}
         if data.FOLD:
+            # Count the classes of all images. DATA.PART chooses the split of an evaluation only, so open it for one.
             changes |= {"FOLD": None, "PART": "all"}
-            train = False  # DATA.PART chooses the split of an evaluation only
-        split = _open(source, data.changed(**changes), train, ANY_LABEL, 0, torch.device("cpu"), ALONE)
+            train = False
+        device = torch.device("cpu")
+        split = _open(source, data.changed(**changes), train, num_classes=ANY_LABEL, seed=0, device=device, world=ALONE)
     except UserError as error:
         from datasets.recognise import offering_layout
 
         raise offering_layout(error, data) from None
+    if split.classes is not None:
+        return len(split.classes)
+    # Classes without names are counted by the labels of the images.
     samples = split.single_images()
-    if split.classes is None and samples is not None:
-        if data.MULTI_LABEL:
-            return samples.labels.shape[1]
-        check_gaps(samples.labels, samples.name)
-        return int(samples.labels.max()) + 1
-    return len(split.classes or ())
+    if samples is None:
+        return 0
+    if data.MULTI_LABEL:
+        return samples.labels.shape[1]
+    check_gaps(samples.labels, samples.name)
+    return int(samples.labels.max()) + 1
 
 
 def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> None:
@@ -162,7 +171,7 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     """
     source = _checked_source(data)
     _check_lists(source, data, train)
-    if source.arrays is None:
+    if source.arrays is None:  # images are files, which have to be decoded
         from datasets.decoding import warn_of_decoder
 
         warn_of_decoder()
@@ -180,6 +189,7 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
             source.check(data, num_classes, train)
         elif source.samples is not None:
             parts = parts_read(data, train, source.parts(data))
+            # All splits are listed, for their errors. The first one has the classes.
             classes_of_parts = [source.samples(data, part, num_classes).classes for part in parts]
             classes = classes_of_parts[0]
             if classes is not None:
@@ -192,7 +202,10 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
 
 
 def _check_lists(source: Source, data: DataConfig, train: bool) -> None:
-    """Raise UserError if the files DATA.EXCLUDE and DATA.RELABEL cannot be read, or if the data set takes no labels."""
+    """Raise UserError if the file DATA.EXCLUDE or DATA.RELABEL cannot be read, or if DATA.RELABEL cannot be applied.
+
+    DATA.RELABEL needs images with names, so none in memory, and with labels.
+    """
     if data.EXCLUDE is not None:
         from datasets.exclude import excluded
 
@@ -200,7 +213,8 @@ def _check_lists(source: Source, data: DataConfig, train: bool) -> None:
     if data.RELABEL is not None and part_of(data, train) == "train":
         from datasets.exclude import read_rows
 
-        if source.samples is None or source.arrays is not None or not source.labelled:
+        in_memory = source.samples is None or source.arrays is not None
+        if in_memory or not source.labelled:
             reason = "is held in memory: its images have no names" if source.labelled else "has no labels"
             raise UserError(
                 f"DATA.RELABEL {data.RELABEL}: the data set {data.DATASET} {reason}. Leave DATA.RELABEL out."
@@ -221,7 +235,8 @@ def unread_path(data: DataConfig) -> str:
 def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None, *knn: Samples | None) -> None:
     """Report what DATA.EXCLUDE and DATA.RELABEL did, which shows only once the splits are open.
 
-    None stands for a split in memory. `knn`: the splits of TRAIN.KNN.
+    None stands for a split in memory. `knn`: the splits of labelled images that TRAIN.KNN reads. DATA.EXCLUDE may
+    also list images of the test split, so it is opened for the report. DATA.RELABEL changes training images only.
     """
     if data.EXCLUDE is not None:
         from datasets.exclude import report_excluded

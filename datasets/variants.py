@@ -48,12 +48,16 @@ class Repeated(Variant):
         return Repeated(self.inner.at_size(size), self.copies)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
+        """Make a batch in which each copy of a sample has its own random numbers.
+
+        Index i + n * copy is that copy of sample i, where n is the number of samples; -1 is padding.
+        """
         # The wrapped split's random numbers depend on epoch and index alone. So each copy is given an epoch of its own:
-        # epoch 1 with 3 copies becomes the epochs 1, 2 and 3. Padding (-1) belongs to the first copy.
+        # epoch 1 with 3 copies becomes the epochs 1, 2 and 3.
         rows_of_copy = defaultdict[int, list[int]](list)
         inner_keys = list[Key]()
         for row, (epoch, index) in enumerate(keys):
-            copy = max(index, 0) // len(self.inner)
+            copy = max(index, 0) // len(self.inner)  # 0 for padding, whose index stays -1 below
             inner_epoch = (epoch - 1) * self.copies + copy + 1
             inner_keys.append((inner_epoch, index - copy * len(self.inner)))
             rows_of_copy[copy].append(row)
@@ -66,6 +70,7 @@ class Repeated(Variant):
         for copy_rows in rows_of_copy.values():
             batches.append(self.inner.__getitems__([inner_keys[row] for row in copy_rows]))
             rows += copy_rows
+        # `rows` has the row of each sample in the batches one after the other; sorting them restores the keys' order.
         order = torch.tensor(rows).argsort().to(batches[0].images.device, non_blocking=True)
         return Batch._make(torch.cat(fields)[order] for fields in zip(*batches, strict=True))
 

@@ -42,7 +42,7 @@ def check(config: Config) -> None:
         check_resumable(config)
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
-    optimizer_name(config.TRAIN.OPTIMIZER.NAME)
+    optimizer_name(config.TRAIN.OPTIMIZER.NAME)  # raises UserError for an unknown name
     if config.DIST.STRATEGY == "fsdp":
         from engine.parallel.fsdp import check_sharding
 
@@ -73,7 +73,8 @@ def _check_training(config: Config) -> None:
     steps = train.SIZE_SCHEDULE
     full_size = config.DATA.IMAGE_SIZE
     metric = config.SAVE_BEST_BY
-    if metric_named(metric).trivial >= config.MODEL.NUM_CLASSES:
+    most_trivial_classes = metric_named(metric).trivial  # with up to so many classes, the metric is always 100 %
+    if most_trivial_classes >= config.MODEL.NUM_CLASSES:
         raise UserError(f"SAVE_BEST_BY {metric}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
     if train.NUM_EPOCHS == AUTO:
         from engine.memory.dry_run import check_open_epochs
@@ -90,7 +91,7 @@ def _check_training(config: Config) -> None:
         check_augmentations(train, config.DATA)
     check_class_weights(train)
     if train.BCE_TARGET_THRESH is not None:
-        task_of(config).loss(train, None)  # building it refuses a threshold that is below or above all targets
+        task_of(config).loss(train, None)  # raises UserError for a threshold that is below or above all targets
     for key, project in config.trackers.items():
         from engine.report.trackers import check_project
 
@@ -124,14 +125,18 @@ def with_data_set(loaded: Loaded) -> Loaded:
 
 
 def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
-    """Return the settings with values that the data and the weights decide.
+    """Return the settings with the values that only the data and the weights decide.
 
-    They are numbers in place of `auto`, the data set in DATA_PATH, the preprocessing of the weights, and for an
-    evaluation the split to evaluate. `of_run`: False if a tool asks, not a run.
+    These values are: the data set in DATA_PATH, numbers in place of `auto`, the preprocessing of the weights, and the
+    split for an evaluation. `of_run`: False if a tool asks, not a run. Each step may use what an earlier one filled in,
+    so their order matters.
     """
+    # The data set
     loaded = with_data_set(loaded)
     given = {key for key, source in loaded.sources.items() if source.is_typed}
-    loaded = _check_given_data(loaded, given)
+    loaded = _warn_of_unused_settings(loaded, given)
+
+    # The model and its weights
     model_keys = [key for key in loaded.sources if key.startswith("MODEL.") and key != "MODEL.NUM_CLASSES"]
     nothing_chooses_model = all(map(loaded.is_default, model_keys))
     if of_run and nothing_chooses_model and loaded.sources[DATASET].kind is Kind.FOUND:
@@ -144,10 +149,13 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
 
         loaded = with_classes(loaded)
     weights = _first_weights(loaded.config)
+    # The name and the weights may decide sizes and preprocessing; any model decides an image size that nobody has set.
     if "MODEL.NAME" in given or weights is not None or loaded.is_default(IMAGE_SIZE):
         from engine.inputs.auto import with_model
 
         loaded = with_model(loaded, given, weights, of_run)
+
+    # Settings of the training
     if loaded.config.DATA.DATASET == "shards" and not loaded.config.EVAL:
         from engine.inputs.auto import with_packing
 
@@ -169,6 +177,8 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
         loaded = with_rate(loaded)
     if not loaded.config.EVAL:
         return loaded
+
+    # The split to evaluate. A data set that is not taken over from the run counts as given.
     from engine.evaluation.data import evaluated_weights, settings_for_evaluation
 
     if loaded.sources[DATASET].kind is not Kind.RUN:
@@ -177,10 +187,10 @@ def fill_in(loaded: Loaded, of_run: bool = True) -> Loaded:
     return loaded.with_values(values, "the evaluated data", notes)
 
 
-def _check_given_data(loaded: Loaded, given: set[str]) -> Loaded:
-    """Raise UserError for a DATA_PATH that is not read. Returns the settings, with warnings of splits not made.
+def _warn_of_unused_settings(loaded: Loaded, given: set[str]) -> Loaded:
+    """Return the settings of a training, with a warning for each setting of the splits that has no effect.
 
-    `given`: keys on the command line.
+    `given`: keys on the command line. Raises UserError for a DATA_PATH there that the data set does not read.
     """
     config = loaded.config
     if config.EVAL:
@@ -188,6 +198,7 @@ def _check_given_data(loaded: Loaded, given: set[str]) -> Loaded:
     unread = unread_path(config.DATA) if "DATA.DATA_PATH" in given else None
     if unread:
         raise UserError(unread)
+    # VAL_FRACTION may also split the images of TRAIN.KNN, so with these it is no mistake.
     if not config.TRAIN.KNN and "DATA.VAL_FRACTION" in given and not comes_unsplit(config.DATA):
         advice = "; DATA.KEEP_TEST=true makes one of train" if validates_on_test(config.DATA) else ""
         loaded = loaded.with_warning(

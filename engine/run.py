@@ -65,15 +65,17 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             from engine.machine.environment import join_run
 
             join_run(config, world, device, threads)
-        asked = {"DIST.STRATEGY": config.DIST.STRATEGY, "DIST.HSDP": config.DIST.HSDP}
+        # One process cannot shard. config.yaml keeps the settings as given, for a resume with several processes.
+        as_given = {"DIST.STRATEGY": config.DIST.STRATEGY, "DIST.HSDP": config.DIST.HSDP}
         if world.size == 1 and config.DIST.STRATEGY == "fsdp":
             log.info("DIST.STRATEGY fsdp has no effect with one process.")
             config = config.changed(DIST={"STRATEGY": "ddp", "HSDP": False})
-        this_run = Run(config, world, device, threads, asked=asked)
+        this_run = Run(config, world, device, threads, asked=as_given)
         try:
             return _carry_out(this_run, dry)
         except Exception as error:
-            signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
+            # If another rank exits first, the launcher ends this one by a signal. It waits until the error is reported.
+            signals.deferred = True
             if is_out_of_memory(error):
                 from engine.memory.out_of_memory import describe
 
@@ -88,28 +90,34 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
 
 
 def _carry_out(run: Run, dry: bool) -> int:
-    """Evaluate, try out or train. Meanwhile the run's folder is locked, and the user's lists of operators apply."""
+    """Evaluate, try out or train, and return the exit code.
+
+    Meanwhile, a training holds the lock of its folder, and the user's lists of operators apply.
+    """
     amp = run.config.AMP
     with ExitStack() as until_the_end:
         lock = until_the_end.enter_context(FolderLock())
-        lists = None
+        op_lists = None
         if amp.CUSTOM_WHITE_LIST or amp.CUSTOM_BLACK_LIST:
             from engine.amp.op_lists import OpLists
 
-            lists = OpLists(run.device.type, amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST)
-            until_the_end.enter_context(lists)
+            op_lists = OpLists(run.device.type, amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST)
+            until_the_end.enter_context(op_lists)
         if run.config.EVAL:
             from engine.evaluation.evaluate_only import evaluate_only
 
             evaluate_only(run, dry)
             return EXIT_DONE
-        return dry_run(run) if dry else train(run, lock, lists)
+        if dry:
+            return dry_run(run)
+        return train(run, lock, op_lists)  # which reports operators on the lists that the model never calls
 
 
-def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
+def train(given: Run, lock: FolderLock, op_lists: OpLists | None) -> int:
     """Train from start to end, and return the exit code.
 
-    `lock`: takes the run's folder. `lists`: the user's lists of operators, which already apply.
+    `given`: the run with the settings as given, such as a batch size `auto`. `lock`: takes the run's folder.
+    `op_lists`: the user's lists of operators, which already apply.
     """
     world = given.world
     on_rank_0(world, lambda: lock_existing_folder(given.config, lock))
@@ -119,13 +127,14 @@ def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
     _introduce(run, ready, checkpoint, folder)
     if checkpoint and _has_finished(run, ready, checkpoint, folder):
         return EXIT_DONE
-    ready.adapters = keep_base(run, folder, ready.model, checkpoint)
+
+    ready.adapters = keep_base(run, folder, ready.model, checkpoint)  # the frozen weights, once for all checkpoints
     on_rank_0(world, lambda: check_room(folder / CHECKPOINTS, ready.parts))
     write_run_files(run, ready, folder)
-    ready.parts.assemble()
+    ready.parts.assemble()  # attaches the callbacks to the model: DDP, compiling, the EMA, ...
     first_update = ready.position.update
     try:
-        return _fit(run, ready, folder, lists)
+        return _fit(run, ready, folder, op_lists)
     except UserError as error:
         if ready.position.update == first_update:
             raise
@@ -135,7 +144,10 @@ def train(given: Run, lock: FolderLock, lists: OpLists | None) -> int:
 
 
 def dry_run(given: Run) -> int:
-    """Build what a training needs, try a few updates, log what it would cost, and return the exit code."""
+    """Build what a training needs, try a few updates, log what it would cost, and return the exit code.
+
+    `given`: the run with the settings as given, such as a batch size `auto`.
+    """
     from engine.memory.batch_size import check_batch
     from engine.memory.dry_run import try_out
 
@@ -148,16 +160,19 @@ def dry_run(given: Run) -> int:
 
 
 def _settle(run: Run) -> tuple[Run, Checkpoint | None]:
-    """Return `run` with its batch size and number of epochs, and the checkpoint that it resumes; None for a new run.
+    """Find the checkpoint to resume from, and settle the batch size and the number of epochs if they are `auto`.
 
-    A collective call.
+    Returns `run` with these settings, and the checkpoint; None for a new run. A collective call.
     """
     checkpoint = None
     if run.config.MODEL.RESUME is not None:
         from engine.checkpoint.find import chosen_checkpoint
 
         checkpoint = chosen_checkpoint(run.config, run.world)
-    signals.saved = checkpoint is not None if run.world.first else None
+    if run.world.first:
+        signals.saved = checkpoint is not None
+    else:
+        signals.saved = None  # only rank 0 saves, and says so when a signal ends it
     run = settle_batch(run, checkpoint)
     if run.config.TRAIN.NUM_EPOCHS == AUTO:
         from engine.memory.dry_run import settle_epochs
@@ -205,27 +220,30 @@ def _introduce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, fol
     if brief and folder is not None:
         print_on_terminal(brief.banner(text.translate(CONTROL)))
     for number, note in enumerate(notes):
-        log.info("%s.", note, extra=IN_FULL if number else None)  # the first says what the banner does
+        repeats_banner = number == 0  # the first note says the same as a row of the banner
+        log.info("%s.", note, extra=None if repeats_banner else IN_FULL)
 
 
 def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder: Path) -> bool:
-    """Whether a resumed run has nothing left to do; if so, log it. Otherwise, set the best metric that it has to beat.
+    """Return whether a resumed run has nothing left to do; if so, log it.
 
-    A collective call.
+    Otherwise, sets `ready.best` to the best metric that the run has to beat. A collective call.
     """
     config = run.config
     world = run.world
     position = ready.position
-    # A run that was killed between its last checkpoint and its last line goes through its end again.
+    # A run may have been killed between its last checkpoint and the last line of its history: then its end is repeated.
+    # A new folder, into which the checkpoint of another run is resumed, has no line, so there the checkpoint decides.
     last = last_line(folder)
-    has_ended = broadcast(not last or is_end(last), world)
-    finished = has_ended and is_complete(config, position)
+    may_have_finished = broadcast(not last or is_end(last), world)
+    finished = may_have_finished and is_complete(config, position)
     if not finished:
         from engine.checkpoint.restore import best_to_beat
 
         ready.best = best_to_beat(ready.best, data_identity(ready.val_set), folder, checkpoint, config, world)
-        # TRAIN.PATIENCE counts validations since the best one, if that still is the one to beat.
-        finished = has_ended and position.step == 0 and ready.best.is_given_up(config.TRAIN.PATIENCE)
+        # Complete by TRAIN.PATIENCE, which counts validations since the best one, if that still is the one to beat.
+        is_given_up = position.step == 0 and ready.best.is_given_up(config.TRAIN.PATIENCE)
+        finished = may_have_finished and is_given_up
     if finished:
         finished_folder = resumed_run(config) or folder
         if world.first:
@@ -235,8 +253,11 @@ def _has_finished(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint, folder:
     return finished
 
 
-def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> int:
-    """Train with a reporter, close that, log how the training ended, and return the exit code."""
+def _fit(run: Run, ready: ReadyToTrain, folder: Path, op_lists: OpLists | None) -> int:
+    """Train with a reporter, close the reporter, log how the training ended, and return the exit code.
+
+    `op_lists`: the user's lists of operators, of which the trainer reports those that the model never calls.
+    """
     config = run.config
     world = run.world
     splits = splits_of(config.DATA)
@@ -247,8 +268,9 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         tracked = [TrackedRun(key, config, folder, ready.precision.name) for key in config.trackers]
     report_folder = folder if world.first else None  # only rank 0 writes
     reporter = Reporter(config, ready.train_loader.order.updates, report_folder, ready.position, tracked)
-    # Without AMP, notes on the settings have said already that the lists have no effect.
-    trainer = Trainer(run, ready, folder, reporter, lists if ready.precision.level != "O0" else None)
+    if ready.precision.level == "O0":
+        op_lists = None  # without AMP, the lists have no effect, which notes on the settings have said already
+    trainer = Trainer(run, ready, folder, reporter, op_lists)
     try:
         code = trainer.fit()
         reporter.ended(trainer.best)
@@ -265,9 +287,10 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
 
 
 def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -> None:
-    """Log how the training ended, and what comes next. It reads no data, which may be gone by now.
+    """Log how the training ended, and what comes next.
 
-    A tool that started the run gets the folder's path in the file that FOLDER_FILE names.
+    No images are read, since their files may be gone by now. A tool that started the run gets the folder's path in the
+    file that the environment variable FOLDER_FILE names.
     """
     folder = trainer.folder
     broken_images = trainer.broken.summary() if trainer.broken is not None else ""
@@ -283,7 +306,7 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
         files = f"; {_describe_files(run, ready, folder, trainer)}"
     outcome = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best = trainer.best.words_after(": best ")
-    total = clock(time.monotonic() - stopping.BEGAN)
+    total = clock(time.monotonic() - stopping.BEGAN)  # since the program began
     log.info("%s%s; %s %s%s", outcome, best, time_label, total, files)
     folder_file = os.environ.get(FOLDER_FILE)
     if run.world.first and folder_file:
@@ -293,9 +316,10 @@ def _conclude(run: Run, ready: ReadyToTrain, trainer: Trainer, splits: Splits) -
 def _describe_files(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:
     """Say where the run's files are, and which are missing.
 
-    config.yaml and run.json are written again if anything was removed while the run trained.
+    If anything was removed while the run trained, config.yaml and run.json are first written again.
     """
-    best_checkpoint = None if trainer.best.figure is None else folder_name(trainer.best.update)
+    has_best = trainer.best.figure is not None
+    best_checkpoint = folder_name(trainer.best.update) if has_best else None
     if missing_from(folder, best_checkpoint):
         with suppress(UserError):
             write_run_files(run, ready, folder)

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +38,12 @@ from vitamp.metrics import NO_LABELS
 def lock_existing_folder(config: Config, lock: FolderLock) -> None:
     """Lock the run's folder if it exists, and warn of files that the run had written and that are gone.
 
-    This comes before a checkpoint is looked for, which another run may be writing.
+    It is locked before a checkpoint is looked for, since another run may be writing one.
     """
     target = target_folder(config)
     if target is not None and Path(target).is_dir():
         lock.take(Path(target))
+        # Checked again: another run may have begun in the folder before it was locked.
         check_output(target, config.SAVE, resumed_run(config))
         missing = missing_from(Path(target)) if checkpoints_in(Path(target) / CHECKPOINTS) else []
         if missing:
@@ -58,9 +60,12 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
 
     def make() -> str:
         folder = make_folder(target_folder(config), config.SAVE, kind)
-        if lock is not None and lock.take(folder) and is_run_folder(folder):
-            raise UserError(f"{folder}: another run has just started in this folder; name another -output.")
         if lock is not None:
+            # A folder that existed at the start is locked since then. Another one was empty or missing at the start, so
+            # files of a run in it are of a run that began and ended in between.
+            is_newly_locked = lock.take(folder)
+            if is_newly_locked and is_run_folder(folder):
+                raise UserError(f"{folder}: another run has just started in this folder; name another -output.")
             # An existing folder of checkpoints may be on another disk, or no folder: try whether it can be written.
             root = folder / CHECKPOINTS
             if root.exists() or root.is_symlink():
@@ -91,24 +96,41 @@ def largest_class(ready: Ready) -> float | None:
 def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
     """Write config.yaml and run.json into the run's folder on rank 0."""
     config = run.config
-    world = run.world
-    threads = run.threads
-    if not world.first:
+    if not run.world.first:
         return
 
     # The settings come first: a run that is killed from here on resumes with them.
     with os_errors_as_user_errors(folder):
-        # Without settings of this start alone: with -resume among them, a new run would continue this one.
+        # A training leaves out settings of one start, such as -resume: a new run with this config.yaml would otherwise
+        # continue the old one. Settings that this number of processes has changed are written as given.
         values = values_by_key(config) if config.EVAL else values_to_keep(config)
         write_atomically(folder / CONFIG, redacted(as_yaml(nested({**values, **run.asked}))))
 
+    about = _content_of_run_json(run, ready)
+    with os_errors_as_user_errors(folder):
+        # A resumed run keeps the command and time of its first start. If run.json is gone or damaged, it has none.
+        with suppress(UserError):
+            earlier = read_about(folder)
+            about["begun"] = earlier.get("begun", {key: earlier.get(key) for key in ("command", "started")})
+        if config.USE:
+            from utils.own_code import keep_own_code
+
+            about |= keep_own_code(folder)
+        write_json(folder / ABOUT, about)
+
+
+def _content_of_run_json(run: Run, ready: Ready) -> dict[str, Any]:
+    """Describe the devices, choices, data and model of a run, for run.json."""
+    world = run.world
+    threads = run.threads
     choices = {"why": ready.precision.choice.reason, "threads": threads, "world_size": world.size, **ready.choices}
     if not ready.val_set.in_memory:
         from datasets.decoding import decoder_of_jpeg
 
         choices["decoder"] = decoder_of_jpeg()
-    about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG)
-    train_set = getattr(ready, "train_set", None)
+    about = describe_run(describe_devices(run.device, world, threads), choices, run.config.TAG)
+
+    train_set = getattr(ready, "train_set", None)  # an evaluation has none
     splits = {"train": train_set, "val": ready.val_set}
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
     images = None if train_set is None else train_set.single_images()
@@ -120,14 +142,4 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
     about["largest_class_percent"] = largest_class(ready)
     parameter_count, trained_count = count_parameters(ready.model)
     about["parameters"] = {"all": parameter_count, "trainable": trained_count}
-
-    with os_errors_as_user_errors(folder):
-        # A resumed run keeps the command and time of its first start. If run.json is gone or damaged, it has none.
-        with suppress(UserError):
-            earlier = read_about(folder)
-            about["begun"] = earlier.get("begun", {key: earlier.get(key) for key in ("command", "started")})
-        if config.USE:
-            from utils.own_code import keep_own_code
-
-            about |= keep_own_code(folder)
-        write_json(folder / ABOUT, about)
+    return about

@@ -107,11 +107,13 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     world = run.world
     device = run.device
     data = config.DATA
-    tuned = tuned_model(config, device, world, choices_of(checkpoint), replaced=checkpoint is not None)
-    tuned.choices = {PRECISION: tuned.precision.name} | tuned.choices
+    has_checkpoint = checkpoint is not None  # whose weights will replace those that the model is built with
+    tuned = tuned_model(config, device, world, choices_of(checkpoint), replaced=has_checkpoint)
+    tuned.choices = {PRECISION: tuned.precision.name} | tuned.choices  # the precision comes first among them
     if run.auto_batch_size:
         tuned.choices[BATCH_CHOICE] = data.BATCH_SIZE
-    val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device, world)
+    is_training = False
+    val_set = open_dataset(data, is_training, config.MODEL.NUM_CLASSES, config.SEED, device, world)
     workers = auto_workers(world, data.NUM_WORKERS)
     val_loader = ValLoader(val_set, data.val_batch, world.rank, world.size, workers, device)
     neighbours = None
@@ -119,6 +121,7 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
         from engine.evaluation.knn import Neighbours
 
         neighbours = Neighbours(config, world, device, workers)
+    # Ready has the fields of TunedModel, and more.
     return Ready(**vars(tuned), task=task_of(config), val_set=val_set, val_loader=val_loader, neighbours=neighbours)
 
 
@@ -127,37 +130,41 @@ def tuned_model(
 ) -> TunedModel:
     """Build the model and choose how its layers compute. A collective call: all ranks take rank 0's choices.
 
-    `choices`: those of the run that the model is from. `replaced`: a checkpoint's weights will replace the initial
-    ones, so that no pretrained weights are loaded.
+    `choices`: those of the run that the model is from. `replaced`: the caller will replace the weights by those of a
+    checkpoint, so no pretrained weights are loaded.
     """
     model = on_every_rank(world, lambda: _model(config, device, replaced))
-    choice = broadcast(choose(config.AMP, device, model), world)  # the CPUs of several machines may differ
-    precision = Precision(config.AMP, device, choice)
+    dtype_choice = broadcast(choose(config.AMP, device, model), world)  # the CPUs of several machines may differ
+    precision = Precision(config.AMP, device, dtype_choice)
     inputs = Inputs(config.DATA).to(device)
     if precision.level == "O3" or precision.fp8 or (precision.level != "O0" and config.AMP.FP32_MODULES):
         from engine.amp.low_precision import prepare_model
 
         on_every_rank(world, lambda: prepare_model(model, config.AMP, precision))
-    new_choices, computing = speed_up(config, model, inputs, precision, world, previous=choices)
-    return TunedModel(model, inputs, precision, new_choices, computing)
+    new_choices, computing_words = speed_up(config, model, inputs, precision, world, previous=choices)
+    return TunedModel(model, inputs, precision, new_choices, computing_words)
 
 
 def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
     """Build the model with pretrained weights, or with initial ones from SEED, which are the same on every rank.
 
-    `replaced`: a checkpoint's weights will replace them, so that no pretrained weights are loaded.
+    `replaced`: the caller will replace the weights by those of a checkpoint, so no pretrained weights are loaded.
     """
+    keeps_initial_weights = not replaced
     seed_all(config.SEED, "init")
     model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
-    if config.MODEL.PRETRAINED and not replaced:
+    if keeps_initial_weights and config.MODEL.PRETRAINED:
         from models.weights.fit import load_pretrained
 
-        new_classifier = config.MODEL.NEW_CLASSIFIER
         message = load_pretrained(
-            model, config.MODEL.PRETRAINED, config.MODEL.NAME, new_classifier, complete=config.EVAL
+            model,
+            config.MODEL.PRETRAINED,
+            config.MODEL.NAME,
+            new_classifier=config.MODEL.NEW_CLASSIFIER,
+            complete=config.EVAL,
         )
         log.info(message)
-    elif not replaced:
+    elif keeps_initial_weights:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
     # An evaluation has no adapters: they are merged into the weights that it loads.
     if config.MODEL.LORA.RANK is not None and not config.EVAL:
@@ -175,35 +182,43 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
     config = run.config
     world = run.world
     device = run.device
-    choices = choices_of(checkpoint)
+    previous_choices = choices_of(checkpoint)  # of the run that is resumed
     sharding = None
     if config.DIST.STRATEGY == "fsdp":
         from engine.parallel.fsdp import build_sharding
 
         sharding = build_sharding(config, world, device)
+
+    # The model and the validation data. A linear probe is fitted before anything changes how the model computes.
     ready = build_for_evaluation(run, checkpoint)
     if checkpoint or config.MODEL.PRETRAINED is not None or config.freezes_backbone:
         from engine.evaluation.start import settle_start
 
         ready.choices |= settle_start(run, ready, checkpoint, dry)
     if world.size > 1:
-        from engine.parallel.ddp import settle_batch_norms
+        from engine.parallel.ddp import synchronise_batch_norms
 
-        settle_batch_norms(ready.model, config, device)
+        synchronise_batch_norms(ready.model, config, device)
+
+    # The training data
     train_set, loader = training_data(config, world, device)
-    updates = loader.order.updates
+    updates_per_epoch = loader.order.updates
     if world.first:
         splits = [train_set, ready.val_set]
         if ready.neighbours:
             splits += [ready.neighbours.bank, ready.neighbours.images]
         warn_of_splits(config.DATA, *(split.single_images() for split in splits))
+
+    # The state of the training, and the position where it begins
     if checkpoint and sharding:
         # Before the weights are sharded: FSDP then decides in what dtype to gather them.
         from engine.checkpoint.restore import restore_fp32
 
         restore_fp32(ready.model, checkpoint, ready.precision)
-    parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
-    position, best, warnings = _beginning(run, parts, checkpoint, train_set, loader.order)
+    parts = build_train_state(config, world, ready, updates_per_epoch, sharding, train_set, previous_choices)
+    position, best, warnings = _restore_or_begin(run, parts, checkpoint, train_set, loader.order)
+
+    # With a frozen backbone, training may read features in place of images, once the weights are restored.
     if config.freezes_backbone:
         from engine.evaluation.features import see_features
 
@@ -211,20 +226,23 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         if features is not None:
             train_set = features
             loader = TrainLoader(features, loader.order, config.SEED, workers=0, device=device)
+
     loader.on_arrival = partial(parts.stages.mark, DATA)
-    ready.choices |= _choose_compiling(run, parts, updates_left(config, position, updates), choices)
+    updates_to_train = updates_left(config, position, updates_per_epoch)
+    ready.choices |= _choose_compiling(run, parts, updates_to_train, previous_choices)
     for callback in parts.callbacks:
         ready.choices |= callback.noted()
     built: Any = {**vars(ready), "train_set": train_set, "train_loader": loader}
     return ReadyToTrain(**built, parts=parts, position=position, best=best, warnings=warnings)
 
 
-def _beginning(
+def _restore_or_begin(
     run: Run, parts: TrainState, checkpoint: Checkpoint | None, train_set: ImageDataset, order: EpochOrder
 ) -> tuple[Position, Best, list[str]]:
-    """Return where training begins, the best validation so far, and warnings of what differs from the checkpoint.
+    """Restore the checkpoint; without one, begin after TRAIN.LAST_EPOCH if that is set.
 
-    A checkpoint is restored. A new run begins after TRAIN.LAST_EPOCH, if that is set.
+    Returns the position where training begins, the best validation so far, and warnings of data that have changed
+    since the checkpoint.
     """
     config = run.config
     if checkpoint is not None:
@@ -257,9 +275,12 @@ def _choose_compiling(run: Run, parts: TrainState, updates: int, resumed: Choice
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:
     """Open the training split with its augmentation, and build the loader of its batches."""
     data = config.DATA
-    train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device, world).augment(config.TRAIN)
+    is_training = True
+    train_set = open_dataset(data, is_training, config.MODEL.NUM_CLASSES, config.SEED, device, world)
+    train_set = train_set.augment(config.TRAIN)
     if data.SAMPLER == "by_machine":
         check_machines(world, "DATA.SAMPLER by_machine needs")
+    # An epoch may have several copies of an image: repeated augmentation, or a balanced sampler.
     order, copies = training_order(config, world, train_set)
     if copies > 1:
         from datasets.variants import Repeated
@@ -275,11 +296,21 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
 def training_order(config: Config, world: World, train_set: ImageDataset) -> tuple[EpochOrder, int]:
     """Build the order of the samples in a run's epochs. Returns it, and the most copies of a sample in an epoch."""
     data = config.DATA
-    balanced = None
+
+    # The function that draws the order of an epoch
+    draw_order = train_set.shuffled
+    copies = data.REPEATED_AUGMENT
     if data.SAMPLER == "balanced":
-        balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT)
-    weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
-    weights = weights_of_classes(config, train_set) if weighs_images else None
+        draw_order = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT)
+        copies = draw_order.copies
+
+    # The weight of each image in the loss, if its class decides that; None if all weigh alike
+    sample_weights = None
+    if loss_named(config.TRAIN.LOSS).weighs == "images":
+        weight_of_class = weights_of_classes(config, train_set)
+        sample_weights = None if weight_of_class is None else weight_of_class[train_set.sample_labels()]
+
+    # Which rank loads which images: those of its machine's files, or any
     build_order = EpochOrder
     samples = train_set.single_images()
     if data.SAMPLER == "by_machine" and samples and world.machines > 1:
@@ -293,10 +324,10 @@ def training_order(config: Config, world: World, train_set: ImageDataset) -> tup
         config.SEED,
         data.DROP_LAST,
         data.REPEATED_AUGMENT,
-        balanced or train_set.shuffled,
-        None if weights is None else weights[train_set.sample_labels()],
+        draw_order,
+        sample_weights,
     )
-    return order, balanced.copies if balanced else data.REPEATED_AUGMENT
+    return order, copies
 
 
 def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:
@@ -325,6 +356,8 @@ def build_train_state(
     precision = tuned.precision
     task = task_of(config)
     device = precision.device
+
+    # The loss, the clock of the stages, and mixing
     criterion = _criterion(config, task, train_set, device)
     batch_transform = no_transform
     stages = Stages()
@@ -337,6 +370,8 @@ def build_train_state(
         from engine.inputs.mixing import build_batch_transform
 
         batch_transform = build_batch_transform(train, task, device)
+
+    # The callbacks, and FSDP of the model and of their further sets of weights, such as the EMA
     classes = None if train_set is None else train_set.classes
     run_callbacks = tuple(callbacks(config, tuned, world, sharding is not None, resumed, classes))
     if sharding is not None:
@@ -344,17 +379,20 @@ def build_train_state(
         for callback in run_callbacks:
             for weights in callback.weights().values():
                 sharding.shard(weights, precision, computing=False)
+
+    # The optimiser, which holds the sharded weights, and the schedule
     rates = scaled_learning_rates(train, global_batch(config, world))
-    optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
+    base_rate = rates[0]
+    optimizer = build_optimizer(model, train, base_rate, device, amp=precision.level != "O0")
     scheduler = build_scheduler(optimizer, train, rates, per_epoch)
     updates = train.NUM_EPOCHS * per_epoch
-    if precision.hides_skips(optimizer):
+    if precision.hides_skips(optimizer):  # only the device knows how many updates moved the weights
         schedule = DeviceSchedule(scheduler, optimizer, updates, device)
     else:
         schedule = Schedule(scheduler, optimizer, updates)
     return TrainState(
         model=model,
-        forward=model,
+        forward=model,  # callbacks may replace it, such as by DDP
         inputs=tuned.inputs,
         criterion=criterion,
         optimizer=optimizer,
@@ -372,14 +410,15 @@ def build_train_state(
 
 
 def _criterion(config: Config, task: Task, train_set: ImageDataset | None, device: torch.device) -> Criterion:
-    """Build the loss on its device, with class weights if they are set. `train_set` None: without."""
+    """Build the loss on its device, with class weights if they are set. `train_set` None: all classes weigh alike."""
     weights = None if train_set is None else weights_of_classes(config, train_set)
     criterion = task.loss(config.TRAIN, None if weights is None else torch.tensor(weights, dtype=torch.float32))
     if isinstance(criterion, nn.Module):
         criterion = criterion.to(device)
     if config.TRAIN.own_loss:
         # Autocast would compute the matrix products of the user's own loss in half precision.
-        criterion = torch.autocast(device.type, enabled=False)(criterion)
+        without_autocast = torch.autocast(device.type, enabled=False)
+        criterion = without_autocast(criterion)  # used as a decorator
     return criterion
 
 
@@ -413,8 +452,10 @@ def callbacks(
         from engine.amp.overflow import KeptStatistics, OverflowWatch
 
         yield KeptStatistics()
-        # It replays an update in one rank alone. Batch norms that are synchronised would wait there for the others.
-        if not sharded and not (world.size > 1 and config.DIST.SYNC_BATCHNORM):
+        # The watch replays an update in one rank alone. Sharded weights and synchronised batch norms would wait there
+        # for the other ranks.
+        needs_other_ranks = sharded or (world.size > 1 and config.DIST.SYNC_BATCHNORM)
+        if not needs_other_ranks:
             yield OverflowWatch(config.SEED, precision)
     if why_not_compiled(config, precision.device, resumed) is None:  # before DDP, which is around the compiled model
         from engine.compile.compiled import Compiling
@@ -438,9 +479,11 @@ def why_not_compiled(config: Config, device: torch.device, resumed: Choices) -> 
     wanted = config.TRAIN.COMPILE
     if config.trains_on_features:
         return "features are kept, so no model is computed"
+    if wanted == "none":
+        return "as asked for"
     if wanted == "auto" and device.type != "cuda" and resumed.get("compile", "none") == "none":
         return f"auto: on {device.type} compiling takes longer than it saves"
-    return "as asked for" if wanted == "none" else None
+    return None
 
 
 def setting_of(ready: ReadyToTrain) -> Setting:
@@ -450,7 +493,9 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     uses_amp = ready.precision.level != "O0"
     gains_by_amp = amp_may_gain(device, model)
     samples = ready.train_set.single_images()  # None: the images are one array of pixels
-    how_compiled = ready.choices.get("compile"), ready.choices.get("compile_why")
+    # `auto` has weighed whether to compile. So compiling is advised only if the user has switched it off.
+    is_compiling_off = ready.choices.get("compile") == "none" and ready.choices.get("compile_why") == "as asked for"
+    has_several_labels = ready.train_set.sample_labels().ndim > 1
     faster = []
     if device.type == "cpu":
         if is_convolutional(model) and not (ready.choices["channels_last"] or ready.parts.sharding):
@@ -459,14 +504,13 @@ def setting_of(ready: ReadyToTrain) -> Setting:
             faster.append("-amp off (fp32 is faster here)")
     return Setting(
         device=device.type,
-        amp=uses_amp or not gains_by_amp,
-        # Compiling is advice only if the user has switched it off: auto has weighed it.
-        compiled=how_compiled != ("none", "as asked for"),
+        amp=uses_amp or not gains_by_amp,  # AMP is on, or would gain nothing: either way, it is not advised
+        compiled=not is_compiling_off,
         workers=None if ready.train_set.in_memory else ready.train_loader.workers,
         cores=ready.parts.world.own_cores,
         stored="pixels" if samples is None else samples.stored,
         remote=samples is not None and samples.remote,
         threads=torch.get_num_threads(),
-        several=ready.train_set.sample_labels().ndim > 1,
+        several=has_several_labels,
         faster=tuple(faster),
     )

@@ -18,7 +18,7 @@ from engine.checkpoint.saver import estimate_seconds
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import keep_predictions, on_device, validate
 from engine.machine.device import Run, global_batch
-from engine.machine.stopping import Deadline, Stopped, Stopping, signals
+from engine.machine.stopping import NOTHING, Deadline, Stopped, Stopping, signals
 from engine.measure.meters import MOST_SKIPS, NEVER, Best, Reading, mark_of_best, seconds_of, updates_left
 from engine.measure.throughput import Bottleneck, Throughput, find_bottleneck
 from engine.report.curves import Curves, title_of
@@ -61,14 +61,20 @@ class Trainer:
         self.parts = ready.parts
         self.position = ready.position
         self.train_loader = ready.train_loader
+
+        # The best validation
         self.best = ready.best
         self._best_before = self.best
+        """The best before that, which counts again if the checkpoint of the best cannot be written"""
         self.best_metrics: Metrics | None = None
         """Metrics of the best validation so far; None if that was before this start of the run"""
-        # Without a best so far, the validation images may have changed, and the probe's predictions with them.
+        # A resumed run drops the best so far if the validation images have changed. Then the probe's predictions that
+        # it has saved are not of these images either, and are not read.
         is_probe_known = world.first and config.MODEL.starts_at_probe and self.best.figure is not None
         self.probe = read_probe(folder, ready.val_set.sample_labels()) if is_probe_known else None
         """On rank 0: the predictions of the linear probe that the run began with, if it did"""
+
+        # Reports
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._setting = setting_of(ready)
@@ -79,18 +85,25 @@ class Trainer:
         """Top-1 accuracy in percent of always guessing the most frequent class"""
         self._curves = Curves(folder, config.SAVE_BEST_BY)
         self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
+
+        # Saving and stopping
         self._saver = saver_of(folder, config, self.parts, world)
         self._saved_at = self.position.update, self.position.validated
+        """Update of the last checkpoint, and the last validated update by then"""
         self._last_metrics: dict[WeightSet, Metrics] = {}
+        """Metrics of the last validation"""
         limit = seconds_of(config.MAX_TIME) if config.MAX_TIME else None
         self._deadline = Deadline(limit, lambda: self._saver.longest or estimate_seconds(self.parts))
         self._stopping = Stopping(world, self._deadline.passed, config.DIST.group_timeout)
-        updates = self.position.step + updates_left(config, self.position, self.per_epoch)
-        epoch_count = -(-updates // self.per_epoch)  # rounded up
+
+        # Loading. The number of epochs to load counts the current one, of which `position.step` updates are done.
+        updates_from_epoch_start = self.position.step + updates_left(config, self.position, self.per_epoch)
+        epoch_count = -(-updates_from_epoch_start // self.per_epoch)  # rounded up
         epochs = range(self.position.epoch, self.position.epoch + epoch_count)
         self._windows = self.train_loader.epochs(epochs, self.position.step)
-        # The micro-batches of the update that is computed now.
+        """Yields the micro-batches of each update, as a `Window`"""
         self._window: Window | None = None
+        """The micro-batches of the update that is computed now; None between updates"""
         if not ready.train_set.in_memory:
             from datasets.loading import workers
 
@@ -124,7 +137,11 @@ class Trainer:
         return EXIT_DONE
 
     def _train(self) -> None:
-        """Train all epochs that are left, between what is due before the first and after the last update."""
+        """Train all epochs that are left, then validate and save.
+
+        Before the first update, save a checkpoint of another run here, repeat a validation that was interrupted, or
+        validate the linear probe that training begins with.
+        """
         position = self.position
         # A run that begins at a checkpoint of another run saves it anew: -resume auto needs one in this folder.
         is_here = (self.folder / CHECKPOINTS / folder_name(position.update)).exists()
@@ -136,12 +153,13 @@ class Trainer:
         # A probe is validated and saved before it is trained, which may only make it worse.
         if position.update == 0 and self.config.MODEL.starts_at_probe:
             self._validate_and_save(last=True)
+        # The profiler wants a call after each update; without it, that call does nothing.
         profiling: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
         if self.config.PROFILE and self.world.first:
             from engine.measure.stages import profiled
 
             profiling = profiled(self.config.PROFILE, self.folder)
-        with profiling as self._profiled:
+        with profiling as self._tell_profiler:
             while position.epoch <= self.config.TRAIN.NUM_EPOCHS and not self._ends_early():
                 self._epoch()
         self._validate_and_save(last=True)
@@ -159,26 +177,31 @@ class Trainer:
         self.parts.enter(position.epoch)
         for window in islice(self._windows, self.per_epoch - position.step):
             self._load_validation_ahead()
-            self._window = window
+            self._window = window  # for `_stop_waiting`, which the loader may call meanwhile
             train_update(self.parts, window, position.update + 1)
             self._window = None
-            self.throughput.count(self.train_loader.order.samples_of(position.step))
+            self.throughput.count(self.train_loader.order.samples_of(position.step))  # steps of an epoch count from 0
             position.step += 1
             position.update += 1
+            # From the first update on, there is something to save: signals no longer end the process at once, but wait
+            # until `_stopping` looks at them.
             signals.deferred = True
+
+            # Reports
             if self.reporter.live:
                 self.reporter.live.stepped(position)
-            self._profiled()
+            self._tell_profiler()
             self._health.report(position, together=False)
             # Fleet counts from 0, and reports its batch 0.
             number = position.step - 1 if self.config.LOG_STYLE == "fleet" else position.step
             if number % freq == 0 or position.step == self.per_epoch or position.update == 1:
                 self._report()
             elif self.parts.precision.scaler.is_enabled() and position.update % MOST_SKIPS == 0:
-                # Reports, which look for skipped updates, may be far apart.
+                # Reports look for skipped updates, too, but may be far apart.
                 self._stop_on_skips(self._read())
+
             self._stopping.check()
-            if position.step < self.per_epoch:
+            if position.step < self.per_epoch:  # what is due at the end of the epoch follows in `_end_epoch`
                 self._validate_and_save()
             if self._update_limit_reached():
                 break
@@ -192,25 +215,30 @@ class Trainer:
     def _report(self) -> None:
         """Report the metrics of this update, and stop on NaN or on too many skipped updates."""
         reading = self._read()
-        perf = self.throughput.read(self.train_loader.take_wait())
-        self._health.report(self.position, together=True)
+        seconds_waited = self.train_loader.take_wait()  # for batches, since the last report
+        perf = self.throughput.read(seconds_waited)
+        self._health.report(self.position, together=True)  # on all ranks
         self.reporter.train(self.position, reading, perf, self.parts.figures())
         self._stop_on_nan(reading)
         self._stop_on_skips(reading)
         self._saver.report()
 
     def _end_epoch(self, reading: Reading, seconds: float) -> None:
-        """Report an epoch that has ended, and do what is due after it: validate, save, draw the curves."""
+        """Report an epoch that has ended, and do what is due after it: validate, save, draw the curves.
+
+        `reading`: metrics of the epoch, which took `seconds`.
+        """
         position = self.position
         self._stop_on_nan(reading)
-        self._health.report(position, together=True)
+        self._health.report(position, together=True)  # on all ranks
         # The bottleneck is reported once, after the first epoch of this start.
         bottleneck = None if self._bottleneck_reported else self._bottleneck()
         self._bottleneck_reported = True
         self.reporter.epoch(position, reading.epoch, seconds, bottleneck)
-        self._validate_and_save(position.epoch, last=position.epoch == self.config.TRAIN.NUM_EPOCHS)
+        is_last_epoch = position.epoch == self.config.TRAIN.NUM_EPOCHS
+        self._validate_and_save(finished_epoch=position.epoch, last=is_last_epoch)
         if self.broken is not None:
-            self.broken.share(self.world)
+            self.broken.share(self.world)  # the unreadable images of all ranks
         self._draw()
         self._restart_clocks()
 
@@ -219,11 +247,17 @@ class Trainer:
 
         Not with several ranks: the others would wait for this one.
         """
-        if self.world.size == 1 and (self._window is None or not self._window.begun):
-            if signals.request or self.position.update:  # before the first update there is nothing to save
-                self._stopping.check()
-        elif self.world.size == 1 and signals.request:  # half an update cannot be saved
-            signals.leave()
+        if self.world.size > 1:
+            return
+        was_asked = signals.request != NOTHING
+        is_within_update = self._window is not None and self._window.begun
+        if is_within_update:
+            if was_asked:
+                signals.leave()  # exits at once: half an update cannot be saved
+        elif was_asked or self.position.update > 0:
+            # Raises `Stopped`, for a signal or because -max_time is over. The time limit alone does not end a run
+            # before its first update, when there is nothing to save.
+            self._stopping.check()
 
     def _validate_and_save(self, finished_epoch: int | None = None, last: bool = False) -> None:
         """Validate and save, if that is due after this update.
@@ -239,13 +273,14 @@ class Trainer:
                 return True
             return finished_epoch is not None and bool(epochs) and finished_epoch % epochs == 0
 
-        improved = is_due(config.VALIDATE_FREQ, config.VALIDATE_EVERY_UPDATES) and self._validate()
+        is_new_best = is_due(config.VALIDATE_FREQ, config.VALIDATE_EVERY_UPDATES) and self._validate()
         if finished_epoch is not None:
             position.epoch = finished_epoch + 1
             position.step = 0
             self.parts.meters.start_epoch()
-        if improved or is_due(config.SAVE_FREQ, config.SAVE_EVERY_UPDATES) or is_due(config.KEEP_EVERY):
-            self._save(finished_epoch, anew=improved)
+        # A new best is always saved, and again if this update is saved already: its checkpoint then names the best.
+        if is_new_best or is_due(config.SAVE_FREQ, config.SAVE_EVERY_UPDATES) or is_due(config.KEEP_EVERY):
+            self._save(finished_epoch, anew=is_new_best)
             self._restart_clocks()
 
     def _load_validation_ahead(self) -> None:
@@ -259,8 +294,9 @@ class Trainer:
         if position.epoch % config.VALIDATE_FREQ == 0:
             updates_until_next.append(self.per_epoch - position.step)
         if min(updates_until_next) <= UPDATES_AHEAD:
+            passes = len(self.parts.weights)  # each set of weights, such as the EMA, is validated in its own pass
             with suppress(TrainingError):  # the validation itself will raise it, after the training so far is saved
-                self.ready.val_loader.load_ahead(len(self.parts.weights))
+                self.ready.val_loader.load_ahead(passes)
 
     def _restart_clocks(self) -> None:
         """Begin to measure anew, so that validation and saving do not count as training, or as waiting for data."""
@@ -275,11 +311,15 @@ class Trainer:
     def _ends_early(self) -> bool:
         """Whether the run ends before its last epoch; if so, log why."""
         position = self.position
-        if self._update_limit_reached() and position.step != self.per_epoch:  # else the epoch is closed first
+        # A run may be resumed at the last update of an epoch, which `_epoch` has to close first.
+        is_epoch_complete = position.step == self.per_epoch
+        if self._update_limit_reached() and not is_epoch_complete:
             log.info("The run ends here, after update %d, as set by TRAIN.MAX_UPDATES.", position.update)
             return True
-        # Only between epochs, also where a run is resumed within one: the rest of the epoch may bring a better metric.
-        if position.step or not self.best.is_given_up(self.config.TRAIN.PATIENCE):
+        # TRAIN.PATIENCE ends a run only between epochs: the rest of an epoch may bring a better metric. A run that is
+        # resumed within an epoch comes here, too.
+        is_within_epoch = position.step > 0
+        if is_within_epoch or not self.best.is_given_up(self.config.TRAIN.PATIENCE):
             return False
         metric = metric_named(self.best.by).words
         log.info("The run ends here: no better %s in %d validations (TRAIN.PATIENCE).", metric, self.best.stale)
@@ -314,12 +354,14 @@ class Trainer:
         Does nothing, and returns False, if this update is validated already.
         """
         position = self.position
-        # Before the first update, `validated` and `update` are both 0. Then the start is validated only if there is a
-        # best so far.
-        validated_is_set = position.update or self.best.figure is not None
-        if validated_is_set and position.validated == position.update:
+        # `validated` is 0 before the first validation, as `update` is before the first update. So only a best so far
+        # shows that the start was validated.
+        may_be_validated = position.update > 0 or self.best.figure is not None
+        if may_be_validated and position.validated == position.update:
             return False
-        self._stop_on_nan(self._read())
+        self._stop_on_nan(self._read())  # the metrics of weights that are NaN would mean nothing
+
+        # Measure
         began = perf_counter()
         self._health.report(position, together=True)  # report skips before a validation that may be interrupted
         if self.reporter.live:
@@ -329,37 +371,43 @@ class Trainer:
         self._wait_for_writer()
         self._last_metrics = metrics
         position.validated = position.update
-        # At step 0, the epoch before has just ended, and the validation counts as its.
-        validated_at = position if position.step else replace(position, epoch=position.epoch - 1)
+        # At step 0, the validation is of the epoch before, which has just ended.
+        validated_at = position if position.step > 0 else replace(position, epoch=position.epoch - 1)
         self._add_probe(metrics)
-        by = metric_named(self.config.SAVE_BEST_BY)
-        values = {which: metrics_of_set.value(by.name) for which, metrics_of_set in metrics.items()}
-        better = best_set(values, by) or PLAIN
-        figure = values[better]
-        improved = figure is not None and self.best.is_beaten_by(figure)
+
+        # Compare the better set of weights with the best validation so far
+        metric = metric_named(self.config.SAVE_BEST_BY)
+        values = {weight_set: metrics_of_set.value(metric.name) for weight_set, metrics_of_set in metrics.items()}
+        better_set = best_set(values, metric) or PLAIN
+        figure = values[better_set]
+        is_new_best = figure is not None and self.best.is_beaten_by(figure)
         mark = ""
-        if improved:
-            mark = mark_of_best(self.guess, figure if by.name == TOP1.name else None)
+        if is_new_best:
+            mark = mark_of_best(self.guess, figure if metric.name == TOP1.name else None)
+
+        # Report
         if self.world.first:
             keep_predictions(self.folder, self.ready.val_set, self.config.DATA, metrics, validated_at.update)
         self.reporter.validation(validated_at, metrics, seconds, mark)
         self._restart_clocks()
-        if improved:
+        if is_new_best:
             self._best_before = self.best
-            kind = f"{better.prefix}{by.name}"
+            kind = f"{better_set.prefix}{metric.name}"
             self.best = Best(figure=figure, kind=kind, update=validated_at.update, epoch=validated_at.epoch)
-            self.best_metrics = metrics[better]
+            self.best_metrics = metrics[better_set]
         else:
-            if self.config.MODEL.starts_at_probe and self.best.update == 0 and not self.best.stale:
+            is_first_after_probe = self.best.update == 0 and self.best.stale == 0
+            if self.config.MODEL.starts_at_probe and is_first_after_probe:
                 words = "Not better than the linear probe that training began with (%s): often so in the first epochs."
-                log.info(words, by.words)
-            self.best.stale += 1
-        return improved
+                log.info(words, metric.words)
+            self.best.stale += 1  # validations since the best one
+        return is_new_best
 
     def _add_probe(self, metrics: dict[WeightSet, Metrics]) -> None:
         """Add the predictions of the linear probe that the run began with to those of this validation.
 
-        The report and a resumed run read them there. The probe itself is validated before the first update.
+        The report and a resumed run read them there. They are the predictions of the validation before the first
+        update, and are kept from then on. Nothing is added if the run began without a probe.
         """
         if self.config.MODEL.starts_at_probe and self.position.update == 0:
             self.probe = metrics[PLAIN].predictions.get("guess")
@@ -376,9 +424,10 @@ class Trainer:
                 broadcast_buffers(model, self.world)
                 metrics[which] = validate(self.ready, model, self.world, check)
         except Exception as error:
-            # Saving needs all ranks. Only an AllRanksError is raised by all of them.
+            # Saving needs all ranks, and only an AllRanksError is raised by all of them. `Stopped` is no failure: then
+            # `fit` saves.
             all_ranks_failed = self.world.size == 1 or isinstance(error, AllRanksError)
-            if self.position.update and all_ranks_failed and not isinstance(error, Stopped):
+            if self.position.update > 0 and all_ranks_failed and not isinstance(error, Stopped):
                 self._save()
                 self._finish_saving()
                 log.warning("The training so far is saved; -resume repeats this validation.")
@@ -386,25 +435,28 @@ class Trainer:
         return metrics
 
     def _save(self, finished_epoch: int | None = None, anew: bool = False) -> None:
-        """Save a checkpoint of this update, unless there is one.
+        """Save a checkpoint of this update, unless there is one that has its validation, too.
 
-        It is saved again if the update ends `finished_epoch`, or `anew`, as after an improvement. A collective call.
+        `finished_epoch`: the epoch that this update ends; None within an epoch. `anew`: save in any case, as after an
+        improvement. The update that ends an epoch is saved in any case as well. A collective call.
         """
         parts = self.parts
         position = self.position
-        if self._saved_at == (position.update, position.validated) and finished_epoch is None and not anew:
+        is_saved = self._saved_at == (position.update, position.validated)
+        if is_saved and finished_epoch is None and not anew:
             return
         self._stop_on_nan(self._read())
         self._health.report(position, together=True)  # report skips now: a resumed run would not know of them
         began = perf_counter()
         meters = parts.meters.state()
         self._wait_for_writer()
+        # Besides the gradients, which `_stop_on_nan` has checked: a finite gradient may give an infinite weight.
         if not finite_everywhere(parts):
             raise AllRanksError(f"update {position.update}: the weights contain NaN or infinity; they are not saved.")
         self._saved_at = position.update, position.validated
         self.reporter.flush()
         metrics = self._last_metrics if position.validated == position.update else {}
-        meta = progress_meta(position, finished_epoch, metrics, self.best) | self._meta
+        meta = progress_meta(position, finished_epoch, metrics, self.best) | self._meta  # self._meta does not change
         snapshot = snapshot_of(parts, position, self.best, global_batch(self.config, self.world), meters, meta)
         self._saver.save(replace(snapshot, paused_at=began))
 
@@ -414,7 +466,10 @@ class Trainer:
         A collective call.
         """
         self._saver.wait_for_writer()
-        if self.best.figure is not None and broadcast(self.best.update in self._saver.failing, self.world):
+        if self.best.figure is None:
+            return
+        is_best_lost = broadcast(self.best.update in self._saver.failing, self.world)  # only rank 0 knows
+        if is_best_lost:
             lost_best = self.best
             self.best = self._best_before
             log.warning("Best so far: %s. Lost with its checkpoint: %s.", self.best.words(), lost_best.words())

@@ -91,10 +91,11 @@ class TrainState:
         self.callbacks = tuple(callback for callback in self.callbacks if not isinstance(callback, kind))
 
     def assemble(self) -> None:
-        """Let the callbacks attach to the model and to what computes, in their order.
+        """Let the callbacks attach to this state, in their order.
 
-        A collective call, made once the weights are loaded and every rank is ready, and again when modules move to
-        fp32.
+        Each may replace what computes: the module `forward`, such as by DDP, or the function `compute`, by compiled
+        code. A collective call, made once the weights are loaded and every rank is ready, and again when modules move
+        to fp32: then everything begins with the plain model once more.
         """
         self.forward = self.model
         self.compute = self.eager
@@ -174,10 +175,10 @@ def accumulate(parts: TrainState, window: Window, update: int) -> None:
 
 
 def sync_gradients(parts: TrainState, last: bool) -> AbstractContextManager[None]:
-    """Let ranks exchange gradients only in the micro-batches in which they must. `last`: of the update.
+    """Return a context for the backward pass of a micro-batch in which ranks exchange gradients only if they must.
 
-    DDP all-reduces gradients in the last micro-batch only. FSDP reduce-scatters in each; HSDP also all-reduces in the
-    last one.
+    `last`: this is the last micro-batch of the update. DDP all-reduces gradients in that one only. FSDP reduce-scatters
+    in each; HSDP also all-reduces in the last one.
     """
     if isinstance(parts.forward, DistributedDataParallel) and not last:
         return parts.forward.no_sync()

@@ -22,22 +22,22 @@ from torch.overrides import TorchFunctionMode
 from models.parts import count_parameters, pretrained_cfg
 from models.refusals import (
     contradiction,
-    divisible_sizes,
     geometry_problems,
+    nearest_divisible_sizes,
     shortcut_problems,
     unchangeable,
     unknown_name,
 )
 from models.sizes import (
-    DEFAULTS,
+    MODEL_OF_TYPE,
     NONE,
-    RECIPES,
+    RECIPE_MODELS,
     SIZE_WORDS,
     Shortcuts,
-    arguments_of,
     given_sizes,
     patch_of,
     same,
+    size_arguments_of,
     sizes_of,
 )
 from utils.config.kinds import one_line
@@ -53,15 +53,15 @@ LABEL = "vitamp_name"
 """Attribute of a built model with its MODEL.NAME"""
 OWN_SCALE = "own_init_values"
 """Attribute of a built model with its MODEL.INIT_VALUES"""
-BYTES = 4
+BYTES_PER_WEIGHT = 4
 """Bytes of a weight when it is initialised (fp32)"""
 INITIALISERS = {"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 """Operations that initialise weights"""
 MOST_BLOCKS = 10_000
 """Most blocks of a model"""
-UNFIT = (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError)
+UNFIT_ERRORS = (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError)
 """Errors that timm's models raise for arguments and images that do not suit them"""
-STEPS = (16, 32, 64)
+SIZE_STEPS = (16, 32, 64)
 """If a model does not take an image size, the nearest sizes divisible by one of these are tried."""
 _plans: dict[tuple[str, ImageSize, int, Shortcuts], Plan] = {}
 """Plans that were made before, by the arguments of `_plan`"""
@@ -75,7 +75,7 @@ class Plan:
     """Name of the model for timm.create_model"""
     arguments: dict[str, Any]
     """Arguments for timm.create_model"""
-    weights: int
+    weight_count: int
     """Number of the model's weights"""
     is_label: bool
     """Whether MODEL.NAME is only a label, not a name of timm's"""
@@ -88,27 +88,28 @@ def sizes_in(model: ModelConfig) -> dict[str, Any]:
 
     Sizes that are not set are those of timm's model.
     """
-    sizes = given_sizes(model)
-    timm_name, _ = resolve(model, sizes_given=bool(sizes))
-    timms_sizes = sizes_of(_without_weights(timm_name, {}))
-    return timms_sizes | sizes | {"POOL": model.POOL, "INIT_VALUES": model.INIT_VALUES}
+    sizes_in_settings = given_sizes(model)
+    timm_name, _ = resolve(model, sizes_given=bool(sizes_in_settings))
+    timms_model = _without_weights(timm_name, arguments={})
+    return sizes_of(timms_model) | sizes_in_settings | {"POOL": model.POOL, "INIT_VALUES": model.INIT_VALUES}
 
 
 def build_model(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
     """Build the model, with weights initialised by timm from torch's random generator in its current state.
 
     The adapters of MODEL.LORA are not added here, but once the frozen weights are loaded. UserError if the model cannot
-    be built. `channels`: of the images. `shortcuts`: options for cheaper training.
+    be built. `channels`: number of image channels. `shortcuts`: options for cheaper training.
     """
     plan = _plan(model, image_size, channels, shortcuts)
     for note in _notes(model, plan):
         log.info(note, extra=DETAIL)
     module = timm.create_model(plan.timm_name, **plan.arguments)
+    # Read later by `describe` and by errors about weights that do not fit.
     vars(module).update({LABEL: model.NAME.strip(), OWN_SCALE: model.INIT_VALUES})
     origin = "timm's" if type(module).__module__.startswith("timm.") else "your own"
     purpose = ", as the encoder of a masked autoencoder" if model.MAE_PRETRAIN else ""
     log.info("Model %s: %s %s%s", model.NAME, origin, type(module).__name__, purpose, extra=DETAIL)
-    return _finished(module, model, shortcuts)
+    return _apply_settings(module, model, shortcuts)
 
 
 def build_without_weights(
@@ -117,7 +118,7 @@ def build_without_weights(
     """Build the model as it is trained, with its adapters, on torch's meta device: its weights take no memory."""
     plan = _plan(model, image_size, channels, shortcuts)
     with torch.device("meta"), _NoInitialisation():
-        module = _finished(_without_weights(plan.timm_name, plan.arguments), model, shortcuts)
+        module = _apply_settings(_without_weights(plan.timm_name, plan.arguments), model, shortcuts)
         if model.LORA.RANK is not None:
             from models.lora import add_adapters
 
@@ -125,10 +126,10 @@ def build_without_weights(
         return module
 
 
-def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn.Module:
-    """Change timm's model as the settings say, and return it: pooling, masked autoencoder, frozen weights.
+def _apply_settings(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn.Module:
+    """Change a model that timm has built as the settings say, and return it.
 
-    Frozen weights come last, since the changes before may add some.
+    Weights are frozen last, because the pooling and the masked autoencoder may add weights.
     """
     if shortcuts.token_drop:
         _prepare_token_drop(module)
@@ -148,10 +149,10 @@ def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn
 
 
 def _prepare_token_drop(module: nn.Module) -> None:
-    """Set up timm's patch dropout: it must keep all prefix tokens, and drops nothing until an epoch begins.
+    """Set up timm's patch dropout: it must keep all prefix tokens, and must drop nothing until an epoch begins.
 
-    timm creates it before it adds the distillation token, so it does not know of that one. It drops nothing yet because
-    trials before training must see the most expensive case.
+    timm creates the layer before it adds the distillation token, so the layer's number of prefix tokens is corrected
+    here. Trials before training must see the most expensive case, in which no tokens are dropped.
     """
     for part in module.modules():
         if isinstance(part, PatchDropout):
@@ -162,18 +163,21 @@ def _prepare_token_drop(module: nn.Module) -> None:
 def check_model(
     model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts = NONE, memory: int | None = None
 ) -> None:
-    """Raise the errors of `build_model`, without allocating weights. `memory`: that of the machine, in bytes.
+    """Raise the errors of `build_model`, without allocating weights.
 
-    Raises UserError, too, if the weights do not fit into this memory, or if MODEL.FREEZE or MODEL.LORA match nothing.
+    Raises UserError, too, if the weights do not fit into the machine's `memory` (in bytes; None: not checked), or if
+    MODEL.FREEZE or MODEL.LORA match nothing.
     """
     plan = _plan(model, image_size, channels, shortcuts)
-    if memory is not None and plan.weights * BYTES > memory:
+    weight_bytes = plan.weight_count * BYTES_PER_WEIGHT
+    if memory is not None and weight_bytes > memory:
         raise UserError(
-            f"The model has {plan.weights:,} weights, which take {plan.weights * BYTES / 2**30:,.0f} GiB in fp32; this "
+            f"The model has {plan.weight_count:,} weights, which take {weight_bytes / 2**30:,.0f} GiB in fp32; this "
             f"machine has {memory / 2**30:,.0f} GiB. Use a smaller MODEL.EMBED_DIM, DEPTH,"
             " NUM_CLASSES or DATA.IMAGE_SIZE."
         )
     if model.FREEZE or model.LORA.RANK is not None:
+        # Raises UserError if MODEL.FREEZE or MODEL.LORA match nothing.
         module = build_without_weights(model, image_size, channels, shortcuts)
         if model.LORA.RANK is not None:
             from models.lora import require_calls
@@ -211,7 +215,7 @@ def describe(module: nn.Module) -> str:
 
 def list_models(pattern: str | None) -> list[str]:
     """List the names that MODEL.NAME accepts, sorted, filtered by a glob if there is one."""
-    names = set(timm.list_models()) | set(RECIPES)
+    names = set(timm.list_models()) | set(RECIPE_MODELS)
     return sorted(fnmatch.filter(names, pattern or "*"))
 
 
@@ -227,69 +231,81 @@ def _plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: S
 
 
 def _make_plan(model: ModelConfig, image_size: ImageSize, channels: int, shortcuts: Shortcuts) -> Plan:
-    """Try a build without weights. UserError lists all problems with it together."""
-    wanted_sizes = given_sizes(model)
-    timm_name, is_label = resolve(model, sizes_given=bool(wanted_sizes))
+    """Choose timm's arguments, and try the build without weights. UserError lists all problems with it together."""
+    sizes_in_settings = given_sizes(model)
+    timm_name, is_label = resolve(model, sizes_given=bool(sizes_in_settings))
     reference = _without_weights(timm_name, {})
     message = contradiction(model, reference)
     if message:
         raise UserError(message)
 
-    # The arguments for timm: sizes that differ from those of its model, rates, and options for cheaper training.
+    # Sizes in the settings that differ from those of timm's model.
     timms_sizes = sizes_of(reference)
-    argument_of = arguments_of(reference)
+    argument_of = size_arguments_of(reference)  # empty for models other than ViT and Swin
     changed_sizes = {
-        key: value for key, value in wanted_sizes.items() if key in argument_of and not same(key, value, timms_sizes)
+        key: value
+        for key, value in sizes_in_settings.items()
+        if key in argument_of and not same(key, value, timms_sizes)
     }
-    rates, problems = _rate_arguments(model, reference)
+
+    # Arguments for timm: the image size, changed sizes, rates, and options for cheaper training.
     arguments: dict[str, Any] = {"num_classes": model.NUM_CLASSES, "in_chans": channels}
-    patch = None
-    if argument_of or pretrained_cfg(reference).get("fixed_input_size"):
+    patch = None  # the side of the patches, by which the image size must be divisible
+    takes_img_size = bool(argument_of or pretrained_cfg(reference).get("fixed_input_size"))
+    if takes_img_size:
         arguments["img_size"] = image_size
         patch = changed_sizes.get("PATCH_SIZE") or patch_of(reference)
     arguments |= {argument_of[key]: value for key, value in changed_sizes.items()}
+    rates, problems = _rate_arguments(model, reference)
     arguments |= rates
     if model.MAE_PRETRAIN:
         from models.masked import masking_problems
 
         arguments["num_classes"] = 0
         problems += masking_problems(reference, model)
-    unsupported = shortcut_problems(shortcuts, reference, patch)
-    if not unsupported:
+    unsupported_options = shortcut_problems(shortcuts, reference, patch)
+    if not unsupported_options:
         arguments |= shortcuts.arguments()
 
-    # The trial itself, unless arithmetic shows that it would fail.
+    # The trial itself, unless arithmetic shows that it would fail. Without it, the model counts as built with timm's
+    # sizes. Heads and widths are only checked where the settings can change them.
     built_sizes = timms_sizes
-    weights = 0
+    weight_count = 0
     sizes_to_check = timms_sizes | changed_sizes if argument_of else {}
-    misfits = geometry_problems(reference, sizes_to_check, patch, image_size)
-    if not misfits:
-        built_sizes, weights, misfits = _trial(timm_name, arguments, timms_sizes, image_size)
-    for key, value in wanted_sizes.items():
+    build_problems = geometry_problems(reference, sizes_to_check, patch, image_size)
+    if not build_problems:
+        built_sizes, weight_count, build_problems = _trial(timm_name, arguments, timms_sizes, image_size)
+    for key, value in sizes_in_settings.items():
         if key not in argument_of and not same(key, value, built_sizes):
             problems.append(unchangeable(key, value, reference, built_sizes))
-    problems += misfits + unsupported
+
+    problems += build_problems + unsupported_options
     if problems:
         raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
     differing = [
         f"{key} {one_line(value)} (timm's: {one_line(timms_sizes.get(key))})" for key, value in changed_sizes.items()
     ]
-    return Plan(timm_name, arguments, weights, is_label, differing)
+    return Plan(timm_name, arguments, weight_count, is_label, differing)
 
 
 def _notes(model: ModelConfig, plan: Plan) -> Iterator[str]:
     """Yield log lines about how the model differs from what its settings seem to say."""
-    if plan.is_label and not given_sizes(model):  # the banner shows sizes that are given
+    has_sizes = bool(given_sizes(model))
+    if plan.is_label and not has_sizes:  # timm has no such name, and no setting says the sizes, so they are logged
         yield f"MODEL.NAME {model.NAME} is only a label: the model has the sizes of timm's {plan.timm_name}"
-    elif plan.differing and not plan.is_label:
+    elif plan.differing and not plan.is_label:  # timm has a model of this name, but with other sizes
         difference = f"the model differs from timm's model of that name in {', '.join(plan.differing)}"
         yield f"MODEL.NAME {model.NAME} is only a label here: {difference}"
-    if model.DROPOUT and "proj_drop_rate" in plan.arguments and "pos_drop_rate" not in plan.arguments:
+    timm_arguments = plan.arguments
+    if model.DROPOUT and "proj_drop_rate" in timm_arguments and "pos_drop_rate" not in timm_arguments:
         yield "MODEL.DROPOUT applies inside the blocks only: timm's model has no dropout after the patch embedding"
 
 
 def _without_weights(timm_name: str, arguments: dict[str, Any]) -> nn.Module:
-    """Build timm's model on torch's meta device, without touching torch's random generator."""
+    """Build timm's model on torch's meta device, where weights take no memory, and return it.
+
+    Torch's random generator stays as it is.
+    """
     # The fork protects the caller's random generator from what a constructor draws.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), _NoInitialisation():
         return timm.create_model(timm_name, **arguments)
@@ -310,41 +326,43 @@ def timm_weights(name: str) -> PretrainedCfg | None:
 
 
 def resolve(model: ModelConfig, sizes_given: bool) -> tuple[str, bool]:
-    """Return the name of timm's model to build, and whether MODEL.NAME is only a label for it.
+    """Return the name of timm's model to build, and whether MODEL.NAME is only a label, which timm does not know.
 
-    With `sizes_given`, any label will do, and MODEL.TYPE decides. UserError for an unknown name without sizes.
+    With `sizes_given`, the settings have sizes of the model. Then any label will do, and MODEL.TYPE decides which of
+    timm's models gets these sizes. UserError for an unknown name without sizes.
     """
     name = model.NAME.strip()
-    if name in RECIPES or is_timm_name(name):
-        return RECIPES.get(name, name), False
-    if name.casefold() in DEFAULTS:
-        return DEFAULTS[name.casefold()], True
-    if model.TYPE in DEFAULTS and sizes_given:
-        return DEFAULTS[model.TYPE], True
+    if name in RECIPE_MODELS or is_timm_name(name):
+        return RECIPE_MODELS.get(name, name), False
+    # PaddleViT's default for NAME is a type, such as 'vit', which names no model.
+    if name.casefold() in MODEL_OF_TYPE:
+        return MODEL_OF_TYPE[name.casefold()], True
+    if model.TYPE in MODEL_OF_TYPE and sizes_given:
+        return MODEL_OF_TYPE[model.TYPE], True
     raise UserError(unknown_name(model, name, sizes_given))
 
 
 def _rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, float], list[str]]:
-    """Return timm's arguments for dropout, drop path and layer scale.
+    """Return timm's arguments for dropout, drop path and layer scale, and a list of problems.
 
-    With them, return a message for each of these settings that this kind of model does not support.
+    The problems are messages about those of these settings that this kind of model does not support.
     """
     defaults = _constructor_defaults(type(module))
     # DROPOUT means dropout inside the blocks. Models without it (ResNet) have dropout in the head alone.
-    block_dropouts = [name for name in ("pos_drop_rate", "proj_drop_rate") if name in defaults]
-    # For some names, such as efficientformerv2_l, timm's drop path is not the default of the class. The drop path that
-    # a user's own function sets stays.
+    dropouts = [name for name in ("pos_drop_rate", "proj_drop_rate") if name in defaults] or ["drop_rate"]
+    # For some names, such as efficientformerv2_l, timm sets a drop path although the default of the class is 0. Then
+    # DROPPATH 0 must be passed, too. The drop path that a user's own function sets stays.
     is_timms = own_named("model", model.NAME.strip()) is None
     drops_path = is_timms and any(getattr(part, "drop_prob", 0) for part in module.modules())
     no_rate = "has no such rate; set the key to 0"
     rates = [
-        _Rate("DROPOUT", model.DROPOUT, block_dropouts or ["drop_rate"], no_rate),
-        _Rate("ATTENTION_DROPOUT", model.ATTENTION_DROPOUT, ["attn_drop_rate"], no_rate),
-        _Rate("DROPPATH", model.DROPPATH, ["drop_path_rate"], no_rate, set_by_timm=drops_path),
+        _Rate("DROPOUT", model.DROPOUT, dropouts, problem=no_rate),
+        _Rate("ATTENTION_DROPOUT", model.ATTENTION_DROPOUT, ["attn_drop_rate"], problem=no_rate),
+        _Rate("DROPPATH", model.DROPPATH, ["drop_path_rate"], problem=no_rate, set_by_timm=drops_path),
     ]
     if model.INIT_VALUES is not None:
         no_scale = "takes no initial value of layer scale; leave the key out"
-        rates.append(_Rate("INIT_VALUES", model.INIT_VALUES, LAYER_SCALE, no_scale))
+        rates.append(_Rate("INIT_VALUES", model.INIT_VALUES, LAYER_SCALE, problem=no_scale))
     arguments: dict[str, float] = {}
     problems = []
     for rate in rates:
@@ -373,12 +391,15 @@ class _Rate:
 
 
 def _constructor_defaults(model_class: type[nn.Module]) -> dict[str, Any]:
-    """Return the arguments of a class's constructor and of its base classes, with their defaults."""
+    """Return the arguments of a class's constructor and of its base classes, with their defaults.
+
+    The arguments of NaFlexVit are the fields of a dataclass: its constructor takes `cfg: Optional[NaFlexVitCfg]`.
+    """
     defaults: dict[str, Any] = {}
     for base in model_class.__mro__:
         for name, parameter in inspect.signature(base.__init__).parameters.items():
             defaults.setdefault(name, parameter.default)
-            for annotated in get_args(parameter.annotation):  # NaFlexVit takes the fields of its configuration
+            for annotated in get_args(parameter.annotation):  # such as NaFlexVitCfg and None
                 fields = getattr(annotated, "__dataclass_fields__", {})
                 defaults |= {key: field.default for key, field in fields.items()}
     return defaults
@@ -390,6 +411,7 @@ class _NoInitialisation(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Call a function of torch, unless it would initialise a tensor on the meta device: return that as it is."""
         options = kwargs or {}
         if getattr(func, "__name__", "") in INITIALISERS:
             tensor = args[0] if args else options["tensor"]  # torch.nn.init passes it by name
@@ -404,25 +426,28 @@ def _trial(
     """Build the model without weights, and run it once if its image size can only be checked so.
 
     Returns its sizes, the number of its weights, and problems, such as timm's errors. After a failure, the sizes are
-    `timms_sizes`.
+    `timms_sizes`, those of timm's model with default arguments, and the number of weights is 0.
     """
-    depths = arguments.get("depths", arguments.get("depth", 0))
+    depths = arguments.get("depths", arguments.get("depth", 0))  # a tuple for Swin, a number for ViT
     blocks = sum(depths) if isinstance(depths, tuple) else depths
     if blocks > MOST_BLOCKS:  # building them would take minutes even without weights
         return timms_sizes, 0, [f"{blocks:,} blocks; at most {MOST_BLOCKS:,} are supported"]
     argument_list = ", ".join(f"{name}={value}" for name, value in arguments.items())
-    problem = f"timm cannot build {timm_name} with {argument_list}"
+    problem_if_step_fails = f"timm cannot build {timm_name} with {argument_list}"
     try:
         module = _without_weights(timm_name, arguments).eval()
-        if not arguments_of(module):  # image sizes of ViT and Swin are checked by arithmetic
-            problem = f"DATA.IMAGE_SIZE {one_line(image_size)}: {timm_name} does not support images of this size"
+        is_vit_or_swin = bool(size_arguments_of(module))  # for these, arithmetic has checked the image size
+        if not is_vit_or_swin:
+            problem_if_step_fails = (
+                f"DATA.IMAGE_SIZE {one_line(image_size)}: {timm_name} does not support images of this size"
+            )
             _run_once(module, arguments["in_chans"], image_size)
-    except UNFIT as error:
+    except UNFIT_ERRORS as error:
         reason = str(error) or type(error).__name__
         possible_sizes = _possible_image_sizes(timm_name, arguments, image_size)
-        return timms_sizes, 0, [f"{problem}: {reason}{possible_sizes}"]
-    weights, _ = count_parameters(module)
-    return sizes_of(module), weights, []
+        return timms_sizes, 0, [f"{problem_if_step_fails}: {reason}{possible_sizes}"]
+    weight_count, _ = count_parameters(module)
+    return sizes_of(module), weight_count, []
 
 
 def _run_once(module: nn.Module, channels: int, image_size: ImageSize) -> None:
@@ -434,27 +459,27 @@ def _run_once(module: nn.Module, channels: int, image_size: ImageSize) -> None:
 
 
 def _possible_image_sizes(timm_name: str, arguments: dict[str, Any], image_size: ImageSize) -> str:
-    """Name the nearest image sizes that timm's model takes, or else its own, as '; possible: IMAGE_SIZE 192 or 224'.
+    """Name image sizes that timm's model takes, as '; possible: IMAGE_SIZE 192 or 224'; '' if it takes none of those.
 
-    The result is '' if none of them fits.
+    They are the nearest sizes divisible by 16, or else by 32 or 64, or else the size of timm's pretrained weights.
     """
-    candidates = [divisible_sizes(image_size, step) for step in STEPS]
+    candidates = [nearest_divisible_sizes(image_size, step) for step in SIZE_STEPS]
     timms_config = timm.get_pretrained_cfg(timm_name)
     if timms_config is not None:
-        candidates.append([size_of(timms_config.input_size[1:])])
+        candidates.append([size_of(timms_config.input_size[1:])])  # input_size: channels, height, width
     for sizes in candidates:
-        possible = [one_line(size) for size in sizes if _takes_size(timm_name, arguments, size)]
+        possible = [one_line(size) for size in sizes if _model_takes_size(timm_name, arguments, size)]
         if possible:
             return f"; possible: IMAGE_SIZE {' or '.join(possible)}"
     return ""
 
 
-def _takes_size(timm_name: str, arguments: dict[str, Any], size: ImageSize) -> bool:
-    """Tell whether timm's model with these arguments takes images of this size."""
+def _model_takes_size(timm_name: str, arguments: dict[str, Any], size: ImageSize) -> bool:
+    """Tell whether timm's model with these arguments, built for images of this size, runs without an error."""
     if "img_size" in arguments:
         arguments = arguments | {"img_size": size}
     try:
         _run_once(_without_weights(timm_name, arguments).eval(), arguments["in_chans"], size)
-    except UNFIT:
+    except UNFIT_ERRORS:
         return False
     return True

@@ -19,11 +19,12 @@ NORMS = "batch_norm"
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     """Disable gradients of the weights that match `patterns`, and keep fully frozen modules in eval mode.
 
-    A pattern is `backbone`, `batch_norm` (outside the classifier; a model may have none), or a glob over names of
-    weights and modules (`pos_embed`, `blocks.[0-5].*`) or over class names (`*Norm*`). A fully frozen module stays in
-    eval mode also in training: its running statistics do not change, and its dropout and stochastic depth are off.
+    A pattern is `backbone`, `batch_norm` (outside the classifier), or a glob over names of weights and modules
+    (`pos_embed`, `blocks.[0-5].*`) or over class names (`*Norm*`). A fully frozen module stays in eval mode also in
+    training: its running statistics do not change, and its dropout and stochastic depth are off.
 
-    UserError for a glob that matches nothing, or if nothing is left to train.
+    UserError for a glob that matches nothing, or if nothing is left to train. `batch_norm` may match nothing, because
+    not every model has batch norms.
     """
     patterns = tuple(patterns)
     frozen_names: list[str] = []
@@ -59,12 +60,13 @@ def _matching_weights(pattern: str, model: nn.Module) -> list[str]:
     if pattern == NORMS:
         norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORM)]
         return [name for name in weights if is_inside(name, norms) and not is_inside(name, heads)]
+    # Any other pattern is a glob. It matches a weight's name, or the name or class of a module around the weight.
     class_of = {name: type(module).__name__ for name, module in model.named_modules() if name}
-    modules = []
+    matching_modules = []
     for name, class_name in class_of.items():
         if fnmatchcase(name, pattern) or fnmatchcase(class_name, pattern):
-            modules.append(name)
-    names = [name for name in weights if fnmatchcase(name, pattern) or is_inside(name, modules)]
+            matching_modules.append(name)
+    names = [name for name in weights if fnmatchcase(name, pattern) or is_inside(name, matching_modules)]
     if not names:
         possible = [BACKBONE, NORMS] + weights + list(class_of) + list(class_of.values())
         top_level_names = dict.fromkeys(name.partition(".")[0] for name in weights)  # each once
@@ -78,35 +80,37 @@ def _matching_weights(pattern: str, model: nn.Module) -> list[str]:
 def _frozen_parts(model: nn.Module) -> tuple[str, ...]:
     """List the outermost modules that are fully frozen.
 
-    A module without weights counts as frozen if the weights before and after it are: dropout between a frozen embedding
-    and frozen blocks, but not before the classifier. Patch dropout stays on, because its purpose is to save time.
+    A module without weights, such as dropout, counts as frozen if the weights before it and those after it are frozen.
+    So dropout between a frozen embedding and frozen blocks is off, but dropout before a trained classifier is on. Patch
+    dropout always stays on, because its purpose is to save time.
     """
     frozen_modules: list[str] = []
-    without_weights: list[str] = []  # modules since the last ones with weights
-    last_weights_frozen = False
+    undecided: list[str] = []  # modules without weights, until the next module with weights decides about them
+    weights_before_frozen = False
     for name, module in model.named_modules():
         if is_inside(name, frozen_modules):
             continue
         weights = list(module.parameters())
         if not weights:
             if not isinstance(module, PatchDropout):
-                without_weights.append(name)
+                undecided.append(name)
             continue
         is_fully_frozen = not any(weight.requires_grad for weight in weights)
-        if is_fully_frozen and isinstance(module, BATCH_NORM):  # with FREEZE=batch_norm, its neighbours are trained
+        # A frozen batch norm decides nothing about its neighbours: with FREEZE=batch_norm, they are trained.
+        if is_fully_frozen and isinstance(module, BATCH_NORM):
             frozen_modules.append(name)
             continue
         # If some of its weights are trained, only those outside its submodules count here: the submodules follow.
         weights_here = weights if is_fully_frozen else list(module.parameters(recurse=False))
         if not weights_here:
             continue
-        is_frozen = not any(weight.requires_grad for weight in weights_here)
-        if is_frozen and last_weights_frozen:
-            frozen_modules += without_weights
+        weights_here_frozen = not any(weight.requires_grad for weight in weights_here)
+        if weights_before_frozen and weights_here_frozen:
+            frozen_modules += undecided
         if is_fully_frozen:
             frozen_modules.append(name)
-        without_weights = []
-        last_weights_frozen = is_frozen
+        undecided = []
+        weights_before_frozen = weights_here_frozen
     return tuple(frozen_modules)
 
 

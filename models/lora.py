@@ -39,8 +39,9 @@ class Linear(nn.Linear):
 def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     """Freeze all weights but the classifier's, and add adapters to the layers of MODEL.LORA.TARGETS.
 
-    Unlike with MODEL.FREEZE, dropout and stochastic depth stay on in frozen layers, because what they drop depends on
-    adapters. Batch norms keep their statistics. UserError if the classifier or a target is missing.
+    Unlike with MODEL.FREEZE, dropout and stochastic depth stay on in frozen layers, because the activations that
+    they drop depend on the adapters. Batch norms keep their statistics. UserError if the classifier or a target is
+    missing.
     """
     heads = classifiers(model)
     if not heads:
@@ -50,16 +51,20 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
         weight.requires_grad_(weight.requires_grad and is_inside(name, heads))
     for name, layer in layers.items():
         _adapt(name, layer, lora, seed)
+    # A plain attribute of the model, which checkpoints read to leave the frozen weights out.
     vars(model)[BASE] = tuple(name for name, weight in model.named_parameters() if not weight.requires_grad)
     norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORM)]
     keep_in_eval(model, [name for name in norms if not is_inside(name, heads)])
 
 
 def _adapt(name: str, layer: nn.Linear, lora: LoraConfig, seed: int) -> None:
-    """Add adapters to a layer. The matrix A begins at random numbers, B at zeros, so the layer's output stays equal."""
+    """Add adapters to a layer. The matrix A begins at random numbers, B at zeros, so the layer's output stays equal.
+
+    Each matrix of a fused layer, such as q, k and v, gets adapters of its own if MODEL.LORA.TARGETS lists it.
+    """
     rank = lora.RANK
     assert rank is not None
-    parts = parts_of(name)
+    parts = parts_of(name)  # names of the matrices in the layer
     device = layer.weight.device
     layer.__class__ = Linear  # in place: its weights keep their names
     vars(layer).update(parts=parts, factor=lora.factor)
@@ -69,7 +74,8 @@ def _adapt(name: str, layer: nn.Linear, lora: LoraConfig, seed: int) -> None:
         down = torch.empty(rank, layer.in_features, device=device)
         if not down.is_meta:
             # Uniform, as in the authors' code. The numbers depend on no device, process, or other layer.
-            generator = torch.Generator().manual_seed(key(seed, "lora", name, part) >> 1)
+            seed_of_part = key(seed, "lora", name, part) >> 1  # 63 bits: torch takes signed integers
+            generator = torch.Generator().manual_seed(seed_of_part)
             uniform = 2 * torch.rand(down.shape, generator=generator) - 1
             down.copy_(uniform / math.sqrt(layer.in_features))
         up = torch.zeros(layer.out_features // len(parts), rank, device=device)
@@ -106,7 +112,8 @@ def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) ->
         raise UserError(f"MODEL.LORA.TARGETS {missing_targets[0]}: {model_class} has no such linear layer; {advice}.")
     chosen = {name: layer for name, layer in layer_of.items() if set(parts_of(name)) & set(lora.TARGETS)}
     for name, layer in chosen.items():
-        rows = layer.out_features // len(parts_of(name))
+        matrices_in_layer = len(parts_of(name))  # 3 for a fused layer of q, k and v
+        rows = layer.out_features // matrices_in_layer
         columns = layer.in_features
         if lora.RANK is not None and min(rows, columns) <= lora.RANK:
             raise UserError(
@@ -117,22 +124,28 @@ def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) ->
 
 
 def _linear_layers(model: nn.Module, heads: tuple[str, ...]) -> dict[str, nn.Linear]:
-    """Find the linear layers outside the classifiers, by name. Fused layers must hold their parts one after another."""
+    """Find the linear layers that can have adapters, by name, outside the classifiers `heads`.
+
+    A fused layer holds several matrices, such as qkv. It is left out unless they are below each other in its weight:
+    all of q, then all of k, then all of v.
+    """
     modules = dict(model.named_modules())
     layer_of: dict[str, nn.Linear] = {}
     for name, layer in modules.items():
         if type(layer) is not nn.Linear or is_inside(name, heads):
             continue
-        parts = len(parts_of(name))
-        if parts == 1:
+        matrices_in_layer = len(parts_of(name))
+        if matrices_in_layer == 1:
             layer_of[name] = layer
             continue
-        # With `head_first` or `val_dim`, timm keeps q, k and v of each head together. In GCViT's global attention, the
-        # layer has no q, which shows by its width.
-        parent = modules[name.rpartition(".")[0]]
-        is_by_head = getattr(parent, "head_first", False) or hasattr(parent, "val_dim")
-        width = getattr(getattr(parent, "proj", None), "in_features", layer.out_features // parts)
-        if layer.out_features == parts * width and not is_by_head:
+        attention = modules[name.rpartition(".")[0]]
+        # With `head_first` or `val_dim`, timm keeps q, k and v of each head together.
+        is_by_head = getattr(attention, "head_first", False) or hasattr(attention, "val_dim")
+        # In GCViT's global attention, the layer has no q: it has fewer outputs than three times the inputs of `proj`.
+        # A layer without a `proj` beside it passes this check.
+        width_if_all_there = layer.out_features // matrices_in_layer
+        width = getattr(getattr(attention, "proj", None), "in_features", width_if_all_there)
+        if layer.out_features == matrices_in_layer * width and not is_by_head:
             layer_of[name] = layer
     return layer_of
 
@@ -149,6 +162,7 @@ def require_calls(model: nn.Module, lora: LoraConfig, shape: tuple[int, int, int
     def remove_called(name: str, *_: Any) -> None:
         uncalled_layers.pop(name, None)
 
+    # Run the model once. A hook before each layer's forward pass removes the layer from `uncalled_layers`.
     for name in list(uncalled_layers):
         model.get_submodule(name).register_forward_pre_hook(partial(remove_called, name))
     # If an operation depends on values, the model stops there, and the layers after it count as not called.

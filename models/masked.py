@@ -54,16 +54,21 @@ class Decoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
 
     def forward(self, encoded: Tensor, masked: Masked) -> Tensor:
-        """Predict the values of the hidden patches. `encoded`: the encoder's prefix tokens, then the seen patches."""
+        """Predict the pixels of the hidden patches (images x hidden patches x values).
+
+        `encoded`: the encoder's prefix tokens, then its tokens of the seen patches. `masked`: the numbers of the seen
+        and of the hidden patches, each images x patches.
+        """
         tokens = self.embed(encoded)
-        hidden = masked.hidden.shape[1]
-        prefix = tokens.shape[1] - masked.seen.shape[1]
-        mask_tokens = self.mask_token.to(tokens.dtype).expand(len(tokens), hidden, -1)
-        positions = self.positions.to(tokens.dtype)[torch.cat((masked.seen, masked.hidden), 1)]
+        hidden_count = masked.hidden.shape[1]
+        prefix_count = tokens.shape[1] - masked.seen.shape[1]
+        mask_tokens = self.mask_token.to(tokens.dtype).expand(len(tokens), hidden_count, -1)
+        patch_numbers = torch.cat((masked.seen, masked.hidden), 1)
+        positions = self.positions.to(tokens.dtype)[patch_numbers]
         # The patches need not be in the order of the grid, because attention does not depend on the order.
-        patches = torch.cat((tokens[:, prefix:], mask_tokens), 1) + positions
-        decoded = self.blocks(torch.cat((tokens[:, :prefix], patches), 1))
-        return self.predict(self.norm(decoded[:, -hidden:]))
+        patches = torch.cat((tokens[:, prefix_count:], mask_tokens), 1) + positions
+        decoded = self.blocks(torch.cat((tokens[:, :prefix_count], patches), 1))
+        return self.predict(self.norm(decoded[:, -hidden_count:]))
 
 
 class MaskedAutoencoder(VisionTransformer):
@@ -87,13 +92,16 @@ class MaskedAutoencoder(VisionTransformer):
     def painted(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images with the hidden patches in grey (0), and the images with the predictions in their place.
 
-        A predicted patch gets the mean and standard deviation of the true one, which the model is not asked for.
+        The model predicts normalised pixels. So each predicted patch gets the mean and standard deviation of the true
+        patch.
         """
         masked = self.mask(images)
         normalised = self.decoder(self.encode(images, masked), masked).float()
         patches = self.patches(images.float())
-        variance, mean = torch.var_mean(chosen(patches, masked.hidden), 2, keepdim=True)
+        hidden_patches = tokens_at(patches, masked.hidden)
+        variance, mean = torch.var_mean(hidden_patches, 2, keepdim=True)
         predicted = normalised * (variance + EPSILON).sqrt() + mean
+        # `scatter` takes an index per value: the number of its patch.
         hidden_indices = masked.hidden[..., None].expand(-1, -1, patches.shape[2])
         with_grey = self.joined(patches.scatter(1, hidden_indices, 0.0))
         return with_grey, self.joined(patches.scatter(1, hidden_indices, predicted))
@@ -123,17 +131,23 @@ class MaskedAutoencoder(VisionTransformer):
         return Masked(seen=order[:, :seen], hidden=order[:, seen:])
 
     def encode(self, images: Tensor, masked: Masked) -> Tensor:
-        """Compute the encoder's output for the seen patches alone: prefix tokens, then one token per seen patch."""
+        """Compute the encoder's output for the seen patches alone: prefix tokens, then one token per seen patch.
+
+        `masked.seen`: numbers of each image's seen patches in the grid.
+        """
         images = images.to(self.decoder.embed.weight.dtype)  # O3 casts in the model's forward
         tokens = self._pos_embed(self.patch_embed(images))
-        prefix = tokens[:, : self.num_prefix_tokens]
-        patches = tokens[:, self.num_prefix_tokens :]
-        tokens = torch.cat((prefix, chosen(patches, masked.seen)), 1)
-        return self.norm(self.blocks(self.norm_pre(tokens)))
+        prefix_tokens = tokens[:, : self.num_prefix_tokens]
+        patch_tokens = tokens[:, self.num_prefix_tokens :]
+        seen_tokens = tokens_at(patch_tokens, masked.seen)
+        return self.norm(self.blocks(self.norm_pre(torch.cat((prefix_tokens, seen_tokens), 1))))
 
     def target(self, images: Tensor, numbers: Tensor) -> Tensor:
-        """Return the pixels to predict for these patches, in fp32, each patch normalised by its mean and deviation."""
-        target = chosen(self.patches(images.float()), numbers)
+        """Return the pixels to predict, in fp32, each patch normalised by its mean and standard deviation.
+
+        `numbers`: the patches of each image, by their numbers in the grid.
+        """
+        target = tokens_at(self.patches(images.float()), numbers)
         variance, mean = torch.var_mean(target, 2, keepdim=True)
         return (target - mean) * (variance + EPSILON).rsqrt()
 
@@ -152,38 +166,40 @@ class MaskedAutoencoder(VisionTransformer):
         return pixels.flatten(4).flatten(2, 3)
 
 
-def chosen(tokens: Tensor, numbers: Tensor) -> Tensor:
-    """Choose tokens (B x N x D) by their numbers (B x K), which differ from image to image; returns B x K x D."""
+def tokens_at(tokens: Tensor, numbers: Tensor) -> Tensor:
+    """Return the tokens (B x N x D) at the places `numbers` (B x K), which differ from image to image, as B x K x D."""
     return tokens.gather(1, numbers[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def position_embedding(grid: tuple[int, int], width: int) -> Tensor:
     """Return the fixed position embedding (patches x width): sines and cosines of each patch's row and column.
 
-    `width` must be divisible by 4: a quarter of it each is for sines and cosines of columns and of rows.
+    It has four equal quarters: sines of the column, cosines of the column, sines of the row, cosines of the row. So
+    `width` must be divisible by 4. Within a quarter, the frequencies fall from 1 towards 1 / TEMPERATURE.
     """
-    rates = TEMPERATURE ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    quarter = width // 4
+    frequencies = TEMPERATURE ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
     high, wide = grid
     rows, columns = torch.meshgrid(
         torch.arange(high, dtype=torch.float64), torch.arange(wide, dtype=torch.float64), indexing="ij"
     )
     waves = []
     for coordinates in (columns, rows):
-        angles = coordinates.flatten()[:, None] * rates
+        angles = coordinates.flatten()[:, None] * frequencies
         waves += [torch.sin(angles), torch.cos(angles)]
     return torch.cat(waves, 1).float()
 
 
 def masked_autoencoder(vit: Any, model: ModelConfig) -> MaskedAutoencoder:
     """Turn timm's ViT, built without a classifier, into a masked autoencoder with a decoder, in place."""
-    high, wide = vit.patch_embed.patch_size
+    patch_high, patch_wide = vit.patch_embed.patch_size
     channels = vit.patch_embed.proj.weight.shape[1]
-    values = high * wide * channels
+    values_per_patch = patch_high * patch_wide * channels
     for pooling in (vit.fc_norm, vit.attn_pool):
         if pooling:  # the masked autoencoder does not use it, and DDP would wait for its gradients
             pooling.requires_grad_(False)
-    vit.__class__ = MaskedAutoencoder
-    vit.decoder = Decoder(vit.embed_dim, vit.patch_embed.grid_size, values, model.DECODER)
+    vit.__class__ = MaskedAutoencoder  # in place: its weights keep their names
+    vit.decoder = Decoder(vit.embed_dim, vit.patch_embed.grid_size, values_per_patch, model.DECODER)
     vit.mask_ratio = model.MASK_RATIO
     return vit
 
@@ -191,12 +207,13 @@ def masked_autoencoder(vit: Any, model: ModelConfig) -> MaskedAutoencoder:
 def masking_problems(reference: nn.Module, model: ModelConfig) -> list[str]:
     """Explain why this model cannot be the encoder, or why the decoder's sizes do not fit; empty if all is well.
 
-    `reference`: timm's model of MODEL.NAME.
+    `reference`: timm's model of MODEL.NAME. A hybrid is a ViT whose patches are the output of convolutions.
     """
     problems = []
     is_vit = type(reference) is VisionTransformer
     has_plain_patches = type(getattr(reference, "patch_embed", None)) is PatchEmbed
-    if not (is_vit and has_plain_patches) or "PATCH_SIZE" not in sizes_of(reference):
+    is_plain_vit = is_vit and has_plain_patches and "PATCH_SIZE" in sizes_of(reference)
+    if not is_plain_vit:
         kind = "hybrid" if is_vit else type(reference).__name__
         problems.append(f"MODEL.MAE_PRETRAIN: needs a plain ViT as encoder; {model.NAME} is a {kind}")
     width = model.DECODER.EMBED_DIM

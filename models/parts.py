@@ -52,8 +52,9 @@ def has_adapters(module: nn.Module) -> bool:
 def classifiers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the classifier modules: one, or two in a distilled model; empty if they are unknown.
 
-    timm's models report them by `get_classifier`, or else in the settings of their weights.
+    timm's models return the modules by `get_classifier`, or else list their names in the settings of their weights.
     """
+    # Modules are compared by identity. A classifier without weights, such as nn.Identity, does not count.
     name_of = {id(module): name for name, module in model.named_modules() if has_weights(module)}
     get_classifier = getattr(model, "get_classifier", None)
     heads = get_classifier() if get_classifier is not None else None
@@ -77,7 +78,7 @@ def overlapping_convolutions(model: nn.Module) -> list[nn.Conv2d]:
 
 
 def is_convolutional(model: nn.Module) -> bool:
-    """Tell whether a model has convolutions with batch norms and no attention.
+    """Tell whether a model has overlapping convolutions, batch norms, and no attention.
 
     ResNet and EfficientNet do; ConvNeXt, which has no batch norms, does not.
     """
@@ -111,14 +112,15 @@ def is_inside(name: str, modules: Iterable[str]) -> bool:
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield each block of a model with its name. Blocks are the units of sharding and compiling.
 
-    They are the modules of the sequences called `blocks`. In a model without those, they are the modules of every
-    sequence of one type.
+    A block is an element of a sequence (nn.Sequential or nn.ModuleList) whose elements are all of one class and have
+    weights. Only sequences called `blocks` count, unless the model has no module of this name.
     """
     modules = dict(model.named_modules())
     called_blocks = {name: module for name, module in modules.items() if name.rpartition(".")[2] == "blocks"}
+    candidates = called_blocks or modules
     yielded_names: list[str] = []
-    for name, sequence in (called_blocks or modules).items():
-        if not _is_uniform(sequence) or is_inside(name, yielded_names):
+    for name, sequence in candidates.items():
+        if not _is_uniform_sequence(sequence) or is_inside(name, yielded_names):
             continue
         for number, block in sequence.named_children():
             if isinstance(block, nn.ModuleList | nn.ModuleDict):  # these are never called themselves
@@ -128,10 +130,10 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield block_name, block
 
 
-def _is_uniform(sequence: nn.Module) -> bool:
-    """Tell whether a module is a sequence whose modules all have weights and are of one type."""
-    if not isinstance(sequence, nn.Sequential | nn.ModuleList):
+def _is_uniform_sequence(module: nn.Module) -> bool:
+    """Tell whether a module is a sequence whose elements all have weights and are of one class."""
+    if not isinstance(module, nn.Sequential | nn.ModuleList):
         return False
-    children = list(sequence.children())
+    children = list(module.children())
     types = {type(child) for child in children}
     return len(types) == 1 and all(has_weights(child) for child in children)

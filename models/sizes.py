@@ -10,14 +10,14 @@ from utils.config.model import ModelConfig
 from vitamp.sizes import ImageSize
 
 # MODEL.TYPE -> timm's model to begin with if MODEL.NAME is not timm's. PaddleViT's default for NAME is the TYPE itself.
-DEFAULTS = {
+MODEL_OF_TYPE = {
     "vit": "vit_base_patch16_224",
     "deit": "deit_base_patch16_224",
     "swin": "swin_tiny_patch4_window7_224",
     "mae": "vit_base_patch16_224",
 }
 # Models of PaddleViT's recipes that timm has under another name.
-RECIPES = {
+RECIPE_MODELS = {
     "swin_base_patch4_window7_224_21k_1k": "swin_base_patch4_window7_224.ms_in22k_ft_in1k",
     "swin_base_patch4_window12_384_21k_1k": "swin_base_patch4_window12_384.ms_in22k_ft_in1k",
 }
@@ -67,8 +67,11 @@ def given_sizes(model: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def arguments_of(module: nn.Module) -> dict[str, str]:
-    """Map the keys of the sizes that this kind of model can be built with to timm's arguments; empty if it has none."""
+def size_arguments_of(module: nn.Module) -> dict[str, str]:
+    """Return timm's argument for each size that the settings can change, by key of the MODEL section.
+
+    Empty if timm's constructor takes no sizes for this kind of model: only ViT and Swin have any.
+    """
     if isinstance(module, SwinTransformer):
         return SWIN_ARGUMENTS
     if isinstance(module, VisionTransformer):
@@ -77,29 +80,35 @@ def arguments_of(module: nn.Module) -> dict[str, str]:
 
 
 def sizes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the sizes of a built model, as far as they are known; empty for models without patches and blocks."""
-    patch = _attribute(module, "patch_embed.patch_size")
+    """Return the sizes of a built model by their keys in the MODEL section, as far as they are known.
+
+    Empty for models other than Swin that have no patches or no blocks.
+    """
+    patch = _attribute_or_none(module, "patch_embed.patch_size")
     sizes: dict[str, Any]
     if isinstance(module, SwinTransformer):
         stages: list[Any] = list(module.layers.children())
         first_blocks = [stage.blocks[0] for stage in stages]
-        windows = [_side(block.window_size) for block in first_blocks]
+        windows = [_side_if_square(block.window_size) for block in first_blocks]
+        have_same_window = len(set(windows)) == 1
         sizes = {
             "STAGE_DEPTHS": tuple(len(stage.blocks) for stage in stages),
-            "WINDOW_SIZE": windows[0] if len(set(windows)) == 1 else tuple(windows),
+            "WINDOW_SIZE": windows[0] if have_same_window else tuple(windows),
             "NUM_HEADS": tuple(block.attn.num_heads for block in first_blocks),
         }
         first_block = first_blocks[0]
-    elif patch is not None and len(_attribute(module, "blocks") or ()):
-        blocks = list(_attribute(module, "blocks"))
-        first_block = blocks[0]
-        sizes = {"DEPTH": len(blocks), "NUM_HEADS": _attribute(first_block, "attn.num_heads")}
     else:
-        return {}
-    width = _attribute(module, "embed_dim")
-    mlp_width = _attribute(first_block, "mlp.fc1.out_features")
-    qkv = _attribute(first_block, "attn.qkv")
-    sizes["PATCH_SIZE"] = _side(patch)
+        blocks = _attribute_or_none(module, "blocks") or ()
+        if patch is None or len(blocks) == 0:
+            return {}
+        first_block = next(iter(blocks))
+        sizes = {"DEPTH": len(blocks), "NUM_HEADS": _attribute_or_none(first_block, "attn.num_heads")}
+
+    # The sizes that ViT and Swin have in common.
+    width = _attribute_or_none(module, "embed_dim")
+    mlp_width = _attribute_or_none(first_block, "mlp.fc1.out_features")
+    qkv = _attribute_or_none(first_block, "attn.qkv")
+    sizes["PATCH_SIZE"] = _side_if_square(patch)
     sizes["EMBED_DIM"] = width
     if mlp_width and width:
         sizes["MLP_RATIO"] = mlp_width / width
@@ -110,7 +119,7 @@ def sizes_of(module: nn.Module) -> dict[str, Any]:
 
 def patch_of(module: nn.Module) -> int | None:
     """Return the side of a model's square patches; None if it has none."""
-    side = _side(_attribute(module, "patch_embed.patch_size"))
+    side = _side_if_square(_attribute_or_none(module, "patch_embed.patch_size"))
     return side if isinstance(side, int) else None
 
 
@@ -123,7 +132,7 @@ def same(key: str, wanted: Any, sizes: dict[str, Any]) -> bool:
     return wanted == sizes[key]
 
 
-def _attribute(module: Any, path: str) -> Any:
+def _attribute_or_none(module: Any, path: str) -> Any:
     """Return the attribute `module.a.b` for the path 'a.b'; None if there is no such attribute."""
     value = module
     for name in path.split("."):
@@ -131,6 +140,6 @@ def _attribute(module: Any, path: str) -> Any:
     return value
 
 
-def _side(size: Any) -> Any:
+def _side_if_square(size: Any) -> Any:
     """Return a single number for a square, which timm stores as a pair; any other size as it is."""
     return size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size

@@ -22,7 +22,13 @@ class Refused(Exception):
 
 
 class ArraysOnly(pickle.Unpickler):
+    """An unpickler for dicts and arrays, which refuses all other objects."""
+
     def find_class(self, module: str, name: str) -> Any:
+        """Return what the pickle calls under this name: a function of ours that can do no harm; else raise Refused.
+
+        The names are those by which numpy and PaddlePaddle pickle arrays.
+        """
         known = {
             "numpy.ndarray": _ARRAY,
             "numpy.dtype": _dtype,
@@ -35,7 +41,9 @@ class ArraysOnly(pickle.Unpickler):
             "builtins.tuple": tuple,
             "__builtin__.tuple": tuple,
         }
-        wanted = f"{re.sub(r'^numpy[.]_?core[.](multiarray|numeric)$', 'numpy', module)}.{name}"
+        # Versions of numpy differ in the module: numpy.core.multiarray, numpy._core.numeric and others.
+        short_module = re.sub(r"^numpy[.]_?core[.](multiarray|numeric)$", "numpy", module)
+        wanted = f"{short_module}.{name}"
         if wanted not in known:
             raise Refused(f"it calls {wanted}")
         return known[wanted]

@@ -76,7 +76,10 @@ class _SortedWords:
     """The flag that came directly before the current word, for the error about that word; None if none did."""
 
     def data_folder(self) -> str:
-        """Return the folder given without a flag; raise a UserError if the data is named a second time."""
+        """Return the folder of images that was given without a flag; raise a UserError if the data is named twice.
+
+        At least one folder must have been given.
+        """
         data_words = self.folders + [flag for flag in self.flags if flag.startswith("-data_path=")]
         if "DATA.DATA_PATH" in self.settings:
             data_words.append("DATA.DATA_PATH")
@@ -111,15 +114,16 @@ class Parser(argparse.ArgumentParser):
         self.positionals = positionals
         self.takes_many = any(positional.nargs in ("+", "*") for positional in positionals)
         """Whether the number of positional arguments is unlimited."""
+        # Only then can no positional argument of a tool be meant.
         self.takes_folder = settings and all(positional.nargs == "?" for positional in positionals)
         """Whether a word that is a folder of images is the value of -data_path."""
         self.flag_by_name: dict[str, Flag] = {}
         """Each flag under every name that it has."""
         super().__init__(
-            program,
-            help_here(self._usage(program)).replace("%", "%%"),
-            help_here(about),
-            end,
+            prog=program,
+            usage=help_here(self._usage(program)).replace("%", "%%"),
+            description=help_here(about),
+            epilog=end,
             add_help=False,
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
@@ -149,29 +153,35 @@ class Parser(argparse.ArgumentParser):
         return " ".join(usage)
 
     def _add_positionals(self, group: argparse._ActionsContainer) -> None:
+        """Declare the positional arguments to argparse."""
         for positional in self.positionals:
+            # Converts the text of the argument; an error calls the argument by its metavar.
+            convert = partial(value_of, positional.metavar, positional)
             options: dict[str, Any] = {
                 "metavar": positional.metavar,
                 "nargs": positional.nargs,
                 "help": positional.about,
-                "type": partial(value_of, positional.metavar, positional),
+                "type": convert,
             }
             group.add_argument(positional.name, **options)
 
     def _add_flag(self, group: argparse._ActionsContainer, flag: Flag, help_message: str) -> None:
-        """Declare a flag to argparse, unless a flag of the same name is declared already."""
-        if flag.name in self.flag_by_name:  # A tool's own flag replaces a hidden flag of the same name.
+        """Declare a flag to argparse, unless a flag of the same name is declared already.
+
+        Hidden flags are declared last, so that a tool's own flag replaces a hidden flag of the same name.
+        """
+        if flag.name in self.flag_by_name:
             return
         for name in (flag.name, *flag.also):
             self.flag_by_name.setdefault(name, flag)
         options: dict[str, Any] = {"dest": flag.name, "required": flag.required, "help": help_message}
-        if flag.value:
+        if flag.takes_value:
             options["action"] = "append" if flag.append else "store"
-            options["metavar"] = flag.value.strip("[]")
+            options["metavar"] = flag.metavar.strip("[]")  # [N] marks an optional value; argparse adds brackets itself.
             options["type"] = partial(value_of, f"-{flag.name}", flag)
             if flag.optional_value:
                 options["nargs"] = "?"
-                options["const"] = flag.const
+                options["const"] = flag.const  # the value if none is given
         else:
             options["action"] = "store_true"
         group.add_argument(f"-{flag.name}", **options)
@@ -182,88 +192,109 @@ class Parser(argparse.ArgumentParser):
         -h prints the help and exits with code 0. After `--`, every word is a positional argument, even one that looks
         like a setting: `predict.py RUN -- A=b.png`.
         """
-        end = argv.index("--") if self.positionals and "--" in argv else len(argv)
-        remaining = list(argv[:end])
+        only_positionals_from = len(argv)
+        if self.positionals and "--" in argv:
+            only_positionals_from = argv.index("--")
+        remaining = list(argv[:only_positionals_from])
         matches = [FLAG.fullmatch(word) for word in remaining]
         if any(match and match[1] in ("h", "help") for match in matches):
             print(self.format_help(), end="")
             sys.exit(EXIT_DONE)
 
-        words = _SortedWords()
+        # Each of these two adds a word to `sorted_words`; a flag may also take its value out of `remaining`.
+        sorted_words = _SortedWords()
         while remaining:
             word = remaining.pop(0)
             flag_match = FLAG.fullmatch(word)
             if flag_match is None:
-                self._sort_word(word, words)
+                self._sort_word(word, sorted_words)
             else:
-                self._sort_flag(word, flag_match, remaining, words)
-        if words.unknown_flags or words.errors:
+                self._sort_flag(word, flag_match, remaining, sorted_words)
+        if sorted_words.unknown_flags or sorted_words.errors:
             from utils.foreign_flags import unknown_flags
 
-            raise unknown_flags(words.unknown_flags, words.errors, self.flag_by_name, self.allows_settings)
+            raise unknown_flags(
+                sorted_words.unknown_flags, sorted_words.errors, self.flag_by_name, self.allows_settings
+            )
 
-        argparse_words = words.flags
-        if words.folders:
-            argparse_words.append(f"-data_path={words.data_folder()}")
-        positionals = words.positionals + list(argv[end + 1 :])
+        argparse_words = sorted_words.flags
+        if sorted_words.folders:
+            argparse_words.append(f"-data_path={sorted_words.data_folder()}")
+        positionals = sorted_words.positionals + list(argv[only_positionals_from + 1 :])
         if positionals:
             argparse_words.append("--")
-        return vars(self.parse_args(argparse_words + positionals)), words.settings
+        return vars(self.parse_args(argparse_words + positionals)), sorted_words.settings
 
-    def _sort_word(self, word: str, words: _SortedWords) -> None:
-        """Add a word that is no flag to `words`: as a setting, a folder of data, a positional argument or an error."""
-        setting = WORD.fullmatch(word) if self.allows_settings else None
-        takes_another = self.takes_many or len(words.positionals) < len(self.positionals)
+    def _sort_word(self, word: str, sorted_words: _SortedWords) -> None:
+        """Add a word that is no flag to `sorted_words`.
+
+        It is a setting, a folder of data, a positional argument, or else an error.
+        """
+        setting_match = WORD.fullmatch(word) if self.allows_settings else None
+        takes_another = self.takes_many or len(sorted_words.positionals) < len(self.positionals)
         # One of our keys in lower case is a mistake. It becomes an error, which suggests the right spelling.
-        if setting and (setting[1].isupper() or setting[1].upper() not in settings()):
-            words.settings[setting[1]] = setting[2]
+        if setting_match and not _is_key_in_lower_case(setting_match[1]):
+            sorted_words.settings[setting_match[1]] = setting_match[2]
         elif self.takes_folder and _may_hold_data(Path(word)):
-            words.folders.append(word)
+            sorted_words.folders.append(word)
         elif takes_another and not (self.allows_settings and "=" in word):
-            words.positionals.append(word)
+            sorted_words.positionals.append(word)
         else:
             from utils.foreign_flags import unrecognised
 
-            error = unrecognised(word, words.previous_flag, self.flag_by_name, self.allows_settings, convert=value_of)
-            words.errors.append(error)
-        words.previous_flag = None
+            error = unrecognised(
+                word, sorted_words.previous_flag, self.flag_by_name, self.allows_settings, convert=value_of
+            )
+            sorted_words.errors.append(error)
+        sorted_words.previous_flag = None
 
-    def _sort_flag(self, word: str, match: re.Match[str], remaining: list[str], words: _SortedWords) -> None:
-        """Add a flag and its value to `words`; a value that is the next word is removed from `remaining`.
+    def _sort_flag(self, word: str, match: re.Match[str], remaining: list[str], sorted_words: _SortedWords) -> None:
+        """Add a flag and its value to `sorted_words`; a value that is the next word is removed from `remaining`.
 
         match: FLAG's match of `word`
         """
         flag = self.flag_by_name.get(match[1].replace("-", "_"))
-        words.previous_flag = flag
+        sorted_words.previous_flag = flag
         value = match[2]
-        if flag is None:
+        if flag is None:  # a flag of another program
             foreign_value = _take_foreign_value(remaining) if value is None else value
-            words.unknown_flags.append((word.partition("=")[0], foreign_value))
+            sorted_words.unknown_flags.append((word.partition("=")[0], foreign_value))
             return
         if value is None:
             value = self._take_value(flag, remaining)
-        elif not flag.value:
+        elif not flag.takes_value:
             raise UserError(f"{word}: -{flag.name} takes no value; leave out '={value}'")
-        words.flags.append(f"-{flag.name}" if value is None else f"-{flag.name}={value}")
+        sorted_words.flags.append(f"-{flag.name}" if value is None else f"-{flag.name}={value}")
 
     def _take_value(self, flag: Flag, remaining: list[str]) -> str | None:
         """Remove the next word from `remaining` and return it, if it is the flag's value.
 
         Otherwise, return '' for a flag that needs a value, which `value_of` reports, and None for one that does not.
         """
-        no_value = "" if flag.value and not flag.optional_value else None
+        no_value = "" if flag.needs_value else None
+        if not flag.takes_value or not remaining:
+            return no_value
+        next_word = remaining[0]
         # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
-        if not flag.value or not remaining or FLAG.fullmatch(remaining[0]):
+        if FLAG.fullmatch(next_word):
             return no_value
-        setting = WORD.fullmatch(remaining[0]) if self.allows_settings and "=" not in flag.value else None
-        if setting and setting[1] in settings():  # an empty variable of the shell, as in `-output $EMPTY SEED=1`
+        # A setting is no value: an empty variable of the shell may be missing before it, as in `-output $EMPTY SEED=1`.
+        # Only the values of some flags look like settings, such as KEY=A,B of compare.py's -vary.
+        takes_settings = "=" in flag.metavar
+        setting = WORD.fullmatch(next_word) if self.allows_settings and not takes_settings else None
+        if setting and setting[1] in settings():
             return no_value
-        if flag.optional_value and not flag.accepts(remaining[0]):
+        if flag.optional_value and not flag.accepts(next_word):
             return no_value
         return remaining.pop(0)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; -h lists all arguments.")
+
+
+def _is_key_in_lower_case(key: str) -> bool:
+    """Whether a key is one of our settings, but not in capitals."""
+    return not key.isupper() and key.upper() in settings()
 
 
 def _may_hold_data(folder: Path) -> bool:
@@ -274,12 +305,14 @@ def _may_hold_data(folder: Path) -> bool:
 def _take_foreign_value(remaining: list[str]) -> str:
     """Remove the values of another program's flag from the remaining words; return them, separated by commas.
 
-    They end before the next flag, KEY=VALUE word, or path: a path is only taken as the first value.
+    The values end before the next flag or KEY=VALUE word. A path is taken only as the first value: after another value,
+    it is probably the data.
     """
     values: list[str] = []
     while remaining:
         word = remaining[0]
-        if FLAG.fullmatch(word) or WORD.fullmatch(word) or (values and "/" in word):
+        is_later_path = len(values) > 0 and "/" in word
+        if FLAG.fullmatch(word) or WORD.fullmatch(word) or is_later_path:
             break
         values.append(remaining.pop(0))
     return ",".join(values)
@@ -297,18 +330,19 @@ def help_text(flag: Flag) -> str:
 
 
 def value_of(name: str, argument: Flag | Positional, text: str) -> Any:
-    """Convert the text of an argument to its value; raise a UserError, which calls the argument `name`, if it cannot.
+    """Convert the text of an argument to its value; raise a UserError if the argument does not take this text.
 
-    An empty text means that the value is missing.
+    name: what an error calls the argument, such as -epochs
+    text: the text on the command line; '' means that the value is missing
     """
     if isinstance(argument, Flag):
         # In other programs, -pretrained and others are switches, so that people write -pretrained=True.
-        if text.casefold() in ("", "true", "false") and argument.value and not argument.optional_value:
-            raise UserError(f"{name} needs a value: {name} {argument.value} ({argument.about})")
+        if text.casefold() in ("", "true", "false") and argument.needs_value:
+            raise UserError(f"{name} needs a value: {name} {argument.metavar} ({argument.about})")
         if argument.choices and text not in argument.choices:
-            from utils.foreign_flags import why_not
+            from utils.foreign_flags import why_absent
 
-            advice = why_not(f"{argument.name} {text}") or nearest(text, argument.choices)
+            advice = why_absent(f"{argument.name} {text}") or nearest(text, argument.choices)
             raise UserError(f"{name} {text}: takes {either(argument.choices)}.{advice}")
     try:
         return argument.kind(text)
@@ -324,6 +358,8 @@ def parse(argv: Sequence[str], program: str) -> CommandLine:
 def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine:
     """Make a CommandLine from parsed values of flags and KEY=VALUE words.
 
+    A flag gives its value to the settings in `flag.keys`, and fixed values to those in `flag.sets`.
+
     given: flag's name -> its value; flags that entry scripts do not have, which are a tool's own, are ignored
     words: dotted key -> the text after `=`
     """
@@ -333,7 +369,7 @@ def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine
             continue
         source = f"-{name}"
         value = given[name]
-        if flag.append:  # Only -amp is like this.
+        if flag.append:  # Only -amp is like this: its value is a list of all values that were given.
             for amp_value in value:
                 flags |= {key: (setting, source) for key, setting in amp_settings(amp_value).items()}
         else:

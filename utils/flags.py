@@ -16,8 +16,8 @@ class Flag:
 
     name: str
     about: str
-    value: str = ""
-    """Its value in -h: '' for a flag without one, in brackets for an optional one."""
+    metavar: str = ""
+    """Its value in -h, such as FILE: '' for a flag without a value, in brackets if the value is optional."""
     keys: tuple[str, ...] = ()
     """The settings its value goes to; the first is the one it is named for."""
     sets: tuple[tuple[str, Any], ...] = ()
@@ -41,8 +41,16 @@ class Flag:
     """If given several times, all values count: `-amp fp16 -amp off` keeps the dtype. Else the last one counts."""
 
     @property
+    def takes_value(self) -> bool:
+        return self.metavar != ""
+
+    @property
     def optional_value(self) -> bool:
-        return self.value.startswith("[")
+        return self.metavar.startswith("[")
+
+    @property
+    def needs_value(self) -> bool:
+        return self.takes_value and not self.optional_value
 
 
 def device(text: str) -> str:

@@ -38,7 +38,7 @@ CONTROL = {code: text for code, text in IN_LINE.items() if chr(code) not in "\t\
 
 @contextlib.contextmanager
 def unheard(least: int = logging.ERROR) -> Iterator[None]:
-    """Log only errors inside the block, or records of at least the level `least`."""
+    """Drop the log records of the block that are below a level: by default, all but errors. No file gets them."""
     old_level = log.level
     log.setLevel(max(old_level, least))
     try:
@@ -50,12 +50,12 @@ def unheard(least: int = logging.ERROR) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet_terminal() -> Iterator[None]:
     """Print only warnings and errors inside the block; the run's files get all lines."""
-    terminal = _terminal() or logging.NullHandler()
+    terminal = _terminal() or logging.NullHandler()  # This process may print nothing.
     terminal.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        terminal.setLevel(logging.NOTSET)
+        terminal.setLevel(logging.NOTSET)  # all lines, as before the block
 
 
 def log_lines(lines: Iterable[str]) -> None:
@@ -89,6 +89,10 @@ class _Terminal(logging.Handler):
         """Warnings that are not shown, unless an error comes before `stop_holding_warnings`."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, unless `brief` leaves it out, or it is one warning too many.
+
+        Before an error, the warnings that were held are printed, because they may explain it.
+        """
         text = self.format(record)
         if record.levelno == logging.WARNING and self.warnings_left is not None:
             self.warnings_left -= 1
@@ -106,7 +110,8 @@ class _Terminal(logging.Handler):
     def print(self, text: str, stream: TextIO) -> None:
         """Print a text above the progress bar; if that fails, raise the error, or continue without this stream.
 
-        The run continues only if `start_log` allows it; after a full disk, its log must also be in a file.
+        The run continues only if `survives_closed_pipe` was given to `start_log`. The error is BrokenPipeError if the
+        reader of the stream is gone, and OutputError if the disk is full; then the log must also be in a file.
         """
         if stream is sys.stderr:
             # If both streams go into one pipe, the lines that were printed before must come first. An error in this is
@@ -118,7 +123,7 @@ class _Terminal(logging.Handler):
             stream.flush()
         except (OSError, OutputError) as error:
             logs_to_file = any(isinstance(handler, _File) for handler in log.handlers)  # A dry run does not.
-            must_stop = isinstance(error, OutputError) and not logs_to_file
+            must_stop = isinstance(error, OutputError) and not logs_to_file  # no place is left for the log
             if not self._survives_closed_pipe or must_stop:
                 raise
             discard_output(stream)
@@ -151,7 +156,8 @@ def _make_harmless(record: logging.LogRecord) -> bool:
 
     It applies to messages of libraries, too, which may have a URL or the name of a file in them.
     """
-    # A record "%s" is a whole text, which may have several lines. In others, arguments are names and settings.
+    # Log calls of the form log.info("%s", text) log a whole text, which may have several lines: only CONTROL is escaped
+    # in it. In all others, the arguments are names and settings, in which IN_LINE also escapes tabs and line breaks.
     if isinstance(record.args, tuple) and str(record.msg).strip() != "%s":
         arguments: list[object] = []
         for argument in record.args:
@@ -167,8 +173,8 @@ def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
     """Begin logging. Records are also kept in memory, until `log_into` writes them into the run's files.
 
     to_terminal: whether this process prints; only one process of a run does
-    survives_closed_pipe: whether to continue without the terminal if its reader, such as `| head`, closes the pipe, or,
-        if the run logs to files, if its disk is full; otherwise the error is raised
+    survives_closed_pipe: whether to continue without the terminal if it fails, instead of raising the error: if its
+        reader, such as `| head`, closes the pipe, or if the disk of its file is full, and the run also logs to files
     """
     for handler in list(log.handlers):
         log.removeHandler(handler)
@@ -190,28 +196,33 @@ def log_into(folder: Path, rank: int) -> None:
     files = [ranks_folder / f"{rank}.log"]
     if rank == 0:
         files.append(folder / LOG)
-    buffers = [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]
+    # They hold the records that were logged before; see `start_log`.
+    memory_handlers = [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]
     if ranks_folder.is_symlink():  # The folder may come from someone else: the link could lead anywhere.
         raise NotRegular(errno.ELOOP, LINK, str(ranks_folder))
     for path in files:
         handler = _File(path)
         handler.setFormatter(_WithLevel("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         log.addHandler(handler)
-        for buffer in buffers:
-            for record in buffer.buffer:
+        for memory_handler in memory_handlers:
+            for record in memory_handler.buffer:
                 handler.handle(record)
-    for buffer in buffers:
-        log.removeHandler(buffer)
+    for memory_handler in memory_handlers:
+        log.removeHandler(memory_handler)
 
 
 def write_to_files(text: str, rank_0_is_lost: bool) -> None:
-    """Write an error to this rank's log file without printing it; if rank 0 is lost, write it to log.txt, too."""
+    """Write an error to this rank's log file, ranks/N.log, without printing it.
+
+    rank_0_is_lost: whether to write it to log.txt, too, which otherwise only rank 0 writes
+    """
     record = log.makeRecord(log.name, logging.ERROR, __file__, 0, redacted(text), (), None)
     for handler in [handler for handler in log.handlers if isinstance(handler, _File)]:
         handler.handle(record)
         if rank_0_is_lost:
-            with contextlib.suppress(NotRegular):
-                run_log = _File(handler.path.parents[1] / LOG)
+            run_folder = handler.path.parents[1]
+            with contextlib.suppress(NotRegular):  # a link from someone else
+                run_log = _File(run_folder / LOG)
                 run_log.setFormatter(handler.formatter)
                 run_log.handle(record)
                 run_log.close()
@@ -247,13 +258,16 @@ def hold_warnings(after: int = MOST_WARNINGS) -> None:
 
 
 def stop_holding_warnings(counts: bool = True) -> None:
-    """Show all warnings from now on; those held back are in log.txt, and their number is printed if `counts`."""
+    """Show all warnings on the terminal from now on, and forget those that were held back, which are in log.txt.
+
+    counts: whether to print how many were held back
+    """
     terminal = _terminal()
     if terminal:
         if terminal.held and counts:
             print_on_terminal(f"{counted(len(terminal.held), 'more warning')} in {LOG}")
         terminal.held.clear()
-        terminal.warnings_left = None
+        terminal.warnings_left = None  # no limit
 
 
 def brief_terminal() -> Brief | None:

@@ -42,8 +42,8 @@ class Noted(BaseModel):
         return f"{self.file} ({', '.join(f'{kind} {name}' for name, kind in self.registers.items())})"
 
 
-executed: dict[str, tuple[Noted, bytes]] = {}
-"""By path: what is noted of the file, and its content"""
+executed_own_files: dict[str, tuple[Noted, bytes]] = {}
+"""Path of a file of the user's own code -> its entry for run.json, and its content."""
 
 OWN_ERRORS = (Exception, SystemExit)
 """What the user's own code may raise: `sys.exit(0)` in it must not end a run as if it were done."""
@@ -60,7 +60,7 @@ class OwnCodeError(TrainingError):
 
 
 def read(path: Path) -> tuple[bytes, str]:
-    """The text of a file, and its sha256."""
+    """Read a file of the user's own code; return its bytes and their SHA-256."""
     try:
         source = read_regular(path)
     except OSError as error:
@@ -70,40 +70,51 @@ def read(path: Path) -> tuple[bytes, str]:
 
 def noted_files() -> list[dict[str, Any]]:
     """What run.json and meta.json record."""
-    return [noted.model_dump() for noted, _ in executed.values()]
+    return [noted.model_dump() for noted, _ in executed_own_files.values()]
 
 
 def execute(path: Path, known_as: str = "") -> None:
-    """Execute a file once in this process. UserError, with file and line, if it fails or registers nothing."""
+    """Execute a file of the user's own code once in this process; a file of equal content is not executed again.
+
+    A UserError, with file and line, if it fails or registers nothing.
+
+    known_as: the file's name in run.json, if `path` is a copy of it; '': the name of `path`
+    """
     name = str(path)
     source, sha256 = read(path)
-    if sha256 in {one.sha256 for one, _ in executed.values()}:
+    if sha256 in {noted.sha256 for noted, _ in executed_own_files.values()}:
         return
     import timm
 
-    os._exit = partial(_exit, os.getpid())
-    before = set(registered)
-    of_timm = set(timm.list_models())
-    module = ModuleType(f"own_code_{len(executed)}_{path.stem}")
+    # The file must not end a run by os._exit, which would look as if the run were done.
+    os._exit = partial(_refuse_exit_by_own_code, os.getpid())
+    registered_before = set(registered)
+    timm_models_before = set(timm.list_models())
+    module = ModuleType(f"own_code_{len(executed_own_files)}_{path.stem}")
     module.__file__ = name
     sys.modules[module.__name__] = module  # where pydantic, dataclasses and timm look up types
     noted = Noted(file=known_as or path.name, sha256=sha256)
-    executed[name] = noted, source
+    executed_own_files[name] = noted, source
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Overwriting .* in registry")  # a name that timm has already
             exec(compile(source, name, "exec"), vars(module))  # exactly what was hashed
-        for one in sorted(set(timm.list_models()) - of_timm):  # by timm's own @register_model
-            model(timm.model_entrypoint(one))
-    except SyntaxError as error:  # of NUL bytes Python does not say where they are
+        # Models that the file registers by timm's own @register_model
+        for new_model in sorted(set(timm.list_models()) - timm_models_before):
+            model(timm.model_entrypoint(new_model))
+    except SyntaxError as error:
+        # Python gives neither file nor line if the file contains NUL bytes.
         place = error.filename or name
         line = f", line {error.lineno}" if error.lineno else ""
         raise UserError(f"{place}{line}: {error.msg}") from None
     except (*OWN_ERRORS, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            raise  # Ctrl-C in a tool
+        # In a tool, Python's own handler turns Ctrl-C into a KeyboardInterrupt, which ends the tool. In a run, another
+        # handler is set, so that only the file itself can have raised one: an error like any other.
+        is_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if isinstance(error, KeyboardInterrupt) and is_ctrl_c:
+            raise
         raise UserError(own_lines(error) or f"-use {path}: {error}") from None
-    noted.registers = {one: registered[one].kind for one in registered if one not in before}
+    noted.registers = {new: registered[new].kind for new in registered if new not in registered_before}
     if not noted.registers:
         raise UserError(
             f"-use {path}: the file registers nothing. Put @loss, @model, @augmentation, @dataset or @metric above a "
@@ -114,32 +125,40 @@ def execute(path: Path, known_as: str = "") -> None:
 _exit_at_once = os._exit
 
 
-def _exit(owner: int, status: int) -> NoReturn:
-    """In place of os._exit, by which the user's own code would end a run in silence, and with 0 as if it were done.
+def _refuse_exit_by_own_code(owner: int, status: int) -> NoReturn:
+    """Replace os._exit: raise an error if the user's own code calls it, and exit at once if other code does.
 
-    `owner`: the process that executed the file. Processes that it forks may exit.
+    Otherwise, own code could end a run without a message, and by exit code 0 as if the run were done.
+
+    owner: the process that executed the file; processes that it forks may exit
+    status: the exit code
     """
-    if os.getpid() == owner and any(frame.filename in executed for frame in traceback.extract_stack()):
+    is_owner = os.getpid() == owner
+    if is_owner and any(frame.filename in executed_own_files for frame in traceback.extract_stack()):
         raise RuntimeError(f"os._exit({status}) before the run has ended; to end it, raise an exception")
     _exit_at_once(status)
 
 
 def own_lines(error: BaseException) -> str:
-    """The error and the lines of the user's own files that lead to it; '' if none do."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in executed]
+    """Describe an error, with the lines of the user's own files (-use) that lead to it; '' if none do."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in executed_own_files]
     if not frames:
         return ""
     last = frames[-1]
     what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     lines = [f"{last.filename}, line {last.lineno}: {what}"]
-    lines += [f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}" for one in frames]
+    lines += [f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in frames]
     return "\n".join(lines)
 
 
 def noted_of(values: object, where: Path) -> list[Noted]:
-    """The field of run.json or meta.json. UserError if it is damaged."""
+    """Validate the field about own code in run.json or meta.json; a UserError if it is damaged.
+
+    values: the field; empty entries result if it is no list
+    where: the file, for the error
+    """
     try:
-        return [Noted.model_validate(one) for one in (values if isinstance(values, list) else [])]
+        return [Noted.model_validate(value) for value in (values if isinstance(values, list) else [])]
     except ValueError:
         raise UserError(f"{where}: the field {FIELD!r} is damaged. Name your files with -use.") from None
 
@@ -147,7 +166,7 @@ def noted_of(values: object, where: Path) -> list[Noted]:
 def keep_own_code(run: Path) -> dict[str, Any]:
     """Copy the files that were executed into the run's folder. Returns the field for run.json."""
     (run / FOLDER).mkdir(exist_ok=True)
-    for noted, source in executed.values():
+    for noted, source in executed_own_files.values():
         write_atomically(run / FOLDER / noted.copy_name, source)
     return {FIELD: noted_files()}
 

@@ -39,14 +39,21 @@ def typed(script: str, words: Sequence[str]) -> str:
 
 
 def help_here(text: str, installed: bool = INSTALLED) -> str:
-    """A text of -h, which names commands and recipes of a clone, with those of the installed program if it is one."""
+    """Adapt a text of -h to the way in which this program was installed.
 
-    def subcommand(found: re.Match[str]) -> str:
-        name = found[1]
-        known = name in ENTRIES or (ROOT / "scripts" / f"{name}.py").is_file()
-        return f"vitamp {ENTRIES.get(name, name)}" if known else found[0]
+    The texts name the commands and recipes of a clone. If pip installed the program, `python scripts/evaluate.py` is
+    replaced by `vitamp evaluate`, and `-cfg configs/vit_digits.yaml` by `-cfg vit_digits`.
+    """
 
-    return _RECIPE.sub(r"\1", _SCRIPT.sub(subcommand, text)) if installed else text
+    def subcommand(match: re.Match[str]) -> str:
+        name = match[1]
+        is_program = name in ENTRIES or (ROOT / "scripts" / f"{name}.py").is_file()
+        return f"vitamp {ENTRIES.get(name, name)}" if is_program else match[0]
+
+    if not installed:
+        return text
+    with_subcommands = _SCRIPT.sub(subcommand, text)
+    return _RECIPE.sub(r"\1", with_subcommands)
 
 
 def as_typed(argv: Sequence[str]) -> str:
@@ -57,7 +64,7 @@ def as_typed(argv: Sequence[str]) -> str:
 
 
 def as_seen(path: Path) -> Path:
-    """Relative to the current folder, if it is below."""
+    """Return a path relative to the current folder if it is below, as the user sees it; else the path itself."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -71,16 +78,21 @@ def tool(name: str) -> str:
 
 
 def start_again(world: World, flags: str) -> str:
-    """Command that starts this script again with `flags` and as many processes."""
+    """Return the command that starts this script again with other flags and as many processes."""
     script = as_seen(Path(sys.argv[0]).absolute())
-    by_hand = f"vitamp {ENTRIES[script.stem]}" if INSTALLED else shlex.quote(str(script))
-    start = by_hand if INSTALLED else f"python {by_hand}"
+    if INSTALLED:
+        command = f"vitamp {ENTRIES[script.stem]}"
+        command_of_one = command
+    else:
+        command = shlex.quote(str(script))
+        command_of_one = f"python {command}"
     if world.size == 1:
-        return f"{start} {flags}"
-    if LAUNCHER_PID in os.environ:
-        return f"{start} -ngpus {world.size} {flags}"
+        return f"{command_of_one} {flags}"
+    if LAUNCHER_PID in os.environ:  # -ngpus started the ranks.
+        return f"{command_of_one} -ngpus {world.size} {flags}"
+    # Another launcher has its own command in front, such as torchrun, so that `python` is left out.
     how = "by hand, each with its rank" if world.launcher == BY_HAND else f"by {world.launcher}"
-    return f"{by_hand} {flags}  # start its {world.size} processes {how}, as before"
+    return f"{command} {flags}  # start its {world.size} processes {how}, as before"
 
 
 LAUNCHER_PID = "VITAMP_LAUNCHER_PID"
@@ -104,28 +116,31 @@ def die_with_starting_tool() -> None:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In a process of multiprocessing: get signal `number` when the process that started it ends."""
+    """Let a process of multiprocessing get the signal `number` when the process that started it ends."""
     import multiprocessing
 
     starter = multiprocessing.parent_process()
     assert starter is not None
     if starter.pid == os.getppid():
         die_with(starter.pid, number)
-    else:  # between them is a fork server, which ends only after this process; or the starter has ended already
+    else:  # The parent is a fork server, which would end only after this process, or the starter has already ended.
 
-        def follow() -> None:
-            starter.join()
+        def end_after_starter() -> None:
+            starter.join()  # waits until it has ended
             os.kill(os.getpid(), number)
 
-        threading.Thread(target=follow, daemon=True).start()
+        threading.Thread(target=end_after_starter, daemon=True).start()
 
 
 def die_with(parent: int | None, number: signal.Signals) -> None:
-    """Let the system send this process signal `number` when its parent ends. None: the parent's number is unknown."""
+    """Let the system send this process the signal `number` when its parent ends.
+
+    parent: process number of the parent; None if it is unknown, so that an earlier end of the parent is not noticed
+    """
     if sys.platform != "linux":
         return
     import ctypes  # here, because main scripts import this file, and few need it
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if parent is not None and os.getppid() != parent:  # it ended before the line above
+    if parent is not None and os.getppid() != parent:  # The parent ended before the line above.
         os.kill(os.getpid(), number)

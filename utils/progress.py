@@ -14,11 +14,19 @@ PACE = 20.0
 
 
 class Progress(tqdm):
-    """Over things, or up to a total of updates. `shown`: whether this process shows it."""
+    """A progress bar over things, or up to a total of updates; without a terminal, a log line now and then."""
 
     def __init__(self, things: Iterable[Any] | None, total: int, unit: str, what: str | None, shown: bool = True):
-        hidden = None if shown else True  # None: if standard error is no terminal
-        super().__init__(things, what, total, unit=f" {unit}", disable=hidden, leave=False, dynamic_ncols=True)
+        """Begin the progress.
+
+        things: what is iterated over; None if `update` is called instead
+        total: number of things or updates
+        unit: the word for several things, such as "images"
+        what: a title before the numbers; None for none
+        shown: whether this process shows the progress; False on ranks other than 0
+        """
+        disable = None if shown else True  # None: tqdm shows no bar if standard error is no terminal.
+        super().__init__(things, what, total, unit=f" {unit}", disable=disable, leave=False, dynamic_ncols=True)
         self._shown = shown
         self._begun = time.monotonic()
         self._unit = unit
@@ -27,13 +35,16 @@ class Progress(tqdm):
         self._last_line = self._begun
 
     def update(self, n: float | None = 1) -> bool | None:
-        if not self.disable or not self._shown:
+        """Count `n` more things; without a terminal, log the progress every PACE seconds."""
+        has_bar = not self.disable
+        if has_bar or not self._shown:
             return super().update(n)
         self.n += n or 0
-        if (now := time.monotonic()) - self._last_line >= PACE:
+        now = time.monotonic()
+        if now - self._last_line >= PACE:
             self._last_line = now
-            of_one = (now - self._begun) / max(self.n - self.initial, 1)
-            left = timedelta(seconds=round(of_one * (self.total - self.n)))
+            seconds_per_thing = (now - self._begun) / max(self.n - self.initial, 1)
+            left = timedelta(seconds=round(seconds_per_thing * (self.total - self.n)))
             log.info("%s%s of %s %s, about %s left", self._what, f"{self.n:,}", f"{self.total:,}", self._unit, left)
         return None
 

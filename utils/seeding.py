@@ -22,11 +22,11 @@ def seed_host(*parts: int | str) -> None:
     """Seed python, numpy and torch's CPU generator from `parts`."""
     import torch  # here, so that the order of samples can be computed without loading torch
 
-    number = key(*parts)
+    number = key(*parts)  # 64 bits
     random.seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
+    np.random.seed(number & 0xFFFFFFFF)  # numpy takes 32 bits
     # Not torch.manual_seed: before CUDA starts, that queues one more call for the GPU at every use.
-    torch.default_generator.manual_seed(number >> 1)
+    torch.default_generator.manual_seed(number >> 1)  # 63 bits, because torch takes signed integers
 
 
 def seed_all(*parts: int | str) -> None:

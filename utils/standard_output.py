@@ -26,23 +26,31 @@ def watch_standard_output() -> None:
 
     What is written to a closed standard stream (`>&-`) is discarded; a closed standard input is empty.
     """
-    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next file opened would get its number
-        pass
-    os.close(free)
+    # The descriptors of the standard streams are 0, 1 and 2. A new file gets the lowest free number, and would take the
+    # place of a closed stream. So the null device is opened until the number is above 2.
+    descriptor = -1
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+    # For a closed stream, Python's object is None.
     sys.stdin = sys.stdin or os.fdopen(0)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
     if sys.stdout.errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of names that its encoding lacks
+        # The encoding may lack characters in names of files.
+        sys.stdout.reconfigure(errors="backslashreplace")
     for name in ("write", "flush"):
-        setattr(sys.stdout, name, _watched(getattr(sys.stdout, name)))
+        setattr(sys.stdout, name, _raising_output_errors(getattr(sys.stdout, name)))
 
 
 def flush_after(work: Callable[[], int]) -> int:
-    """Do `work` and flush what it printed, while a failed write can still be reported."""
+    """Do `work`, flush what it printed, and return its exit code.
+
+    Python itself would flush only when it exits, where a failed write could no longer be reported as an error of ours.
+    """
     try:
         code = work()
-    except (SystemExit, KeyboardInterrupt):  # -h, Ctrl-C
+    except (SystemExit, KeyboardInterrupt):  # by -h or Ctrl-C, which are no failures, unlike other exceptions
         sys.stdout.flush()
         raise
     sys.stdout.flush()
@@ -55,7 +63,9 @@ def discard_output(stream: TextIO | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
-def _watched(write: Callable[..., Any]) -> Callable[..., Any]:
+def _raising_output_errors(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `write` or `flush` of standard output in a function that raises ClosedPipe or OutputError if it fails."""
+
     @functools.wraps(write)
     def call(*arguments: Any) -> Any:
         try:
@@ -72,41 +82,53 @@ log = logging.getLogger("vitamp")  # not from utils.log, which imports this file
 
 
 class LineFile:
-    """One writer, unbuffered: when `add` returns, the line is in the file, or a warning was logged."""
+    """A file of a run to which lines are added, unbuffered; a failed write does not stop the run.
+
+    When `add` returns, the line is in the file, or a warning was logged, and the line is written with a later one.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Open the file, or create it.
+
+        A failure is reported with the first line. Only a link or a pipe at this path is an error at once, because the
+        folder may come from someone else.
+        """
         self._path = path
         self._file: int | None = None
+        """The descriptor of the file; None if it is not open."""
         self._whole_bytes: int | None = None
-        """Length of all whole lines; after a failed write, half a line may follow them."""
+        """Length of all whole lines; after a failed write, half a line may follow them. None until the first write."""
         self._unwritten: list[bytes] = []
-        self._warned = False
+        """Lines that are not in the file yet."""
+        self._has_failed = False
+        """Whether the last write failed, which a warning has reported."""
         try:
             self._open()
-        except OSError as error:  # reported with the first line, but for a link or a pipe from someone else
+        except OSError as error:
             if isinstance(error, NotRegular):
                 raise
 
     def add(self, line: str) -> None:
+        """Write a line, after the lines whose write has failed before; a failure is logged once, not raised."""
         self._unwritten.append(f"{line}\n".encode())
         try:
-            lost = self._lost()
+            what_happened = self._leave_moved_file()
             self._write()
         except OSError as error:
             self._release()
-            if not self._warned:
-                self._warned = True  # first: the warning may be written to this very file
+            if not self._has_failed:
+                self._has_failed = True  # This is set first, because the warning may be written to this very file.
                 log.warning(
                     "%s cannot be written (%s). Its lines are kept in memory and retried; training continues.",
                     self._path,
                     error.strerror,
                 )
             return
-        if self._warned:
-            self._warned = False
+        if self._has_failed:
+            self._has_failed = False
             log.info("%s can be written again; no line is lost.", self._path)
-        if lost:
-            log.warning("%s %s.", self._path, lost)
+        if what_happened:
+            log.warning("%s %s.", self._path, what_happened)
 
     def sync(self) -> None:
         """Flush to the disk; a failure is reported with the next line."""
@@ -134,15 +156,20 @@ class LineFile:
     def _open(self) -> int:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # For reading too, by `_lost`. No link is followed: the folder may come from someone else.
+            # For reading too, by `_leave_moved_file`. No link is followed: the folder may come from someone else.
             self._file = only_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
         return self._file
 
-    def _lost(self) -> str:
-        """What happened to the file, if its path no longer leads to it, else ''. Its lines are then written again."""
+    def _leave_moved_file(self) -> str:
+        """Close the file if its path no longer leads to it, so that the next write opens the path again.
+
+        If the path leads to nothing, all lines so far are written there again. If it leads to another file, only later
+        lines go there. Returns what happened, for the log; '' if the file is still there.
+        """
         if self._file is None or leads_to(self._path, self._file):
             return ""
-        lines = b"" if os.path.lexists(self._path) else os.pread(self._file, self._whole_bytes or 0, 0)
+        is_replaced = os.path.lexists(self._path)
+        lines = b"" if is_replaced else os.pread(self._file, self._whole_bytes or 0, 0)
         self._release()
         self._whole_bytes = None
         if not lines:
@@ -151,14 +178,19 @@ class LineFile:
         return "was removed or moved while the run was writing it; all its lines are written there again"
 
     def _write(self) -> None:
+        """Write all unwritten lines at the end of the file, instead of half a line that a failed write has left.
+
+        If this fails, too, all lines stay unwritten, and the next call removes what it has written of them.
+        """
         file = self._open()
         end = os.fstat(file).st_size
         if self._whole_bytes is None:
             self._whole_bytes = end
-        if end > self._whole_bytes and self._warned:
+        if end > self._whole_bytes and self._has_failed:  # Otherwise, another program has added something.
             os.ftruncate(file, self._whole_bytes)
         rest = memoryview(b"".join(self._unwritten))
         while rest:
-            rest = rest[os.write(file, rest) :]
+            written_bytes = os.write(file, rest)
+            rest = rest[written_bytes:]
         self._whole_bytes = os.fstat(file).st_size
         self._unwritten.clear()

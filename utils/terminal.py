@@ -30,29 +30,37 @@ class Brief:
     """Chooses what the terminal shows of each log line: before training begins, one line each, and no details."""
 
     def __init__(self) -> None:
-        self.moves = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        """Begin before training: lines are counted, so that the banner and all notes fit into MOST_LINES."""
+        self.can_redraw = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         """Whether a line can be drawn again in place."""
-        self.colours = self.moves and not os.environ.get("NO_COLOR")
+        self.colours = self.can_redraw and not os.environ.get("NO_COLOR")
         self.training = False
-        """From the first update on, lines are shown in full."""
+        """Whether the first update has begun, after which lines are shown in full."""
         self.lines = 0
         """Lines shown so far."""
         self.left_out = 0
         """Notes that there was no room for."""
-        self._banner = False
+        self._has_banner = False
+        """Whether the banner was shown, after which room is scarce."""
 
     def shown(self, record: logging.LogRecord, text: str) -> str | None:
-        """The text as it is shown; None: not at all."""
-        if record.levelno < logging.WARNING and not self.training:
-            detail = getattr(record, "detail", False)
-            in_full = getattr(record, "in_full", False)
-            if detail or (self._banner and self.lines >= MOST_LINES - 2 and not in_full):
-                self.left_out += not detail
-                return None
-            if not in_full:
-                text = shortened(text.partition("\n")[0])
-        elif getattr(record, "detail", False):
+        """Return the text of a log line as the terminal shows it; None if it is left out.
+
+        Details are always left out. Before training, other lines are shortened to one line of the terminal, and left
+        out if there is no room; warnings, and lines in full, are not.
+        """
+        is_detail = getattr(record, "detail", False)
+        if is_detail:
             return None
+        in_full = getattr(record, "in_full", False)
+        is_warning = record.levelno >= logging.WARNING
+        if not self.training and not is_warning and not in_full:
+            # Two lines of room are for the note on what was left out, and for the first line of training.
+            is_full = self._has_banner and self.lines >= MOST_LINES - 2
+            if is_full:
+                self.left_out += 1
+                return None
+            text = shortened(text.partition("\n")[0])
         self.count(text)
         return text
 
@@ -63,8 +71,8 @@ class Brief:
         self.lines += text.count("\n") + 1
 
     def banner(self, text: str) -> str:
-        """The main rows of the banner. From now on, only as many notes are shown as there is room for."""
-        self._banner = True
+        """Return the main rows of the banner. From now on, only as many notes are shown as there is room for."""
+        self._has_banner = True
         head, *rows = text.splitlines()
         starts = tuple(f"  {name} " for name in MAIN_ROWS)
         main = [row for row in rows if row.startswith(starts)]

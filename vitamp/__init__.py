@@ -50,4 +50,5 @@ def train(cfg: str | Path, ngpus: int | None = None, **flags: Any) -> Run:
     """
     from vitamp.processes import trained
 
+    # With `load`, the run loads its best model when that is used.
     return trained(str(cfg), {"ngpus": ngpus, **flags}, load)

@@ -42,13 +42,14 @@ def main() -> NoReturn:
         print("\n".join(lines))
         sys.exit(0)
 
-    if command.lstrip("-") == "version":
+    if command.lstrip("-") == "version":  # The flag -version of `train` prints it.
         command = "train"
         arguments = ["-version"]
     if command not in scripts:
         similar = difflib.get_close_matches(command.removesuffix(".py"), scripts, n=1)
         problem = f"unknown command {command!r}."
-        if command.startswith("-") or "=" in command:
+        is_flag_or_setting = command.startswith("-") or "=" in command
+        if is_flag_or_setting:
             problem = f"the command is missing before {command!r}. Did you mean vitamp train {command}?"
         elif similar:
             problem += f" Did you mean {similar[0]}?"

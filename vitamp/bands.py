@@ -40,7 +40,7 @@ def read_bands(image: bytes | np.ndarray, channels: int, bits: int | str, most: 
 
     The message of a ValueError continues a sentence about the image: 'it has 4 channels; ...'.
     """
-    paths = getattr(image, "paths", ())
+    paths = getattr(image, "paths", ())  # only `SeveralFiles`, which `together` makes, have paths
     arrays = list[np.ndarray]()
     bytes_left = most
     for index, part in enumerate(_parts(image, most)):
@@ -73,7 +73,9 @@ def _check(pixels: np.ndarray, channels: int, bits: int | str) -> None:
             f"its values are {dtype.name}, which have a sign; store uint16, or floats with DATA.BITS=float"
         )
     is_float = dtype.kind == "f"
-    if dtype.name != expected and not (is_float and expected == "float32"):
+    # Floats of any size are taken, because they are converted to float32 later.
+    is_expected = is_float if expected == "float32" else dtype.name == expected
+    if not is_expected:
         raise ValueError(f"its values are {dtype.name}; DATA.BITS {bits} takes {expected}")
     if pixels.shape[2] != channels:
         advice = "" if pixels.shape[2] > channels else ", or name its other files in a table: docs/bands.md"
@@ -85,7 +87,7 @@ def _check(pixels: np.ndarray, channels: int, bits: int | str) -> None:
 
 
 def _parts(image: bytes | np.ndarray, most: int) -> Iterator[bytes | np.ndarray]:
-    """Yield the content of each file in a zip, at most `most` bytes in all; any other image is yielded itself."""
+    """Yield the content of each file in a zip, at most `most` bytes in all; yield an image that is no zip as it is."""
     if isinstance(image, np.ndarray) or not image.startswith(ZIP):
         yield image
         return
@@ -127,7 +129,9 @@ def planes_of(
     if not isinstance(image, np.ndarray):
         paths = [image] if isinstance(image, str | Path) else image
         contents = [read_regular(path, most) for path in paths]
-        image = read_bands(contents[0] if len(contents) == 1 else together(contents), channels, bits, most)
+        encoded = contents[0] if len(contents) == 1 else together(contents)
+        image = read_bands(encoded, channels, bits, most)
+    # From here on, the array of a file is an array like any other.
     pixels = read_bands(image, channels, bits, most)
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32))
 
@@ -151,8 +155,14 @@ def _arranged(pixels: np.ndarray, channels: int) -> np.ndarray:
 
 
 def _read(content: bytes, most: int) -> np.ndarray:
-    """Decode one file of any format to an array, with its axes as they are stored; it has at most `most` bytes."""
+    """Decode one file of any format to an array, with its axes as they are stored.
+
+    The format is recognised by the content: NumPy, DICOM, TIFF, or one that Pillow reads.
+
+    most: largest number of bytes of the pixels, checked before they are decoded; a ValueError if there are more
+    """
     if content.startswith(NUMPY):
+        # The size is in the header, whose form differs between version 1 and later ones.
         file = io.BytesIO(content)
         is_version_1 = np.lib.format.read_magic(file) == (1, 0)
         read_header = np.lib.format.read_array_header_1_0 if is_version_1 else np.lib.format.read_array_header_2_0
@@ -160,19 +170,23 @@ def _read(content: bytes, most: int) -> np.ndarray:
         refuse_large(math.prod(shape) * dtype.itemsize, most)
         file.seek(0)
         return np.lib.format.read_array(file, allow_pickle=False)
-    # This comes before TIFF, because the 128 bytes before this mark may be those of a TIFF.
+
+    # A DICOM file has this mark after 128 bytes of any content. They may begin as a TIFF, so DICOM comes before TIFF.
     if content[128:132] == b"DICM":
-        return _of_dicom(content, most)
+        return _pixels_of_dicom(content, most)
+
     if content.startswith(TIFF):
         tifffile = _package("tifffile")
         tifffile.logger().setLevel("CRITICAL")  # The exception has the reason; tifffile would also log it.
         with tifffile.TiffFile(io.BytesIO(content)) as file:
             refuse_large(file.series[0].nbytes, most)
             return file.series[0].asarray()
+
     with Image.open(io.BytesIO(content), formats=BY_PILLOW) as image:
         refuse_large(BYTES_PER_PIXEL * image.width * image.height, most)
-        # Byte 24 of a PNG is its bit depth. Of 16-bit colours, Pillow would keep 8 bits.
-        if (content[:4], content[24]) == DEEP_PNG:
+        # The bit depth of a PNG is in its byte 24. Pillow would keep only 8 bits of 16-bit colours.
+        is_16_bit_png = (content[:4], content[24]) == DEEP_PNG
+        if is_16_bit_png:
             from torchvision.io import ImageReadMode, decode_image
 
             encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -180,24 +194,26 @@ def _read(content: bytes, most: int) -> np.ndarray:
         if image.mode not in MODES:
             raise ValueError(f"its colour mode is {image.mode}; store grey, RGB or RGBA")
         array = np.asarray(image)
-        # Pillow reads 16-bit PGM files as mode "I", with 32 bits.
+        # Pillow reads files with 16 bits of some formats, such as PGM, as mode "I", with 32 bits.
         return array.astype(np.uint16) if image.mode == "I" else array
 
 
 def has_window(content: bytes | np.ndarray, most: int) -> bool:
     """Whether a DICOM file has a window, whose ends become 0 and 1; False for a broken file."""
-    return _dicom(bytes(content), most, stop_before_pixels=True).get("WindowCenter") is not None
+    return _read_dicom(bytes(content), most, stop_before_pixels=True).get("WindowCenter") is not None
 
 
-def _dicom(content: bytes, most: int, **options: bool) -> Any:
-    """Read a DICOM file with pydicom. `options`: for pydicom's dcmread.
+def _read_dicom(content: bytes, most: int, **options: bool) -> Any:
+    """Read a DICOM file with pydicom, and return its data set (fields by name).
 
-    A file that is compressed as a whole is unpacked as a whole. So its size is checked first.
+    most: largest number of bytes of the unpacked file; a ValueError if there are more
+    options: for pydicom's dcmread
     """
     file = io.BytesIO(content)
     reader = _package("pydicom.filereader")
-    reader.read_preamble(file, True)
+    reader.read_preamble(file, force=True)
     if reader._read_file_meta_info(file).get("TransferSyntaxUID") == DEFLATED:
+        # pydicom would unpack the rest of the file as a whole. So it is unpacked here piece by piece, only to count.
         size = 0
         unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
         while part := file.read(2**16):
@@ -207,13 +223,16 @@ def _dicom(content: bytes, most: int, **options: bool) -> Any:
     return _package("pydicom").dcmread(file, force=True, **options)
 
 
-def _of_dicom(content: bytes, most: int) -> np.ndarray:
-    """The pixels of a DICOM file with slope and intercept; with a window, scaled so that its ends are 0 and 1.
+def _pixels_of_dicom(content: bytes, most: int) -> np.ndarray:
+    """Read the pixels of a DICOM file, and apply its slope and intercept.
 
-    High values are white. The pixels of colour images stay as they are stored.
+    If the file has a window, the values are then scaled so that the ends of the window become 0 and 1. High values are
+    white: images in which low values are white are inverted. The pixels of colour images stay as they are stored.
+
+    most: largest number of bytes of the pixels; a ValueError if there are more
     """
     pixels = _package("pydicom.pixels")
-    fields = _dicom(content, most)
+    fields = _read_dicom(content, most)
     frames = int(fields.get("NumberOfFrames") or 1)
     refuse_large(fields.get("Rows", 0) * fields.get("Columns", 0) * frames * BYTES_PER_PIXEL, most)
     values = fields.pixel_array
@@ -222,7 +241,7 @@ def _of_dicom(content: bytes, most: int) -> np.ndarray:
     if fields.get("SamplesPerPixel", 1) != 1:
         return values
 
-    # The smallest and the largest value that the file could have, with slope and intercept.
+    # `low` and `high`: the smallest and the largest value that the file could have, after slope and intercept.
     is_signed = fields.PixelRepresentation
     smallest_stored = -(2 ** (fields.BitsStored - 1)) if is_signed else 0
     stored_ends = np.array([smallest_stored, smallest_stored + 2**fields.BitsStored - 1])
@@ -234,7 +253,7 @@ def _of_dicom(content: bytes, most: int) -> np.ndarray:
         values = (pixels.apply_windowing(values, fields) - window_low) / (window_high - window_low)
         low = 0
         high = 1
-    if fields.get("PhotometricInterpretation") == "MONOCHROME1":  # Low values are white.
+    if fields.get("PhotometricInterpretation") == "MONOCHROME1":  # Low values are white: swap low and high.
         values = float(low) + float(high) - values
     return values.astype(np.float32)
 

@@ -61,14 +61,18 @@ def update_in(name: str) -> int | None:
 
 
 def run_folder_of(path: Path) -> Path | None:
-    """The run's folder of a path to it, to one of its checkpoints, or to a file in either; None if it is in no run."""
+    """Find the folder of the run to which a path leads; None if it leads to no run.
+
+    path: a run, one of its checkpoints or its folder of checkpoints, or a file in one of these
+    """
     folder = path.parent if path.is_file() else path
     if (folder / CHECKPOINTS).is_dir():
         return folder
-    # The folder of the run's checkpoints is the path itself, or contains it. Folders further up do not count: a
-    # checkpoint may be copied to any folder, and one above that may be called `checkpoints` by chance.
+    # The folder of the run's checkpoints is `folder` itself, or its parent; for a link to a checkpoint, also the parent
+    # of the link's target. Folders further up do not count: a checkpoint may be copied to any folder, and a folder
+    # above that may be called `checkpoints` by chance.
     absolute = folder.absolute()
-    target = folder.resolve()  # differs for a link to a checkpoint
+    target = folder.resolve()
     for checkpoints_folder in (absolute, absolute.parent, target.parent):
         if checkpoints_folder.name == CHECKPOINTS:
             return checkpoints_folder.parent
@@ -86,12 +90,14 @@ def checkpoints_in(root: Path) -> dict[int, Path]:
 
 
 def place_of(path: Path) -> tuple[Path | None, Path]:
-    """The checkpoint that a path leads to, or into, and the folder that contains the run's checkpoints.
+    """Find the checkpoint of a path, and the folder that contains the run's checkpoints.
 
-    The first is None if the path leads to a run.
+    The path may be that of a checkpoint, or of a file in one. For the path of a run, or of its folder of checkpoints,
+    the first is None.
     """
     folder = path.parent if path.is_file() else path
-    if (folder / META).exists() or update_in(folder.name) is not None:
+    has_checkpoint_name = update_in(folder.name) is not None  # such as step-000000088
+    if (folder / META).exists() or has_checkpoint_name:
         return folder, folder.parent
     if (folder / CHECKPOINTS).is_dir():
         return None, folder / CHECKPOINTS
@@ -99,13 +105,13 @@ def place_of(path: Path) -> tuple[Path | None, Path]:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """All checkpoints of a run, oldest first, or the one checkpoint that a path leads to, or into.
+    """List all checkpoints of a run, oldest first; for the path of a checkpoint, or of a file in one, only this one.
 
     There is at least one; otherwise a UserError is raised.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder.")
-    checkpoint, root = place_of(path)
+    checkpoint, root = place_of(path)  # None, and the folder of all checkpoints, for a run
     if path.is_file() and checkpoint is None and path.name.endswith(WEIGHTS):
         raise UserError(f"{path}: this file holds only weights; name a run or a checkpoint.")
     if checkpoint is not None:
@@ -117,9 +123,10 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def checkpoint_of(path: Path) -> tuple[Path, str]:
-    """The best checkpoint of a run, else its last, or the one that a path leads to; and why, in words.
+    """Choose the checkpoint at a path, and return it with the reason in words.
 
-    The reason is '' if the path leads to a checkpoint.
+    For the path of a checkpoint, or of a file in one, this is the checkpoint itself, and the reason is ''. For the path
+    of a run, this is its best checkpoint or, if no best one is recorded, its last.
     """
     checkpoints = checkpoints_at(path)
     checkpoint, root = place_of(path)
@@ -129,7 +136,8 @@ def checkpoint_of(path: Path) -> tuple[Path, str]:
     index = read_index(root)
     if index["best"] in by_name:
         return by_name[index["best"]], "the run's best"
-    return by_name.get(index["last"] or "", checkpoints[-1]), "the run's last; no best is recorded"
+    newest = checkpoints[-1]
+    return by_name.get(index["last"] or "", newest), "the run's last; no best is recorded"
 
 
 def located(path: Path) -> Path:
@@ -138,6 +146,7 @@ def located(path: Path) -> Path:
     Any other path is returned as it is, also that of a file or folder which exists under this name.
     """
     word = path.name
+    # The folder of checkpoints, for RUN/checkpoints/best and for RUN/best
     root = path.parent if path.parent.name == CHECKPOINTS else path.parent / CHECKPOINTS
     if word not in NAMED or os.path.lexists(path) or not root.is_dir():
         return path
@@ -165,8 +174,11 @@ def write_index(root: Path, last: str, best: str | None) -> None:
 
 
 def best_of(root: Path, update: int | None) -> str | None:
-    """The name of the best checkpoint that exists: that of `update`, else the one that index.json names; or None.
+    """Find the name of the best checkpoint of a run; None if it does not exist.
 
+    It is the checkpoint of `update`, or, if this one does not exist, the best one in index.json.
+
+    root: the folder of the run's checkpoints
     update: the update with the best validation; None without one
     """
     name_by_update = folder_name(update) if update is not None else None
@@ -179,9 +191,9 @@ def best_of(root: Path, update: int | None) -> str | None:
 def inspect(folder: Path) -> Checkpoint:
     """Read a checkpoint's meta.json, and check that its files exist with the recorded sizes."""
     meta = read_meta(folder / META)
-    files = meta["files"]
+    files = meta["files"]  # file -> its size and hash
     try:
-        wrong_size = [name for name, seal in files.items() if (folder / name).stat().st_size != seal["size"]]
+        wrong_size = [name for name, recorded in files.items() if (folder / name).stat().st_size != recorded["size"]]
     except FileNotFoundError as error:
         raise UserError(f"{folder}: incomplete checkpoint, {Path(error.filename).name} is missing.") from None
     except (OSError, ValueError) as error:
@@ -195,26 +207,27 @@ def inspect(folder: Path) -> Checkpoint:
         )
     if wrong_size:
         raise UserError(f"{folder}: damaged, {', '.join(wrong_size)} does not have the size that was written.")
-    base_file(folder, meta)
+    base_file(folder, meta)  # This raises a UserError if adapters lack their frozen weights.
     return Checkpoint(folder, meta)
 
 
 def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
-    """Check the hashes of a checkpoint's files, and return it; a UserError if a file is not what was written.
+    """Check the hashes of a checkpoint's files, and return the checkpoint; a UserError if a file has changed.
 
     The frozen weights that adapters need are checked, too.
 
     only: name of the one file to check, which may be in shards; None: all files
     """
     files = checkpoint.meta["files"]
+    names = files if only is None else files_of(only, files)
     try:
-        verified_base(checkpoint.folder, checkpoint.meta)
-        for name in files if only is None else files_of(only, files):
+        verified_base(checkpoint.folder, checkpoint.meta)  # a UserError if these weights have changed
+        for name in names:
             with open(checkpoint.folder / name, "rb", opener=only_regular) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
                     raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
-    except OSError as error:  # An error of the disk itself names no file.
-        place = error.filename or checkpoint.folder
+    except OSError as error:
+        place = error.filename or checkpoint.folder  # An error while reading names no file, unlike one of opening it.
         reason = error.strerror or str(error)
         raise UserError(f"{place}: cannot be read ({reason}).") from None
     return checkpoint
@@ -229,21 +242,23 @@ def base_file(folder: Path, meta: Mapping[str, Any]) -> Path | None:
     """
     if meta.get(LORA) is None:
         return None
-    # In the checkpoint, if it was copied together with the file; else beside the checkpoint, or beside a link's target.
-    places = folder.absolute() / BASE, folder.absolute().parent / BASE, folder.resolve().parent / BASE
-    seal = meta[LORA]["base"]
-    for place in places:
+    # In the checkpoint, if it was copied together with the file; else beside the checkpoint, or, if `folder` is a link
+    # to the checkpoint, beside its target.
+    in_checkpoint = folder.absolute() / BASE
+    beside_checkpoint = folder.absolute().parent / BASE
+    recorded = meta[LORA]["base"]  # size and hash
+    for place in (in_checkpoint, beside_checkpoint, folder.resolve().parent / BASE):
         if place.is_file():
-            if place.stat().st_size != seal["size"]:
+            if place.stat().st_size != recorded["size"]:
                 raise UserError(f"{place}: damaged or of another run, it does not have the size that {folder} records.")
             return place
     source = meta[LORA].get("source")
     made_of = f" (made of {source})" if source else ""
     raise UserError(
         f"{folder}: these are adapters (MODEL.LORA), which need the frozen weights of their run{made_of}: "
-        f"{BASE} with sha256 {seal['sha256'][:12]}... is neither {places[0]} nor {places[1]}. Copy it from the run's "
-        f"folder checkpoints/. To take weights elsewhere as one file, use `{started('checkpoint')} strip` or "
-        f"`{started('export')}` in the run's folder: they merge the adapters."
+        f"{BASE} with sha256 {recorded['sha256'][:12]}... is neither {in_checkpoint} nor {beside_checkpoint}. Copy it "
+        f"from the run's folder checkpoints/. To take weights elsewhere as one file, use `{started('checkpoint')} "
+        f"strip` or `{started('export')}` in the run's folder: they merge the adapters."
     )
 
 
@@ -283,9 +298,14 @@ def shard_name(name: str, nth: int, count: int) -> str:
 
 
 def files_of(name: str, files: Collection[str]) -> list[str]:
-    """The names among `files` that make up the file `name`: itself, or its shards in order; empty if not complete."""
+    """List the names of the files that make up the file `name`: itself, or its shards in order; empty if incomplete.
+
+    files: the names of all files of the checkpoint
+    """
     if name in files:
         return [name]
+    # A name such as model.shard-1-of-4.safetensors ends with the number of shards. All files of a checkpoint that are
+    # in shards have equally many.
     matches = [_SHARD.search(file) for file in files]
     count = max((int(match[2]) for match in matches if match), default=0)
     shards = [shard_name(name, nth, count) for nth in range(count)]

@@ -20,9 +20,9 @@ def as_rgb_or_grey(image: Image.Image, channels: int, background: tuple[int, ...
         # Pillow's own conversion clips at 255, which turns most 16-bit images white. Mode "I" has 32 bits; Pillow uses
         # it for 16-bit files of some formats, such as PGM, and scales their values to 65535.
         stored = np.asarray(image)
-        transparent_shade = image.info.get("transparency")
+        transparent_shade = image.info.get("transparency")  # a number if one shade is transparent
         image = Image.fromarray((stored.clip(0, 65535) >> 8).astype(np.uint8))
-        if isinstance(transparent_shade, int):  # It has 16 bits, too.
+        if isinstance(transparent_shade, int):  # It has 16 bits, as the stored values have.
             image.putalpha(Image.fromarray(np.where(stored == transparent_shade, 0, OPAQUE).astype(np.uint8)))
     if image.has_transparency_data:
         if image.mode != "RGBA":

@@ -29,10 +29,10 @@ class NotRegular(OSError):
 
 
 def only_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file for `open`, as its `opener`; NotRegular for a pipe or device, which could be read for ever.
+    """Open a regular file or a folder; NotRegular for a pipe or device, which could be read for ever.
 
-    It never waits for the other end of a pipe, and checks the open file, which costs next to nothing even for a million
-    images. With os.O_NOFOLLOW in `flags`, a link raises NotRegular, too.
+    It is for the argument `opener` of `open`. It never waits for the other end of a pipe, and checks the open file,
+    which costs next to nothing even for a million images. With os.O_NOFOLLOW in `flags`, a link raises NotRegular, too.
     """
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -46,6 +46,7 @@ def only_regular(path: str | os.PathLike[str], flags: int) -> int:
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` itself raises an error for folders.
             return handle
         os.close(handle)
+    # The path leads to something else, whether it could be opened or not.
     raise NotRegular(errno.EINVAL, f"it is {ODD}, not a file", str(path))
 
 
@@ -57,11 +58,11 @@ def read_regular(path: str | os.PathLike[str], most: float = math.inf) -> bytes:
             raise NotRegular(errno.EFBIG, f"it has {size:,} bytes; DATA.MAX_IMAGE_BYTES allows {most:,}", str(path))
         if size > 0:
             return file.readall()
-        # The file is empty, or the system generates its content, as of /proc/kmsg, which may have no end.
+        # The file is empty, or the system generates its content, which may have no end, such as that of /proc/kmsg.
         content = b""
         while len(content) <= MOST_WITHOUT_SIZE:
             part = file.read(MOST_WITHOUT_SIZE)
-            if not part:  # b"" at the end, and None if nothing can be read yet.
+            if not part:  # b"" at the end of the file, or None if the system has nothing to read at the moment.
                 return content
             content += part
         raise NotRegular(errno.EFBIG, "it has no size, and does not end", str(path))
@@ -100,8 +101,8 @@ def replacing(path: Path, sync: bool = True, one_writer: bool = False) -> Iterat
     one_writer: whether no two processes write `path` at once. Then the hidden file has a fixed name, so that the next
         writer overwrites the file of a process that was killed.
     """
-    # With several writers, the name is random: the pid is not unique on a disk that several machines share.
-    ending = "part" if one_writer else int.from_bytes(os.urandom(4))
+    # With several writers, the name has a random number: the pid is not unique on a disk that several machines share.
+    ending = "part" if one_writer else f"{int.from_bytes(os.urandom(4))}"
     unfinished = path.with_name(f".{path.name}.{ending}")
     try:
         unfinished.unlink(missing_ok=True)  # It may be a file of a killed process, or someone else's link.
@@ -117,6 +118,7 @@ def replacing(path: Path, sync: bool = True, one_writer: bool = False) -> Iterat
     except BaseException as error:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+        # The error of a full disk names no file.
         if isinstance(error, OSError) and error.filename in (None, str(unfinished), unfinished):
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise

@@ -112,9 +112,11 @@ def metric_named(name: str) -> Metric:
 
 
 def task_of(lines: Iterable[Mapping[str, Any]]) -> TaskKind:
-    """The first task that has a metric with a value in these lines of metrics.jsonl, or metrics of meta.json.
+    """Find the task of a run by the metrics that have a value: the first of TASKS that has one of them.
 
     The loss does not count, because every task has it. Without another metric, the task is ONE_LABEL.
+
+    lines: name of a metric -> value, such as the lines of metrics.jsonl, or the metrics in a meta.json
     """
     measured = set()
     for line in lines:
@@ -131,20 +133,26 @@ SAME = 1e-6
 
 
 def against_guessing(guess: float | None, top1: float | None) -> str:
-    """'as good as' or 'worse than': a model compared with always guessing the largest class; '' if it is better.
+    """Compare a model with always guessing the largest class: 'as good as', 'worse than', or '' if it is better.
 
-    guess: top-1 accuracy of always guessing the largest class, in percent; None if unknown, then the result is ''
-    top1: top-1 accuracy of the model, in percent; None, too
+    The result is also '' if one of the two is unknown.
+
+    guess: top-1 accuracy of always guessing the largest class, in percent; None if unknown
+    top1: top-1 accuracy of the model, in percent; None or NaN if unknown
     """
-    if guess is None or top1 is None or not top1 <= guess + SAME:  # This is also for a top-1 that is NaN.
+    if guess is None or top1 is None:
+        return ""
+    is_better_or_nan = not top1 <= guess + SAME
+    if is_better_or_nan:
         return ""
     return "worse than" if top1 < guess - SAME else "as good as"
 
 
 def always_guessing(guess: float, top1: float | None = None) -> str:
-    """The accuracy of always guessing the largest class, in words, and that a model is not better, if it is not.
+    """Describe the accuracy of always guessing the largest class; if a model is not better, this is said, too.
 
-    See `against_guessing` for the parameters.
+    guess: top-1 accuracy of always guessing the largest class, in percent
+    top1: top-1 accuracy of the model, in percent; None if unknown
     """
     comparison = against_guessing(guess, top1)
     words = f"always guessing the largest class: {guess:.1f} % top-1"

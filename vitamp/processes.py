@@ -119,16 +119,17 @@ class Loaded(tuple[nn.Module, Callable[[Any], Tensor]]):
         predictions = []
         for row in rows:
             path = row["image"]
-            name = Path(path).stem if path.startswith(folder) else path
+            is_in_memory = path.startswith(folder)  # Its file is named by its number.
+            name = Path(path).stem if is_in_memory else path
             guesses = [Guess(guess["class"], guess["label"], guess["probability"]) for guess in row.get("guesses", ())]
             predictions.append(Prediction(name, guesses, errors.get(path, row.get("error") or "")))
         return predictions
 
 
 def _path_of(image: Any, new_file: Path) -> str:
-    """The path from which the program reads an image; an image in memory is written to a file without loss.
+    """Return the path from which the program reads an image; an image in memory is written to a file without loss.
 
-    new_file: path of that file, without its ending
+    new_file: path of this file, without its ending
     """
     if isinstance(image, (str, os.PathLike)):
         return os.fspath(image)
@@ -139,7 +140,8 @@ def _path_of(image: Any, new_file: Path) -> str:
         image.save(path, exif=image.getexif())
         return path
     array = np.asarray(image)
-    if array.dtype.kind not in "biuf" or array.ndim < 2:
+    is_numeric = array.dtype.kind in "biuf"  # booleans, integers with and without sign, floats
+    if not is_numeric or array.ndim < 2:
         raise TypeError(f"{type(image).__name__}: an image is a path, one of Pillow's images, or an array of numbers")
     is_photograph = array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2:] in ((3,), (4,)))
     if is_photograph:
@@ -149,8 +151,8 @@ def _path_of(image: Any, new_file: Path) -> str:
     return path
 
 
-def _as_child() -> dict[str, str]:
-    """The environment of a process that ends when this one ends; a training saves first."""
+def _environment_of_child() -> dict[str, str]:
+    """Return environment variables for a process that ends when this one ends; a training saves first."""
     return {**os.environ, "VITAMP_PARENT_PID": str(os.getpid())}
 
 
@@ -162,7 +164,7 @@ def _watch(command: list[str], options: dict[str, Any], started: Future[subproce
 
     This runs in a thread of its own, because Linux ends the process with the thread that started it.
 
-    options: for Popen
+    options: arguments of Popen, with a file for "stderr"
     started: gets the process, or the exception if it cannot be started
     """
     try:
@@ -175,7 +177,8 @@ def _watch(command: list[str], options: dict[str, Any], started: Future[subproce
     last_state = list[str]()
     while process.poll() is None:
         time.sleep(1)
-        state = _state(process.pid)
+        # A process that continues for a moment between two looks has used processor time, so that its state differs.
+        state = _state_and_times(process.pid)
         is_stopped = state[:1] == ["T"] and state == last_state
         seconds_stopped = seconds_stopped + 1 if is_stopped else 0
         last_state = state
@@ -189,35 +192,40 @@ def _watch(command: list[str], options: dict[str, Any], started: Future[subproce
             process.kill()
 
 
-def _state(pid: int) -> list[str]:
-    """The state of a process on Linux ('T' if it is stopped), and the processor times that it has used; else empty."""
+def _state_and_times(pid: int) -> list[str]:
+    """Read the state of a process ('T' if it is stopped), and the processor times in user mode and in the kernel.
+
+    The list is empty if the process has ended, or if this is not Linux.
+    """
     try:
-        # The fields after the program's name, which is in brackets: proc(5) numbers them from 3 on. 14 and 15 are the
-        # times in user mode and in the kernel.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return [fields[0], *fields[11:13]]
+    # After the program's name, which is in brackets, proc(5) lists the fields from number 3, the state, on.
+    fields = text.rpartition(") ")[2].split()
+    return [fields[0], *fields[14 - 3 : 16 - 3]]
 
 
 class _Predictor:
     """A process of `predict.py -serve`, which is killed when this object is no longer used."""
 
     def __init__(self, words: list[str]) -> None:
+        """Start the process. `words`: its command line besides -serve."""
         self._words = words
         self._folder = os.getcwd()
         self._lock = threading.Lock()
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, str(PROGRAM / "scripts" / "predict.py"), *words, "-serve"]
         options = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
-            "stderr": self._errors,
-            "env": _as_child(),
+            "stderr": self._stderr,
+            "env": _environment_of_child(),
             "encoding": "utf-8",
             "errors": "surrogateescape",
         }
         started = Future[subprocess.Popen[str]]()
+        # The thread that starts the process must live as long as the process: see `_watch`.
         threading.Thread(target=_watch, args=(command, options, started), daemon=True).start()
         self._process = started.result()
         weakref.finalize(self, self._process.kill)
@@ -232,7 +240,7 @@ class _Predictor:
         stdout: Any = self._process.stdout
         line = ""
         try:
-            with self._lock, contextlib.suppress(BrokenPipeError):
+            with self._lock, contextlib.suppress(BrokenPipeError):  # The process may have ended: there is no line then.
                 stdin.write(f"{json.dumps(images)}\n")
                 stdin.flush()
                 line = stdout.readline()
@@ -242,8 +250,8 @@ class _Predictor:
             raise
         if not line:
             self._process.wait()
-            self._errors.seek(0)
-            raise _failed(self._process.returncode, self._errors.read())
+            self._stderr.seek(0)
+            raise _exception_of_failure(self._process.returncode, self._stderr.read())
         answer = json.loads(line)
         is_error = isinstance(answer, dict)
         if is_error:
@@ -277,10 +285,15 @@ class Run:
 
 
 def trained(cfg: str, flags: dict[str, Any], load: Callable[[Path], Loaded]) -> Run:
-    """Train, and return the run: see `vitamp.train`. `flags`: name -> value, with `ngpus`. `load`: `vitamp.load`."""
+    """Train in a process of its own, and return the run, as `vitamp.train` does.
+
+    cfg: a YAML file, or the name of a recipe
+    flags: name of a flag -> value; "ngpus" must be among them
+    load: `vitamp.load`, which loads the run's best model later
+    """
     script = "main_single_gpu.py" if flags["ngpus"] is None else "main_multi_gpu.py"
     with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
-        # The program writes the path of the run's folder into this file.
+        # The program writes the path of the run's folder into the file that this environment variable names.
         run_folder_file = Path(folder, "run")
         _run(script, ["-cfg", cfg, *words_of(flags)], VITAMP_FOLDER_FILE=str(run_folder_file))
         if not run_folder_file.exists():
@@ -327,11 +340,12 @@ def _run(script: str, words: list[str], **env: str) -> None:
         stdin=subprocess.DEVNULL,
         stdout=write_end,
         stderr=write_end,
-        env={**_as_child(), **env},
-        start_new_session=True,  # so that Ctrl-C reaches it only from this function, once
+        env=_environment_of_child() | env,
+        # Otherwise, the terminal would send Ctrl-C to the script, too, and the script would get it twice.
+        start_new_session=True,
     )
     os.close(write_end)
-    output = ""  # the end of it, for the exception
+    last_output = ""  # for the exception
     interrupted = False
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     try:
@@ -339,18 +353,18 @@ def _run(script: str, words: list[str], **env: str) -> None:
             try:
                 data = os.read(read_end, 1 << 16)
                 text = decoder.decode(data).replace("\r\n", "\n")
-                output = output[-100_000:] + text
+                last_output = last_output[-100_000:] + text
                 # An error in printing is no reason to lose the training.
                 with contextlib.suppress(OSError, UnicodeError):
                     sys.stdout.write(text)
                     sys.stdout.flush()
-            except KeyboardInterrupt:  # The training saves, prints how to resume, and ends.
+                is_end_of_pipe = len(data) == 0
+                if is_end_of_pipe:
+                    break
+            except KeyboardInterrupt:  # The training saves, prints how to resume, and ends, which is still read.
                 interrupted = True
                 process.send_signal(signal.SIGINT)
-                continue
-            except OSError:  # Reading a terminal that has ended raises this.
-                break
-            if not data:
+            except OSError:  # the end of a terminal
                 break
         exit_code = process.wait()
     except BaseException:
@@ -361,13 +375,14 @@ def _run(script: str, words: list[str], **env: str) -> None:
     if interrupted:
         raise KeyboardInterrupt
     if exit_code != 0:
-        raise _failed(exit_code, output)
+        raise _exception_of_failure(exit_code, last_output)
 
 
-def _failed(exit_code: int, output: str) -> Exception:
-    """Make the exception for a process that failed: with its error message, else the end of its output.
+def _exception_of_failure(exit_code: int, output: str) -> Exception:
+    """Make the exception for a process that failed: a ValueError for a wrong flag or setting, else a RuntimeError.
 
-    ValueError for a wrong flag or setting, else RuntimeError.
+    Its text is the output from the first line that begins with `error: ` on; without one, the signal that ended the
+    process, or else the end of the output.
     """
     _, mark, message = f"\n{output}".partition("\nerror: ")
     has_error_line = mark != ""

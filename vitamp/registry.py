@@ -100,7 +100,8 @@ def _decorator(kind: str) -> Callable[[Call], Call]:
         The program, when it executes the file, adds file and line to a UserError. If another program imports the file,
         such as a test of the user's, nothing is registered.
         """
-        if "utils.own_code" not in sys.modules:
+        is_in_our_program = "utils.own_code" in sys.modules  # the module that executes such files
+        if not is_in_our_program:
             return call
         if not callable(call):
             raise UserError(f"@{kind} stands above a function or a class, without parentheses")
@@ -134,6 +135,11 @@ def _settings_of(kind: str, name: str, call: Callable[..., Any]) -> type[BaseMod
     """Make a pydantic model of the arguments that the program does not pass: the settings of a function or class.
 
     Raises UserError if arguments that the program passes are missing, or if others cannot be settings.
+
+    kind: a key of KINDS, which has three sets of arguments that the program passes: the first ones by position, those
+        by name, and, of these, those that are needed
+    name: name of the function or class
+    call: the function or class
     """
     from pydantic import ConfigDict, PydanticUserError, create_model
 
@@ -143,6 +149,7 @@ def _settings_of(kind: str, name: str, call: Callable[..., Any]) -> type[BaseMod
         hints = typing.get_type_hints(call.__init__ if inspect.isclass(call) else call)
     except (NameError, TypeError, ValueError) as error:
         raise UserError(f"the arguments of {kind} {name!r} cannot be read: {error}") from None
+    # A class gets the first arguments later, when its object is called.
     first = () if inspect.isclass(call) else passed.first
     if len(parameters) < len(first):
         raise UserError(f"{kind} {name!r} must take the arguments ({', '.join(first)}, ...)")
@@ -158,8 +165,9 @@ def _settings_of(kind: str, name: str, call: Callable[..., Any]) -> type[BaseMod
             continue
         # Without an annotation, the default decides the type. An integer default may mean any number.
         default = parameter.default
-        default_type = {bool: bool, int: int | float, float: float}.get(type(default), Any)
-        setting_type = hints.get(parameter.name, default_type)
+        type_by_default = {bool: bool, int: int | float, float: float}.get(type(default), Any)
+        setting_type = hints.get(parameter.name, type_by_default)
+        # For pydantic, ... means that a value must be given.
         fields[parameter.name] = (setting_type, ... if default is parameter.empty else default)
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
     try:

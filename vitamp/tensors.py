@@ -72,9 +72,10 @@ def is_adapter(name: str) -> bool:
 
 
 def factors(tensors: Mapping[str, Any], layer: str, parts: tuple[str, ...], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrices B and A of a whole layer, whose product has the shape of its weight.
+    """Return the low-rank matrices B and A (LoRA) of a whole layer, whose product has the shape of its weight.
 
-    A fused layer has one adapter for each part, or for some of them: B is then block-diagonal.
+    A fused layer, such as qkv, has adapters for all of its parts, or for some of them. Then A has the matrices of these
+    adapters below each other, and B has theirs as blocks on its diagonal; the rows of a part without adapter are 0.
 
     tensors: name -> tensor, with the adapters of the layer
     layer: beginning of the names of the layer's tensors, with a dot at its end
@@ -87,7 +88,7 @@ def factors(tensors: Mapping[str, Any], layer: str, parts: tuple[str, ...], weig
     for part in parts:
         down = tensors.get(adapter_name(layer, part, "A"))
         if down is None:
-            # A block without columns makes rows of zeros in the product.
+            # This part has no adapter: its block in B has no columns, and A has no rows for it.
             up_matrices.append(weight.new_zeros(rows, 0))
         else:
             up_matrices.append(tensors[adapter_name(layer, part, "B")])
@@ -108,12 +109,14 @@ class Merged(Mapping[str, Tensor]):
         self._names = [name for name in tensors if not is_adapter(name)]
 
     def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor; to the weight of a layer with adapters, the product of their matrices is added."""
         weight: Tensor = self._tensors[name]
         layer, _, parameter = name.rpartition(".")
         if parameter != "weight" or layer not in self._adapted_layers:
             return weight
-        adapters = {key: self._tensors[key] for key in self._tensors if is_adapter(key) and key.startswith(f"{layer}.")}
-        up, down = (matrix.double() for matrix in factors(adapters, f"{layer}.", parts_of(layer), weight))
+        prefix = f"{layer}."
+        adapters = {key: self._tensors[key] for key in self._tensors if is_adapter(key) and key.startswith(prefix)}
+        up, down = (matrix.double() for matrix in factors(adapters, prefix, parts_of(layer), weight))
         return torch.addmm(weight.double(), up, down, alpha=self._factor).to(weight.dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -129,21 +132,23 @@ class Merged(Mapping[str, Tensor]):
 def open_tensors(checkpoint: Checkpoint, name: str = MODEL, merged: bool = True) -> JoinedShards | Merged:
     """Open the tensors of a checkpoint's file, or of its shards, each read from disk when it is accessed.
 
+    For a run with adapters (MODEL.LORA), the tensors of its file of frozen weights are added.
+
     name: name of the file
-    merged: for a run with adapters (MODEL.LORA), whether to merge them into the weights; otherwise, frozen weights and
-        adapters are separate tensors
+    merged: whether to merge adapters into the weights; otherwise, frozen weights and adapters are separate tensors
     """
     folder = checkpoint.folder
-    shards = files_of(name, checkpoint.meta.get("files", ())) or [name]
-    files = [folder / shard for shard in shards]
-    frozen_weights = base_file(folder, checkpoint.meta)
-    if frozen_weights is not None:
-        files.insert(0, frozen_weights)
+    # The file itself, or its shards; if neither is recorded, the file itself.
+    names = files_of(name, checkpoint.meta.get("files", ())) or [name]
+    files = [folder / file_name for file_name in names]
+    frozen_file = base_file(folder, checkpoint.meta)
+    if frozen_file is not None:
+        files.insert(0, frozen_file)
     try:
         tensors = JoinedShards(files)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / name}: cannot be read ({error}).") from None
-    if frozen_weights is None or not merged:
+    if frozen_file is None or not merged:
         return tensors
     return Merged(tensors, checkpoint.meta[LORA]["factor"])
 
@@ -163,7 +168,9 @@ def fp32_modules(chosen: Chosen) -> list[str]:
         return chosen.meta["fp32_modules"]
     # Nearly all of the state belongs to the optimiser, and is not read.
     state = read_state(chosen.checkpoint, mapped=True)
-    check_fields(create_model("MovedModules", fp32_modules=(list[str], ...)), state, chosen.place / STATE)
+    # A pydantic model of the one field that is read, to report a damaged file.
+    needed_field = create_model("MovedModules", fp32_modules=(list[str], ...))
+    check_fields(needed_field, state, chosen.place / STATE)
     return state["fp32_modules"]
 
 

@@ -73,9 +73,11 @@ def load_model(path: Path, weights: str) -> Loaded:
         raise ValueError(str(error)) from None
     except (KeyError, OSError, SafetensorError) as error:
         raise ValueError(f"{path}: damaged ({type(error).__name__}: {error}).") from None
-    except RuntimeError as error:  # The names or shapes of tensors differ from those of the model.
+    except RuntimeError as error:
+        # `load_state_dict` raises this if the names or shapes of tensors differ from those of the model.
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
-        raise ValueError(f"{path}: the weights do not fit timm's plain model ({reason}). {_export(path)}") from None
+        advice = _advice_to_export(path)
+        raise ValueError(f"{path}: the weights do not fit timm's plain model ({reason}). {advice}") from None
     vars(model)["vitamp"] = Origin(
         path=chosen.place.absolute(),
         weights=chosen.which.name,
@@ -89,6 +91,8 @@ def load_model(path: Path, weights: str) -> Loaded:
 
 def _build(meta: Mapping[str, Any], path: Path) -> nn.Module:
     """Build the model with timm, without pretrained weights; the caller's random number generators do not change.
+
+    ValueError if the model has no classes, is of the user's own code, or was saved without the arguments for timm.
 
     meta: fields of meta.json
     path: where they come from, for errors
@@ -105,8 +109,9 @@ def _build(meta: Mapping[str, Any], path: Path) -> nn.Module:
                 f"{path}: this model is code of its run's own, which is not executed here. Export it, with your "
                 f"consent, to a program that torch alone runs: {EXPORT} {path} -trust -to torch -out model.pt2"
             )
-        raise ValueError(f"{path}: an earlier version wrote it, without the arguments of timm's model. {_export(path)}")
-    with torch.random.fork_rng(devices=[]):
+        advice = _advice_to_export(path)
+        raise ValueError(f"{path}: an earlier version wrote it, without the arguments of timm's model. {advice}")
+    with torch.random.fork_rng(devices=[]):  # Restores the CPU's generator afterwards; no GPU is used here.
         model = timm.create_model(timm_call["name"], **timm_call["arguments"])
         pool = meta["settings"].get("MODEL.POOL")
         if pool:
@@ -114,8 +119,8 @@ def _build(meta: Mapping[str, Any], path: Path) -> nn.Module:
         return model
 
 
-def _export(path: Path) -> str:
-    """The advice to export the model instead, with the command."""
+def _advice_to_export(path: Path) -> str:
+    """Return the advice to export the model instead, with the command."""
     return f"Export it, and load the file: {EXPORT} {path} -to safetensors -out model.safetensors"
 
 
@@ -130,9 +135,10 @@ def transform_of(about: Mapping[str, Any], most: int = MOST_BYTES) -> v2.Compose
     channels = about["channels"]
     bits = about.get("bits")
     background = about.get("background")
+    # "crop" is none if validation resizes images without cropping. Otherwise, "crop_mode" is the mode of `Resized`.
     mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")
     low, high = about.get("range", (0, 255))
-    border = [low + (high - low) * value for value in about["mean"]]  # in stored values
+    border = [low + (high - low) * value for value in about["mean"]]  # the mean colour, in stored values
     steps: list[Callable[[Any], Any]] = []
     if bits:
         steps.append(partial(planes_of, channels=channels, bits=bits, most=most))
@@ -140,7 +146,7 @@ def transform_of(about: Mapping[str, Any], most: int = MOST_BYTES) -> v2.Compose
         background_colour = tuple(background) if background else None
         steps.append(Upright(channels, bool(about.get("exif_rotate")), background_colour, most))
         steps.append(v2.PILToTensor())
-        border = [min(255, max(0, round(shade))) for shade in border]
+        border = [min(255, max(0, round(shade))) for shade in border]  # Photographs have bytes.
     steps.append(Resized(about["image_size"], mode, about["crop_pct"], about["interpolation"], tuple(border)))
     steps.append(Normalised(tuple(about["mean"]), tuple(about["std"]), low, high))
     return v2.Compose(steps)

@@ -149,7 +149,10 @@ class Chosen:
 
     @property
     def calibration(self) -> Calibration | None:
-        """The temperature that was fitted to exactly these weights; None without one."""
+        """The temperature that was fitted to exactly these weights; None without one.
+
+        A file of weights alone has it in its header; that of a checkpoint is in the run's calibration.json.
+        """
         if self.checkpoint is None:
             recorded = self.meta.get("calibration")
             return Calibration.model_validate(recorded) if recorded else None
@@ -176,7 +179,8 @@ class Chosen:
 def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
     """Choose weights at a path: a run, a checkpoint, a file in one, or a file of weights alone.
 
-    weights: a value of -weights; `auto` for a file in a checkpoint means this file
+    weights: a value of -weights, which always counts: `model`, `ema` or `auto`. With `auto`, a path to a file of a
+        checkpoint chooses this file, and any other path the set of weights that validated better.
     """
     path = located(path)
     if not path.exists():
@@ -184,12 +188,14 @@ def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: this is {kind_of_path(path)}. Name a run, a checkpoint, or a file of weights.")
 
-    # Find the checkpoint, and its sets of weights. `chosen` is not complete before the end.
+    # Find the checkpoint, and its sets of weights. The set and the words of `chosen` are final only at the end.
     place_reasons = []
     wanted = BETTER
-    if path.is_file() and path.name != META and seal_of(path) is None:
+    # The meta.json of a checkpoint records the size and hash of each of its other files.
+    is_weights_alone = path.is_file() and path.name != META and seal_of(path) is None
+    if is_weights_alone:
         meta, only_set = read_weights_meta(path)
-        chosen = Chosen(path, only_set, "", (only_set,), meta)
+        chosen = Chosen(place=path, which=only_set, words="", sets=(only_set,), meta=meta)
     else:
         folder, why_this_checkpoint = checkpoint_of(path)
         if why_this_checkpoint:
@@ -197,20 +203,20 @@ def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
         checkpoint = inspect(folder)
         meta = checkpoint.meta
         sets = tuple(which for which in SETS if checkpoint.has(which.file))
-        chosen = Chosen(folder, sets[0], "", sets, meta, checkpoint)
+        chosen = Chosen(place=folder, which=sets[0], words="", sets=sets, meta=meta, checkpoint=checkpoint)
         for which in SETS:
             if path.name == which.file:
                 wanted = which.name
         if meta["update"] == 0 and meta["settings"].get("MODEL.NEW_CLASSIFIER") == "probe":
             place_reasons.append("the linear probe before the first update")
 
-    # Choose one set of weights.
+    # Choose one set of weights: that of -weights, else that of the path's file, else the better one.
     set_reason = ""
     if weights != BETTER:
         wanted = weights
         set_reason = f"-weights {weights}"
     if wanted != BETTER:
-        chosen = chosen.other(set_named(wanted))
+        chosen = chosen.other(set_named(wanted))  # a UserError if the checkpoint does not have it
     which, set_words = choose_weights(meta, chosen.sets, wanted, set_reason)
     place_words = chosen.place.name
     if place_reasons:
@@ -223,16 +229,19 @@ def choose_weights(
 ) -> tuple[WeightSet, str]:
     """Choose one of the available sets of weights, and describe the choice for the log.
 
+    With `wanted` auto, this is the only set, else that with the better validation after this update, else that with the
+    best validation of the run, else the plain weights.
+
     meta: content of a checkpoint's meta.json, which may be of another program
     available: at least one set
     wanted: a value of -weights
     reason: why this set is wanted, in words; '' if `wanted` is auto
     """
     metrics_of_sets = _metrics(meta)
-    by = _deciding_metric(meta, metrics_of_sets)
-    values = {which: metrics[by.name] for which, metrics in metrics_of_sets.items() if by.name in metrics}
-    better_set = best_set(values, by)
-    best_validation = meta.get("best")
+    metric = _deciding_metric(meta, metrics_of_sets)
+    values = {which: metrics[metric.name] for which, metrics in metrics_of_sets.items() if metric.name in metrics}
+    better_set = best_set(values, metric)
+    best_validation = meta.get("best")  # of the run
     why = ""
     if wanted != BETTER:
         which = set_named(wanted)
@@ -252,10 +261,10 @@ def choose_weights(
     if why:
         words += f" ({why})"
     if which in values:
-        words += f", {by.words} {by.number(values[which])}"
+        words += f", {metric.words} {metric.number(values[which])}"
     for other_set, value in values.items():
         if other_set != which and other_set in available:
-            words += f"; {other_set.label}: {by.number(value)}"
+            words += f"; {other_set.label}: {metric.number(value)}"
     return which, words
 
 
@@ -307,7 +316,7 @@ def read_header(file: Path) -> dict[str, Any]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}).") from None
     fields: dict[str, Any] = header.copy()
-    # A header has only strings. Lists, dictionaries and null are stored as JSON; any other text is itself.
+    # A header has only strings. Lists, dictionaries and null are stored as JSON; any other text, even a number, stays.
     for key, text in header.items():
         with contextlib.suppress(ValueError):
             value = parse_json(text)
@@ -316,17 +325,18 @@ def read_header(file: Path) -> dict[str, Any]:
     exported_fields = fields.get(EXPORTED)
     if isinstance(exported_fields, dict):
         fields = exported_fields
-    # An export has the fields about timm's model, and those of `input`, at the top level.
+    # An export has the fields about timm's model, and those of `input`, at the top level. meta.json has them one level
+    # below, so that all of an export's fields also become its `input`.
     if "timm_name" in fields:
         timm_call = {"name": fields["timm_name"], "arguments": fields.get("timm_arguments", {})}
-        return {**fields, "timm": timm_call, "input": fields}
+        return fields | {"timm": timm_call, "input": fields}
     return fields
 
 
 def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
-    """Read the fields of meta.json in the header of a file of weights alone, and tell which set of weights it is.
+    """Read the fields of meta.json in the header of a file of weights alone; return them, and its set of weights.
 
-    Raises UserError if the header does not have them.
+    Raises UserError if the header does not have the fields in NEEDED, or was not written by vitamp.
     """
     if file.suffix != ".safetensors":
         kind = "not weights of vitamp"
@@ -345,10 +355,12 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
     check_fields(WeightsMeta, header, file)
     if header.get("calibration"):
         check_fields(Calibration, header["calibration"], file)
-    # An export names its weights "ema", a file of checkpoint.py strip "the EMA".
+    # The header describes its weights in words: an export by "ema", a file of checkpoint.py strip by "the EMA". Without
+    # the name of another set, they are the plain weights.
     words = str(header.get("weights"))
     for which in SETS:
-        if which != PLAIN and re.search(rf"\b{which.name}\b", words, re.IGNORECASE):
+        is_named = re.search(rf"\b{which.name}\b", words, re.IGNORECASE) is not None
+        if which != PLAIN and is_named:
             return header, which
     return header, PLAIN
 

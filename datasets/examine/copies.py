@@ -52,11 +52,12 @@ def digest_of(encoded: Encoded) -> bytes:
 
 
 def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
-    """Find validation images whose bytes are those of a training image, in at most so many seconds.
+    """Find validation images that have the same bytes as a training image. `seconds` is the longest time of the search.
 
     The two may be other splits as well, such as validation and test. Images of equal file size are compared by a hash
     of their contents. If the time is too short, a random part of the images is compared; the result says how many.
     """
+    # The first part of the time is for the file sizes of both splits, the rest for the contents.
     begin = time.monotonic()
     end = begin + seconds
     validation_sizes = _file_sizes(validation, begin + SIZES_OF_VALIDATION * seconds)
@@ -68,13 +69,13 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
     of_unique_size = len(known_sizes) - np.isin(known_sizes, shared_sizes).sum()
     copies = Copies(found=0, compared=int(of_unique_size), training=int((training_sizes >= 0).sum()))
 
-    training_of_size = _grouped_by_size(training_sizes)
-    validation_of_size = _grouped_by_size(validation_sizes)
+    training_images_of_size = _lookup_by_size(training_sizes)
+    validation_images_of_size = _lookup_by_size(validation_sizes)
     for size in np.random.default_rng(0).permutation(shared_sizes).tolist():
-        training_digests = dict(_digests(train, training_of_size(size), end))
-        validation_images = validation_of_size(size)
+        training_digests = dict(_digests(train, training_images_of_size(size), end))
+        validation_images = validation_images_of_size(size)
         validation_digests = list(_digests(validation, validation_images, end))
-        if time.monotonic() > end:
+        if time.monotonic() > end:  # perhaps not all images of this size have a digest, so they do not count
             break
         copies.compared += len(validation_images)
         for digest, image in validation_digests:
@@ -109,8 +110,8 @@ def _file_sizes(samples: Samples, end: float) -> np.ndarray:
     return sizes
 
 
-def _grouped_by_size(sizes: np.ndarray) -> Callable[[int], list[int]]:
-    """Return a function that gives the indices of all images of one size, without a search through all images."""
+def _lookup_by_size(sizes: np.ndarray) -> Callable[[int], list[int]]:
+    """Sort images by their size, and return a function that looks up the indices of all images of one size."""
     order = np.argsort(sizes, kind="stable")
     sorted_sizes = sizes[order]
 
@@ -129,31 +130,34 @@ def _digests(samples: Samples, images: list[int], end: float) -> Iterator[tuple[
 
 
 def add_copies(findings: Findings, images: Iterable[Image]) -> None:
-    """Add the scanned images that have equal bytes or pixels to the findings.
+    """Add the scanned images that have equal bytes or pixels to the findings. `images` is in the order of the splits.
 
-    Copies with different labels are all added, because none of the labels is known to be right. Of other copies, the
-    first in each split stays out of the duplicates, and the last split keeps its images when splits overlap.
+    Copies with different labels are all added, because none of the labels is known to be right. Copies with one label
+    are added so that leaving out the findings leaves one image: within a split, all but the first are duplicates; if
+    several splits have the image, all images of the earlier splits overlap with the last split.
     """
     by_kind = findings.by_kind
     by_content = defaultdict[bytes, list[Image]](list)
     for image in images:
-        if image.scan.same:
-            by_content[image.scan.same].append(image)
+        content_hash = image.scan.same
+        if content_hash:  # empty if the image cannot be read
+            by_content[content_hash].append(image)
     for copies in by_content.values():
         if len(copies) == 1:
             continue
         if len({copy.label for copy in copies}) > 1:
             for copy in copies:
-                contradicting = [image for image in copies if image.label != copy.label]
-                by_kind[CONFLICTS].append(finding_of_copy(copy, contradicting[0]))
+                contradicting = next(image for image in copies if image.label != copy.label)
+                by_kind[CONFLICTS].append(finding_of_copy(copy, contradicting))
             continue
         by_split = [list(group) for _, group in itertools.groupby(copies, key=lambda copy: copy.split.title)]
-        in_last_split = by_split[-1][0]
+        original = by_split[-1][0]  # in the last split
         for first, *later in by_split:
             kind = DUPLICATES if first.split.title == "training" else DUPLICATES_OF_OTHERS
             by_kind[kind] += [finding_of_copy(copy, first) for copy in later]
-            if first.split is not in_last_split.split:
-                by_kind[OVERLAP] += [finding_of_copy(copy, in_last_split) for copy in (first, *later)]
+            is_last_split = first.split is original.split
+            if not is_last_split:
+                by_kind[OVERLAP] += [finding_of_copy(copy, original) for copy in (first, *later)]
 
 
 def finding_of_copy(image: Image, original: Image, likeness: str = "") -> Finding:

@@ -243,7 +243,7 @@ class Findings:
         return [name for name, count in validation.items() if not count and training.get(name)]
 
     def pairs(self) -> list[tuple[str, str, Copies]]:
-        """Return each two splits that were searched for copies: the copies' split, the originals' split, the copies.
+        """Return each search for copies: the split of the copies, the split of the originals, and the copies.
 
         Empty if no copies were searched for.
         """
@@ -254,17 +254,20 @@ class Findings:
 
 
 def _images_by_class(splits: Mapping[str, Samples], unnamed: str, num_classes: int) -> dict[str, dict[str, int]]:
-    """Count the images of each class in each split.
+    """Count the images of each class in each split. Returns title of the split -> name of the class -> number.
 
-    Classes are called by their names, which come with the label where two classes have one name. If the data set has no
-    names, the labels from 0 to the largest one below `num_classes` are the names, after the prefix `unnamed`. Labels
-    that belong to no class are counted as `label 7`.
+    A class is called by its name; if two classes have the same name, the label is added to it. If the data set has no
+    names, they are made of the prefix `unnamed` and the label, for labels from 0 to the largest one below
+    `num_classes`. Other labels are counted as `label 7`.
     """
     first_split = next(iter(splits.values()))
     several_labels = first_split.labels.ndim == 2
     names = distinct_names(first_split.classes or ())
     if not names:
-        largest = max(samples.labels[samples.labels < num_classes].max(initial=-1) for samples in splits.values())
+        largest_of_splits = (
+            samples.labels[samples.labels < num_classes].max(initial=-1) for samples in splits.values()
+        )
+        largest = max(largest_of_splits)
         number_of_classes = first_split.labels.shape[1] if several_labels else int(largest) + 1
         names = [f"{unnamed}{label}" for label in range(number_of_classes)]
 

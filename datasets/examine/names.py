@@ -24,10 +24,13 @@ MOST_NAMES = 200_000
 
 
 def companions_of(splits: Mapping[str, Samples]) -> str:
-    """Return a sentence if many images have the name of another one but for the ending, as masks have; else ''."""
+    """Return a sentence if many images differ from another one only in the ending of the name; else ''.
+
+    Masks have such names. `splits`: title -> samples of a split.
+    """
     if not _have_names(splits):
         return ""
-    names = set[str]()  # images of tables may share a file
+    names = set[str]()  # a set, because several rows of a table may name one file
     for samples in splits.values():
         names.update(samples.name(image) for image in range(len(samples)))
     by_stem = defaultdict[str, list[str]](list)
@@ -45,31 +48,43 @@ def companions_of(splits: Mapping[str, Samples]) -> str:
 
 
 def series_of(splits: Mapping[str, Samples], data: DataConfig) -> str:
-    """Return a sentence if images of one group are in several splits; else ''.
+    """Return a sentence if images of one group are in several splits, as those of one patient may be; else ''.
 
-    The groups are those of DATA.GROUP. Without it, images with similar names are taken for a group.
+    The groups are those of DATA.GROUP. Without it, each pattern of IN_NAMES is tried: images are a group if the part
+    of their names that the pattern matches is the same. `splits`: title -> samples of a split.
     """
     if data.GROUP is not None:
         return _sentence_on_groups(splits, data.GROUP)
     if not _have_names(splits):
         return ""
-    for word, (pattern, name_part) in IN_NAMES.items():
+    # `setting` is the value of DATA.GROUP for this pattern; `in_words` says which part of a name is compared.
+    for setting, (pattern, in_words) in IN_NAMES.items():
         divided = _divided_groups(_groups_by_name(splits, pattern))
+        # A smaller fraction of each split may be chance.
         if divided.largest_fraction >= NOTED:
-            keeps = "keeps them on one side of the split" if comes_unsplit(data) else "names them; split by them"
+            if comes_unsplit(data):
+                effect = "keeps them on one side of the split"
+            else:
+                effect = "names them; split by them"
+            # divided.images is text, such as "3 of 10 validation images".
             return (
-                f"{name_part}, the names of {divided.images} are also those of images in another split, such as "
-                f"{min(divided.groups)}. If such images show one thing, 'DATA.GROUP={word}' {keeps} (docs/splits.md)"
+                f"{in_words}, the names of {divided.images} are also those of images in another split, such as "
+                f"{min(divided.groups)}. If such images show one thing, 'DATA.GROUP={setting}' {effect} "
+                "(docs/splits.md)"
             )
     return ""
 
 
 def _sentence_on_groups(splits: Mapping[str, Samples], setting: str) -> str:
-    """Return a sentence if groups of DATA.GROUP are in several splits, or if each group is one image; else ''."""
+    """Return a sentence if groups of DATA.GROUP are in several splits, or if each group is one image; else ''.
+
+    `setting`: the value of DATA.GROUP.
+    """
     groups = {title: samples.groups or [] for title, samples in splits.items()}
-    number = sum(map(len, splits.values()))
-    if len(set(chain.from_iterable(groups.values()))) == number:
-        each = f"each of {counted(number, 'image')} is a group of its own, which changes nothing"
+    number_of_images = sum(map(len, splits.values()))
+    number_of_groups = len(set(chain.from_iterable(groups.values())))
+    if number_of_groups == number_of_images:
+        each = f"each of {counted(number_of_images, 'image')} is a group of its own, which changes nothing"
         return f"DATA.GROUP {setting}: {each}"
     divided = _divided_groups(groups)
     if not divided.groups:
@@ -89,18 +104,20 @@ def _have_names(splits: Mapping[str, Samples]) -> bool:
 def _groups_by_name(splits: Mapping[str, Samples], group_pattern: str) -> dict[str, list[str]]:
     """Return, for each split, the part of each image's name that may be the name of its group.
 
-    `group_pattern` matches this part. It is '' where it tells nothing: if it is the whole name, or if many images have
-    it.
+    `group_pattern` matches an image's file name; its first group in brackets is this part. The part is '' if the
+    pattern does not match, if the part is the whole match, or if too many images have it to be of one thing.
     """
     pattern = re.compile(f"(?:.*/)?{group_pattern}")
     groups = dict[str, list[str]]()
     labels = list[int]()
     for title, samples in splits.items():
         matches = (pattern.match(samples.name(image)) for image in range(len(samples)))
+        # Something must follow the part, such as the number of the image in its series.
         groups[title] = [match[1] if match and match.end(1) < match.end() else "" for match in matches]
+        # Images with several labels count as one class.
         labels += samples.labels.tolist() if samples.labels.ndim == 1 else [0] * len(samples)
 
-    # Images of all splits count together.
+    # Images of all splits count together. A part that many images have is a camera's, or the name of a class.
     all_groups = list(chain.from_iterable(groups.values()))
     group_sizes = Counter(all_groups)
     class_sizes = Counter(labels)
@@ -125,13 +142,20 @@ class DividedGroups(NamedTuple):
 
 
 def _divided_groups(groups: Mapping[str, Sequence[str]]) -> DividedGroups:
-    """Find the groups that are in more than one split. `groups` has the group of each image ('' for none) by split."""
+    """Find the groups that are in more than one split. `groups`: title of a split -> group of each image, '' for none.
+
+    Only images in later splits than the first one of their group are counted.
+    """
     first_split_of = dict[str, str]()
     divided = set[str]()
     counts = list[str]()
     largest_fraction = 0.0
     for title, groups_of_split in groups.items():
-        shared = [group for group in groups_of_split if group and first_split_of.setdefault(group, title) != title]
+        shared = list[str]()
+        for group in filter(None, groups_of_split):
+            first_split = first_split_of.setdefault(group, title)
+            if first_split != title:
+                shared.append(group)
         if shared:
             divided.update(shared)
             counts.append(f"{len(shared):,} of {len(groups_of_split):,} {title} images")

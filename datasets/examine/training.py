@@ -37,14 +37,16 @@ def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples
     splits = {"training": train, "validation": validation}
     if test is not None:
         splits["test"] = test
-    findings = Findings.of(splits, data, "label ")
-    if validation.labels.ndim == 1 and len(validation):
+    findings = Findings.of(splits, data, "label ")  # classes without names are called label 0, label 1, ...
+    has_one_label = validation.labels.ndim == 1  # per image
+    if has_one_label and len(validation) > 0:
         largest = max(findings.classes["validation"].values(), default=0)
         findings.largest_class_percent = 100 * largest / len(validation)
     seconds = float("inf")
     if data.CHECK == "quick":
         searches = 1 if test is None else 3  # one for each two splits
         seconds = QUICK_SECONDS / searches
+    # Copies are found by the bytes of files on this machine.
     if not any(samples.stored == "pixels" or samples.remote for samples in splits.values()):
         findings.copies = find_copies(train, validation, seconds)
         if test is not None:
@@ -60,8 +62,9 @@ def check_data(
 ) -> list[str]:
     """Check the data set before training: log warnings, write the findings into data.json, and return notes to log.
 
-    `folder` is that of the run, or None for a dry run, which writes nothing. `alike` is `Findings.alike`.
-    A data set that is held in memory comes with the program, so it is not checked and has no notes.
+    `folder` is that of the run, or None for a dry run, which writes nothing. `alike`: how many validation images look
+    like a training image, and how many were compared; empty if unknown. A data set that is held in memory comes with
+    the program, so it is not checked and has no notes.
     """
     train = train_set.single_images()
     validation = val_set.single_images()
@@ -70,6 +73,7 @@ def check_data(
     findings = examine(train, validation, config.DATA, None if train.remote else open_test(config.DATA))
     findings.alike = alike
     if config.task == NO_LABELS:
+        # The labels are placeholders, so no classes are reported. Their splits stay: notes and data.json name them.
         findings.classes = {title: {} for title in findings.classes}
         findings.largest_class_percent = None
 
@@ -93,7 +97,10 @@ def check_data(
 
 
 def _data_arguments(argv: list[str]) -> list[str]:
-    """Return the arguments of a training's command line that say which images it reads, and for which model."""
+    """Return the arguments of a training's command line that say which images it reads, and for which model.
+
+    `argv`: the whole command line, with the name of the program.
+    """
     given = parse(argv[1:], argv[0])
 
     def is_about_data(key: str) -> bool:
@@ -103,7 +110,8 @@ def _data_arguments(argv: list[str]) -> list[str]:
     for key, (value, flag) in given.flags.items():
         if is_about_data(key):
             arguments.append(flag)
-            if value is not True:  # a flag without a value
+            has_value = value is not True  # True stands for a flag alone
+            if has_value:
                 arguments.append(str(value))
     return arguments + [f"{key}={value}" for key, value in given.words.items() if is_about_data(key)]
 
@@ -118,18 +126,21 @@ def notes_of(findings: Findings, config: Config, command: str) -> list[str]:
 
 
 def _class_counts(findings: Findings) -> str:
-    """Say how many images the splits have, and how many the smallest and the largest class of training."""
+    """Return a note that says how many images the splits have, and the smallest and the largest class of training."""
     splits = ", ".join(f"{count:,} {title}" for title, count in findings.images.items())
     text = f"Data: {splits} images"
-    class_sizes = findings.classes["training"]
-    if not class_sizes:
+    size_of_class = findings.classes["training"]  # name -> number of images
+    if not size_of_class:
         return text
-    smallest = min(class_sizes, key=lambda name: class_sizes[name])
-    largest = max(class_sizes, key=lambda name: class_sizes[name])
-    range_text = f"from {class_sizes[smallest]:,} ({smallest}) to {class_sizes[largest]:,} ({largest}) training images"
-    if class_sizes[smallest] == class_sizes[largest]:
-        range_text = f"each of {counted(class_sizes[largest], 'training image')}"
-    text += f" in {len(class_sizes):,} classes, {range_text}"
+    smallest = min(size_of_class, key=lambda name: size_of_class[name])
+    largest = max(size_of_class, key=lambda name: size_of_class[name])
+    if size_of_class[smallest] == size_of_class[largest]:
+        sizes = f"each of {counted(size_of_class[largest], 'training image')}"
+    else:
+        sizes = (
+            f"from {size_of_class[smallest]:,} ({smallest}) to {size_of_class[largest]:,} ({largest}) training images"
+        )
+    text += f" in {len(size_of_class):,} classes, {sizes}"
     if findings.largest_class_percent is not None:
         text += f". Always guessing the largest class would give {findings.largest_class_percent:.1f} % in validation"
     return text
@@ -139,8 +150,9 @@ def _notes_on_unequal_classes(findings: Findings, config: Config) -> Iterator[st
     """Yield a note if the largest class is much larger than the smallest, with the settings that balance classes."""
     train = config.TRAIN
     class_sizes = [count for count in findings.classes["training"].values() if count]
-    # Without epochs, such as for a probe, no setting can balance classes.
-    if findings.largest_class_percent is None or not class_sizes or not train.NUM_EPOCHS:
+    # Classes can only be balanced with one label per image, and not without epochs, such as for a probe.
+    has_one_label = findings.largest_class_percent is not None
+    if not has_one_label or not class_sizes or not train.NUM_EPOCHS:
         return
     ratio = max(class_sizes) / min(class_sizes)
     if max(class_sizes) < UNEQUAL * min(class_sizes):
@@ -151,6 +163,7 @@ def _notes_on_unequal_classes(findings: Findings, config: Config) -> Iterator[st
     settings = "DATA.SAMPLER=balanced"
     if has_class_weights:
         settings += " or TRAIN.CLASS_WEIGHTS=balanced"
+    # Advise what the run does not do yet: to balance classes in training, and to choose the best checkpoint by class.
     balances = train.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced"
     chooses_by_class = config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
     if balances and chooses_by_class:
@@ -173,18 +186,22 @@ def _notes_on_unequal_classes(findings: Findings, config: Config) -> Iterator[st
 
 
 def _notes_on_storage(findings: Findings, data: DataConfig, command: str) -> Iterator[str]:
-    """Yield notes on names, formats, sizes, colours and EXIF data of the images. `command` as in `notes_of`."""
+    """Yield notes on names, formats, sizes, colours and EXIF data of the images.
+
+    `command`: the call of check_data.py for this data set, which a note names.
+    """
     of_images = f"of {findings.looked_at:,} training images"
     if findings.looked_at != findings.images["training"]:
         of_images += " looked at"
     if findings.series and data.GROUP is None:
         yield findings.series
-    if findings.unlike:
+    if findings.unlike:  # images in a rare format
         yield f"Perhaps placeholders, in another format than the others {of_images}: {some_of(findings.unlike)}"
-    reduction = findings.shorter / min(sides(data.IMAGE_SIZE))
+    median_side = findings.shorter
+    reduction = median_side / min(sides(data.IMAGE_SIZE))
     if reduction >= REDUCED:
         yield (
-            f"Images of {findings.shorter:,} pixels on the shorter side (the median) are seen at {data.IMAGE_SIZE}: "
+            f"Images of {median_side:,} pixels on the shorter side (the median) are seen at {data.IMAGE_SIZE}: "
             f"details of fewer than {reduction:.0f} pixels are lost. If they count, -image_size keeps more"
         )
     transparent = findings.modes.get(TRANSPARENT)
@@ -203,7 +220,10 @@ def _notes_on_storage(findings: Findings, data: DataConfig, command: str) -> Ite
 
 
 def _notes_on_search(findings: Findings, command: str) -> Iterator[str]:
-    """Yield a note if images were not searched for copies, or not all. `command` as in `notes_of`."""
+    """Yield a note if images were not searched for copies, or not all of them were.
+
+    `command`: the call of check_data.py for this data set, which searches all.
+    """
     if findings.copies is None:
         yield (
             "Not searched for copies in both splits, because the images are raw pixels or not on this machine; "
@@ -212,10 +232,11 @@ def _notes_on_search(findings: Findings, command: str) -> Iterator[str]:
     for split, original_split, copies in findings.pairs():
         images = findings.images[split]
         originals = findings.images[original_split]
-        if copies.compared < images or copies.training < originals:
+        originals_compared = copies.training
+        if copies.compared < images or originals_compared < originals:
             compared = f"{copies.compared:,} of {images:,} {split} images"
-            if copies.training < originals:
-                compared += f" with {copies.training:,} of {originals:,} {original_split} images"
+            if originals_compared < originals:
+                compared += f" with {originals_compared:,} of {originals:,} {original_split} images"
             only = f"only {compared}, in the time of DATA.CHECK quick"
             yield f"Searched for copies in both splits: {only}; `{command}` compares all"
 
@@ -223,18 +244,20 @@ def _notes_on_search(findings: Findings, command: str) -> Iterator[str]:
 def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[str]:
     """Yield a warning for each finding that makes validation metrics wrong, with the remedy.
 
-    `command` as in `notes_of`.
+    `command`: the call of check_data.py for this data set, which shows the images.
     """
+    # A sentence on groups that are in several splits. Without DATA.GROUP, groups are only guessed: that is a note.
     if findings.series and data.GROUP is not None:
         yield f"{findings.series}."
+    # A sentence on images that may be masks of others.
     if findings.companions:
         yield f"{findings.companions}."
 
-    # When they open a validation split that comes with the data, these data sets warn of missing classes themselves,
-    # but before DATA.EXCLUDE removes images.
     unvalidated = findings.unvalidated
-    has_warned = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")
-    if unvalidated and (not has_warned or data.EXCLUDE or comes_unsplit(data)):
+    # These data sets warn of classes without images when they open a validation split that comes with the data. But
+    # they make no warning of a split that the program makes, and none of classes that DATA.EXCLUDE empties later.
+    warns_itself = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")
+    if unvalidated and (not warns_itself or data.EXCLUDE or comes_unsplit(data)):
         count = f"{len(unvalidated):,} of {len(findings.classes['training']):,} (the first: {unvalidated[0]})"
         yield f"Classes without validation images, of which no metric tells: {count}. Validation needs images of them."
 
@@ -244,10 +267,11 @@ def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[
         copy, original = copies.examples[0]
         labels = f", {copies.relabelled:,} of them with another label there" if copies.relabelled else ""
         counts = f"{copies.found:,} of {copies.compared:,} {split} images{labels}. {copy} has the bytes of {original}"
-        advice = f"`{command}` lists them"
         if original_split == "training":
             advice = f"`{command} -fix exclude.txt` lists the copies, and with -near edited ones, too; train with "
             advice += "DATA.EXCLUDE=exclude.txt"
+        else:
+            advice = f"`{command}` lists them"
         yield f"Copies of {original_split} images, on which a model does better than on new ones: {counts}. {advice}."
 
     look_alike = alike_in_words(findings.alike)

@@ -44,15 +44,16 @@ class Plan:
     def begin(self, batches: Iterable[tuple[int, np.ndarray]], ahead: int | None = None) -> None:
         """Replace the batches to come by these, each as (epoch, samples). They may be of several epochs.
 
-        `ahead`: each batch announces the samples of the one that comes so many batches later; None: nothing is
-        announced.
+        `ahead`: with each batch, the samples of the batch that comes `ahead` batches later are announced to their
+        source; None: nothing is announced. Batches are taken from the iterable only as they are loaded.
         """
         if ahead is None:
             self._rest = (Keys(epoch, batch) for epoch, batch in batches)
             return
+        # Two iterators over the batches: `later` is `ahead` batches further. At its end, nothing more is announced.
         current, following = itertools.tee(batches)
         later = (batch.tolist() for _, batch in itertools.islice(following, ahead, None))
-        self._rest = (Keys(epoch, batch, next(later, ())) for epoch, batch in current)
+        self._rest = (Keys(epoch, batch, later=next(later, ())) for epoch, batch in current)
 
     def __iter__(self) -> Iterator[Keys]:
         return self._rest
@@ -101,15 +102,19 @@ class _Loader:
         device: torch.device,
         broken: BrokenImages | BrokenInValidation | None,
     ) -> None:
+        """Set up torch's DataLoader, without starting processes; data in memory is loaded without it.
+
+        `broken` collects the images that could not be read; None: there are none, for data in memory.
+        """
         self._broken = broken
         self._fetch = _Fetch(dataset)
         self._device = device
         self.on_arrival: Callable[[], None] | None = None
         """Called when a batch arrives, before it is copied to the device"""
-        self._plan = Plan()
+        self._plan = Plan()  # without batches until `_begin`
         self._wait = 0.0
         """Seconds that this process waited for batches since the last `take_wait`"""
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
         """The stream that copies batches to the GPU; None without one"""
         self._processes: LoadingProcesses | None = None
         self._loader: DataLoader[Any] | None = None
@@ -130,19 +135,21 @@ class _Loader:
     def _begin(self, plan: Iterable[tuple[int, np.ndarray]], per_epoch: int) -> Iterator[Fetched]:
         """Begin to load the batches of a plan, each (epoch, samples); batches of an earlier plan are dropped.
 
-        `per_epoch`: batches of an epoch. Returns the batches as loading processes send them.
+        `per_epoch`: number of batches in an epoch. Returns an iterator over the batches as they are loaded.
         """
         begin = time.perf_counter()
         samples = self._fetch.dataset.single_images()
-        ahead = None if samples is None else samples.look_ahead()
-        if self._processes is None and self._loader is not None and self._loader.num_workers:
+        fraction_ahead = None if samples is None else samples.look_ahead()  # of an epoch
+        if self._processes is None and self._loader is not None and self._loader.num_workers > 0:
             from datasets.loading.workers import LoadingProcesses
 
+            # Before the plan begins: batches would be lost if processes have to be started again.
             self._processes = LoadingProcesses(self._loader)
-        self._plan.begin(plan, None if ahead is None else math.ceil(ahead * per_epoch))
-        if self._loader is None:
+        batches_ahead = None if fraction_ahead is None else math.ceil(fraction_ahead * per_epoch)
+        self._plan.begin(plan, batches_ahead)
+        if self._loader is None:  # data in memory
             fetched_batches: Iterator[Fetched] = map(self._fetch.__getitems__, self._plan)
-        elif self._processes is None:
+        elif self._processes is None:  # images are read in this process
             fetched_batches = iter(self._loader)
         else:
             self._processes.begin()
@@ -172,7 +179,10 @@ class _Loader:
         self._processes = self._loader = None
 
     def _receive(self, fetched: Fetched) -> Batch:
-        """Copy a batch to the device, and log what its loading process reports. Raises the TrainingError it sent."""
+        """Copy a batch to the device, and log what its loading process reports.
+
+        A TrainingError that the process sent in place of a batch is raised.
+        """
         if self.on_arrival is not None:
             self.on_arrival()
         if self._broken is not None:
@@ -181,13 +191,14 @@ class _Loader:
             warn_once(text)
         if isinstance(fetched.batch, TrainingError):
             raise fetched.batch
-        if self._copies is None:
+        if self._copy_stream is None:
             return self._on_device(fetched.batch)
-        # On a stream of its own, the copy runs while the batch before is computed.
-        with torch.cuda.stream(self._copies):
+        # On a stream of its own, the copy runs while the GPU computes the previous batch.
+        with torch.cuda.stream(self._copy_stream):
             batch = self._on_device(fetched.batch)
         computing = torch.cuda.current_stream(self._device)
-        computing.wait_stream(self._copies)
+        computing.wait_stream(self._copy_stream)
+        # The memory of a batch must not be reused by the copying stream before it has been computed.
         for tensor in batch:
             tensor.record_stream(computing)
         return batch
@@ -215,15 +226,17 @@ class TrainLoader(_Loader):
         return self.epochs((epoch,), start)
 
     def epochs(self, epochs: Iterable[int], start: int = 0) -> Iterator[Window]:
-        """Yield the windows of these epochs, from update `start` of the first. Take all batches of one before the next.
+        """Yield the window of each update in these epochs, from update `start` of the first epoch.
 
-        While the last batches of an epoch are used, loading processes load the first ones of the next.
+        All windows take their batches from one iterator, so the caller must take all batches of a window before those
+        of the next. While the last batches of an epoch are used, loading processes load the first ones of the next.
         """
         windows, windows_to_load = itertools.tee(self._windows(epochs, start))
-        fetched_batches = self._begin(_indices(windows_to_load), per_epoch=self.order.updates * self.order.accum)
+        batches_per_epoch = self.order.updates * self.order.accum
+        fetched_batches = self._begin(_indices(windows_to_load), per_epoch=batches_per_epoch)
         batches = self._batches(fetched_batches)
-        for _, shares in windows:
-            yield Window(shares, batches)
+        for _epoch, micro_batches in windows:
+            yield Window(micro_batches, batches)
 
     def _windows(self, epochs: Iterable[int], start: int) -> Iterator[tuple[int, tuple[MicroBatch, ...]]]:
         """Yield the epoch and this rank's micro-batches of each update."""
@@ -257,9 +270,10 @@ class ValLoader(_Loader):
         broken: BrokenInValidation | None = None,
         shard: Callable[[int, int, int, int], list[np.ndarray]] = validation_batches,
     ) -> None:
-        """`broken` collects the images that cannot be read; by default they end the validation with an error.
+        """Make this rank's batches of one pass through the split.
 
-        `shard` makes this rank's batches from (samples, batch size, rank, ranks).
+        `broken` collects the images that cannot be read; by default they end the validation with an error. `shard`
+        makes this rank's batches from (number of samples, batch size, rank, number of ranks).
         """
         self._pass_batches = shard(len(dataset), batch_size, rank, world)
         if broken is None and not dataset.in_memory:
@@ -268,19 +282,21 @@ class ValLoader(_Loader):
             broken = BrokenInValidation()
         self.broken = broken
         self._ahead: Iterator[Batch] = iter(())
+        """The batches that are being loaded"""
         self._passes_ahead = 0
-        super().__init__(dataset, min(workers, len(self._pass_batches)), 0, device, self.broken)
+        """Number of passes through the split whose batches `_ahead` has"""
+        super().__init__(dataset, min(workers, len(self._pass_batches)), seed=0, device=device, broken=self.broken)
 
     def __len__(self) -> int:
         return len(self._pass_batches)
 
     def load_ahead(self, passes: int) -> None:
-        """Let loading processes begin with the first of so many passes, unless they have begun already."""
+        """Let loading processes begin with the first of `passes` passes, unless they have begun already."""
         if self._loader is not None and self._loader.num_workers and not self._passes_ahead:
             self._plan_passes(passes)
 
     def _plan_passes(self, passes: int) -> None:
-        """Begin to load the batches of so many passes, one after the other."""
+        """Begin to load the batches of this number of passes, one pass after the other."""
         batches = itertools.chain.from_iterable(itertools.repeat(self._pass_batches, passes))
         plan = ((0, batch) for batch in batches)
         self._ahead = self._batches(self._begin(plan, per_epoch=len(self._pass_batches)))
@@ -315,15 +331,21 @@ class _Fetch(Dataset[Any]):
         self.dataset = dataset
 
     def __getitems__(self, keys: Keys) -> Fetched:
+        """Fetch the batch of these keys, with what this process has to report: broken images, and warnings.
+
+        Before, announce the samples of this batch and of a later one to their source, so that it can download them.
+        """
         samples = self.dataset.single_images()
         if keys.later is not None and samples is not None:
             announced = [index for _, index in keys]
             announced += keys.later
+            # The copies of a sample have higher indices: copy c of sample i is i + c * number of samples.
             samples.announce([index % len(samples) for index in announced if index != PADDING])
         try:
             batch = self.dataset.__getitems__(keys)
         except TrainingError as error:
             batch = error
-        lines = remarks.copy()
+        # `datasets.base.remark` collects the warnings of a loading process in this list.
+        warnings_to_send = remarks.copy()
         remarks.clear()
-        return Fetched(batch, self.dataset.take_broken(), lines)
+        return Fetched(batch, self.dataset.take_broken(), warnings_to_send)

@@ -55,10 +55,11 @@ class EpochOrder:
         shuffled: Callable[[np.random.Generator], np.ndarray] | None = None,
         sample_weights: np.ndarray | None = None,
     ) -> None:
-        """`accum`: micro-batches of each rank per update. `copies`: how often each sample is in an epoch.
+        """Count the samples and the updates of an epoch; UserError if DATA.DROP_LAST would leave out all samples.
 
-        `shuffled` draws the order of an epoch; by default a plain permutation, with all samples once.
-        `sample_weights`: the weight of each sample in the loss; None: all are equal.
+        `samples`: number of samples in the training split. `accum`: micro-batches of each rank per update. `copies`:
+        how often each sample is in an epoch. `shuffled` draws the order of an epoch; by default a plain permutation,
+        with all samples once. `sample_weights`: the weight of each sample in the loss; None: all are equal.
         """
         self.samples = samples
         self.batch_size = batch_size
@@ -69,8 +70,9 @@ class EpochOrder:
         self.seed = seed
         self._shuffled = shuffled or (lambda generator: generator.permutation(samples))
         self._sample_weights = sample_weights
-        self._per_window = accum * world
-        self.global_batch = batch_size * self._per_window
+        self._micro_batches_per_update = accum * world
+        self.global_batch = batch_size * self._micro_batches_per_update
+        # An epoch uses a multiple of this number of samples: whole updates, whole batches, or all samples.
         divisor = 1
         if drop_last == "update":
             divisor = self.global_batch
@@ -93,26 +95,26 @@ class EpochOrder:
             )
         # Rounded up: the last micro-batch may be smaller, and the last window may have fewer micro-batches.
         self._micro_batches = -(-self.used // batch_size)
-        self.updates = -(-self._micro_batches // self._per_window)
+        self.updates = -(-self._micro_batches // self._micro_batches_per_update)
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[MicroBatch, ...]]:
         """Yield this rank's micro-batches of each update, from update `start` (counted from 0) to the epoch's end."""
         permutation = self.permutation(epoch)
         for update in range(start, self.updates):
-            yield self._window(permutation, update * self._per_window)
+            yield self._window(permutation, update * self._micro_batches_per_update)
 
     def samples_of(self, update: int) -> int:
         """Return how many samples all ranks have in an update, which is counted from 0 within the epoch."""
         return min(self.global_batch, self.used - update * self.global_batch)
 
     def words(self) -> str:
-        """Describe the updates of an epoch, for the banner of a run."""
+        """Describe the updates of an epoch for the banner, such as "5 updates per epoch, the last of 3 images"."""
         last_samples = self.samples_of(self.updates - 1)
         left_out = self.samples - self.used
         text = f"{counted(self.updates, 'update')} per epoch"
         if last_samples < self.global_batch:
-            which = "the last" if self.updates > 1 else "which is"
-            text += f", {which} of {counted(last_samples, 'image')}"
+            small_update = "the last" if self.updates > 1 else "which is"
+            text += f", {small_update} of {counted(last_samples, 'image')}"
         if left_out:
             text += f"; {counted(left_out, 'image')} left out"
         return text
@@ -120,7 +122,7 @@ class EpochOrder:
     def warnings(self) -> Iterator[str]:
         """Yield warnings about a last update that is much smaller than the others, and about many images left out."""
         last_samples = self.samples_of(self.updates - 1)
-        left_out = self.samples - self.used
+        left_out = self.samples - self.used  # images per epoch, other ones in each epoch
         if self.updates > 1 and last_samples < FEW * self.global_batch:
             yield (
                 f"The last update of each epoch has {counted(last_samples, 'image')}, the others "
@@ -134,66 +136,78 @@ class EpochOrder:
             )
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """Return the samples in the order of an epoch, with the copies of each."""
-        return self._with_copies(self._shuffled(self._generator(epoch)), self.samples)
+        """Return the samples in the order of an epoch, each repeated `copies` times."""
+        return self._repeated(self._shuffled(self._generator(epoch)), self.samples)
 
     def _generator(self, epoch: int) -> np.random.Generator:
         return generator_of(self.seed, "order", epoch)
 
-    def _with_copies(self, permutation: np.ndarray, total: int) -> np.ndarray:
-        """Repeat each sample `copies` times in a row, and return the first `total` of the result.
+    def _repeated(self, permutation: np.ndarray, total: int) -> np.ndarray:
+        """Repeat each index of a permutation `copies` times in a row, and return the first `total` indices.
 
-        Copy c of sample i has the index i + c * samples. Samples that are copies already, as in a balanced order, get
-        `copies` copies each.
+        An index stands for a copy of a sample: copy c of sample i has the index i + c * number of samples. A balanced
+        order draws a sample several times, as copies 0, 1, 2 and so on; each of them is repeated here.
         """
         if self.copies == 1:
             return permutation
         positions = np.arange(total)
-        drawn_copy, sample = np.divmod(permutation[positions // self.copies], self.samples)
+        drawn_indices = permutation[positions // self.copies]
+        drawn_copy, sample = np.divmod(drawn_indices, self.samples)
+        # Drawn copy 0 becomes the copies 0 to copies - 1, drawn copy 1 the next ones.
         copy = drawn_copy * self.copies + positions % self.copies
         return sample + copy * self.samples
 
     def _window(self, permutation: np.ndarray, first: int) -> tuple[MicroBatch, ...]:
-        """Return this rank's micro-batches of an update. `first`: the epoch's number of the window's first one."""
+        """Return this rank's micro-batches of one update. Those of all ranks together are the window of the update.
+
+        `permutation`: the samples in the order of the epoch. `first`: number of the window's first micro-batch,
+        counted from the beginning of the epoch.
+        """
 
         def indices(number: int) -> np.ndarray:
-            """Samples of a micro-batch, which is counted from the first of the window."""
+            """Return the samples of a micro-batch. `number` counts from the beginning of the window."""
             begin = (first + number) * self.batch_size
             return permutation[begin : begin + self.batch_size]
 
-        in_window = min(self._per_window, self._micro_batches - first)
-        own_numbers, blank_number = self._share(in_window)
-        # The weight of each micro-batch in the loss. It is equal on all ranks, because all of them know all labels.
+        in_window = min(self._micro_batches_per_update, self._micro_batches - first)
+        rank_numbers, blank_number = self._numbers_of_rank(in_window)
+        # The weight in the loss of each micro-batch in the window, also of those of other ranks: their sum is needed.
+        # All ranks compute the same numbers, because all of them know all labels.
         counts = []
         for number in range(in_window):
             samples = indices(number)
             if self._sample_weights is None:
                 count = len(samples)
             else:
+                # Copies of a sample have higher indices; the remainder is the sample itself.
                 count = self._sample_weights[samples % self.samples].sum()
             counts.append(float(count))
         total = sum(counts)
         shares = [
             MicroBatch(number, indices(number), weight=counts[number] / total, counts=counts[number])
-            for number in own_numbers
+            for number in rank_numbers
         ]
-        if len(own_numbers) * self.world < in_window:
-            # All ranks need equally many micro-batches, or an all-reduce waits for ever. So this one gets a further
-            # micro-batch of weight 0, with a number that no other has.
+        if len(rank_numbers) * self.world < in_window:
+            # All ranks need equally many micro-batches, or an all-reduce waits for ever. So this rank gets a further
+            # micro-batch of weight 0. Its number seeds random numbers, so no other rank may have it: of the `world`
+            # numbers from `in_window` on, each rank takes the one whose remainder is its rank.
             number = in_window + (self.rank - in_window) % self.world
             shares.append(MicroBatch(number, indices(blank_number), weight=0.0))
         return tuple(shares)
 
-    def _share(self, in_window: int) -> tuple[Sequence[int], int]:
-        """Return the numbers of this rank's micro-batches in a window of so many.
+    def _numbers_of_rank(self, in_window: int) -> tuple[Sequence[int], int]:
+        """Divide the micro-batches of an update among the ranks: return this rank's numbers, and a number to repeat.
 
-        With them, return the number of the micro-batch that it computes with weight 0 if other ranks have one more.
+        `in_window`: number of micro-batches of all ranks in the update. If other ranks have one micro-batch more, this
+        rank computes the micro-batch to repeat with weight 0; here it is always the first one of the update.
         """
-        each, remainder = divmod(in_window, self.world)
-        begin = self.rank * each + min(self.rank, remainder)
+        per_rank, remainder = divmod(in_window, self.world)
+        # The first `remainder` ranks have one micro-batch more than the others.
+        begin = self.rank * per_rank + min(self.rank, remainder)
         next_rank = self.rank + 1
-        end = next_rank * each + min(next_rank, remainder)
-        return range(begin, end), 0
+        end = next_rank * per_rank + min(next_rank, remainder)
+        blank_number = 0
+        return range(begin, end), blank_number
 
 
 class OrderByMachine(EpochOrder):
@@ -204,59 +218,80 @@ class OrderByMachine(EpochOrder):
     """
 
     def __init__(self, split: Samples, machines: int, *args: Any) -> None:
-        """`args`: the arguments of `EpochOrder`."""
+        """Divide the files of the training split among the machines, once for all epochs.
+
+        `machines`: number of machines. `args`: the arguments of `EpochOrder`.
+        """
         super().__init__(*args)
         self.machines = machines
-        self._window_of_files = split.window
-        self._full, last_samples = divmod(self.used, self.global_batch)
-        self._each = self._full * self.global_batch // machines
-        """Samples of each machine in the epoch's full updates, of which there are `_full`"""
-        # The last update can be smaller: its micro-batches are shared out, and the last of them may be partial.
-        last_micro_batches = self._shared_out(self._micro_batches - self._full * self._per_window)
+        self._files_shuffled_together = split.window
+        self._full_updates, last_samples = divmod(self.used, self.global_batch)
+        # The samples of one machine in all full updates of an epoch: equally many on each machine.
+        self._samples_in_full_updates = self._full_updates * self.global_batch // machines
+        # The last update can be smaller. Its micro-batches are divided among the machines, and its last micro-batch
+        # may be partial.
+        full_micro_batches = self._full_updates * self._micro_batches_per_update
+        last_micro_batches = self._divided_among_machines(self._micro_batches - full_micro_batches)
+        # Where each machine's samples in the last update end.
         last_ends = np.minimum(np.cumsum(last_micro_batches) * self.batch_size, last_samples)
-        self._used = self._each + np.diff(last_ends, prepend=0)
-        """Samples that each machine uses in an epoch"""
-        sizes = self._used + self._shared_out(self.samples - self.used)
+        samples_in_last_update = np.diff(last_ends, prepend=0)
+        self._used_per_machine = self._samples_in_full_updates + samples_in_last_update
+        # A machine's files also have the samples that an epoch leaves out: in each epoch, these are others.
+        sizes = self._used_per_machine + self._divided_among_machines(self.samples - self.used)
         files = list(itertools.pairwise(split.file_begins.tolist()))
         order = generator_of(self.seed, "machines").permutation(len(files))
-        self._files = _cut([files[number] for number in order], sizes.tolist())
-        """First sample and end of each file of each machine"""
+        # For each machine, a list of its files: (first sample, end).
+        self._files_of_machines = _cut([files[number] for number in order], sizes.tolist())
 
     def words(self) -> str:
         return f"{super().words()}; each of {self.machines} machines reads tar files of its own"
 
     def permutation(self, epoch: int) -> np.ndarray:
+        """Return the samples in the order of an epoch: of each update, the first machine's samples, then the second's.
+
+        The samples that the epoch leaves out are at the end.
+        """
         generator = self._generator(epoch)
-        full = list[np.ndarray]()
-        last = list[np.ndarray]()
+        end_of_full = self._samples_in_full_updates
+        rows_of_updates = list[np.ndarray]()
+        in_last_update = list[np.ndarray]()
         left_out = list[np.ndarray]()
-        for files, used in zip(self._files, self._used, strict=True):
-            samples = shuffled_by_file(files, self._window_of_files, generator)
-            samples = self._with_copies(samples, len(samples))
-            full.append(samples[: self._each].reshape(self._full, -1 if self._full else 0))
-            last.append(samples[self._each : used])
+        for files, used in zip(self._files_of_machines, self._used_per_machine, strict=True):
+            samples = shuffled_by_file(files, self._files_shuffled_together, generator)
+            samples = self._repeated(samples, len(samples))
+            # One row per full update. Without rows, numpy cannot infer the width.
+            width = -1 if self._full_updates > 0 else 0
+            rows_of_updates.append(samples[:end_of_full].reshape(self._full_updates, width))
+            in_last_update.append(samples[end_of_full:used])
             left_out.append(samples[used:])
-        # In each full update, the first machine's samples come first, then those of the second, and so on.
-        return np.concatenate([np.stack(full, axis=1).ravel(), *last, *left_out])
+        in_full_updates = np.stack(rows_of_updates, axis=1).ravel()  # by update, then by machine
+        return np.concatenate([in_full_updates, *in_last_update, *left_out])
 
-    def _shared_out(self, number: int) -> np.ndarray:
-        """Divide a number among the machines, as equally as possible; return the part of each."""
-        shares = np.full(self.machines, number // self.machines)
-        shares[: number % self.machines] += 1
-        return shares
+    def _divided_among_machines(self, number: int) -> np.ndarray:
+        """Divide a number of things among the machines, as equally as possible; return how many each machine gets."""
+        counts = np.full(self.machines, number // self.machines)
+        counts[: number % self.machines] += 1
+        return counts
 
-    def _share(self, in_window: int) -> tuple[Sequence[int], int]:
-        machine, local_rank = divmod(self.rank, self.world // self.machines)
-        shares = self._shared_out(in_window)
-        end = int(shares[: machine + 1].sum())
-        machine_numbers = range(end - int(shares[machine]), end)
-        own_numbers = np.array_split(machine_numbers, self.world // self.machines)[local_rank].tolist()
+    def _numbers_of_rank(self, in_window: int) -> tuple[Sequence[int], int]:
+        """Divide an update's micro-batches among machines, then ranks: return this rank's numbers and one to repeat.
+
+        `in_window`: number of micro-batches of all ranks in the update. If other ranks have one micro-batch more, this
+        rank computes the micro-batch to repeat with weight 0.
+        """
+        ranks_per_machine = self.world // self.machines
+        machine, local_rank = divmod(self.rank, ranks_per_machine)
+        machine_counts = self._divided_among_machines(in_window)
+        end = int(machine_counts[: machine + 1].sum())
+        machine_numbers = range(end - int(machine_counts[machine]), end)
+        rank_numbers = np.array_split(machine_numbers, ranks_per_machine)[local_rank].tolist()
         blank_number = 0
-        if self._full:
-            # The machine's first micro-batch of the window before (so the number is negative), because one of another
-            # machine would be read from files that this machine does not have.
-            blank_number = (machine - self.machines) * self._per_window // self.machines
-        return own_numbers, blank_number
+        if self._full_updates > 0:
+            # Repeat a micro-batch from this machine's own files: its first one of the previous update, which is full.
+            # There, machine m begins with number m * (micro-batches per update) / machines. Counted from the beginning
+            # of this update, that is one update less, so negative.
+            blank_number = (machine - self.machines) * self._micro_batches_per_update // self.machines
+        return rank_numbers, blank_number
 
 
 def _cut(files: list[tuple[int, int]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -288,68 +323,80 @@ class BalancedOrder:
     """
 
     def __init__(self, labels: np.ndarray, repeated: int = 1) -> None:
-        """`repeated`: how often `EpochOrder` repeats each sample that is drawn."""
-        self._members = members_of_classes(labels)
+        """Compute how many samples of each class an epoch draws.
+
+        `labels`: those of all samples. `repeated`: how often `EpochOrder` repeats each sample that is drawn.
+        """
+        self._members = members_of_classes(labels)  # the samples of each class that has any
         self._samples = len(labels)
-        self._repeated = repeated
+        self._repeats_in_order = repeated
         self.classes = len(self._members)
         drawn_samples = -(-self._samples // repeated)  # rounded up
-        self.least, self._more = divmod(drawn_samples, max(self.classes, 1))
-        """Samples drawn of each class per epoch; so many classes get one more, in every epoch others"""
-        self._most = self.least
-        if self._more > 0:
-            self._most += 1
+        # An epoch draws `least` samples of each class, and one more of some classes, which are others in each epoch.
+        self.least, self._classes_with_one_more = divmod(drawn_samples, max(self.classes, 1))
+        self._most_per_class = self.least
+        if self._classes_with_one_more > 0:
+            self._most_per_class += 1
         smallest_class = min(map(len, self._members), default=1)
-        self.copies = max(1, -(-self._most // smallest_class)) * repeated
-        """Most copies of a sample in an epoch"""
+        # Most copies of a sample in an epoch: a sample of the smallest class is drawn most often (rounded up), and each
+        # sample drawn is then repeated.
+        self.copies = max(1, -(-self._most_per_class // smallest_class)) * repeated
 
     def __call__(self, generator: np.random.Generator) -> np.ndarray:
         """Draw the samples of an epoch, in a random order."""
         counts = np.full(self.classes, self.least)
-        with_one_more = generator.permutation(self.classes)[: self._more]
+        with_one_more = generator.permutation(self.classes)[: self._classes_with_one_more]
         counts[with_one_more] += 1
         drawn = []
         for members, count in zip(self._members, counts, strict=True):
-            rounds = range(-(-count // len(members)))
+            # Each round draws all images of the class once. Copy c of sample i has the index i + c * samples.
+            rounds = range(-(-count // len(members)))  # rounded up
             copies = [generator.permutation(members) + self._samples * copy for copy in rounds]
             drawn.append(np.concatenate(copies)[:count])
         return generator.permutation(np.concatenate(drawn))
 
     def words(self, whole: bool = True) -> str:
         """Describe the order for the banner of a run. `whole`: an epoch leaves out none of the samples drawn."""
+        # A class has `least` images per epoch, or one more; `EpochOrder` repeats each of them.
         if whole:
-            numbers = " or ".join(f"{number * self._repeated:,}" for number in range(self.least, self._most + 1))
+            numbers = " or ".join(
+                f"{number * self._repeats_in_order:,}" for number in range(self.least, self._most_per_class + 1)
+            )
         else:
-            numbers = f"up to {self._most * self._repeated:,}"
+            numbers = f"up to {self._most_per_class * self._repeats_in_order:,}"
         repeated = f", each image at most {self.copies} times" if self.copies > 1 else ""
         return f"sampler balanced: {numbers} images of each of {self.classes} classes per epoch{repeated}"
 
 
 def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:
-    """Return a rank's batches of a pass through all samples: samples rank, rank + world, and so on.
+    """Return a rank's batches of one pass through all samples: samples rank, rank + world, and so on.
 
     All batches have one shape, and every rank has equally many; -1 is padding. `batch_size` is the maximum: batches are
-    smaller if that gives as many batches with less padding.
+    smaller if that gives as many batches with less padding. `samples`: their number. `world`: number of ranks.
     """
-    # All divisions round up.
+    # All divisions round up: -(-a // b).
     most_per_rank = -(-samples // world)
     batches = -(-most_per_rank // batch_size)
-    size = -(-most_per_rank // batches) if batches else 0
+    if batches == 0:
+        return []
+    size = -(-most_per_rank // batches)
     padded = np.full(batches * size, PADDING, dtype=np.int64)
-    own_samples = np.arange(rank, samples, world)
-    padded[: len(own_samples)] = own_samples
-    return list(padded.reshape(batches, size)) if batches else []
+    rank_samples = np.arange(rank, samples, world)
+    padded[: len(rank_samples)] = rank_samples
+    return list(padded.reshape(batches, size))
 
 
 def whole_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:
-    """Return every `world`-th of the batches that a single process would have, so that each is computed as by one.
+    """Return the validation batches of a rank: every `world`-th of the batches that a single process would have.
 
-    Ranks that would have one batch fewer than others get a batch of padding.
+    So each batch has the samples that it would have in a single process, and gives the same results. Ranks that would
+    have one batch fewer than others get a batch of padding.
     """
-    batches = validation_batches(samples, batch_size, 0, 1)
+    batches = validation_batches(samples, batch_size, rank=0, world=1)
     if batches:
         padding = np.full_like(batches[0], PADDING)
-        batches += itertools.repeat(padding, -len(batches) % world)
+        missing = -len(batches) % world  # until all ranks have equally many
+        batches += itertools.repeat(padding, missing)
     return batches[rank::world]
 
 
@@ -371,15 +418,16 @@ def data_identity(dataset: ImageDataset) -> str:
 
 def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, Any]:
     """Return the fingerprint of the training split and its order for meta.json. It is equal on all ranks."""
-    # Checkpoints of older versions have only the field `order`, so it stays what it was: without the names.
-    digest = hashlib.sha256(order.permutation(1).data)
+    # The order of epoch 1 and the labels. Checkpoints of older versions have only this hash, without the images' names;
+    # it must stay comparable with theirs, so the names are hashed on their own, in `data`.
+    order_hash = hashlib.sha256(order.permutation(1).data)
     samples = dataset.single_images()
     if samples:
-        digest.update(samples.labels.tobytes())
+        order_hash.update(samples.labels.tobytes())
     identity: dict[str, Any] = {
         "number": order.samples,
         "updates": order.updates,
-        "order": digest.hexdigest(),
+        "order": order_hash.hexdigest(),
         "data": data_identity(dataset),
     }
     if samples and samples.relabel:

@@ -72,20 +72,23 @@ class LoadingProcesses:
     def __init__(self, loader: DataLoader[Any]) -> None:
         """Start the processes, and wait until they have begun.
 
-        The loader's batch sampler must have no batches yet: they would be lost with processes that are started again.
+        The loader's batch sampler must have no batches yet: if processes stall as they begin, they are started again,
+        and batches that were sent to the stalled ones would be lost.
         """
         self._loader = loader
+        # The loader's iterator, which has the processes.
         self._batches: Any = None
-        """The loader's iterator"""
-        self._waits_since: float | None = None
-        """When the current wait for a batch began; None if nobody waits"""
+        # When the current wait for a batch began; None if the main thread does not wait. `_interrupt` and the thread
+        # `_watch` read it.
+        self._wait_began: float | None = None
+        # Set when the processes are to end, which ends the thread `_watch`.
         self._ended = threading.Event()
+        # Limit of the current wait for processes to begin; None if they have begun.
         self._seconds_to_begin: float | None = None
-        """Limit of the current wait for processes to begin; None if they have begun"""
         loader.worker_init_fn = start_worker
         self._start()
-        # At its end, Python sends child processes SIGTERM, which loading processes ignore, and then waits for them
-        # without limit. So `end` runs before.
+        # When Python exits, it sends child processes SIGTERM, which loading processes ignore, and then waits for them
+        # without limit. So an exit hook calls `end` first; `_forget_exit` removes the hook.
         if multiprocessing.parent_process() is None:
             atexit.register(self.end)  # last in, first out: it runs before the hooks of multiprocessing and torch
             self._forget_exit: Callable[[], object] = partial(atexit.unregister, self.end)
@@ -102,8 +105,8 @@ class LoadingProcesses:
     def _start(self) -> None:
         """Start the processes. Raises TrainingError if the system has no memory or no processes left."""
         other_children = set(multiprocessing.active_children())
-        # Processes start with Ctrl-C blocked. And torch's SIGCHLD handler, which raises an error at any point of the
-        # program, say within an update, is replaced by the one before.
+        # Processes start with Ctrl-C blocked. And torch's iterator sets a SIGCHLD handler, which raises an error at any
+        # point of the program, say within an update: below, the handler that was set before is set again.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         previous_handler = signal.getsignal(signal.SIGCHLD)
         try:
@@ -121,7 +124,8 @@ class LoadingProcesses:
     def _wait_until_begun(self) -> None:
         """Wait until all processes have begun, and start them again if one stalls. TrainingError after three tries.
 
-        Processes that are not forked are not waited for: they import this program first, which may be slow.
+        Processes that are not forked are not waited for: they import this program first, which may be slow. A wait
+        beyond the limit ends by `_Stalled`, which `_interrupt` raises.
         """
         if multiprocessing.get_start_method() != "fork":
             return
@@ -152,11 +156,11 @@ class LoadingProcesses:
         return self._guarded(lambda: next(self._batches))
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
-        """Return what `call` returns, which waits for a batch. TrainingError if a process died."""
+        """Call a function that waits for a batch, and return its result. TrainingError if a process died meanwhile."""
         try:
             with self._waiting():
                 return call()
-        except StopIteration:
+        except StopIteration:  # no batches are left
             raise
         except Exception:  # a process that dies while it sends can raise nearly anything here
             time.sleep(SECONDS_TO_DIE)
@@ -168,50 +172,59 @@ class LoadingProcesses:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """In a `with` block that waits, let the end of a process or a request to stop raise an exception.
+        """Let SIGCHLD end the wait of the `with` block by an exception; see `_interrupt` for the reasons.
 
-        It is raised nowhere else in the program.
+        The handler is set only while the block waits, so no other part of the program is interrupted.
         """
         in_main_thread = threading.current_thread() is threading.main_thread()
         previous_handler = signal.signal(signal.SIGCHLD, self._interrupt) if in_main_thread else None
-        self._waits_since = time.monotonic()
+        self._wait_began = time.monotonic()
         try:
             if self._dead_workers():
                 raise _Died
             yield
         finally:
-            self._waits_since = None
+            self._wait_began = None
             if in_main_thread:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL if previous_handler is None else previous_handler)
 
     def _interrupt(self, *_: object) -> None:
-        """Handle SIGCHLD while the main thread waits: raise an exception if there is a reason to end the wait."""
-        since = self._waits_since
-        if since is None:
+        """Handle SIGCHLD while the main thread waits: raise an exception if there is a reason to end the wait.
+
+        The reasons: a process has ended, processes take too long to begin, or the program is asked to stop. The last
+        reason is known to `on_long_wait`, which then raises the exception.
+        """
+        wait_began = self._wait_began
+        if wait_began is None:
             return
         if self._dead_workers():
             raise _Died
-        if self._seconds_to_begin and time.monotonic() - since > self._seconds_to_begin:
+        waited = time.monotonic() - wait_began
+        if self._seconds_to_begin is not None and waited > self._seconds_to_begin:
             raise _Stalled
-        if time.monotonic() - since > SECONDS_TO_STOP and on_long_wait is not None:
+        if waited > SECONDS_TO_STOP and on_long_wait is not None:
             on_long_wait()
 
     def _watch(self) -> None:
-        """Interrupt long waits each second, and warn once of each very long one. Runs in a thread of its own."""
+        """Interrupt long waits each second by SIGCHLD, and warn once of each very long one.
+
+        It runs in a thread of its own. The signal makes the main thread call `_interrupt`.
+        """
         main_thread = threading.main_thread().ident or 0
         reported_wait = None
         while not self._ended.wait(1):
             now = time.monotonic()
-            since = self._waits_since
-            if since is None or now - since < SECONDS_TO_STOP:
+            wait_began = self._wait_began
+            if wait_began is None or now - wait_began < SECONDS_TO_STOP:
                 continue
-            if now - since > SECONDS_TO_WARN and reported_wait != since:
-                reported_wait = since
-                # torch's record of the batch that is waited for: it begins with the number of its process.
-                task = self._batches._task_info.get(self._batches._rcvd_idx) or [0]
-                pid = self._batches._workers[task[0]].pid
+            if now - wait_began > SECONDS_TO_WARN and reported_wait != wait_began:
+                reported_wait = wait_began
+                # torch's record of the batch that is waited for begins with the number of the process that loads it.
+                worker_number, *_ = self._batches._task_info.get(self._batches._rcvd_idx) or [0]
+                pid = self._batches._workers[worker_number].pid
                 problem = f"loading process {pid} does not finish; its storage may hang, or it is stopped (SIGSTOP)"
-                log.warning("No batch for %.0f s: %s. `ls -l /proc/%d/fd` lists its files.", now - since, problem, pid)
+                waited = now - wait_began
+                log.warning("No batch for %.0f s: %s. `ls -l /proc/%d/fd` lists its files.", waited, problem, pid)
             signal.pthread_kill(main_thread, signal.SIGCHLD)
 
     def _dead_workers(self) -> list[Any]:
@@ -236,18 +249,24 @@ class LoadingProcesses:
             worker.join(SECONDS_TO_BE_KILLED)
         if not batches._shutdown:
             batches._shutdown = True
+            # So that torch's SIGCHLD handler no longer takes the deaths of these processes for errors.
             batches._worker_pids_set = False
             _remove_worker_pids(id(batches))
-            if hasattr(batches, "_pin_memory_thread"):  # it ends, or waits for the rest of a message until we end
+            # The thread that pins memory ends now; or it waits for the rest of a message until this process ends.
+            if hasattr(batches, "_pin_memory_thread"):
                 batches._pin_memory_thread_done_event.set()
 
 
 def start_worker(_: int) -> None:
-    """Initialise a loading process. It ignores signals, because the training process ends it; it never outlives it."""
+    """Initialise a loading process, in this process. It ignores signals: the training process ends it.
+
+    It never outlives the training process.
+    """
     die_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+    # A batch that cannot be sent ends this process: otherwise, the training process would wait for it for ever.
     Queue._on_queue_feeder_error = staticmethod(_end)  # pyright: ignore[reportAttributeAccessIssue]
     # Errors are sent to the training process; the rest is noise of shutting down when that process ends.
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

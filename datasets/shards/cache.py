@@ -56,11 +56,12 @@ def tar_folder(data: DataConfig) -> Path:
         folder = cache_folder(data, name)
         try:
             content = os.listdir(folder)
-            if not content:
+            is_new = len(content) == 0
+            if is_new:
                 (folder / MARK).write_text(MARK_TEXT)
         except OSError as error:
             raise UserError(f"DATA.CACHE: {folder} cannot be used: {error}. Name a writable folder.") from None
-        if not content or MARK in content:
+        if is_new or MARK in content:
             return folder
         warn_once(f"{folder} has files that this cache did not write; they are left alone.", logging.INFO)
     raise UserError(f"DATA.CACHE: {folder} has files that vitamp did not write. Name another folder.")
@@ -74,19 +75,19 @@ class ShardCache:
     """
 
     def __init__(self, store: Remote, files: Sequence[ShardFile], folder: Path, limit: float) -> None:
-        """`files`: all tar files of the split. `limit`: most bytes in the folder."""
+        """Use `folder` as the cache of a split. `files`: all its tar files. `limit`: most bytes in the folder."""
         self.folder = folder
         self.limit = limit
         self._store = store
         self._files = files
         self._needed = list[int]()
         """Numbers of the files that coming batches need; they are not removed"""
-        self._coming = list[int]()
-        """Numbers of those that are still to be downloaded, if they are missing"""
+        self._to_download = list[int]()
+        """Numbers of the needed files at which the thread that downloads has not looked yet"""
         self._changed: threading.Condition | None = None
-        """Wakes the thread that downloads; None until it is started"""
+        """Wakes the thread that downloads; None until the thread is started"""
         self._began = float(os.environ.setdefault(BEGAN, str(time.time())))
-        """Time when this run began"""
+        """Time when this run began. It is in the environment, so that loading processes have the same time."""
         self._checked = set[int]()
         """Numbers of the files of earlier runs whose hash is right"""
         self.refusal = ""
@@ -95,7 +96,8 @@ class ShardCache:
     def has(self, number: int) -> bool:
         """Tell whether a file is in the cache, complete and undamaged, and note that it was just used.
 
-        At its first use in a run on this machine, its hash is checked. Raises TrainingError if there is a `refusal`.
+        The time of the use is the file's atime. If its hash is known, it is checked at the first use in a run on this
+        machine, and its mtime is the time of that check. Raises TrainingError if there is a `refusal`.
         """
         if self.refusal:
             raise TrainingError(self.refusal)
@@ -104,12 +106,15 @@ class ShardCache:
             stat_result = path.stat()
             if stat_result.st_size != self._files[number].size:
                 return False
-            if not self._hash(number):
+            hash_is_known = self._hash(number) != ""
+            checked_in_this_run = stat_result.st_mtime >= self._began or number in self._checked
+            if not hash_is_known:
                 os.utime(path)
-            elif stat_result.st_mtime < self._began and number not in self._checked:
+            elif not checked_in_this_run:
                 return self._check(number, path)
             else:
-                with contextlib.suppress(PermissionError):  # only the owner may set times other than now
+                # Set only the atime. Any other user than the owner may set both times to now, but not keep one.
+                with contextlib.suppress(PermissionError):
                     os.utime(path, (time.time(), stat_result.st_mtime))
         except OSError:
             return False
@@ -133,31 +138,36 @@ class ShardCache:
 
     def bytes_used(self) -> int:
         """Return how many bytes the tar files in the folder have, when those that are being downloaded are complete."""
-        return sum(size for _, size, _ in self._kept())
+        return sum(size for _, size, _ in self._files_by_last_use())
 
     def __str__(self) -> str:
         return f"{self.folder}, of at most {self.limit / 1e9:g} GB (DATA.CACHE_GB)"
 
     def announce(self, numbers: Sequence[int], most: int) -> None:
-        """Have these files downloaded by a thread, then those that were announced before, but no more than `most`.
+        """Have files downloaded by a thread: first these, then those that were announced before.
 
-        None of them is removed to make room until it drops out of the last `most` that were announced.
+        The last `most` files that were announced count as needed: only they are downloaded, and they are not removed
+        to make room.
         """
-        if self._changed is None:
+        if self._changed is None:  # the thread is not started yet
             self._changed = threading.Condition()
             threading.Thread(target=self._download_announced, args=(self._changed,), daemon=True).start()
         with self._changed:
             needed = list(numbers) + self._needed
-            self._needed = list(dict.fromkeys(needed))[:most]
-            self._coming = self._needed.copy()
+            self._needed = list(dict.fromkeys(needed))[:most]  # each number once
+            # The thread takes numbers out of this list, and skips files that it finds in the cache.
+            self._to_download = self._needed.copy()
             self._changed.notify()
 
     def _download_announced(self, changed: threading.Condition) -> None:
-        """Download the announced files that are missing, one after another. Runs in a thread of its own, for ever."""
+        """Download the announced files that are missing, one after another. Runs in a thread of its own, for ever.
+
+        It ends if a file has a wrong hash: then `_download` sets `refusal`, and no file of the store is used.
+        """
         while True:
             with changed:
-                changed.wait_for(lambda: self._coming)
-                number = self._coming.pop(0)
+                changed.wait_for(lambda: self._to_download)
+                number = self._to_download.pop(0)
             if self.has(number):
                 continue
             unfinished = self._path(number).with_suffix(".part")
@@ -184,10 +194,11 @@ class ShardCache:
         if not self._hash(number) or self.has(number):
             return
         file = self._files[number]
+        # Request the first bytes, for the error of a store that fails: `_download` raises only those of the disk.
         self._store.range((file.name, 0, min(file.size, TRIED)))
         with contextlib.suppress(OSError):
             self._download(number, self._path(number).with_suffix(".part"))
-        if self.refusal:
+        if self.refusal:  # set by `_download` if the hash differs
             raise UserError(self.refusal)
 
     def _download(self, number: int, unfinished: Path) -> None:
@@ -199,14 +210,15 @@ class ShardCache:
         file = self._files[number]
         with open(unfinished, "a+b", opener=only_regular) as opened:
             try:
-                fcntl.flock(
-                    opened, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # the lock ends with the process, even if it is killed
-            except BlockingIOError:
+                # The lock ends with the process, even if it is killed.
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # another process downloads the file
                 return
-            if not leads_to(unfinished, opened.fileno()):  # another process has finished and renamed it meanwhile
+            # Another process may have finished and renamed it before the lock was taken: then the path no longer leads
+            # to the opened file.
+            if not leads_to(unfinished, opened.fileno()):
                 return
-            os.utime(unfinished)
+            os.utime(unfinished)  # so that it does not count as abandoned
             self._make_room(file.size)
             for _ in range(2):  # a file that was damaged by the network or the disk is downloaded once more
                 if not self._fetch_rest(file, opened):
@@ -217,6 +229,7 @@ class ShardCache:
                     os.replace(unfinished, self._path(number))
                     return
                 opened.truncate(0)
+            # The hash was wrong twice.
             unfinished.unlink()
             self.refusal = (
                 f"{self._store.root}/{file.name} has another hash (sha256) than in dataset.json: it was changed or "
@@ -250,7 +263,8 @@ class ShardCache:
     def _check(self, number: int, path: Path) -> bool:
         """Tell whether a file from an earlier run has the right hash, and remove it if not.
 
-        Other processes that want to check it wait, and then see by its mtime that it was checked.
+        A file with the right hash gets the present time as its mtime. Other processes that want to check the file wait
+        for the lock, and then see by the mtime that it was checked in this run.
         """
         with open(path, "r+b", opener=only_regular) as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)
@@ -274,7 +288,7 @@ class ShardCache:
     def _free(self) -> float:
         return shutil.disk_usage(self.folder).free
 
-    def _kept(self) -> list[tuple[float, int, Path]]:
+    def _files_by_last_use(self) -> list[tuple[float, int, Path]]:
         """List our files in the folder, those that were not used for the longest time first.
 
         Each is (time of the last use, bytes when it is complete, path). Files that are being downloaded count, too.
@@ -294,9 +308,12 @@ class ShardCache:
         return sorted(files)
 
     def _remove_oldest(self) -> None:
-        """Remove the file that was not used for the longest time. OSError if all are needed or being downloaded."""
+        """Remove the file that was not used for the longest time. OSError if all are needed or being downloaded.
+
+        Unfinished files (.part) are removed only if they seem abandoned.
+        """
         needed = {self._path(number) for number in self._needed}
-        for last_use, _, path in self._kept():
+        for last_use, _size, path in self._files_by_last_use():
             is_abandoned = path.suffix == ".part" and last_use < time.time() - SECONDS_ABANDONED
             if is_abandoned or (path.suffix == ".tar" and path not in needed):
                 return self._remove(path)

@@ -55,24 +55,30 @@ class Columns(NamedTuple):
 def choose_files(root: Path, paths: Iterable[Path], data: DataConfig) -> dict[str, list[Path]]:
     """Choose the parquet files of each split by the names of files and folders. UserError if there are none.
 
-    All are 'train' if no name says which is which. `paths` are below `root`, and need not exist yet.
+    If no name is that of a split, all files are `train`. `paths` are below `root`, and need not exist yet.
     """
     dataset = data.DATASET
+    # Word for a split in a name, such as "valid" -> files; '' for files that no name assigns to a split.
     files_of: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(paths):
         path_parts = path.relative_to(root).parts
         if any(name.startswith(".") for name in path_parts):
             continue
-        # The name of the file decides, else that of its nearest folder that names a split; '' if none does.
+        # The name of the file decides, else that of its nearest folder that names a split.
         split_names = map(split_named_in, reversed(path_parts))
         split_name = next(filter(None, split_names), "")
         files_of[split_name].append(path)
     if not files_of:
         raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
-    parts = named_parts([name for name in SPLIT_NAMES if name in files_of], root, data)
-    # A test split that is used for validation is copied as `test` only, so that DATA.PART=test finds it.
-    copied_parts = {part: name for part, name in parts.items() if (part, name) != ("val", TEST)}
-    splits = {"train" if name == TRAIN else part: files_of[name] for part, name in copied_parts.items()}
+    splits = dict[str, list[Path]]()
+    names = [name for name in SPLIT_NAMES if name in files_of]
+    for part, name in named_parts(names, root, data).items():
+        if name == TRAIN:  # also if a part of it is for validation; then `part` is "all"
+            splits["train"] = files_of[name]
+        elif (part, name) != ("val", TEST):
+            # A test split that is used for validation is a part twice, but is copied once: as `test`, so that
+            # DATA.PART=test finds it.
+            splits[part] = files_of[name]
     if not splits:
         splits = {"train": files_of[""]}
     else:
@@ -96,26 +102,26 @@ def _refuse_several(root: Path, files: list[Path], dataset: str) -> None:
 def columns_of(root: Path, splits: dict[str, list[Path]], dataset: str) -> Columns:
     """Find the columns of images and labels, by the hub's metadata or else by their names. UserError without them.
 
-    Splits in which one of the columns is missing are removed from `splits`.
+    `splits`: the files of each split; splits in which one of the columns is missing are removed from it.
     """
     import pyarrow as pa
 
     first_file = next(iter(splits.values()))[0]
     with _opened(first_file) as parquet:
         schema = parquet.schema_arrow
-    features = _features(schema)
+    hub_features = _hub_features(schema)
 
     def choose(hub_type: str, usual_names: tuple[str, ...]) -> str | None:
-        """Choose a column that the hub marks with a type, preferably one with a usual name.
+        """Choose a column of images or of labels; None if there is none.
 
-        If no column is marked, choose one with a usual name; None without one.
+        The first choice is a column with a usual name that the hub marks with the type, then any column with a usual
+        name, then the first one that the hub marks.
         """
-        marked = [name for name in schema.names if features.get(name, {}).get("_type") == hub_type]
-        for candidates in (marked, schema.names):
-            for name in usual_names:
-                if name in candidates:
-                    return name
-        return marked[0] if marked else None
+        marked = [name for name in schema.names if hub_features.get(name, {}).get("_type") == hub_type]
+        marked_with_usual_name = [name for name in usual_names if name in marked]
+        with_usual_name = [name for name in usual_names if name in schema.names]
+        candidates = marked_with_usual_name + with_usual_name + marked
+        return candidates[0] if candidates else None
 
     image = choose("Image", IMAGE_COLUMNS)
     label = choose("ClassLabel", LABEL_COLUMNS)
@@ -131,16 +137,17 @@ def columns_of(root: Path, splits: dict[str, list[Path]], dataset: str) -> Colum
         label_type = label_type.value_type
     if pa.types.is_string(label_type) or pa.types.is_large_string(label_type):
         names = _names_in(label, splits)
-        return Columns(image, label, names, {name: number for number, name in enumerate(names)})
+        numbers = {name: number for number, name in enumerate(names)}
+        return Columns(image, label, classes=names, numbers=numbers)
     if not pa.types.is_integer(label_type):
         raise UserError(
             f"DATA.DATASET {dataset}: the column {label} of {first_file} is of type {label_type}; labels must be "
             "whole numbers or names. Several labels per image are read from a csv table; see docs/several_labels.md."
         )
-    return Columns(image, label, features.get(label, {}).get("names"), None)
+    return Columns(image, label, classes=hub_features.get(label, {}).get("names"), numbers=None)
 
 
-def _features(schema: Any) -> dict[str, dict[str, Any]]:
+def _hub_features(schema: Any) -> dict[str, dict[str, Any]]:
     """Read the hub's metadata of each column from a parquet file's schema; empty if the file has none."""
     try:
         features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
@@ -163,6 +170,7 @@ def _leave_out_splits_without(image: str, label: str, splits: dict[str, list[Pat
                 continue
             if split == "train":
                 raise UserError(f"DATA.DATASET {dataset}: {file} has no column {min(missing)}, which {first_file} has.")
+            # One warning for each file without the column; the split is removed once.
             log.warning("%s has no column %s; the split %s is left out.", file, min(missing), split)
             splits.pop(split, None)
 
@@ -231,7 +239,8 @@ def _folder_of_copy(data: DataConfig) -> Path:
     # The copy's name changes with the files of a local folder; a data set of the hub is downloaded once.
     identity = [place]
     if is_local:
-        paths = map(source.resolve().joinpath, images_below(str(source), endings=PARQUET))
+        relative_paths = images_below(str(source), endings=PARQUET)  # despite its name, of all files with this ending
+        paths = map(source.resolve().joinpath, relative_paths)
         files = sorted((str(path), path.stat()) for path in paths)
         identity = [str(source.resolve())]
         identity += [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files]
@@ -278,9 +287,11 @@ def _download(place: str, data: DataConfig) -> Path:
     try:
         sizes = _parquet_sizes(name, subset, revision)
         if not sizes and revision is None:
+            # The hub converts data sets of other formats to parquet files, in a revision of its own.
             revision = CONVERTED
             sizes = _parquet_sizes(name, subset, CONVERTED)
-        # Files are chosen before anything is downloaded, because a data set can have a hundred subsets.
+        # Files are chosen before anything is downloaded, because a data set can have a hundred subsets. The name of the
+        # data set stands for the folder that does not exist yet.
         splits = choose_files(Path(name, subset), [Path(name, file) for file in sizes], data)
         files = [str(file.relative_to(name)) for file in chain.from_iterable(splits.values())]
         gigabytes = sum(sizes[file] for file in files) / 1e9
@@ -320,7 +331,8 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
 
     They are written to a temporary folder beside it, which is renamed when the copy is complete.
     """
-    splits = choose_files(source, map(source.joinpath, images_below(str(source), endings=PARQUET)), data)
+    parquet_files = map(source.joinpath, images_below(str(source), endings=PARQUET))
+    splits = choose_files(source, parquet_files, data)
     columns = columns_of(source, splits, data.DATASET)
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)  # left by an interrupted copy
@@ -353,11 +365,13 @@ def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
             for image, label in zip(images, labels, strict=True):
                 if label is None:
                     raise UserError(f"{file}, row {row}: the column {columns.label} has no label.")
-                if writer is None or writer.size >= SHARD_BYTES:
-                    if writer is not None:
-                        writer.close()
-                    names.append(f"{folder.name}/{len(names):05d}.tar")
-                    writer = TarWriter(folder.parent / names[-1])
+                if writer is not None and writer.size >= SHARD_BYTES:
+                    writer.close()
+                    writer = None
+                if writer is None:  # begin the next tar file
+                    tar_name = f"{folder.name}/{len(names):05d}.tar"
+                    names.append(tar_name)
+                    writer = TarWriter(folder.parent / tar_name)
                 # Keys begin with the number of the parquet file: files in different folders can share a name.
                 key = f"{number:05d}/{row:08d}"
                 content = image or b""

@@ -102,7 +102,8 @@ class Folder:
             while length < size and (got := os.preadv(handle, [content[length:].data], offset + length)):
                 length += got
         finally:
-            # When a file system is mounted again, old handles stay invalid; a complete file may replace a short one.
+            # After an error, or if the file is shorter than it should be, close it, so that it is opened anew: when a
+            # file system is mounted again, old handles stay invalid, and a complete file may replace a short one.
             if length < size and name in self._files:
                 with contextlib.suppress(OSError):
                     self._files.pop(name).close()
@@ -122,22 +123,27 @@ class Remote:
         self._place()
 
     def _place(self, name: str = "") -> tuple[Any, str]:
-        """Return fsspec's file system, which it keeps for each process, and the path of a file or folder in it.
+        """Return fsspec's file system of the URL, and the path of a file or folder in it; of the root for name ''.
 
-        Raises UserError if the package for the URL's protocol is missing.
+        fsspec keeps one file system per process, so it is not kept here. Raises UserError if the package for the URL's
+        protocol is missing.
         """
         import fsspec
 
         options: dict[str, Any] = {"use_listings_cache": False}
         try:
-            if self.root.startswith(("http:", "https:")):  # other stores' packages have limits of their own
+            # Limit the size and time of a web server's answers. The packages for other stores do that themselves.
+            if self.root.startswith(("http:", "https:")):
                 from datasets.shards.web import session_options
 
                 options["client_kwargs"] = session_options(SILENCE)
-            files, root = fsspec.core.url_to_fs(self.root, **options)
+            filesystem, root = fsspec.core.url_to_fs(self.root, **options)
         except (ImportError, ValueError) as error:  # each protocol needs its own package
             raise UserError(f"DATA.DATA_PATH (-data_path): {self.root} cannot be opened: {error}") from None
-        return files, f"{root.rstrip('/')}/{name}" if name else root.rstrip("/")
+        path = root.rstrip("/")
+        if name:
+            path += f"/{name}"
+        return filesystem, path
 
     def tars(self, folder: str = "") -> list[ShardFile]:
         """List the tar files in `folder`, in the order of their names; none if the folder does not exist."""
@@ -152,6 +158,7 @@ class Remote:
             if not name.endswith(".tar") or name.startswith("."):
                 continue
             size = entry["size"] if entry.get("size") is not None else filesystem.size(entry["name"])
+            # A text that changes when the file is rewritten: the first of STAMPS that the listing has.
             stamp = next((str(entry[key]) for key in STAMPS if entry.get(key)), "")
             shards.append(ShardFile(f"{folder}/{name}" if folder else name, int(size or 0), stamp))
         return sorted(shards)
@@ -171,12 +178,18 @@ class Remote:
         if cache is not None:
             fetch = cache.fetcher
 
-            def fetch_all(begin: int, end: int) -> bytes:
-                if end - begin > LARGEST_READ:
+            def fetch_patiently(begin: int, end: int) -> bytes:
+                """Fetch bytes of the file in place of fsspec's function, which neither repeats nor checks."""
+                if end - begin > LARGEST_READ:  # tarfile wants to read a header that is damaged, or an attack
                     raise OSError(f"a header has {end - begin:,} bytes")
-                return self._patiently(lambda: _checked_answer(fetch(begin, end), min(end, cache.size) - begin))
 
-            cache.fetcher = fetch_all
+                def fetch_whole() -> bytes:
+                    answer = fetch(begin, end)
+                    return _checked_answer(answer, size=min(end, cache.size) - begin)  # the last block is shorter
+
+                return self._patiently(fetch_whole)
+
+            cache.fetcher = fetch_patiently
         return opened
 
     def range(self, wanted: Range) -> np.ndarray:
@@ -187,16 +200,17 @@ class Remote:
 
     def ranges(self, wanted: Sequence[Range]) -> dict[Range, np.ndarray]:
         """Request many ranges at once. Ranges whose requests keep failing are left out of the result."""
-        requests = _join_near_ranges(wanted)
+        ranges_of_request = _join_near_ranges(wanted)
         answers = dict[Range, np.ndarray]()
         with contextlib.suppress(OSError):
-            self._patiently(lambda: self._request(list(requests), answers), len(PAUSES))
+            self._patiently(lambda: self._request(list(ranges_of_request), answers), repeats=len(PAUSES))
+        # Cut the wanted ranges out of the answers to the joined ones.
         contents = {}
         for request, answer in answers.items():
             _, request_begin, _ = request
-            for part in requests[request]:
-                _, begin, size = part
-                contents[part] = answer[begin - request_begin :][:size]
+            for wanted_range in ranges_of_request[request]:
+                _, begin, size = wanted_range
+                contents[wanted_range] = answer[begin - request_begin :][:size]
         return contents
 
     def _request(self, wanted: Sequence[Range], contents: dict[Range, np.ndarray]) -> None:
@@ -208,10 +222,14 @@ class Remote:
         if not missing:
             return
         filesystem, root = self._place()
-        names = [f"{root}/{name}" for name, _, _ in missing]
-        begins = [begin for _, begin, _ in missing]
-        ends = [begin + size for _, begin, size in missing]
-        answers = filesystem.cat_ranges(names, begins, ends, on_error="return")
+        paths = list[str]()
+        begins = list[int]()
+        ends = list[int]()
+        for name, begin, size in missing:
+            paths.append(f"{root}/{name}")
+            begins.append(begin)
+            ends.append(begin + size)
+        answers = filesystem.cat_ranges(paths, begins, ends, on_error="return")
         failures: list[Exception] = []
         for file_range, answer in zip(missing, answers, strict=True):
             _, _, size = file_range
@@ -220,13 +238,19 @@ class Remote:
                 contents[file_range] = np.frombuffer(content, np.uint8)
             except Exception as error:
                 failures.append(error)
-        if failures:  # preferably one for which a repetition may help
-            raise min(failures, key=lambda error: _as_os_error(error)[1] is None)
+
+        def is_lasting(failure: Exception) -> bool:
+            _, requested_pause = _as_os_error(failure)
+            return requested_pause is None
+
+        # Raise the first error for which a repetition may help, or else the first error: False is less than True.
+        if failures:
+            raise min(failures, key=is_lasting)
 
     def _patiently(self, request: Callable[[], Value], repeats: int = 4) -> Value:
         """Make a request, and repeat it if it fails, after PAUSES or longer if the store asks for that.
 
-        Raises OSError after so many repeats, or at once if a repetition cannot help.
+        Raises OSError if the request still fails after `repeats` repetitions, or at once if a repetition cannot help.
         """
         pauses = iter(PAUSES[:repeats])
         while True:
@@ -235,7 +259,7 @@ class Remote:
             except Exception as failure:
                 error, requested_pause = _as_os_error(failure)
             pause = next(pauses, None)
-            if pause is None or requested_pause is None:
+            if pause is None or requested_pause is None:  # no repetition is left, or none can help
                 raise error from None
             cause = str(error).partition(": ")[0] or type(error).__name__
             remark(f"{self.root} fails at times: {cause}. Such requests are repeated.")
@@ -260,16 +284,17 @@ def open_store(place: str | None) -> Store:
 
 
 def _as_os_error(error: Exception) -> tuple[OSError, float | None]:
-    """Return a failed request's error as an OSError, and the seconds that the store asks to wait before a repetition.
+    """Return the error of a failed request as an OSError, and the seconds to wait before the request is repeated.
 
-    The seconds are 0 if it does not ask, and None if the same request would fail again.
+    They are the seconds that the store asks for, or 0 if it does not ask; None if the same request would fail again.
+    The errors are those of Python, of fsspec's packages, and of shards/web.py, which are told apart by their fields.
     """
     if isinstance(error, TimeoutError) and not str(error):  # fsspec's error has no text
         return TimeoutError("it does not answer"), 0.0
     if isinstance(error, OSError):
         is_lasting = isinstance(error, FileNotFoundError | PermissionError)
         return error, None if is_lasting else 0.0
-    if getattr(error, "lasting", False):
+    if getattr(error, "lasting", False):  # web.Refused, which is imported for web servers only
         return OSError(str(error)), None
     status = getattr(error, "status", 0)  # of HTTP
     text = f"it answers {status} ({getattr(error, 'message', '')})" if status else f"{type(error).__name__}: {error}"
@@ -302,11 +327,13 @@ def _join_near_ranges(wanted: Sequence[Range]) -> dict[Range, list[Range]]:
     groups: list[list[Range]] = []
     for name, begin, size in sorted(wanted):
         if groups:
-            _, group_begin, _ = groups[-1][0]
-            last_name, last_begin, last_size = groups[-1][-1]
-            group_end = last_begin + last_size
-            if name == last_name and begin - group_end <= GAP and begin + size - group_begin <= BLOCK:
-                groups[-1].append((name, begin, size))
+            group = groups[-1]
+            _, group_begin, _ = group[0]
+            last_name, last_begin, last_size = group[-1]
+            gap = begin - (last_begin + last_size)
+            joined_size = begin + size - group_begin
+            if name == last_name and gap <= GAP and joined_size <= BLOCK:
+                group.append((name, begin, size))
                 continue
         groups.append([(name, begin, size)])
     requests = {}
@@ -367,13 +394,17 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
             images[key] = Place(member.name, member.offset_data, member.size)
         elif kind in ARRAY_KINDS and key not in images:
             arrays[key] = Place(member.name, member.offset_data, member.size)
-        elif kind not in LABEL_KINDS:
-            has_two_dots = kind.rpartition(".")[2] in SAMPLE_KINDS
+        elif kind in LABEL_KINDS:
+            if kind == "cls" or key not in labels:  # key.cls takes precedence over key.json
+                label = _label(file, member, where)
+                if label is not None:
+                    labels[key] = label
+        else:
+            _, _, last_extension = kind.rpartition(".")
+            # By default, skipped files are counted by their extension.
+            has_two_dots = last_extension in SAMPLE_KINDS
             skipped.add(member.name, "more than one dot in the name" if has_two_dots else None)
-        elif kind == "cls" or key not in labels:  # key.cls takes precedence over key.json
-            label = _label(file, member, where)
-            if label is not None:
-                labels[key] = label
+    # An array is an image only beside a label, and if the sample has no other image.
     for key, array in arrays.items():
         if key in labels:
             images.setdefault(key, array)
@@ -381,7 +412,11 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
 
 
 def _labelled(images: dict[str, Place], labels: dict[str, int], where: str) -> list[tuple[str, int, int, int]]:
-    """Join images and labels by their keys. UserError for an image without a label; labels alone are ignored."""
+    """Join images and labels by their keys, which are the paths without endings.
+
+    Returns each image as (member's name, offset, size, label). UserError for an image without a label; labels alone are
+    ignored.
+    """
     samples = []
     for key, (name, offset, size) in images.items():
         if key not in labels:
@@ -404,13 +439,13 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
         file.seek(begin)
         block = file.read(tarfile.BLOCKSIZE)
         is_zero = block == bytes(tarfile.BLOCKSIZE)
-        if is_zero:  # the end of the file, if only zeros follow
+        if is_zero:  # the end of the tar file, unless something other than zeros follows, or too many zeros
             if size - begin > MOST_ZEROS or any(file.read(MOST_ZEROS)):
                 raise _damaged(where, size, begin, "zeros in place of a member")
             return
         try:
             file.seek(begin)
-            member = tarfile.TarInfo.fromtarfile(tar)
+            member = tarfile.TarInfo.fromtarfile(tar)  # sets tar.offset to the next header
         except UNREADABLE:
             raise _damaged(where, size, begin, "the header of a member") from None
         if member.size < 0 or tar.offset <= begin:  # else the same members would be read again and again
@@ -441,6 +476,7 @@ def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | None:
             if not isinstance(fields, dict) or "label" not in fields:
                 return None
             label = str(fields["label"])
+        # Negative labels are read, too: they are reported where labels are compared with the classes.
         if not label.removeprefix("-").isdecimal():
             raise ValueError(f"{label[:40]!r} is not a whole number; the names of the classes are lines of classes.txt")
     except ValueError as error:
@@ -519,28 +555,38 @@ class ShardIndex:
 
         Names, sizes and stamps must be equal. A stamp that either side lacks is not compared.
         """
-        return len(shards) == len(self.files) and all(
-            (old.name, old.size, old.stamp and new.stamp) == (new.name, new.size, new.stamp and old.stamp)
-            for old, new in zip(self.files, shards, strict=True)
-        )
+        if len(shards) != len(self.files):
+            return False
+        for old, new in zip(self.files, shards, strict=True):
+            stamps_differ = old.stamp and new.stamp and old.stamp != new.stamp
+            if old.name != new.name or old.size != new.size or stamps_differ:
+                return False
+        return True
 
     def is_sound(self, shard_sizes: np.ndarray) -> bool:
         """Tell whether the arrays fit each other, and all positions are inside the tar files, which have these sizes.
 
         An index can come from an untrusted place, so a wrong position must not reach memory or a file.
         """
-        return bool(
-            # types, dimensions and lengths of the arrays
-            all(getattr(self, name).dtype == kind and getattr(self, name).ndim == 1 for name, kind in _ARRAYS.items())
-            and (shard_sizes.dtype, shard_sizes.ndim) == (np.int64, 1)
-            and all(len(getattr(self, name)) == len(self) for name in ("offset", "size", "label", "name_ends"))
-            # numbers of tar files, and ends of names, ascend and stay in their tables
-            and (np.diff(self.shard, prepend=0, append=max(len(shard_sizes) - 1, 0)) >= 0).all()
-            and (np.diff(self.name_ends, prepend=0, append=len(self.names)) >= 0).all()
-            # images are inside their tar files
-            and (np.concatenate([self.offset, self.size]) >= 0).all()
-            and (self.offset + self.size <= shard_sizes[self.shard]).all()
-        )
+        for name, dtype in _ARRAYS.items():
+            column = getattr(self, name)
+            if column.dtype != dtype or column.ndim != 1:
+                return False
+        if shard_sizes.dtype != np.int64 or shard_sizes.ndim != 1:
+            return False
+        if any(len(getattr(self, name)) != len(self) for name in ("offset", "size", "label", "name_ends")):
+            return False
+        # The numbers of the tar files ascend from 0 to the last tar file, so none is below or above; likewise the ends
+        # of the names. With these bounds added at both ends, no step is negative.
+        last_shard = max(len(shard_sizes) - 1, 0)
+        shard_steps = np.diff(self.shard, prepend=0, append=last_shard)
+        name_lengths = np.diff(self.name_ends, prepend=0, append=len(self.names))
+        if (shard_steps < 0).any() or (name_lengths < 0).any():
+            return False
+        # Images are inside their tar files.
+        if (self.offset < 0).any() or (self.size < 0).any():
+            return False
+        return bool((self.offset + self.size <= shard_sizes[self.shard]).all())
 
     def to_bytes(self) -> bytes:
         """Return the content of the index file; `from_bytes` reads it."""
@@ -551,8 +597,9 @@ class ShardIndex:
             shards=_text([file.name for file in self.files]),
             stamps=_text([file.stamp for file in self.files]),
             shard_sizes=np.array([file.size for file in self.files], dtype=np.int64),
-            classes=_text([]),  # of labels that are names, which earlier versions read
-            passed_over=_text([self.skipped]),
+            # Earlier versions read labels that are names, and need this field with the names; it stays empty.
+            classes=_text([]),
+            passed_over=_text([self.skipped]),  # the log line
             **{name: getattr(self, name) for name in _ARRAYS},
         )
         return file.getvalue()
@@ -574,11 +621,13 @@ def from_bytes(content: bytes) -> ShardIndex | None:
     The file may come from an untrusted place, so no code in it is run and all positions are checked.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as file:  # an index is not compressed, but a zip bomb is
+        with zipfile.ZipFile(io.BytesIO(content)) as file:
+            # An index is not compressed, so its members are no larger than its file. Those of a zip bomb are.
             if sum(member.file_size for member in file.infolist()) > len(content):
                 return None
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            if int(file["format"]) != FORMAT or len(file["classes"]):
+            # An index with names of classes is of an earlier version, whose labels were names.
+            if int(file["format"]) != FORMAT or len(file["classes"]) > 0:
                 return None
             arrays = {name: file[name] for name in _ARRAYS}
             shard_sizes = file["shard_sizes"]
@@ -608,9 +657,9 @@ def make_index(store: Store, shards: Sequence[ShardFile]) -> ShardIndex:
         columns["shard"].append(np.full(len(samples), number, dtype=np.int32))
         columns["names"].append(np.frombuffer(b"".join(names), dtype=np.uint8))
         name_lengths = np.array([len(name) for name in names], dtype=np.int64)
-        columns["name_ends"].append(name_lengths)
+        columns["name_lengths"].append(name_lengths)
     arrays = {name: np.concatenate(parts) for name, parts in columns.items()}
-    arrays["name_ends"] = np.cumsum(arrays["name_ends"])  # from the lengths of all names
+    arrays["name_ends"] = np.cumsum(arrays.pop("name_lengths"))
     return ShardIndex(list(shards), **arrays, skipped=skipped.line())
 
 

@@ -64,9 +64,14 @@ class ShardSet:
     """The splits of a data set in tar files, as its manifest lists them, or else as folders and file names tell."""
 
     def __init__(self, store: Store, data: DataConfig) -> None:
-        """Find the splits. Raises UserError if the store cannot be read, or if its manifest is damaged."""
+        """Find the splits: in the manifest, or else by folders and file names.
+
+        Raises UserError if the store cannot be read, or if its manifest is damaged.
+        """
         self.store = store
         self.data = data
+        self.splits: dict[str, list[ShardFile]]
+        """The tar files of each stored split"""
         self.classes: list[str] | None = None
         """Names of the classes, if the manifest or classes.txt has them"""
         self.how: dict[str, Any] = {}
@@ -93,11 +98,13 @@ class ShardSet:
             raise UserError(f"{self.store.root} cannot be read: {error}.") from None
 
     def split(self, part: Part) -> tuple[str, bool]:
-        """Return the name of the stored split to read, and whether training and validation are both made of it.
+        """Return the name of the stored split to read for `part`, and whether this stored split must be divided.
 
-        UserError if no stored split serves.
+        It must be if the data set has no validation split: then `train` and `val` are both made of the same stored
+        split. UserError if there is no stored split for `part`.
         """
-        # Some of the hub's data sets have a test split, and no other for validation.
+        # Stored splits that can be the validation split. Without `val`, the test split is used, as in some data sets of
+        # the hub, unless DATA.KEEP_TEST keeps it and there is a training split to divide.
         for_validation = ["val"]
         if not self.data.KEEP_TEST or "train" not in self.splits:
             for_validation.append("test")
@@ -108,8 +115,9 @@ class ShardSet:
             candidates = ["test"]
         for name in candidates:
             if name in self.splits:
-                is_shared = name == "all" or (name == "train" and self.splits.keys().isdisjoint(for_validation))
-                return name, is_shared
+                lacks_validation = self.splits.keys().isdisjoint(for_validation)
+                is_divided = name == "all" or (name == "train" and lacks_validation)
+                return name, is_divided
         if part == "test" and self.splits:
             raise no_such_part(part, self.store.root)
         missing = "no tar file for training" if self.splits else "no tar file"
@@ -118,16 +126,16 @@ class ShardSet:
 
     def parts(self) -> Parts:
         """Map each split that the data set has to its tar files; see `Source.parts`."""
-        validation, shared = self.split("val")
+        validation, is_divided = self.split("val")
         names: dict[Part, str] = {"train": "train", "val": validation, "test": "test"}
-        if shared:
+        if is_divided:
             names = {"all": validation, "test": "test"}
         return {part: self.splits[name] for part, name in names.items() if name in self.splits}
 
     def index(self, split: str) -> ShardIndex:
         """Return the index of a split: the one beside the tar files, or in the cache, or a new one from all headers.
 
-        Skipped members of its tar files are logged, once per process.
+        A line about the members of its tar files that are no samples is logged, once per process.
         """
         with self.reading():
             if isinstance(self.store, Remote):
@@ -135,13 +143,13 @@ class ShardSet:
                 self.store.range((self.splits[split][0].name, 0, 1))
             index = self._index_beside_tars(split)
         if not index:
-            index = self._index_in_cache(split)
+            index = self._index_in_cache(split)  # which makes one, if there is none
         if index.skipped:
             warn_once(f"{self.store.root}, split {split}: {index.skipped}")
         return index
 
     def _index_in_cache(self, split: str) -> ShardIndex:
-        """Return the index in the cache if it is current; else make a new one and save it.
+        """Return the index in the cache if it is current; else make a new one from all headers, and save it.
 
         One process makes it, and the others wait.
         """
@@ -151,7 +159,7 @@ class ShardSet:
         cache_file = folder / f"{hashlib.sha256(root.encode()).hexdigest()[:16]}-{split}.npz"
         with process_lock(cache_file.with_suffix(".lock"), f"makes the index of {root}"):
             content = cache_file.read_bytes() if cache_file.is_file() else None
-            # Another process may have saved an index beside the tar files meanwhile.
+            # The process that had the lock before may have saved an index beside the tar files, so look there first.
             index = self._index_beside_tars(split) or self._load_if_current(content, shards)
             if not index:
                 gigabytes = sum(file.size for file in shards) / 1e9
@@ -170,7 +178,7 @@ class ShardSet:
         """
         shards = self.splits[split]
         if self.store.remote:
-            shards = [file._replace(stamp="") for file in shards]
+            shards = [file._replace(stamp="") for file in shards]  # an empty stamp is not compared
         return self._load_if_current(self.store.read_file(index_name(split)), shards)
 
     def _load_if_current(self, content: bytes | None, shards: list[ShardFile]) -> ShardIndex | None:
@@ -204,7 +212,7 @@ class ShardSet:
             manifest = parse_json(content) if content is not None else None
             if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:
                 return None
-            manifest["how"] = {**manifest.get("how", {})}
+            manifest["how"] = {**manifest.get("how", {})}  # raises TypeError unless it is a mapping
             shards = []
             for part in manifest["parts"].values():
                 shards += part["shards"]
@@ -235,7 +243,8 @@ class ShardSet:
         Otherwise a missing file would go unnoticed.
         """
         actual_sizes: dict[str, int] = {}
-        # Many web servers do not list their files. If this one is down, reading the first tar file fails.
+        # Many web servers do not list their files, so an error or an empty list of a remote store is no reason to stop.
+        # If the store is down, reading the first tar file fails.
         with contextlib.suppress(OSError) if self.store.remote else contextlib.nullcontext():
             actual_sizes = {file.name: file.size for file in self.store.tars(split)}
         if self.store.remote and not actual_sizes:
@@ -251,8 +260,9 @@ class ShardSet:
     def _find_splits(self) -> dict[str, list[ShardFile]]:
         """Find the tar files of each split by their folders, or else by their names, in a data set without a manifest.
 
-        If neither names a split, all files are `all`; empty without tar files.
+        If no folder or name is that of a split, all files are `all`; empty without tar files.
         """
+        # Name of a split, such as "valid" -> the tar files in the folder of this name.
         files_of: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in SPLIT_NAMES}
         in_no_split: list[ShardFile] = []
         if not any(files_of.values()):
@@ -266,6 +276,7 @@ class ShardSet:
         if not parts:
             return {"all": in_no_split} if in_no_split else {}
         warn_of_skipped(self.store.root, [file.name for file in in_no_split])
+        # The files named `train` are the stored split `train`, also if they have to be divided; then `part` is "all".
         return {"train" if name == TRAIN else part: files_of[name] for part, name in parts.items()}
 
 
@@ -278,8 +289,9 @@ def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]
     store = Folder(folder)
     entries = {}
     for split, names in splits.items():
-        # No stamps: the manifest identifies these files, also after they are copied elsewhere.
-        files = [ShardFile(name, os.path.getsize(folder / name), "") for name in names]
+        # Without stamps, which are times of changes: the manifest identifies these files by their hashes, also after
+        # they are copied elsewhere.
+        files = [ShardFile(name, os.path.getsize(folder / name), stamp="") for name in names]
         index = make_index(store, files)
         counts = np.bincount(index.shard, minlength=len(files)).tolist()
         shards = [
@@ -306,9 +318,10 @@ class ShardSamples(Samples):
     """
 
     def __init__(self, shards: ShardSet, split: str, index: ShardIndex, window: int, rows: np.ndarray) -> None:
-        """`split`: name of the stored split, which `index` is of. `rows`: the samples' rows in it, ascending.
+        """Make the samples of a split from the index of the stored split.
 
-        `window`: tar files whose samples are shuffled together.
+        `split`: name of the stored split. `rows`: rows of `index` that are the samples, ascending. `window`: number of
+        tar files whose samples are shuffled together.
         """
         self.store = shards.store
         self.classes = shards.classes
@@ -316,9 +329,12 @@ class ShardSamples(Samples):
         self.index = index
         self.rows = rows
         self.labels = index.label[rows]
+        # The first sample of each tar file, and the end: the numbers of the samples' tar files ascend.
         self.file_begins = np.searchsorted(index.shard[rows], np.arange(len(index.files) + 1))
-        # Only .npy ends in y among the extensions of images, and one letter is faster to look up than the name.
-        self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
+        # Whether each row of the index is an .npy file, by the last letter of its name: only .npy ends in y among the
+        # extensions of images, and one letter is faster to look up than the name. `names` has the bytes of all names.
+        last_letters = index.names[index.name_ends - 1]
+        self._is_array = np.isin(last_letters, np.frombuffer(b"yY", dtype=np.uint8))
         self._is_array &= shards.data.is_plain  # bands are read by vitamp/bands.py, whatever their file
         self.stored = "pixels" if self._is_array.all() else "tar files"
         self.remote = self.store.remote
@@ -327,7 +343,7 @@ class ShardSamples(Samples):
             folder = tar_folder(shards.data)
             self.cache = ShardCache(self.store, shards.splits[split], folder, shards.data.CACHE_GB * 1e9)
         self._prefetched: dict[int, list[np.ndarray]] = {}
-        """Contents that were requested ahead: by row, once for each time that it will be read"""
+        """Row -> contents of its image that were requested ahead, one for each time that the image will be read"""
 
     def read(self, index: int) -> Encoded:
         """Return the stored image: prefetched, or from the cache, or else from the store.
@@ -358,6 +374,10 @@ class ShardSamples(Samples):
         return int(self.index.size[self.rows[index]])
 
     def names(self) -> Iterator[bytes]:
+        """Yield bytes that depend on the names of all samples and their order, to be hashed; see `Samples.names`.
+
+        They are those of the tar files' names, and of columns of the index: faster than making a text for each name.
+        """
         index = self.index
         rows = self.rows
         name_lengths = np.diff(index.name_ends, prepend=0)
@@ -366,6 +386,7 @@ class ShardSamples(Samples):
         yield "\0".join(file.name for file in index.files).encode(errors="surrogateescape")
         for column in (index.shard, index.size, name_lengths):
             yield column[rows].astype(np.int64).tobytes()
+        # `names` has the bytes of all names one after the other; these are the names of the samples, in their order.
         yield index.names[np.repeat(is_sample, name_lengths)].tobytes()
 
     def prefetch(self, indices: Sequence[int]) -> None:
@@ -375,20 +396,24 @@ class ShardSamples(Samples):
         """
         if not isinstance(self.store, Remote):
             return
-        times = Counter(self.rows[indices].tolist())  # with DATA.REPEATED_AUGMENT, some are read several times
+        times_of_row = Counter(self.rows[indices].tolist())  # DATA.REPEATED_AUGMENT reads some several times
         cached_files: set[int] = set()
         if self.cache:
-            numbers = np.unique(self.index.shard[list(times)]).tolist()
+            numbers = np.unique(self.index.shard[list(times_of_row)]).tolist()
             cached_files = set(filter(self.cache.has, numbers))
-        row_of = {self._range(row): row for row in times if self.index.shard[row] not in cached_files}
+        # Range of bytes of an image -> its row.
+        row_of = {self._range(row): row for row in times_of_row if self.index.shard[row] not in cached_files}
         contents = self.store.ranges(list(row_of))
         self._prefetched = {}
         for byte_range, content in contents.items():
             row = row_of[byte_range]
-            self._prefetched[row] = list(itertools.repeat(content, times[row]))
+            self._prefetched[row] = list(itertools.repeat(content, times_of_row[row]))
 
     def look_ahead(self) -> float | None:
-        """Log whether tar files are downloaded whole, and return how far ahead; see `Samples.look_ahead`."""
+        """Log whether tar files are downloaded whole, and return how far ahead, as a fraction of an epoch.
+
+        None: they are not downloaded, so `announce` need not be called.
+        """
         if not isinstance(self.store, Remote):
             return None
         reason = self._why_in_parts()
@@ -396,6 +421,7 @@ class ShardSamples(Samples):
             warn_once(f"{self.store.root}: images are requested by ranges of tar files: {reason}.", logging.INFO)
             return None
         warn_once(f"{self.store.root}: whole tar files are downloaded ahead into {self.cache}.", logging.INFO)
+        # Ahead by one window of files: while one is read, the next is downloaded.
         return min(1.0, self.window / self._files_of_machine())
 
     def _files_of_machine(self) -> int:
@@ -407,10 +433,10 @@ class ShardSamples(Samples):
         return min(files, files // self.machines + 2) if self.by_machine else files
 
     def _why_in_parts(self) -> str:
-        """Say why whole tar files are not downloaded; '' if they are."""
+        """Return the reason why parts of tar files are requested, not whole files; '' if whole files are downloaded."""
         if self.cache is None:
             return "DATA.CACHE_GB is 0"
-        sizes = sorted((file.size for file in self.index.files), reverse=True)
+        sizes = sorted((file.size for file in self.index.files), reverse=True)  # in bytes, largest first
         # Room for the window in use, the next one, and one for processes that are behind. With less, processes would
         # remove each other's files.
         number = min(3 * self.window, self._files_of_machine())
@@ -418,6 +444,8 @@ class ShardSamples(Samples):
         room = self.cache.room()
         if needed > room:
             return f"{number} of them have {needed / 1e9:.3g} GB, and there is room for {room / 1e9:.3g}"
+        # The fraction of a file's images that a machine reads. Each file is read by one machine with DATA.SAMPLER
+        # by_machine, else by all machines, each reading a part of its samples.
         machines_per_file = 1 if self.by_machine else self.machines
         fraction_read = len(self.rows) / len(self.index) / machines_per_file
         if sum(sizes) > room and fraction_read < 1 / 2:
@@ -432,10 +460,11 @@ class ShardSamples(Samples):
         """
         if self.cache is None or self._why_in_parts():
             return
-        size = 0
+        bytes_checked = 0
         for number, file in enumerate(self.index.files):
-            size += file.size
-            if size > CHECKED and number:
+            bytes_checked += file.size
+            is_first = number == 0  # which is checked whatever its size
+            if bytes_checked > CHECKED and not is_first:
                 return
             self.cache.check(number)
 
@@ -471,8 +500,10 @@ def pixels_of(content: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _npy_shape(header: bytes) -> tuple[int, int, int]:
-    """Read height, width and channels from an .npy header, without running code in it; Unreadable unless it describes
-    pixels.
+    """Read height, width and channels from an .npy header, without running code in it.
+
+    Raises Unreadable for a header that does not describe pixels. `header` begins with 6 bytes of magic, 2 of the
+    version, and 2 with the length of the rest.
     """
     try:
         if header[:8] != b"\x93NUMPY\x01\x00":
@@ -495,14 +526,19 @@ def _npy_shape(header: bytes) -> tuple[int, int, int]:
 def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int, window: int) -> ShardSamples:
     """Open a split of a data set in tar files. UserError for a label outside the classes.
 
-    `window`: tar files whose samples are shuffled together.
+    `window`: number of tar files whose samples are shuffled together.
     """
-    name, shared = shards.split(part)
+    name, is_divided = shards.split(part)
     index = shards.index(name)
-    for row in np.flatnonzero((index.label < 0) | (index.label >= num_classes))[:1].tolist():
+    rows_outside = np.flatnonzero((index.label < 0) | (index.label >= num_classes))
+    if len(rows_outside) > 0:
+        row = int(rows_outside[0])
         where = f"{shards.store.root}/{index.files[index.shard[row]].name}: {index.name(row)}"
-        check_label(int(index.label[row]), num_classes, one_line(where))
-    rows = split_rows(index.label, data, part, shards.store.root) if shared else np.arange(len(index))
+        check_label(int(index.label[row]), num_classes, one_line(where))  # raises, unless num_classes is ANY_LABEL
+    if is_divided:  # training and validation are made of one stored split
+        rows = split_rows(index.label, data, part, shards.store.root)
+    else:
+        rows = np.arange(len(index))
     return ShardSamples(shards, name, index, window, rows)
 
 
@@ -512,7 +548,11 @@ def shard_source(
     fetches: bool = False,
     reads_path: bool = True,
 ) -> Source:
-    """Make a source of the tar files that `open_set` finds. `window`: None means WINDOW. For the rest, see `Source`."""
+    """Make the source of a kind of data sets in tar files: its functions that open splits and check them.
+
+    `open_set` finds the tar files of a data set. `window`: number of tar files whose samples are shuffled together;
+    None means WINDOW. `fetches`: the data set can be downloaded. `reads_path`: it is in DATA.DATA_PATH.
+    """
 
     def samples(data: DataConfig, part: Part, num_classes: int) -> ShardSamples:
         return open_split(open_set(data), data, part, num_classes, window or WINDOW)
@@ -523,19 +563,22 @@ def shard_source(
         owner = f"data set in {shards.store.root}"
         if shards.classes is not None:
             check_class_count(len(shards.classes), num_classes, f"The {owner}")
-        parts = parts_read(data, train, shards.parts())
-        splits = [open_split(shards, data, part, num_classes, window=1) for part in parts]
+        parts_to_check = parts_read(data, train, shards.parts())
+        # Nothing is shuffled here, so the window does not matter.
+        splits = [open_split(shards, data, part, num_classes, window=1) for part in parts_to_check]
         with shards.reading():
             for split in splits:
                 split.check_hashes()
         classes = shards.classes if shards.classes is not None else range(int(splits[0].labels.max()) + 1)
         log_unused_outputs(len(classes), num_classes, f"The {owner}")
-        for part, split in zip(parts, splits, strict=True):
+        for part, split in zip(parts_to_check, splits, strict=True):
             largest = split.labels.max(initial=-1)
             if shards.classes is not None and largest >= len(classes):
                 raise UserError(f"The {owner} has the label {largest}, but {CLASS_NAMES} ends with {len(classes) - 1}.")
-            _, is_shared = shards.split(part)
-            if part == "train" or not is_shared:  # `split_rows` warns of a validation split that it makes
+            _, is_divided = shards.split(part)
+            # A validation split that is made here lacks classes of few images, of which `split_rows` warns.
+            is_made_validation = is_divided and part != "train"
+            if not is_made_validation:
                 warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
 
     def parts(data: DataConfig) -> Parts:

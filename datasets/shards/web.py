@@ -53,10 +53,7 @@ class Answer(aiohttp.ClientResponse):
         return self
 
     async def read(self) -> bytes:
-        """Read the content. If a range was requested and the answer is longer, read one byte more than the range.
-
-        That byte shows the caller that the server ignores ranges.
-        """
+        """Read the content, once; later calls return the same bytes. If reading fails, the connection is closed."""
         if self._body is None:
             try:
                 self._body = bytes(await self._read())
@@ -66,9 +63,13 @@ class Answer(aiohttp.ClientResponse):
         return self._body
 
     async def _read(self) -> bytearray:
-        """Read the content up to its limit. Raises Refused if it is too large, and OSError if it comes too slowly."""
+        """Read the content up to its limit. Raises Refused if it is too large, and OSError if it comes too slowly.
+
+        If a range was requested and the answer is longer, one byte more than the range is returned. That byte shows
+        the caller that the server ignores ranges.
+        """
         self._log_redirect()
-        requested = self._requested_bytes()
+        requested = self._requested_bytes()  # None if a whole file was requested: an index (.npz), or a list
         limit = requested or LARGEST_LIST
         if requested is None and self.url.path.endswith(".npz"):
             limit = LARGEST_ANSWER
@@ -77,6 +78,7 @@ class Answer(aiohttp.ClientResponse):
 
         content = bytearray()
         begin = time.monotonic()
+        # The time and the bytes when the speed was last measured.
         measured_at = begin
         measured_bytes = 0
         while len(content) <= limit:
@@ -123,6 +125,7 @@ def session_options(silence: float) -> dict[str, Any]:
     return {
         "response_class": Answer,
         "timeout": aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence),
+        # Compressed answers are neither requested nor unpacked: a small one could unpack to any size.
         "headers": {"Accept-Encoding": "identity"},
         "auto_decompress": False,
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import CSV_PREFIX, Part, Source, part_made, parts_read
+from datasets.base import CSV_PREFIX, Part, Source, part_to_make, parts_read
 from datasets.decoding import ENDINGS
 from datasets.labels import (
     ANY_LABEL,
@@ -91,7 +91,8 @@ class _Header:
         """Return the columns of paths, and the column of labels, or those of the classes; raise UserError without them.
 
         With DATA.MULTI_LABEL and no column of labels, every column but those of paths is a class. If a table has just
-        two columns, they are read as path and label whatever their names are. `split_column` is neither.
+        two columns of which not both have a usual name, one is read as the path and the other as the label, unless
+        DATA.COLUMNS or DATA.MULTI_LABEL is set. The column of splits and that of DATA.GROUP do not count.
         """
         usual_names = TARGETS + PLURALS if self.data.MULTI_LABEL else TARGETS
         label_names = (self.configured["label"],) if "label" in self.configured else usual_names
@@ -100,13 +101,14 @@ class _Header:
         ]
         paths = self.path_columns()
         labels = self.find_first(label_names)
-        if len(columns) == 2 and not (self.data.MULTI_LABEL or self.configured or (paths and labels)):
+        names_decide = self.data.MULTI_LABEL or self.configured or (paths and labels)
+        if len(columns) == 2 and not names_decide:
             path, label = self.path_and_label_of_two(columns, paths, labels)
             paths = [path]
             labels = [label]
         if not paths:
             raise self.missing_column(PATHS)
-        compared_names = self.folded
+        compared_names = self.folded  # without regard to capital letters
         if not labels:
             labels = self.class_columns(columns, paths, label_names)
             compared_names = self.names  # classes may be a and A
@@ -120,8 +122,11 @@ class _Header:
 
         At most one of them has a usual name: `paths` and `labels` are the columns that were found by their names.
         """
+        # A name that ends like an image file is no name of a column: the first line is an image.
         if any(self.names[column].lower().endswith(ENDINGS) for column in columns):
             raise UserError(f"{self.file} has no header: its first line is {', '.join(self.names)}. {ADVICE}")
+        # By default the path comes first. Two columns such as file_1 and file_2 are both in `paths`: only the first
+        # one is then the path.
         path, label = columns
         if path in labels or label in paths[:1]:
             path, label = label, path
@@ -134,6 +139,7 @@ class _Header:
 
         These are all `columns` but those of `paths`. `label_names`: names that a column of labels could have had.
         """
+        # With one label per image, or if DATA.COLUMNS names the column of labels, there must be such a column.
         if not self.data.MULTI_LABEL or "label" in self.configured:
             raise self.missing_column(label_names)
         classes = [column for column in columns if column not in paths]
@@ -152,7 +158,7 @@ class _Header:
 
         Empty if there are none. Raises UserError if a number between them is missing.
         """
-        if "file" in self.configured:
+        if "file" in self.configured:  # DATA.COLUMNS names another column
             return []
         matches = map(NUMBERED.fullmatch, self.names)
         column_of = {int(match[1]): column for column, match in enumerate(matches) if match}
@@ -161,7 +167,7 @@ class _Header:
         numbers = sorted(column_of)
         names = ", ".join(self.names[column_of[number]] for number in numbers)
         message = f"{self.file}: the columns {names} are the files of an image"
-        for number in range(numbers[0], numbers[-1]):
+        for number in range(numbers[0], numbers[-1]):  # the last one is there
             if number not in column_of:
                 raise UserError(f"{message}, but there is none with number {number}.")
         warn_once(f"{message}, in the order of its channels.", logging.INFO)
@@ -169,6 +175,7 @@ class _Header:
 
     def missing_column(self, names: Sequence[str], labelled: bool = True) -> UserError:
         """Make the error for a table that has no column of any of these names. `labelled`: the table needs labels."""
+        # `nearest` returns a question such as " Did you mean path?", or '' if no name is similar.
         suggestions = (nearest(name, names) for name in self.folded)
         suggestion = next(filter(None, suggestions), "")
         columns = ", ".join(self.names) or "none"
@@ -218,7 +225,10 @@ class _Table:
         return self.columns is None and _whole_number(first_label) is not None
 
     def label_numbers(self, num_classes: int) -> list[int]:
-        """Convert `all_labels`, which are texts, to numbers. UserError for a label that is none, or is out of range."""
+        """Convert `all_labels`, which are texts, to numbers. UserError for a text that is no number or is out of range.
+
+        `num_classes`: labels must be below it.
+        """
         numbers = []
         for row, text in self.all_labels():
             number = _whole_number(text)
@@ -237,13 +247,14 @@ class _Table:
     def labelled(self, training: _Table, num_classes: int) -> FileSamples:
         """Make samples of the images, with labels as numbers. UserError for a label that does not fit.
 
-        `training`: the table whose classes count, which may be this one. `num_classes`: those of the model; with
-        ANY_LABEL as many as the table has.
+        `training`: the table that has the classes, which may be this one. `num_classes`: number of the model's classes;
+        with ANY_LABEL, labels are not checked.
         """
         classes = training.classes()
+        # With several labels, the samples have a column per class, so ANY_LABEL stands for as many as the table has.
         takes_count_of_table = self.several and num_classes == ANY_LABEL
         width = len(classes) if takes_count_of_table else num_classes
-        if isinstance(classes, range):
+        if isinstance(classes, range):  # labels are numbers
             if takes_count_of_table:
                 self.check_gaps()
             names = None
@@ -267,7 +278,8 @@ class _Table:
         `classes`: the names of the classes, which the table `training` has.
         """
         if self.columns is not None and set(self.columns) != set(classes):
-            missing = min(set(self.columns) ^ set(classes))
+            in_one_table = set(self.columns) ^ set(classes)
+            missing = min(in_one_table)
             raise UserError(f"{self.file} and {training.file} need the same columns: one lacks {missing}.")
         number_of = {name: number for number, name in enumerate(classes)}
         for row, name in self.all_labels():
@@ -276,6 +288,7 @@ class _Table:
                     f"{self.where(row)}: {training.file} has no class {name!r}.{nearest(name, classes)} "
                     "Every class in the validation split must also be in the training split."
                 )
+            # The first label of the training table is a name, but a later one is a number, which must be a mistake.
             if not self.several and _whole_number(name) is not None:
                 raise UserError(
                     f"{self.where(row)}: the target {name} is a number, but {training.label_sets[0][0]!r} in "
@@ -290,9 +303,9 @@ class _Table:
             return
         marks_of_lists = " " if self.several else ";|"
         advice = "separate them by ';'" if self.several else "set DATA.MULTI_LABEL=true"
-        for row, label in self.all_labels():
+        for row, label in self.all_labels():  # each image has one label, or none
             if any(mark in label for mark in marks_of_lists):
-                message = f"{self.where(row)}: the label {self.label_sets[row][0]!r} is read as one class."
+                message = f"{self.where(row)}: the label {label!r} is read as one class."
                 log.warning("%s If it lists several labels, %s.", message, advice)
                 return
 
@@ -305,28 +318,30 @@ class _Table:
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     """Open a split: it has a table of its own, or is made of the images of the only table."""
     locations = _locations(data)
-    training = _read(locations.get("all") or locations["train"], data)
-    part_to_make = part_made(locations, part)
-    table = training if part_to_make else _read_part(locations, part, training, data)
-    return split_files(table.labelled(training, num_classes), data, part_to_make)
+    training = _read_training(locations, data)
+    made_part = part_to_make(locations, part)  # None if the split has a table of its own
+    table = training if made_part else _read_part(locations, part, training, data)
+    return split_files(table.labelled(training, num_classes), data, made_part)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     """Check the tables of all splits that a run reads, and that the first images exist; log what is unusual."""
     locations = _locations(data)
     parts = parts_read(data, train, locations)
-    training = _read(locations.get("all") or locations["train"], data)
+    training = _read_training(locations, data)
     owner = f"The table {training.file}"
-    if training.columns is None:
+    if training.columns is None:  # one column of labels, not one per class
         training.log_separator()
     if train and not any(training.label_sets):
         raise UserError(f"{owner}: no image has a label.")
     files = training.labelled(training, num_classes)
-    split_files(files, data, part_made(locations, parts[-1]))
+    # For its errors: groups may be missing, or the images may be too few to split.
+    split_files(files, data, part_to_make(locations, parts[-1]))
+    # The tables of the splits. A split that the program makes is in the training table.
     tables = []
     for part in parts:
-        is_made = part_made(locations, part) is not None
-        tables.append(training if is_made else _read_part(locations, part, training, data))
+        is_made_here = part_to_make(locations, part) is not None
+        tables.append(training if is_made_here else _read_part(locations, part, training, data))
     classes = training.classes()
     log_unused_outputs(len(classes), num_classes, owner)
     warn_empty_classes(files.labels, classes, owner)
@@ -335,7 +350,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     # An image that is in two lines, of one table or of two, must have the same labels in both.
     first_line_of: dict[str, tuple[_Table, int]] = {}
     for table in tables:
-        if table is not training:
+        if table is not training:  # for the errors of its labels and groups
             split_files(table.labelled(training, num_classes), data, None)
         for row, path in enumerate(table.paths):
             first_table, first_row = first_line_of.setdefault(path, (table, row))
@@ -353,14 +368,14 @@ def _locations(data: DataConfig) -> dict[Part, tuple[Path, str]]:
 
     The name is '' if the whole table is one split. `all` is a table that the program splits.
     """
-    is_in_name = data.DATASET.startswith(CSV_PREFIX)
-    place = data.DATASET.removeprefix(CSV_PREFIX) if is_in_name else data.DATA_PATH
+    dataset_names_place = data.DATASET.startswith(CSV_PREFIX)  # csv:PLACE
+    place = data.DATASET.removeprefix(CSV_PREFIX) if dataset_names_place else data.DATA_PATH
     if place is None:
         raise UserError(f"DATA.DATASET csv needs DATA.DATA_PATH (-data_path). {LAYOUT.format(root='/data/cats')}")
     root = Path(place).expanduser()
     if root.is_file():
         return {part: (root, name) for part, name in _splits_in_table(root, data).items()}
-    parts = parts_in_files(root, data, table_name)
+    parts = parts_in_files(root, data, table_name)  # split -> file name; `table_name` makes it from the split's name
     for part in ("train", "val"):
         if part not in parts and "all" not in parts:
             problem = no_file(root / table_name(part) if root.is_dir() else root)
@@ -372,7 +387,7 @@ def _locations(data: DataConfig) -> dict[Part, tuple[Path, str]]:
 def _splits_in_table(file: Path, data: DataConfig) -> dict[Part, str]:
     """Map each split to its name in a table's column of splits.
 
-    A table without such a column is {'all': ''}: the program splits it.
+    If no column says which split an image is in, the result is {'all': ''}: the program splits the whole table.
     """
     rows = _rows(file, data)
     _, header = next(rows)
@@ -384,7 +399,8 @@ def _splits_in_table(file: Path, data: DataConfig) -> dict[Part, str]:
         first_line_of.setdefault(_split_in_field(fields, column), line_number)
     title = f"the column {header[column]!r}"
     if TRAIN not in first_line_of or len(first_line_of) == 1:
-        # It is some other column. If a table has but one besides the paths, that one has the labels.
+        # The column means something else than splits. If it is the only column besides the paths, it has the labels,
+        # and with DATA.MULTI_LABEL it may be a class: nothing to warn of.
         if len(header) > 2 and not data.MULTI_LABEL:
             values = some_of(list(first_line_of))
             problem = f"{title} is not read as splits: it holds {values}, not train and val or test"
@@ -405,6 +421,11 @@ def _split_in_field(fields: list[str], column: int) -> str:
     return fields[column].casefold().removesuffix("ing")  # training, testing
 
 
+def _read_training(locations: dict[Part, tuple[Path, str]], data: DataConfig) -> _Table:
+    """Read the table of the training split, or the table that the program splits."""
+    return _read(locations.get("all") or locations["train"], data)
+
+
 def _read_part(locations: dict[Part, tuple[Path, str]], part: Part, training: _Table, data: DataConfig) -> _Table:
     """Read the table of a split; UserError if the data set has no such split. `training` is not read again."""
     if part not in locations:
@@ -413,9 +434,9 @@ def _read_part(locations: dict[Part, tuple[Path, str]], part: Part, training: _T
 
 
 def _root(file: Path, paths: Sequence[str], data: DataConfig) -> Path:
-    """Return the folder that the paths in a table are relative to.
+    """Return the folder that the paths in a table are relative to: the table's own folder, or DATA_PATH.
 
-    It is the table's own folder, unless of the first images some are in DATA_PATH and none are in that folder.
+    The first images decide. It is DATA_PATH if at least one of them is there, and none is in the table's folder.
     """
     table_folder = file.parent
     data_path = Path(data.DATA_PATH or table_folder).expanduser()
@@ -437,12 +458,12 @@ def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
         try:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError:
-            if b"\0" in content:  # no text, or of 16 bits
+            if b"\0" in content:  # it is not text, or text of 16 bits per character
                 raise
             text = content.decode("latin1")
             warn_once(f"{file} is not UTF-8 and is read as Latin-1.")
         first_line = text.partition("\n")[0]
-        delimiters = ",\t" if data.MULTI_LABEL else ",;\t"  # ; may separate labels
+        delimiters = ",\t" if data.MULTI_LABEL else ",;\t"  # with several labels, ; may separate these
         delimiter = max(delimiters, key=first_line.count)
         if delimiter != ",":
             warn_once(f"{file}: columns are separated by {delimiter!r}, as in its header.")
@@ -451,7 +472,7 @@ def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
         yield 1, header
         for row in rows:
             fields = [field.strip() for field in row]
-            if any(fields[len(header) :]):
+            if any(fields[len(header) :]):  # fields beyond the header; empty ones are ignored
                 alternative = " or separate labels by ';'" if data.MULTI_LABEL else ""
                 advice = f"Put fields with {delimiter!r} in quotes{alternative}."
                 raise UserError(f"{file}:{rows.line_num} has {len(row)} fields; the header has {len(header)}. {advice}")
@@ -462,9 +483,10 @@ def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read(location: tuple[Path, str], data: DataConfig, separator: str | None = None) -> _Table:
-    """Read a table, or the lines of one split in it. `location`: see `_locations`.
+    """Read a table, or the lines of one split in it. `location`: the file, and the name of the split; '' for all lines.
 
-    `separator`: the character between the labels in the training table; None: this is the training table.
+    `separator`: the character between the labels of an image, as found in the training table. None finds it in this
+    table, which is then the training table.
     """
     file, split_name = location
     rows = _rows(file, data)
@@ -472,7 +494,7 @@ def _read(location: tuple[Path, str], data: DataConfig, separator: str | None = 
     header = _Header(file, names, data)
     split_column = header.split_column() if split_name else None
     path_columns, label_columns = header.path_and_label_columns(split_column)
-    group_columns = [names.index(data.GROUP)] if data.GROUP in names else []
+    group_columns = [names.index(data.GROUP)] if data.GROUP in names else []  # one, or none
     last_column = max(path_columns + label_columns + group_columns)
 
     paths: list[str] = []
@@ -485,6 +507,7 @@ def _read(location: tuple[Path, str], data: DataConfig, separator: str | None = 
         where = f"{file}:{line_number}"
         if len(fields) <= last_column:
             raise UserError(f"{where} has {len(fields)} fields; the header has {len(names)}.")
+        # Several files of one image are joined to one text.
         paths.append(OF_SEVERAL.join(check_path(fields[column], where) for column in path_columns))
         label_fields.append([one_line(fields[column]) for column in label_columns])
         line_numbers.append(line_number)
@@ -492,16 +515,20 @@ def _read(location: tuple[Path, str], data: DataConfig, separator: str | None = 
     if not paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
 
+    if separator is None:
+        separator = _separator_in(label_fields)
+    has_column_per_class = len(label_columns) > 1
     table = _Table(
         file=file,
         several=data.MULTI_LABEL,
-        columns=[names[column] for column in label_columns] if len(label_columns) > 1 else None,
+        columns=[names[column] for column in label_columns] if has_column_per_class else None,
         paths=paths,
         root=_root(file, paths, data),
         line_numbers=line_numbers,
         groups=groups,
-        separator=_separator_in(label_fields) if separator is None else separator,
+        separator=separator,
     )
+    # How a line's labels are read depends on the table, so they are added to it afterwards.
     for row, fields in enumerate(label_fields):
         table.label_sets.append(_labels_of_line(fields, table, table.where(row)))
     return table
@@ -557,8 +584,12 @@ def images_in_table(file: Path, data: DataConfig) -> list[str]:
     images = []
     for line_number, fields in rows:
         where = f"{file}:{line_number}"
-        paths = [check_path(fields[column] if column < len(fields) else "", where) for column in columns]
+        paths = []
+        for column in columns:
+            path = fields[column] if column < len(fields) else ""  # `check_path` refuses an empty path
+            paths.append(check_path(path, where))
         images.append(OF_SEVERAL.join(paths))
+    # The first images show which folder the paths are relative to. Then each path is joined to it.
     root = _root(file, images, data)
     images_with_root = []
     for image in images:
@@ -578,11 +609,10 @@ def _whole_number(text: str) -> int | None:
 
 def _count(data: DataConfig, train: bool) -> int:  # noqa: ARG001 - the training table has the classes of both splits
     """Count the classes of the training table, and check all of its labels."""
-    locations = _locations(data)
-    training = _read(locations.get("all") or locations["train"], data)
-    if training.is_numbered():
+    training = _read_training(_locations(data), data)
+    if training.is_numbered():  # labels are numbers, not names
         training.check_gaps()
-    training.labelled(training, ANY_LABEL)  # checks all labels
+    training.labelled(training, ANY_LABEL)  # for its errors: the table's labels must fit its own classes
     return len(training.classes())
 
 

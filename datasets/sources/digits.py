@@ -48,7 +48,7 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
     if data.fold is not None:
         train, validation = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
-        train, validation = split(labels, VALIDATION_FRACTION, 0, "digits")
+        train, validation = split(labels, VALIDATION_FRACTION, seed=0, purpose="digits")
     if part == "test":
         raise no_such_part(part, "the data set digits")
     if part == "all":

@@ -132,6 +132,7 @@ def is_odd_entry(entry: os.DirEntry[str]) -> bool:
     For a plain file or folder, this needs no call of the system.
     """
     try:
+        # A broken link does not exist. It counts as a file: reading it gives a clear error.
         return not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path)
     except OSError:
         return False
@@ -139,15 +140,15 @@ def is_odd_entry(entry: os.DirEntry[str]) -> bool:
 
 SECONDS_TO_REPORT = 5.0
 """Time between the progress lines of a long listing"""
-IMAGES_TO_LOOK = 1000
-"""Images after which a listing looks at the clock"""
+IMAGES_PER_LOOK = 1000
+"""Images after which a listing looks at the clock: looking at each image would be slow"""
 
 
-def reported(paths: Iterable[str]) -> Iterator[str]:
-    """Yield the paths unchanged, and log the progress every SECONDS_TO_REPORT."""
+def with_progress(paths: Iterable[str]) -> Iterator[str]:
+    """Yield the paths of images unchanged, and log every SECONDS_TO_REPORT how many there are so far."""
     due = time.monotonic() + SECONDS_TO_REPORT
     for number, path in enumerate(paths, start=1):
-        if number % IMAGES_TO_LOOK == 0 and time.monotonic() > due:
+        if number % IMAGES_PER_LOOK == 0 and time.monotonic() > due:
             log.info("Listing images: %s so far, the last: %s", f"{number:,}", one_line(path))
             due = time.monotonic() + SECONDS_TO_REPORT
         yield path
@@ -161,9 +162,10 @@ class PathTable:
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
+        """Read the paths into the block, one by one, and log the progress of a long list."""
         block = bytearray()
-        path_ends = array("q", [0])
-        for path in reported(paths):
+        path_ends = array("q", [0])  # path i is between the values i and i + 1
+        for path in with_progress(paths):
             block += os.fsencode(path)
             path_ends.append(len(block))
         self.block: bytes | memoryview = bytes(block)
@@ -214,6 +216,7 @@ class FileSamples(Samples):
         paths = self._paths(index)
         if len(paths) == 1:
             return read_regular(paths[0], self.most_bytes)
+        # Before any file is read: with a missing one, the image is broken whatever the others are.
         for path in paths:
             if not os.path.exists(path):
                 raise Unreadable(f"its file {one_line(path)} does not exist")
@@ -222,6 +225,7 @@ class FileSamples(Samples):
             try:
                 contents.append(read_regular(path, self.most_bytes))
             except OSError as error:
+                # The message names the image by its first file, so add which file it is.
                 reason = error.strerror or error
                 error.strerror = f"its file {one_line(path)}: {reason}"
                 raise
@@ -245,8 +249,8 @@ class FileSamples(Samples):
 def split_files(files: FileSamples, data: DataConfig, part: Part | None) -> FileSamples:
     """Return the split `part` of files that come unsplit, as `split_rows` chooses it.
 
-    None for `part` means that the files are one split already: all are returned. Either way, the files get their
-    groups: if no column of a table has given them, DATA.GROUP is a pattern in the paths.
+    None for `part` means that the files are one split already: all are returned. Either way, `files` get the groups of
+    DATA.GROUP: a table has given them already, or DATA.GROUP is a pattern in the paths.
     """
     if data.GROUP is not None and files.groups is None:
         files.groups = groups_in_paths(files.paths, data)
@@ -308,7 +312,8 @@ def no_file(path: Path) -> str:
 
 def _suggested_path(path: Path) -> str:
     """Suggest an existing path for a missing one, as ' (did you mean X?)'; '' if no name is similar."""
-    # The first folder on the way that does not exist is the one that is misspelt.
+    # The first file or folder on the way that does not exist is the one that is misspelt. The root always exists, so
+    # the loop ends.
     missing = path.absolute()
     while not missing.parent.exists():
         missing = missing.parent
@@ -316,7 +321,7 @@ def _suggested_path(path: Path) -> str:
         name = closest(missing.name, os.listdir(missing.parent))
         if name:
             similar = missing.parent / name
-            full_path = similar / path.absolute().relative_to(missing)
+            full_path = similar / path.absolute().relative_to(missing)  # with the rest of the path
             suggested = full_path if full_path.exists() else similar
             return f" (did you mean {suggested}?)"
     return ""
@@ -333,7 +338,11 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     """
     labels: list[int] = []
 
-    def paths() -> Iterator[str]:  # one by one, so that a million lines never exist as Python strings at once
+    def paths() -> Iterator[str]:
+        """Yield the paths one by one, and append each label to `labels`.
+
+        So a million lines never exist as Python strings at once.
+        """
         with open(file, encoding="utf-8-sig", opener=only_regular) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.isspace():
@@ -361,7 +370,8 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
 def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataConfig, root: Path | None = None) -> None:
     """Raise UserError if one of the first images in a list or table does not exist. Those of DATA.EXCLUDE need not.
 
-    `file`: the list, which the message names. `root`: the folder that `paths` are relative to; None: that of `file`.
+    `file`: the list, which the message names. `paths`: one per image; several files of an image are joined by
+    OF_SEVERAL. `root`: the folder that `paths` are relative to; None: that of `file`.
     """
     from datasets.exclude import below, excluded
 
@@ -370,7 +380,9 @@ def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataCo
     prefix = name_prefix(data)
     for index in range(min(PROBED, len(paths))):
         files_of_image = paths[index].split(OF_SEVERAL)
-        if below(str(root / files_of_image[0]), prefix) in excluded_names:
+        # DATA.EXCLUDE names images by their path below DATA_PATH.
+        name = below(str(root / files_of_image[0]), prefix)
+        if name in excluded_names:
             continue
         for path in files_of_image:
             image_file = root / path

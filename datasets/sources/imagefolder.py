@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import TITLES, UNSPLIT, Part, Parts, Source, part_made, parts_read
+from datasets.base import TITLES, UNSPLIT, Part, Parts, Source, part_to_make, parts_read
 from datasets.decoding import ENDINGS, endings_of
 from datasets.labels import check_class_count, log_unused_outputs, warn_alike_names, warn_empty_classes
 from datasets.sources.files import (
@@ -40,13 +40,13 @@ def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     """Open a split, with its images in the order of class and path. UserError if it has none."""
     root = data_folder(data)
     folder, classes = _folder_and_classes(root, data, part)
-    if folder == root:
+    if folder == root:  # there are no folders of splits
         _refuse_splits_as_classes(root, classes)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
     files = class_files(folder, classes, endings_of(data))
     if len(files) == 0:
         raise _no_images(folder, root)
-    return split_files(files, data, part_made(parts(data), part))
+    return split_files(files, data, part_to_make(parts(data), part))
 
 
 def _refuse_splits_as_classes(root: Path, classes: list[str]) -> None:
@@ -58,8 +58,11 @@ def _refuse_splits_as_classes(root: Path, classes: list[str]) -> None:
                 f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
                 f"class folders in {_as_folders(splits_inside)}. Try -data_path {root / name}."
             )
+    # Names that have the beginning of a split's name in them, such as my_training. If all are such names, and have a
+    # folder of the same name inside, that one is a class.
     like_splits = [name for name in classes if re.search(r"(?<![a-z])(train|val|test|dev)", name.lower())]
-    if len(like_splits) == len(classes) > 1:
+    all_like_splits = len(like_splits) == len(classes)
+    if all_like_splits and len(classes) > 1:
         in_all = set.intersection(*(set(subfolders(root / name)) for name in like_splits))
         if in_all:
             problem = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(in_all)}"
@@ -74,23 +77,26 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
     root = data_folder(data)
     owner = f"The data set in {root}"
     if _has_splits(root):
-        classes: list[str] = []
+        classes: list[str] = []  # the same for all splits: those of the training split
         for part in parts_read(data, train, parts(data)):
             folder, classes = _folder_and_classes(root, data, part)
             check_class_count(len(classes), num_classes, owner)
-            with_images = np.flatnonzero([_has_images(folder / name) for name in classes])
-            if not len(with_images):
+            # Classes with at least one image, each once, as if these were the labels of all images.
+            labels = np.flatnonzero([_has_images(folder / name) for name in classes])
+            if len(labels) == 0:
                 raise _no_images(folder, root)
-            warn_empty_classes(with_images, classes, str(folder))
-            if part_made(parts(data), part):
-                samples(data, part, num_classes)
+            warn_empty_classes(labels, classes, str(folder))
+            if part_to_make(parts(data), part):
+                samples(data, part, num_classes)  # for its errors: the images may be too few to split
     else:
         classes = subfolders(root)
         files = samples(data, "all", num_classes)
         for name in sorted(set(SPLIT_NAMES).intersection(classes)):
             log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)
         warn_empty_classes(files.labels, classes, str(root))
-        split_files(files, data, parts_read(data, train, UNSPLIT)[-1])
+        # For its errors: the images may be too few to split.
+        last_part = parts_read(data, train, UNSPLIT)[-1]
+        split_files(files, data, last_part)
     if train and len(classes) == 1:
         raise _one_class(root, classes[0])
     warn_alike_names(classes, owner)
@@ -99,6 +105,7 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
 
 def _one_class(root: Path, name: str) -> UserError:
     """Make the error for a data set of one class. If there are several folders of images inside, it suggests them."""
+    # Go down as long as there is a single folder with images. The folder at the end has several ones, or none.
     folder = (root / TRAIN if _has_splits(root) else root) / name
     while len(with_images := [inner for inner in subfolders(folder) if _has_images(folder / inner)]) == 1:
         folder /= with_images[0]
@@ -148,10 +155,12 @@ def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = END
             skipped.add(entry.name, HIDDEN_FOLDER)
         elif entry.name.lower().endswith(endings) and entry.is_file():
             skipped.add(entry.name, "images beside the class folders")
+    # `paths` fills these two while `PathTable` reads it.
     counts: list[int] = []
     folders_in_class: dict[str, list[str]] = {}
 
-    def paths() -> Iterator[str]:  # class by class, so that all paths never exist as Python strings at once
+    def paths() -> Iterator[str]:
+        """Yield the paths class by class, so that all paths never exist as Python strings at once."""
         for name in classes:
             paths_in_class = sorted(images_below(str(folder / name), skipped, endings=endings))
             counts.append(len(paths_in_class))
@@ -170,15 +179,20 @@ def class_files(folder: Path, classes: list[str], endings: tuple[str, ...] = END
 
 def _warn_of_folders(folder: Path, folders_in_class: dict[str, list[str]], classes: list[str]) -> None:
     """Warn that class folders have folders in them, whose images all belong to the class. One class is named."""
-    # A class whose folders are called like other classes comes first: it was hardly meant to be one class.
-    name = min(folders_in_class, key=lambda name: set(classes).isdisjoint(folders_in_class[name]))
+
+    def has_no_other_class(class_name: str) -> bool:
+        return set(classes).isdisjoint(folders_in_class[class_name])
+
+    # A class whose folders are called like other classes comes first: it was hardly meant to be one class. For such a
+    # class the function returns False, which is less than True.
+    name = min(folders_in_class, key=has_no_other_class)
     inner_folders = folders_in_class[name]
     examples = some_of(list(map(one_line, inner_folders)))
     other_classes = ""
     if len(folders_in_class) > 1:
         other_classes = f", like {counted(len(folders_in_class) - 1, 'other class')}"
     question = ""
-    if not set(classes).isdisjoint(inner_folders):
+    if not has_no_other_class(name):
         question = " They are called like other classes: is this meant?"
     warn_once(
         f"{folder}: the class {one_line(name)} takes the images of folders in it ({examples}){other_classes}.{question}"
@@ -218,13 +232,15 @@ def _names_of_splits(root: Path, data: DataConfig) -> dict[Part, str]:
 def _folder_and_classes(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
     """Return the folder of a split, and the names of the classes in the order of their labels.
 
-    The classes are those of the training split if there is one. Without splits, the folder is `root`. UserError if the
-    split is missing, or has a class that the training split lacks.
+    Without folders of splits, the folder is `root`. The classes are the folders in the training split, or in the split
+    itself if there is no training split. UserError if the split is missing, or has a class that the training split
+    lacks.
     """
     if not _has_splits(root):
         return root, subfolders(root)
     names = _names_of_splits(root, data)
-    stored_part = "all" if part_made(names, part) else part
+    # A split that the program makes is in the folder of the images that it divides, which is called `all` here.
+    stored_part = "all" if part_to_make(names, part) else part
     if stored_part not in names:
         if part == "test":
             raise no_such_part(part, root)
@@ -232,10 +248,10 @@ def _folder_and_classes(root: Path, data: DataConfig, part: Part) -> tuple[Path,
         raise _no_images(" or ".join(str(root / name) for name in expected_names), root)
     folder = root / names[stored_part]
     train = root / TRAIN
-    folder_of_classes = train if train.is_dir() else folder
-    classes = subfolders(folder_of_classes)
+    folder_with_classes = train if train.is_dir() else folder
+    classes = subfolders(folder_with_classes)
     if not classes:
-        raise _no_images(folder_of_classes, root)
+        raise _no_images(folder_with_classes, root)
     unknown_classes = set(subfolders(folder)).difference(classes)
     if unknown_classes:
         first = min(unknown_classes)

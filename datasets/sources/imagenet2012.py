@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from datasets.base import Part, Parts, Source, part_made, parts_read
+from datasets.base import Part, Parts, Source, part_to_make, parts_read
 from datasets.labels import ANY_LABEL, check_gaps, log_unused_outputs, warn_empty_classes
 from datasets.sources import imagefolder
 from datasets.sources.files import FileSamples, check_first_files, data_folder, no_file, read_list, split_files
@@ -28,7 +28,8 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
         return imagefolder.samples(data, part, num_classes)
     file = _list_file(data, lists, part)
     paths, labels = read_list(file, num_classes)
-    return split_files(FileSamples(file.parent, paths, labels, None), data, part_made(lists, part))
+    files = FileSamples(file.parent, paths, labels, None)  # the classes have no names
+    return split_files(files, data, part_to_make(lists, part))
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -37,7 +38,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     if not lists:
         imagefolder.check(data, num_classes, train)
         return
-    classes = 0
+    classes = 0  # by the largest label in the lists so far; a later list should have images of all of them
     for part in parts_read(data, train, lists):
         file = _list_file(data, lists, part)
         paths, labels = read_list(file, num_classes)
@@ -66,7 +67,8 @@ def _list_file(data: DataConfig, lists: dict[Part, str], part: Part) -> Path:
     root = data_folder(data)
     if part == "test" and part not in lists:
         raise no_such_part(part, root)
-    stored_part = "all" if part_made(lists, part) else part
+    # A split that the program makes is in the list of the images that it divides, which is called `all` here.
+    stored_part = "all" if part_to_make(lists, part) else part
     file = root / lists.get(stored_part, list_name(part))
     if not file.is_file():
         raise _missing(file)
@@ -83,7 +85,8 @@ def _count(data: DataConfig, train: bool) -> int:
     lists = _lists(data)
     if not lists:
         return imagefolder.count(data, train)
-    file = _list_file(data, lists, parts_read(data, train, lists)[0])
+    first_part = parts_read(data, train, lists)[0]  # in training, the training split
+    file = _list_file(data, lists, first_part)
     paths, labels = read_list(file, ANY_LABEL)
     check_gaps(labels, lambda row: f"{file}: {paths[row]}")
     return int(labels.max()) + 1

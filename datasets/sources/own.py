@@ -45,6 +45,7 @@ def source_of_own(own: Own) -> Source:
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> OwnSamples:
+    """Return the split that the user's function makes. UserError if it has more than `num_classes` classes."""
     identity = repr(own_named("dataset", data.DATASET))
     samples = _opened(data.DATASET, data.DATA_PATH, part, identity)
     check_class_count(len(samples.classes or ()), num_classes, f"The data set {data.DATASET}")
@@ -53,12 +54,13 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> OwnSamples:
 
 @cache
 def _opened(name: str, path: str | None, part: Part, identity: str) -> OwnSamples:  # noqa: ARG001 - for the cache
-    """Call the user's function for a split, check what it returns, and keep that for later calls.
+    """Call the user's function for a split, and check what it returns. Later calls return the same samples.
 
-    `identity`: text of the registered function with its settings. When they change, the function is called again.
+    `path`: DATA.DATA_PATH. `identity`: text of the registered function with its settings; only the cache uses it. With
+    another text, the function is called again.
     """
     own = own_named("dataset", name)
-    assert own is not None  # the registry found it
+    assert own is not None  # a data set is only opened if its function is registered
     where = f"{own.file}: data set {name}, split {part}"
     images, labels, classes = _returned(own, path, part, where)
     if not images or labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer):
@@ -73,7 +75,7 @@ def _opened(name: str, path: str | None, part: Part, identity: str) -> OwnSample
     # Contiguous, because resizing reads no negative strides, as those of `pixels[:, :, ::-1]`.
     paths_or_pixels = [str(image) if isinstance(image, str | Path) else np.ascontiguousarray(image) for image in images]
     for index, image in enumerate(paths_or_pixels):
-        if isinstance(image, str):
+        if isinstance(image, str):  # a path, which is checked when the file is read
             continue
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (1, 3):
             raise UserError(

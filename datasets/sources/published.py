@@ -35,7 +35,7 @@ def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> N
     and the others wait. `by_hand` ends the message of a failure; it says how to get the data set otherwise.
     """
     scratch = target.parent / f".{target.name}.part"
-    stalled_before = socket.getdefaulttimeout()
+    timeout_before = socket.getdefaulttimeout()  # set again at the end
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with process_lock(target.parent / f".{target.name}.lock", f"fetches {target}"):
@@ -49,7 +49,7 @@ def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> N
             scratch.mkdir()
             try:
                 socket.setdefaulttimeout(STALLED_AFTER)
-                fetch(scratch)
+                fetch(scratch)  # creates the folder scratch / target.name
                 for path in (scratch / target.name).iterdir():
                     if path.is_file() and path.name.endswith(ARCHIVES):
                         path.unlink()  # unpacked by now
@@ -58,7 +58,7 @@ def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> N
                 reason = str(error) or type(error).__name__
                 raise UserError(f"DATA.DOWNLOAD: {target.name} could not be fetched: {reason}. {by_hand}") from None
             finally:
-                socket.setdefaulttimeout(stalled_before)
+                socket.setdefaulttimeout(timeout_before)
                 shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise UserError(f"{target} cannot be made: {error}. {by_hand}") from None
@@ -82,7 +82,7 @@ class Published:
     """Lines that describe the contents of its folder, for error messages"""
 
     def folder_of(self, data: DataConfig) -> Path:
-        """Find the folder of the data set, and download it first if DATA.DOWNLOAD allows it.
+        """Find the folder of the data set, and download it first if it is missing and DATA.DOWNLOAD allows it.
 
         It is a folder in DATA_PATH, or DATA_PATH itself. Raises UserError if it is missing or incomplete.
         """
@@ -93,9 +93,9 @@ class Published:
 
                 layout = self._expected_layout(root)
                 by_hand = f"Try again, or fetch it yourself from {self.page} and unpack it. {layout}"
-                fetcher = getattr(torchvision.datasets, self.fetcher)
+                fetcher = getattr(torchvision.datasets, self.fetcher)  # a class whose constructor downloads
                 fetch_once(root / self.folder, lambda scratch: fetcher(str(scratch), download=True), by_hand)
-        root = data_folder(data)
+        root = data_folder(data)  # raises UserError without DATA_PATH
         folder = self._find(root)
         if folder is None:
             raise UserError(
@@ -145,6 +145,7 @@ def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: s
     )
 
     def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
+        """Open a split, which the program makes of all images."""
         folder = published.folder_of(data)
         objects = in_any_case(folder, objects_name)
         class_names = [name for name in subfolders(objects) if name != clutter]
@@ -154,7 +155,7 @@ def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: s
             raise published.damaged(folder, f"{objects_name} has no images in class folders")
         return split_files(files, data, part)
 
-    return Source(samples, fetches=True, parts=lambda _: UNSPLIT)
+    return Source(samples, fetches=True, parts=lambda _: UNSPLIT)  # comes without splits
 
 
 CALTECH101 = _caltech(101, "BACKGROUND_Google", "accordion/image_0001.jpg", 137, "20086")
@@ -220,14 +221,19 @@ class Cifar:
         contents = [self.read(folder, file, len(class_names)) for file in files]
         pixels = np.concatenate([file_pixels for file_pixels, _ in contents])
         labels = np.concatenate([file_labels for _, file_labels in contents])
-        title = "test" if part == "val" else part
+        title = "test" if part == "val" else part  # of the publisher's split, with which the images' names begin
         return ArraySamples(pixels, labels, class_names, owner=f"{data.DATASET}:{title}")
 
 
 def _cifar(
     classes: int, megabytes: int, folder: str, train: tuple[str, ...], validation: str, meta: str, prefix: str
 ) -> Source:
-    """Make the source of CIFAR-10 or CIFAR-100. The arguments are those of `Published` and `Cifar`."""
+    """Make the source of CIFAR-10 or CIFAR-100, whose images are held in memory.
+
+    `megabytes`: size of the download. `folder`: name of the folder in DATA_PATH. `train`, `validation`, `meta`: files
+    of the training images, of the validation images, and of the names of the classes. `prefix`: beginning of the keys
+    in the files.
+    """
     published = Published(
         fetcher=f"CIFAR{classes}",
         megabytes=megabytes,

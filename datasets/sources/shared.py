@@ -4,6 +4,7 @@ A list of a million images takes minutes to make, and memory in each rank that m
 """
 
 import mmap
+import os
 import pickle
 import shutil
 import socket
@@ -21,14 +22,15 @@ ALIGNMENT = 64
 
 
 def listed_once(list_images: Callable[[], Samples], world: World) -> Samples:
-    """Return the samples that `list_images` lists, which is called once per machine. A collective call.
+    """List images by `list_images` once per machine, and return the samples on each rank. A collective call.
 
-    A rank that cannot read the list of its machine's first rank calls `list_images`, too.
+    The first rank of a machine lists the images and writes the list to files. All ranks of the machine map the files
+    into their memory. A rank that cannot read them calls `list_images` itself.
     """
     samples = on_every_rank(world, lambda: list_images() if world.local_rank == 0 else None)
     host = socket.gethostname()
     written_folder = None
-    if samples is not None and len(samples) and world.local_size > 1:
+    if samples is not None and len(samples) > 0 and world.local_size > 1:
         written_folder = _write(samples)
     folders_of_hosts = all_gather([(host, written_folder)], world)
     folder = next((folder for owner, folder in folders_of_hosts if owner == host and folder), None)
@@ -53,10 +55,12 @@ def _write(samples: Samples) -> str | None:
     places = list[slice]()
     try:
         folder = tempfile.mkdtemp(prefix="vitamp-images-")
+        # The arrays come out of the pickle: their bytes are handed to `arrays`.
         rest = pickle.dumps(samples, protocol=5, buffer_callback=arrays.append)
         with open(f"{folder}/arrays", "wb") as file:
             for values in map(pickle.PickleBuffer.raw, arrays):
-                file.seek(-file.tell() % ALIGNMENT, 1)
+                to_alignment = -file.tell() % ALIGNMENT  # bytes that are missing to the next multiple
+                file.seek(to_alignment, os.SEEK_CUR)
                 places.append(slice(file.tell(), file.tell() + values.nbytes))
                 file.write(values)
         Path(folder, "rest").write_bytes(pickle.dumps((rest, places)))

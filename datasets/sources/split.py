@@ -30,8 +30,9 @@ SPLIT_NAMES = (TRAIN, *VALIDATION_NAMES, TEST)
 def named_parts(names: Sequence[str], where: object, data: DataConfig) -> dict[Part, str]:
     """Map each split to the name under which a data set stores it, and warn of names that are not used as expected.
 
-    Without a validation split, `test` takes its place, or with DATA.KEEP_TEST a part of `train`, which is then `all`.
-    `names`: those of SPLIT_NAMES that exist, in that order. `where`: the data set, which begins the warnings.
+    Without a stored validation split, validation uses the test split. With DATA.KEEP_TEST, it uses a part of the
+    training images instead: then the stored `train` is mapped as `all`, which the program splits. `names`: the names of
+    SPLIT_NAMES that exist, in that order. `where`: the data set, which begins the warnings.
     """
     parts: dict[Part, str] = {}
     if TRAIN in names:
@@ -43,6 +44,7 @@ def named_parts(names: Sequence[str], where: object, data: DataConfig) -> dict[P
         parts = {"all": TRAIN}
     elif TEST in names:
         parts["val"] = TEST
+        # No reason to warn if the run evaluates another split than that of validation (DATA.PART).
         if TRAIN in names and part_of(data, train=False) == "val":
             warn_once(
                 f"{where}: the split test is used for validation, because no other split is read for it. It then "
@@ -101,11 +103,12 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
     members = shuffled_classes(labels, seed, purpose)
     sizes = np.array([len(of_class) for of_class in members])
     exact = sizes * fraction
+    # The number of images that each class gives: rounded down, but at least 1 if the class has several images.
     counts = np.maximum(np.floor(exact).astype(int), sizes > 1)
     # Rounding down gives too few; the classes with the largest remainders give one more each.
     wanted = math.ceil(round(len(labels) * fraction, 6))  # rounded first, since 70 * 0.1 is a little more than 7
     missing = max(0, wanted - counts.sum())
-    by_remainder = np.argsort(counts - exact, kind="stable")
+    by_remainder = np.argsort(counts - exact, kind="stable")  # classes, the one with the largest remainder first
     can_give = counts[by_remainder] < sizes[by_remainder] - 1
     giving = by_remainder[can_give][:missing]
     counts[giving] += 1
@@ -120,7 +123,10 @@ def shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.nda
 
 
 def keys_of_split(data: DataConfig) -> list[str]:
-    """List the settings that decide which images are for validation, without those that have no effect here."""
+    """List the settings that decide which images are for validation, without those that have no effect here.
+
+    `deciding` lists the settings that are declared as deciding about a split, or about one that is drawn at random.
+    """
     without_effect: tuple[str, ...] = ()
     if data.FOLD is not None:
         without_effect = ("DATA.VAL_FRACTION",)
@@ -160,8 +166,9 @@ def split_rows(
                 f"There are too few images for a validation split: {len(labels)} in {len(np.unique(labels))} classes, "
                 "and each class keeps one image for training. Add images, or a validation split of your own."
             )
-        # Half more than was set is worth a warning, but not the one image that rounding up adds.
-        if len(validation) > 1.5 * data.VAL_FRACTION * len(labels) + 1:
+        # Warn if the split is half larger than it should be, but not for the one image that rounding up adds.
+        largest_expected = 1.5 * data.VAL_FRACTION * len(labels) + 1
+        if len(validation) > largest_expected:
             warn_once(
                 f"{where}: {len(validation):,} of {len(labels):,} images validate, more than DATA.VAL_FRACTION "
                 f"{data.VAL_FRACTION:g}, because each class gives at least one."

@@ -58,7 +58,7 @@ def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: to
     if part == "test":
         raise no_such_part(part, "the data set synthetic")
     sizes = {"train": data.SYNTHETIC_TRAIN, "val": data.SYNTHETIC_VAL}
-    samples = sizes.get(part) or sum(sizes.values())
+    samples = sizes.get(part) or sum(sizes.values())  # `all` has no size of its own
     return Synthetic(samples, data, num_classes, seed, device)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from datasets.base import SPLIT, UNSPLIT, Part, Parts, Source
 from datasets.decoding import ENDINGS, endings_of
-from datasets.sources.files import FileSamples, SkippedFiles, data_folder, images_below, reported, split_files
+from datasets.sources.files import FileSamples, SkippedFiles, data_folder, images_below, split_files, with_progress
 from datasets.sources.split import TEST, VALIDATION_NAMES, no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -22,11 +22,12 @@ def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
     if part == "test" and not (root / TEST).is_dir():
         raise no_such_part(part, root)
     skipped = SkippedFiles()
-    paths = sorted(reported(images_below(str(root), skipped, endings=endings_of(data))))
+    paths = sorted(with_progress(images_below(str(root), skipped, endings=endings_of(data))))
     skipped.warn(str(root))
     validation = _validation_folder(root)
     if part != "all":
-        # Training has no folder of its own, nor has validation if there is no folder val: '' are all other images.
+        # Training has no folder of its own, nor has validation if there is no folder val. Then `folder` is '', and the
+        # images are those outside the folders of other splits.
         folder = {"train": "", "val": validation or "", "test": TEST}[part]
         if folder:
             paths = [path for path in paths if path.startswith(f"{folder}/")]
@@ -36,11 +37,13 @@ def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
         if not paths:
             raise UserError(f"DATA.DATA_PATH (-data_path): {root / folder} has no images ({' '.join(ENDINGS)}).")
     files = FileSamples(root, paths, np.zeros(len(paths), dtype=np.int64), None)
+    # With folders, these are the images of the split. Otherwise `split_files` chooses them.
     is_split = validation is not None or part == "test"
     return split_files(files, data, None if is_split else part)
 
 
 def _validation_folder(root: Path) -> str | None:
+    """Return the name of the folder in `root` that has the validation images; None if there is none."""
     return next((name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
 
 

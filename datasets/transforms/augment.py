@@ -30,18 +30,19 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
 
     They draw from the generators of Python, numpy and torch.
 
-    If several policies are on, RandAugment wins over AutoAugment, as in PaddleViT. Colour jitter applies without a
-    policy or with ThreeAugment.
+    If RandAugment and AutoAugment are both on, only RandAugment is applied, as in PaddleViT. Colour jitter is left out
+    beside RandAugment, AutoAugment and TrivialAugment, which change colours themselves.
     """
     changes: list[ImageChange] = []
-    if not data.is_plain:
+    if not data.is_plain:  # bands have no colours, so only shapes change
         return [rand_augment(data, train, SHAPES)] if train.RAND_AUGMENT else []
     if train.RAND_AUGMENT:
         changes.append(rand_augment(data, train, timm_augment.rand_augment_choices("", increasing=True)))
     elif train.AUTO_AUGMENT:
         changes.append(timm_augment.AutoAugment(timm_augment.auto_augment_policy("original", _options(data))))
     changes += [POLICIES[name](data) for name in train.AUGMENT if name in POLICIES]
-    if train.COLOR_JITTER and not (train.RAND_AUGMENT or train.AUTO_AUGMENT or "trivial" in train.AUGMENT):
+    changes_colours = train.RAND_AUGMENT or train.AUTO_AUGMENT or "trivial" in train.AUGMENT
+    if train.COLOR_JITTER and not changes_colours:
         strength = train.COLOR_JITTER
         changes.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
     own = own_augmentations(train)
@@ -69,12 +70,13 @@ def check_augmentations(train: TrainConfig, data: DataConfig) -> None:
         from utils.own_code import check_name
 
         check_name("augmentation", name, list(POLICIES))
-    if data.is_plain:
+    if data.is_plain:  # photographs, for which all augmentations are made
         return
     kind = f"images with DATA.IMAGE_CHANNELS {data.IMAGE_CHANNELS} and DATA.BITS {data.BITS}"
     own = own_augmentations(train)
     if own:
         raise UserError(f"TRAIN.AUGMENT {own[0]}: your own augmentations take 8-bit grey or RGB images, not {kind}.")
+    # The settings that are on, without RandAugment, of which the operations that change shapes are applied.
     left_out = [key for key in train.single_image_keys if key != "TRAIN.RAND_AUGMENT"]
     if train.RAND_AUGMENT:
         left_out.append(f"TRAIN.RAND_AUGMENT but for {', '.join(SHAPES)}")
@@ -94,7 +96,7 @@ def affine_change(data: DataConfig) -> ImageChange:
 
 
 def rand_augment(data: DataConfig, train: TrainConfig, names: Iterable[str]) -> ImageChange:
-    """Make RandAugment with timm's operations of these names."""
+    """Make RandAugment with timm's operations of these names. Posterising never gets 0 bits; see `_posterize`."""
     operations = timm_augment.rand_augment_ops(
         magnitude=train.RAND_AUGMENT_MAGNITUDE, prob=PROBABILITY, hparams=_options(data), transforms=list(names)
     )
@@ -111,9 +113,11 @@ def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
 
 def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, Any]:
     """Return the options of timm's operations: colour of uncovered corners, interpolation, spread of magnitudes."""
-    fill = mean_colour(data) if data.is_plain else (0,)  # pixels.py subtracts the mean
+    # Bands are augmented one by one, after their mean is subtracted: so 0 is their mean.
+    fill = mean_colour(data) if data.is_plain else (0,)
+    has_one_channel = len(fill) == 1 or data.IMAGE_CHANNELS == 1
     return {
-        "img_mean": fill[0] if len(fill) == 1 or data.IMAGE_CHANNELS == 1 else fill,
+        "img_mean": fill[0] if has_one_channel else fill,
         "interpolation": Image.Resampling[data.INTERPOLATION.upper()],
         "magnitude_std": spread,
     }

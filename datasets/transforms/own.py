@@ -21,19 +21,20 @@ class OwnChange:
         self._change = own.made()
 
     def __call__(self, image: Image.Image) -> Image.Image:
+        """Apply the user's augmentation. OwnCodeError if it fails, or returns an image of another size or mode."""
         try:
             changed = self._change(image)
         except OWN_ERRORS as error:
             raise OwnCodeError(own_lines(error) or f"{self.file}: augmentation {self.name}: {error}") from None
-        if not isinstance(changed, Image.Image) or (changed.size, changed.mode) != (image.size, image.mode):
-            same = isinstance(changed, Image.Image)
-            what = f"a {changed.mode} image of {changed.size}" if same else type(changed).__name__
+        is_image = isinstance(changed, Image.Image)
+        if not is_image or changed.size != image.size or changed.mode != image.mode:
+            returned = f"a {changed.mode} image of {changed.size}" if is_image else type(changed).__name__
             where = f"{self.file}: augmentation {self.name}"
-            raise OwnCodeError(f"{where} returned {what}; it must return a {image.mode} image of {image.size}.")
+            raise OwnCodeError(f"{where} returned {returned}; it must return a {image.mode} image of {image.size}.")
         return changed
 
     def __reduce__(self) -> Any:
-        """For loading processes that are spawned: they execute the file again."""
+        """Pickle for loading processes that are spawned: they execute the user's file again."""
         return _again, (self.file, self.name, self.values)
 
 

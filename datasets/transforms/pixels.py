@@ -39,16 +39,16 @@ REACH = {"bicubic": 2, "bilinear": 1}
 class View(NamedTuple):
     """The part of an image that the model sees, and how it is resized.
 
-    It begins at (`left`, `top`) and becomes `columns` x `rows` pixels, each of which covers `across` x `down` pixels of
-    the image. `box` holds all image pixels that contribute. In training these are the crop itself. In validation, the
-    surrounding pixels contribute at the borders, because the image is resized before it is cropped.
+    It begins at (`left`, `top`) of the image and becomes `columns` x `rows` pixels, each of which covers `x_scale` x
+    `y_scale` pixels of the image. `box` holds all image pixels that contribute. In training these are the crop itself.
+    In validation, the surrounding pixels contribute at the borders, because the image is resized before it is cropped.
     """
 
     box: Box
     left: float
     top: float
-    across: float
-    down: float
+    x_scale: float
+    y_scale: float
     columns: int
     rows: int
 
@@ -56,30 +56,34 @@ class View(NamedTuple):
 def whole(box: Box, data: DataConfig) -> View:
     """Return the view of a whole `box`, resized to the model's input."""
     rows, columns = sides(data.IMAGE_SIZE)
-    return View(box, box.left, box.top, box.width / columns, box.height / rows, columns, rows)
+    x_scale = box.width / columns
+    y_scale = box.height / rows
+    return View(box, box.left, box.top, x_scale, y_scale, columns, rows)
 
 
 def random_view(data: DataConfig, width: int, height: int) -> View:
     """Draw a random crop with the distribution of torchvision's RandomResizedCrop.
 
-    Its shape is relative to that of the model's input, so that training does not see what validation never does.
+    The ratios of DATA.CROP_RATIO are multiples of the ratio of the model's input: otherwise, training would distort
+    images for an input that is no square, and validation never does. `width`, `height`: those of the image.
     """
     rows, columns = sides(data.IMAGE_SIZE)
     draw = random.random
-    least, most = data.CROP_SCALE
+    smallest, largest = data.CROP_SCALE  # fractions of the image's area
     aspect = columns / rows
     narrowest, widest = (ratio * aspect for ratio in data.CROP_RATIO)
-    narrow = math.log(narrowest)
-    wide = math.log(widest)
+    log_narrowest = math.log(narrowest)
+    log_widest = math.log(widest)
     for _ in range(TRIES):
-        area = width * height * (least + (most - least) * draw())
-        ratio = math.exp(narrow + (wide - narrow) * draw())
+        area = width * height * (smallest + (largest - smallest) * draw())
+        ratio = math.exp(log_narrowest + (log_widest - log_narrowest) * draw())
         w = round(math.sqrt(area * ratio))
         h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             left = int(draw() * (width - w + 1))
             top = int(draw() * (height - h + 1))
             return whole(Box(left, top, w, h), data)
+    # No crop fitted into the image: take its centre, in the ratio that is nearest to the image's own.
     ratio = min(max(width / height, narrowest), widest)
     w = min(width, max(1, round(height * ratio)))
     h = min(height, max(1, round(width / ratio)))
@@ -92,21 +96,27 @@ def squeezed_view(data: DataConfig, width: int, height: int) -> View:
 
 
 def middle_view(data: DataConfig, width: int, height: int) -> View:
-    """Return the view of the centre of the resized image, which can be smaller than the model's input."""
-    wide, high = resized_size(data.CROP_MODE, data.IMAGE_SIZE, data.CROP_PCT, width, height)
+    """Return the view of the centre of the resized image, which can be smaller than the model's input.
+
+    `width`, `height`: those of the image.
+    """
+    resized_width, resized_height = resized_size(data.CROP_MODE, data.IMAGE_SIZE, data.CROP_PCT, width, height)
     rows, columns = sides(data.IMAGE_SIZE)
-    rows = min(rows, high)
-    columns = min(columns, wide)
-    across = width / wide
-    down = height / high
-    left = round((wide - columns) / 2)
-    top = round((high - rows) / 2)
+    rows = min(rows, resized_height)
+    columns = min(columns, resized_width)
+    # Image pixels per pixel of the resized image.
+    x_scale = width / resized_width
+    y_scale = height / resized_height
+    # The centre in the resized image.
+    left = round((resized_width - columns) / 2)
+    top = round((resized_height - rows) / 2)
+    # The image is decoded from its first pixel to the last one that contributes. From the centre of the last resized
+    # pixel (- 0.5), the filter reaches `reach` pixels of the smaller image, with 1 image pixel to be on the safe side.
     reach = REACH[data.INTERPOLATION]
-    # To the end of the last image pixels that contribute.
-    right = math.ceil((left + columns - 0.5) * across + reach * max(across, 1.0) + 1)
-    bottom = math.ceil((top + rows - 0.5) * down + reach * max(down, 1.0) + 1)
+    right = math.ceil((left + columns - 0.5) * x_scale + reach * max(x_scale, 1.0) + 1)
+    bottom = math.ceil((top + rows - 0.5) * y_scale + reach * max(y_scale, 1.0) + 1)
     box = Box(0, 0, min(width, right), min(height, bottom))
-    return View(box, left * across, top * down, across, down, columns, rows)
+    return View(box, left * x_scale, top * y_scale, x_scale, y_scale, columns, rows)
 
 
 Resize = Callable[[np.ndarray, View, np.ndarray | None], np.ndarray]
@@ -120,11 +130,13 @@ class TorchResize:
     """Resizes with torch, directly on uint8 or float32."""
 
     def __init__(self, interpolation: str) -> None:
-        # torch.nn.functional.interpolate accepts no size together with a scale, and no output tensor.
+        # The kernel is called directly, because torch.nn.functional.interpolate takes either a size or a scale, and a
+        # view needs both; nor does it write into a given tensor.
         self.kernel = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa").out
         self.by_pil = PilResize(interpolation)
         self.interpolation = interpolation
-        # Raw pixels are read-only, which is fine here. torch warns of such arrays once per process: use that up now.
+        # Raw pixels are read-only, which is fine here. torch warns of such an array, but only of the first one in a
+        # process: let it warn here, where warnings are ignored.
         with warnings.catch_warnings(action="ignore"):
             torch.from_numpy(np.frombuffer(b"read only", dtype=np.uint8))
 
@@ -133,20 +145,32 @@ class TorchResize:
         return TorchResize, (self.interpolation,)
 
     def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:
-        # The kernel has no offset: pixels left of and above the view are resized too, and then cut off.
-        left = round((view.left - view.box.left) / view.across)
-        top = round((view.top - view.box.top) / view.down)
+        """Resize the pixels of the view's box (height x width x channels) to the view's rows and columns.
+
+        The result is `place` if its shape allows the kernel to write into it, else a new array.
+        """
+        # The kernel has no offset: pixels left of and above the view are resized too, and then cut off. These are their
+        # numbers, in resized pixels.
+        left = round((view.left - view.box.left) / view.x_scale)
+        top = round((view.top - view.box.top) / view.y_scale)
         if left > view.columns or top > view.rows:
             return self.by_pil(pixels, view)  # such a long strip that most of the work would be cut off
-        shape = (top + view.rows, left + view.columns, pixels.shape[2])
-        scales = zip(shape, pixels.shape, (view.down, view.across), strict=False)
-        if any(made == stored and scale != 1 for made, stored, scale in scales):
-            return self.by_pil(pixels, view)  # the kernel ignores the scale of an axis whose length does not change
-        made = place if place is not None and place.shape == shape else np.empty(shape, dtype=pixels.dtype)
+        height, width, channels = pixels.shape
+        shape = (top + view.rows, left + view.columns, channels)
+        # The kernel ignores the scale of an axis whose length does not change.
+        ignores_y_scale = shape[0] == height and view.y_scale != 1
+        ignores_x_scale = shape[1] == width and view.x_scale != 1
+        if ignores_y_scale or ignores_x_scale:
+            return self.by_pil(pixels, view)
+        if place is not None and place.shape == shape:  # only if nothing has to be cut off
+            resized = place
+        else:
+            resized = np.empty(shape, dtype=pixels.dtype)
         # Channels-last, in and out, as the kernel works; planes would cost a slow conversion.
-        source, out = (torch.from_numpy(array).permute(2, 0, 1)[None] for array in (pixels, made))
-        self.kernel(source, shape[:2], False, 1 / view.down, 1 / view.across, out=out)
-        return made if made is place else made[top:, left:]
+        source, out = (torch.from_numpy(array).permute(2, 0, 1)[None] for array in (pixels, resized))
+        align_corners = False
+        self.kernel(source, shape[:2], align_corners, 1 / view.y_scale, 1 / view.x_scale, out=out)
+        return resized if resized is place else resized[top:, left:]
 
 
 class PilResize:
@@ -156,16 +180,23 @@ class PilResize:
         self.filter = Image.Resampling[interpolation.upper()]
 
     def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:
+        """Resize the pixels of the view's box (height x width x channels) to the view's rows and columns.
+
+        The result is a new array: PIL cannot write into `place`.
+        """
+        # The part of `pixels` that the view shows, with fractions of pixels.
         left = view.left - view.box.left
         top = view.top - view.box.top
-        right = left + view.columns * view.across
-        bottom = top + view.rows * view.down
+        right = left + view.columns * view.x_scale
+        bottom = top + view.rows * view.y_scale
         height, width, channels = pixels.shape
-        within = (left, top, min(right, width), min(bottom, height))  # rounding can exceed the image by a tiny bit
+        shown_box = (left, top, min(right, width), min(bottom, height))  # rounding can exceed the image by a tiny bit
+        # PIL has images of 8 bits with 1 or 3 channels. Bands, which are float32, are one image each.
         parts = [pixels] if pixels.dtype == np.uint8 else np.split(pixels, channels, axis=2)
         images = [Image.fromarray(part.squeeze(2) if part.shape[2] == 1 else part) for part in parts]
-        small = [np.asarray(one.resize((view.columns, view.rows), self.filter, box=within)) for one in images]
-        return np.dstack(small).reshape(view.rows, view.columns, channels)
+        size = (view.columns, view.rows)
+        resized_images = [np.asarray(image.resize(size, self.filter, box=shown_box)) for image in images]
+        return np.dstack(resized_images).reshape(view.rows, view.columns, channels)
 
 
 class Pixels:
@@ -175,19 +206,23 @@ class Pixels:
     """
 
     def __init__(self, data: DataConfig, train: bool, augmentation: TrainConfig | None = None) -> None:
+        """Choose the steps by the DATA settings. `augmentation`: the TRAIN settings, if a training split uses them."""
         self.channels, self.rows, self.columns = data.shape
         self.reader = Reader(data)
         if not train:
             view = squeezed_view if data.CROP == "none" else middle_view
-        else:
-            view = random_view if data.CROP == "random" else squeezed_view
-        self.views = partial(view, data)
+        elif data.CROP == "random":
+            view = random_view
+        else:  # the whole image; with DATA.CROP pad, `finish` shifts it
+            view = squeezed_view
+        self.views = partial(view, data)  # (width, height) of an image -> its view
         resize = PilResize if decoder_of_jpeg() == "pil" else TorchResize
         self.resize: Resize = resize(data.INTERPOLATION)
-        self.pad = PAD if train and data.CROP == "pad" else 0
+        self.pad = PAD if train and data.CROP == "pad" else 0  # width of the black margin
         self.flip = data.FLIP if train else 0.0
         self.vertical_flip = data.VERTICAL_FLIP if train else 0.0
         self.mean = shades_of_mean(data)
+        # Values around an image that is smaller than the model's input: those of the mean colour, or black.
         self.border = self.mean if data.CROP_MODE == "border" else (0,) * self.channels
         self.changes: list[ImageChange] = []
         self.is_plain = data.is_plain
@@ -215,32 +250,37 @@ class Pixels:
             return stored.cut(view.box), view
 
     def finish(self, pixels: np.ndarray, place: np.ndarray) -> None:
-        """Pad, mirror and augment the resized pixels, and copy them to `place` (H x W x C) unless they are in it.
+        """Pad, mirror and augment the resized pixels, and write them to `place` (H x W x C), the sample in its batch.
 
-        Pixels smaller than `place` get a border: of the mean colour by CROP_MODE border, black by a CROP_PCT above 1.
+        Resizing may have written the pixels there already: then `pixels` is `place`. Pixels smaller than `place` get a
+        border: of the mean colour by CROP_MODE border, black by a CROP_PCT above 1.
         """
-        high, wide, _ = pixels.shape
-        if high < self.rows or wide < self.columns:
+        height, width, _ = pixels.shape
+        if height < self.rows or width < self.columns:
             place[:] = self.border
-            place = place[(self.rows - high) // 2 :, (self.columns - wide) // 2 :][:high, :wide]
-        if self.pad:
+            # From here on, `place` is the window inside the border. Such pixels are not in it yet.
+            top = (self.rows - height) // 2
+            left = (self.columns - width) // 2
+            place = place[top : top + height, left : left + width]
+        if self.pad > 0:
             # A black margin, and a crop of the original size at a random place.
-            top, left = (int(random.random() * (2 * self.pad + 1)) for _ in range(2))
+            top = int(random.random() * (2 * self.pad + 1))
+            left = int(random.random() * (2 * self.pad + 1))
             padded = np.pad(pixels, ((self.pad, self.pad), (self.pad, self.pad), (0, 0)))
-            pixels = padded[top : top + high, left : left + wide]
+            pixels = padded[top : top + height, left : left + width]
         for axis, chance in ((1, self.flip), (0, self.vertical_flip)):
             if chance > 0 and random.random() < chance:
                 pixels = torch.from_numpy(pixels).flip(axis).numpy()  # seven times as fast as numpy
         if self.changes:
             pixels = self.changed(pixels) if self.is_plain else self.changed_bands(pixels)
-        if pixels is not place:
+        if pixels is not place:  # else resizing wrote them there, and no step has made new ones
             np.copyto(place, pixels)  # broadcasts one channel to three
 
     def changed(self, pixels: np.ndarray) -> np.ndarray:
-        """Augment a photograph."""
-        grey = pixels.shape[2] == 1
-        image = Image.fromarray(pixels[:, :, 0] if grey else pixels)
-        if grey and self.channels == 3:
+        """Augment a photograph, whose size stays. A grey one gets the channels of the model's input."""
+        is_grey = pixels.shape[2] == 1
+        image = Image.fromarray(pixels[:, :, 0] if is_grey else pixels)
+        if is_grey and self.channels == 3:
             image = image.convert("RGB")
         for change in self.changes:
             image = change(image)
@@ -252,6 +292,7 @@ class Pixels:
         changed = list[np.ndarray]()
         for band, mean in zip(np.moveaxis(pixels, 2, 0), self.mean, strict=True):
             seed_host(seed, "bands")
+            # Augmentations fill uncovered corners with 0, which is the mean once it is subtracted.
             image = Image.fromarray(band - np.float32(mean))
             for change in self.changes:
                 image = change(image)

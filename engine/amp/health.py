@@ -33,46 +33,54 @@ class Health:
     reporter: Reporter
     op_lists: OpLists | None = None
     """AMP's lists; None once the operators in them that the model never calls are reported"""
-    _last: Blame | None = None
+    _last_blame: Blame | None = None
     """Cause of the skipped update that was reported last"""
 
     def report(self, position: Position, together: bool) -> None:
         """Report the causes of skipped updates that were found since the last call.
 
-        A module that overflowed often moves to fp32 (AMP.AUTO_FP32).
+        A module that overflowed often moves to fp32 (AMP.AUTO_FP32). The first call after an update also warns about
+        operators on AMP's lists that the model never called.
         `together`: all ranks call it now. A single process reports at once, but several ranks only together, because
         any of them may have found a cause.
         """
         if self.op_lists is not None and not together:  # after an update: the model has been computed
             self.op_lists.warn_uncalled()
             self.op_lists = None
-        if not self.parts.precision.scaler.is_enabled() or (self.world.size > 1 and not together):
+
+        skips_updates = self.parts.precision.scaler.is_enabled()
+        if not skips_updates or (self.world.size > 1 and not together):
             return
         from engine.amp.overflow import OverflowWatch
 
         watch = self.parts.callback(OverflowWatch)
         if watch is None:
             return
-        # One report per update: from a rank that found the operation, if one did. Such blames are sorted first.
+
+        # Several ranks may have replayed the same update. It is reported once, by the first blame of it: those that
+        # name the operation are sorted to the front.
+        blames = all_gather(watch.take(), self.world)
         blame_of_update: dict[int, Blame] = {}
-        for blame in sorted(all_gather(watch.take(), self.world), key=lambda blame: not blame.operation):
+        for blame in sorted(blames, key=lambda blame: blame.operation == ""):
             blame_of_update.setdefault(blame.update, blame)
+
         for _, blame in sorted(blame_of_update.items()):
             log.info("%s", blame.words())
             report_skip(self.reporter, position, blame)
-            self._last = blame
-            # A backward overflow counts only at the smallest loss scale; a forward one does not depend on it.
-            counts = blame.is_forward or blame.scale <= 1
-            if self.amp.AUTO_FP32 and counts and self._is_in_model(blame):
-                self._count(blame.module, watch)
+            self._last_blame = blame
+            # AMP.AUTO_FP32 counts what a smaller loss scale cannot cure: overflows in the forward pass, which do not
+            # depend on the scale, and those in the backward pass at the smallest scale, 1.
+            only_fp32_helps = blame.is_forward or blame.scale <= 1
+            if self.amp.AUTO_FP32 and only_fp32_helps and self._is_in_model(blame):
+                self._count_overflow(blame.module, watch)
 
-    def _count(self, name: str, watch: OverflowWatch) -> None:
+    def _count_overflow(self, name: str, watch: OverflowWatch) -> None:
         """Count an overflow of the module `name`. After TIMES_TO_BLAME of them it computes in fp32."""
-        blamed = watch.skips.blamed
-        blamed[name] = blamed.get(name, 0) + 1
-        if blamed[name] == TIMES_TO_BLAME:
+        overflows_of_module = watch.skips.blamed
+        overflows_of_module[name] = overflows_of_module.get(name, 0) + 1
+        if overflows_of_module[name] == TIMES_TO_BLAME:
             self.parts.force_fp32([name])
-            self.parts.assemble()
+            self.parts.assemble()  # the half-precision copy, DDP and compiled code are made again with the new dtype
             watch.begin_anew()
             self.parts.meters.forget_skips()
             log.info("AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", name, TIMES_TO_BLAME)
@@ -83,45 +91,49 @@ class Health:
     def too_many_skips(self, reading: Reading, update: int) -> AllRanksError | None:
         """Return the error that ends the run if too many updates in a row were skipped, else None.
 
-        `update`: number of the last update.
+        `update`: number of the last update. The error describes the last replay and advises which setting to change.
         """
         if reading.skipped_in_a_row < MOST_SKIPS:
             return None
-        blame = self._last
+        blame = self._last_blame
         can_use_auto_fp32 = (
             self.amp.LEVEL not in ("NAIVE", "O3") and self.parts.sharding is None and not self.amp.AUTO_FP32
         )
-        advice = "Use bf16, or lower TRAIN.BASE_LR"
         if not self.amp.USE_DYNAMIC_LOSS_SCALING:
             advice = "The scale is fixed (AMP.USE_DYNAMIC_LOSS_SCALING false): set a smaller AMP.INIT_LOSS_SCALING"
         elif blame is not None and blame.module.startswith("teacher."):
             advice = "The teacher overflows, whatever the loss scale: use bf16, or another TRAIN.TEACHER_MODEL"
+        elif can_use_auto_fp32 and blame is not None and blame.is_forward and self._is_in_model(blame):
+            keep = f"AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true"
+            advice = f"Keep that module in fp32 ({keep}), or use bf16"
         elif can_use_auto_fp32:
-            advice += "; AMP.AUTO_FP32=true moves modules that overflow to fp32"
-            if blame is not None and blame.is_forward and self._is_in_model(blame):
-                keep = f"AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true"
-                advice = f"Keep that module in fp32 ({keep}), or use bf16"
-        last = f" The last that was replayed to find the overflow: {blame.words()}." if blame else ""
+            advice = "Use bf16, or lower TRAIN.BASE_LR; AMP.AUTO_FP32=true moves modules that overflow to fp32"
+        else:
+            advice = "Use bf16, or lower TRAIN.BASE_LR"
+        last_replay = f" The last that was replayed to find the overflow: {blame.words()}." if blame else ""
         return AllRanksError(
             f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update}; the loss scale is "
-            f"{reading.scale:g}.{last} The weights from before these updates are saved. {advice}."
+            f"{reading.scale:g}.{last_replay} The weights from before these updates are saved. {advice}."
         )
 
     def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
-        """Raise AllRanksError for the first gradient that was NaN. Without loss scaling, no bad update is skipped.
+        """Raise AllRanksError that names the first update whose gradients were NaN or infinite.
 
-        `reading`: its `first_bad` is that update. `folder`: of the run, to name the last checkpoint.
+        Called without loss scaling: nothing has skipped that update, so the weights since then are useless.
+        `reading`: `reading.first_bad` is the number of the update. `folder`: of the run, to name the last checkpoint.
         """
         update = reading.first_bad
-        updates_since = position.update - update  # in the same epoch: the device is read at the end of each
-        rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - updates_since - 1)
+        # The update is in the current epoch: `first_bad` is read at the latest when an epoch ends.
+        updates_since = position.update - update
+        steps_before_update = self.parts.schedule.stepped - updates_since - 1
+        rate = self.parts.schedule.rate_at(steps_before_update)
         amp = ""
         if self.parts.precision.level != "O0":
             amp = "; or use -amp off to see whether the precision is the cause"
-        last = read_index(folder / CHECKPOINTS)["last"]
+        last_checkpoint = read_index(folder / CHECKPOINTS)["last"]
         where = "There is no checkpoint yet."
-        if last:
-            where = f"The last checkpoint is {last}; resume from it with -resume."
+        if last_checkpoint:
+            where = f"The last checkpoint is {last_checkpoint}; resume from it with -resume."
         raise AllRanksError(
             f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
             f"{position.step - updates_since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
@@ -130,9 +142,12 @@ class Health:
 
 
 def report_skip(reporter: Reporter, position: Position, blame: Blame) -> None:
-    """Write the line of a skipped update, with the epoch that it was in: a GPU may report it only in the next one."""
-    was_in_previous_epoch = blame.update <= position.update - position.step
+    """Report a skipped update under the epoch that it was in, because a GPU may answer only in the next epoch."""
+    last_update_of_previous_epoch = position.update - position.step
+    was_in_previous_epoch = blame.update <= last_update_of_previous_epoch
     epoch = position.epoch - 1 if was_in_previous_epoch else position.epoch
+    # All fields of the blame, with two exceptions: `sample_indices` is called `samples`, and `noticed_at` depends on
+    # the speed of the device.
     fields = {"update": blame.update, "samples": list(blame.sample_indices), **vars(blame)}
     perf = {"noticed_at": fields.pop("noticed_at")}
     del fields["sample_indices"]

@@ -29,10 +29,12 @@ class LossScaler(torch.amp.GradScaler):
         )
         self._dynamic = amp.USE_DYNAMIC_LOSS_SCALING
         self._backoff_after = amp.DECR_EVERY_N_NAN_OR_INF
-        # A scale below 1 would make gradients underflow more, not less; from 0 it would never grow again.
+        # Never lowered below 1: gradients would underflow more, not less, and a scale of 0 would never grow again.
+        # A user may begin with a smaller scale, which is then the smallest.
         self._floor = min(SMALLEST_SCALE, amp.INIT_LOSS_SCALING)
         self._half_gradients = half_gradients
         self._overflows_in_a_row: Tensor | None = None
+        """Counted on the device; None until the first update, which starts it at `_restored_overflows`"""
         self._restored_overflows = 0
 
     def overflow(self, optimizer: Optimizer) -> Tensor:
@@ -46,20 +48,23 @@ class LossScaler(torch.amp.GradScaler):
     def update(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no scale is given from outside
         """Adapt the scale after an update: lower it after enough overflows in a row, raise it after good updates.
 
-        A fixed scale stays. All is computed on the device.
+        A fixed scale stays. All is computed on the device, so the host does not wait.
         """
         scale, _ = self._check_scale_growth_tracker("update")
         if not self._dynamic:
-            super().update(scale)  # a given scale is kept, and this update's overflows are forgotten
+            # Given a scale, torch sets it (here: leaves it as it is), and clears the overflow flag of this update.
+            super().update(scale)
             return
-        if self._backoff_after == 1:
+        if self._backoff_after == 1:  # torch's own rule: lower the scale at each overflow
             super().update()
             scale.clamp_(min=self._floor)
             return
-        (state,) = self._per_optimizer_states.values()
-        (flag,) = state["found_inf_per_device"].values()
+
+        # Paddle's rule: torch still counts the good updates and raises the scale. Only lowering it is done here, so
+        # torch's factor for that is 1 during the call, which also clears the flag: it is read first.
+        (state,) = self._per_optimizer_states.values()  # one optimiser
+        (flag,) = state["found_inf_per_device"].values()  # one device
         overflowed = flag > 0
-        # torch's kernel counts the good updates. Lowering the scale is done here, so torch's own backoff is disabled.
         backoff = self._backoff_factor
         self._backoff_factor = 1.0
         try:
@@ -69,11 +74,11 @@ class LossScaler(torch.amp.GradScaler):
         if self._overflows_in_a_row is None:
             count = self._restored_overflows
             self._overflows_in_a_row = torch.full((), count, dtype=torch.int32, device=scale.device)
-        # One more if this update overflowed, else 0; and 0 again once the scale is lowered.
-        self._overflows_in_a_row.add_(1).mul_(overflowed)
-        lowers = self._overflows_in_a_row >= self._backoff_after
-        self._overflows_in_a_row.mul_(~lowers)
-        scale.copy_(torch.where(lowers, (scale * backoff).clamp(min=self._floor), scale))
+        self._overflows_in_a_row.add_(1).mul_(overflowed)  # one more if this update overflowed, else 0
+        must_lower = self._overflows_in_a_row >= self._backoff_after
+        self._overflows_in_a_row.mul_(~must_lower)  # 0 again once the scale is lowered
+        lower_scale = (scale * backoff).clamp(min=self._floor)
+        scale.copy_(torch.where(must_lower, lower_scale, scale))
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -84,14 +89,14 @@ class LossScaler(torch.amp.GradScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the scale and the counts. Factors, and a scale that is fixed, stay as the current settings say."""
-        current = super().state_dict()
+        current = super().state_dict()  # empty if scaling is off
         if not current or not self._dynamic:
             return
         # The scale grows when the count equals the interval, which may be shorter now than the restored count.
-        good = min(state_dict["_growth_tracker"], self._growth_interval - 1)
-        super().load_state_dict({**current, "scale": state_dict["scale"], "_growth_tracker": good})
+        good_updates = min(state_dict["_growth_tracker"], self._growth_interval - 1)
+        super().load_state_dict({**current, "scale": state_dict["scale"], "_growth_tracker": good_updates})
         self._restored_overflows = state_dict["bad_in_a_row"]
-        self._overflows_in_a_row = None
+        self._overflows_in_a_row = None  # the next update makes the tensor, on the device of the scale
 
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._half_gradients)

@@ -52,13 +52,17 @@ class HalfCopy(Callback):
 
     @torch.no_grad()
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
-        """Add the copy's gradients to the masters' in fp32, where sums of many micro-batches lose no small terms."""
+        """Add the gradients of the half-precision copy to those of the fp32 masters, and clear the copy's.
+
+        In half precision, a sum over many micro-batches would lose small terms.
+        """
         pairs = [(master, half.grad) for master, half in self._pairs if half.grad is not None]
         without_sum = [(master, gradient) for master, gradient in pairs if master.grad is None]
         with_sum = [(master.grad, gradient) for master, gradient in pairs if master.grad is not None]
         if with_sum:
             torch._foreach_add_([total for total, _ in with_sum], [gradient for _, gradient in with_sum])
-        if without_sum:  # copied, not added to zeros: of mixed dtypes, only copies are fused into few kernels on a GPU
+        if without_sum:
+            # Copied, not added to zeros: a GPU fuses copies between two dtypes into few kernels, but not additions.
             for master, _ in without_sum:
                 master.grad = torch.empty_like(master)
             sums = [master.grad for master, _ in without_sum if master.grad is not None]
@@ -90,19 +94,20 @@ def half_copy_of(master: nn.Module, precision: Precision) -> tuple[nn.Module, Pa
     share its buffers, with one exception: NAIVE copies floating buffers of 16-bit modules to half precision. It has no
     autocast, so a mask in fp32 would make the activations fp32.
 
-    Returns the copy, and each trained weight that has a half-precision copy, with that copy.
+    Returns the copy, and the pairs (master weight, half-precision copy) of all trained weights that have such a copy.
     """
     half_model = copy.deepcopy(master)
     forced_names = forced_modules(master)
-    norms_in_fp32 = precision.level == "O2"
+    is_naive = precision.level == "NAIVE"
+    fp32_norms = BATCH_NORM if is_naive else NORMS
     dtype = precision.choice.dtype
-    if not norms_in_fp32:
+    if is_naive:  # O2 has autocast, which casts inputs
         cast_inputs_to_half(half_model)
     half_weights: dict[nn.Parameter, nn.Parameter] = {}
     for (name, module), master_module in zip(half_model.named_modules(), master.modules(), strict=True):
-        shares_weights = is_inside(name, forced_names) or isinstance(module, NORMS if norms_in_fp32 else BATCH_NORM)
+        is_fp32 = is_inside(name, forced_names) or isinstance(module, fp32_norms)
         for key, weight in master_module.named_parameters(recurse=False, remove_duplicate=False):
-            if shares_weights or not weight.is_floating_point():
+            if is_fp32 or not weight.is_floating_point():
                 module._parameters[key] = weight
                 continue
             if weight not in half_weights:  # tied weights have one copy, whose gradient is that of all their uses
@@ -110,7 +115,7 @@ def half_copy_of(master: nn.Module, precision: Precision) -> tuple[nn.Module, Pa
                 half_weights[weight] = nn.Parameter(half, requires_grad=weight.requires_grad)
             module._parameters[key] = half_weights[weight]
         for key, buffer in master_module.named_buffers(recurse=False):
-            in_half = buffer.is_floating_point() and not (shares_weights or norms_in_fp32)
+            in_half = is_naive and not is_fp32 and buffer.is_floating_point()
             module._buffers[key] = buffer.to(dtype) if in_half else buffer
     return half_model, [(weight, half) for weight, half in half_weights.items() if weight.requires_grad]
 
@@ -184,23 +189,27 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
                 f"{nearest(pattern, list(modules) + list(classes))} Top-level modules: "
                 f"{', '.join(name for name in modules if '.' not in name)}. Classes: {', '.join(sorted(classes))}."
             )
+
     newly_forced: list[str] = []
+    # The forward of a container is never called, so all its members are forced in its place. A container in a
+    # container is a member, too: it is added here, and its members follow in the loop.
+    containers_to_force = set[str]()
+    # Modules come in depth-first order: those inside a module follow it at once.
     last_forced = ""
-    matching_containers = set[str]()  # a container that matches has all its members forced in its place
     for name, module in modules.items():
         if last_forced and name.startswith(last_forced + "."):
-            continue
+            continue  # it computes in fp32 with the forced module around it
         if not is_forced(module):
-            parent = name.rpartition(".")[0]
-            is_member = parent in matching_containers
-            if not is_member and not any(_matches(name, module, pattern) for pattern in patterns):
+            container = name.rpartition(".")[0]
+            is_wanted = container in containers_to_force or any(_matches(name, module, p) for p in patterns)
+            if not is_wanted:
                 continue
             if type(module) in CONTAINERS:
-                matching_containers.add(name)
+                containers_to_force.add(name)
                 continue
             _force(module, device_type)
             newly_forced.append(name)
-        last_forced = name
+        last_forced = name  # forced now or by an earlier call
     if newly_forced:
         # Unlike an eager backward pass, a compiled one runs under the autocast around its forward call. That would
         # compute these modules' gradients in low precision.
@@ -232,10 +241,11 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
 
 
 def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward pass of a forced module in fp32: the method that replaces its `forward`.
+    """Run the forward pass of a forced module in fp32; `_force` sets it as the module's `forward`.
 
     Inputs are cast to fp32. Under autocast it returns fp32, as autocast's fp32 operators do; without, the dtype of its
-    first input.
+    first input. The attributes are set by `_force`: `fp32_on` is the type of device, and `own_forward` the module's
+    own replacement of its class's forward, or None.
     """
     device_type: str = self.fp32_on  # pyright: ignore[reportAssignmentType]
     under_autocast = torch.is_autocast_enabled(device_type)
@@ -285,6 +295,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device) -> list[str]:
     heads = classifiers(model)
 
     def is_convertible(module: nn.Module, name: str) -> bool:
+        """Return whether torchao shall convert this module, and note the linear layers that it shall not."""
         if not isinstance(module, nn.Linear) or is_inside(name, forced_names):
             return False
         has_suitable_size = module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
@@ -295,6 +306,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device) -> list[str]:
         return is_suitable
 
     config = Float8LinearConfig.from_recipe_name("tensorwise")
+    # The recipe is a frozen dataclass, so its fields are set past its own __setattr__.
     object.__setattr__(config, "emulate", emulated)
     # A weight's gradient is summed over the tokens of a batch, whose number must be a multiple of 16 as well.
     object.__setattr__(config, "pad_inner_dim", True)
@@ -316,17 +328,21 @@ own names its operators in the attribute `autocast_operators`.
 
 
 def cast_weights(model: nn.Module, black_list: Iterable[str]) -> list[nn.Parameter]:
-    """Return the weights of `model` that autocast casts at every use. `black_list`: AMP.CUSTOM_BLACK_LIST."""
+    """Return the weights of `model` that autocast casts at every use. `black_list`: AMP.CUSTOM_BLACK_LIST.
+
+    A tied weight is left out if any module uses it without a cast.
+    """
     forced_names = forced_modules(model)
     fp32_operators = set(operators_named(black_list))
     cast: list[nn.Parameter] = []
-    used_otherwise: set[int] = set()
+    ids_of_uncast: set[int] = set()
     for name, module in model.named_modules():
         operators = getattr(module, "autocast_operators", OPERATORS_OF.get(type(module)))
-        is_cast = operators and fp32_operators.isdisjoint(operators) and not is_inside(name, forced_names)
+        casts_weights = operators and fp32_operators.isdisjoint(operators) and not is_inside(name, forced_names)
         for key, weight in module.named_parameters(recurse=False):
-            if is_cast and key in ("weight", "bias"):  # weight_norm and its like compute the weight from others
+            # Other names are inputs of a computation: weight_norm makes the weight from `weight_g` and `weight_v`.
+            if casts_weights and key in ("weight", "bias"):
                 cast.append(weight)
             else:
-                used_otherwise.add(id(weight))
-    return [weight for weight in cast if id(weight) not in used_otherwise]
+                ids_of_uncast.add(id(weight))
+    return [weight for weight in cast if id(weight) not in ids_of_uncast]

@@ -120,6 +120,7 @@ class OpLists:
         self._called: set[str] = set()
         """Listed operators that the model has called under autocast"""
         self._undo = ExitStack()
+        """Undoes what `__enter__` did"""
 
     def __enter__(self) -> Self:
         """Register the lists' kernels at autocast's dispatch key, and let the compiler know of the lists."""
@@ -137,6 +138,7 @@ class OpLists:
         # torch caches compiled graphs on disk: graphs compiled with other lists must not be reused.
         tag = f"{compiler_config.cache_key_tag} {key} white={sorted(self.white)} black={sorted(self.black)}"
         self._undo.enter_context(compiler_config.patch(cache_key_tag=tag))  # pyright: ignore[reportAttributeAccessIssue]
+        # Under autocast, a compiled backward pass would compute operators forced to fp32 in low precision again.
         self._undo.enter_context(autograd_config.patch(backward_pass_autocast="off"))
         _reset_compiler()
         return self
@@ -154,7 +156,11 @@ class OpLists:
 
     def warn_uncalled(self) -> None:
         """Warn about listed operators that the model has not called under autocast; call it after the first update."""
-        uncalled = [name for name in self._names if not operators_named([name]).keys() & self._called]
+        uncalled: list[str] = []
+        for name in self._names:
+            torch_names = operators_named([name]).keys()  # several for some of Paddle's names
+            if self._called.isdisjoint(torch_names):
+                uncalled.append(name)
         if uncalled:
             log.warning(
                 "AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST: the model never calls %s; listing %s has no effect.",
@@ -164,7 +170,7 @@ class OpLists:
 
 
 def operators_named(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the overloads of the listed operators by torch's names, after translating Paddle's names."""
+    """Return torch's name of each listed operator -> its overloads. Some of Paddle's names mean several operators."""
     overloads: dict[str, tuple[str, ...]] = {}
     for name in names:
         for torch_name in PADDLE.get(name, (name,)):
@@ -181,25 +187,26 @@ def _reset_compiler() -> None:
 def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[str]) -> Callable[..., Any]:
     """Make the autocast kernel of an operator: it casts the inputs, then calls the operator without autocast.
 
-    `low`: cast to autocast's low precision, else to fp32. The kernel adds the operator's name to `called`.
+    `name`: the operator's name on AMP's lists, such as `sum`, which the kernel adds to `called`. `overload`: the aten
+    overload to make the kernel of, such as `sum` or `sum.dim_IntList`. `low`: cast to autocast's low precision, else
+    to fp32.
     """
     base, _, variant = overload.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), variant or "default")
-    # Number of arguments to cast; None for all. Of batch_norm only the images are cast: it updates its running
-    # statistics in place, which would be lost in a cast copy.
-    cast_count = 1 if name == "batch_norm" else None
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         called.add(name)
         dtype = torch.get_autocast_dtype(device_type) if low else torch.float32
         with torch.autocast(device_type, enabled=False):
-            # A dtype that the caller asks for is respected, as under torch's own lists.
-            if any(isinstance(value, torch.dtype) for value in args + tuple(kwargs.values())):
+            asks_for_dtype = any(isinstance(value, torch.dtype) for value in args + tuple(kwargs.values()))
+            if asks_for_dtype:  # it is respected, as under torch's own lists
                 return operator(*args, **kwargs)
-            cast = cast_floats(args[:cast_count], dtype, device_type)
-            if cast_count:
-                cast += args[cast_count:]
-            return operator(*cast, **cast_floats(kwargs, dtype, device_type))
+            if name == "batch_norm":
+                # Only the images are cast. Updates of the running statistics, in place, would be lost in a cast copy.
+                cast_args = cast_floats(args[:1], dtype, device_type) + args[1:]
+            else:
+                cast_args = cast_floats(args, dtype, device_type)
+            return operator(*cast_args, **cast_floats(kwargs, dtype, device_type))
 
     return kernel
 
@@ -209,7 +216,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def cast_floats(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Cast the device's floating tensors, also inside tuples, lists and dicts. Like autocast, leave fp64 as it is."""
+    """Cast the floating tensors on the device, also inside tuples, lists and dicts. Like autocast, leave fp64 alone."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype in FLOATS and value.device.type == device_type else value
     if isinstance(value, list | tuple):

@@ -110,8 +110,9 @@ class _Record:
 
         `least`, `greatest`: the extremes, read from the device.
         """
+        # A cast is in MASKING because it may cast a mask; the cast of a parameter cannot be one.
         writes_masks = not self.parameter and self.kernel.rpartition("::")[2].rstrip("_") in MASKING
-        if writes_masks and self.direction == FORWARD and least == -inf and greatest < inf:
+        if writes_masks and self.direction == FORWARD and least == -inf and greatest < inf:  # no NaN either
             return False
         return not (isfinite(least) and isfinite(greatest))
 
@@ -129,21 +130,25 @@ class _CallTracker(TorchFunctionMode):
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         if teacher is not None:
             self._names |= {id(module): f"teacher.{name}" for name, module in teacher.named_modules() if name}
-        self._here = self._last_backward = Place(LOSS, "")
-        self._numbers: list[int] = []
+        # Code that is in no module computes the loss.
+        self._forward_place = self._backward_place = Place(LOSS, "")
+        # For each change of place in the forward pass: the number of the next autograd node, and the new place.
+        self._first_nodes: list[int] = []
         self._places: list[Place] = []
 
     def here(self) -> tuple[Place, str]:
-        """Return the place whose code runs now, and FORWARD or BACKWARD."""
+        """Return the module and function whose code runs now or is differentiated now, and FORWARD or BACKWARD."""
         is_forward = torch._C._current_graph_task_id() == -1  # no backward pass is running
         if is_forward:
-            return self._here, FORWARD
+            return self._forward_place, FORWARD
         node = torch._C._current_autograd_node()
-        if node is not None:  # None while the engine adds gradients of a tensor that was used twice
-            # The last change of place before the node was created.
-            change = bisect_right(self._numbers, node._sequence_nr()) - 1
-            self._last_backward = self._places[max(change, 0)]
-        return self._last_backward, BACKWARD
+        # No node is current while the engine adds gradients of a tensor that was used twice: the place stays.
+        if node is not None:
+            # The node was created at the place of the last change with a first node up to its number. A node before
+            # all changes counts to the first place.
+            change = bisect_right(self._first_nodes, node._sequence_nr()) - 1
+            self._backward_place = self._places[max(change, 0)]
+        return self._backward_place, BACKWARD
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.at(function=getattr(func, "__name__", "").strip("_")):
@@ -152,35 +157,36 @@ class _CallTracker(TorchFunctionMode):
     @contextlib.contextmanager
     def at(self, **place: str) -> Iterator[None]:
         """Run the body of this context at another place: in another `module`, or calling another `function`."""
-        outer = self._here
-        self._here = self._here._replace(**place)
-        self._mark()
+        outer = self._forward_place
+        self._change_place(outer._replace(**place))
         yield
-        self._here = outer
-        self._mark()
+        self._change_place(outer)
 
     @contextlib.contextmanager
     def hooked(self, on_output: Callable[[Any], None]) -> Iterator[None]:
         """Track the model's modules by global hooks; `on_output` receives the output of each."""
-        entered: list[AbstractContextManager[None]] = []
+        # Calls of modules nest, and a call begins in one hook and ends in another. So this stack holds a context for
+        # each running call, outermost first, entered and left by hand.
+        running_calls: list[AbstractContextManager[None]] = []
 
         def before(module: nn.Module, _: Any) -> None:
             if id(module) in self._names:
-                entered.append(self.at(module=self._names[id(module)]))
-                entered[-1].__enter__()
+                running_calls.append(self.at(module=self._names[id(module)]))
+                running_calls[-1].__enter__()
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
             if id(module) in self._names:
                 on_output(output)
-                entered.pop().__exit__(None, None, None)
+                running_calls.pop().__exit__(None, None, None)
 
         with register_module_forward_pre_hook(before), register_module_forward_hook(after):
             yield
 
-    def _mark(self) -> None:
-        """Record a change of place, with the number of the next autograd node."""
-        self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
-        self._places.append(self._here)
+    def _change_place(self, place: Place) -> None:
+        """Set the place of the forward pass, and record it with the number of the next autograd node."""
+        self._forward_place = place
+        self._first_nodes.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
+        self._places.append(place)
 
 
 class _ExtremesRecorder(TorchDispatchMode):
@@ -193,9 +199,11 @@ class _ExtremesRecorder(TorchDispatchMode):
         self._parameters = parameters
         self._rows = rows
         self.records: list[_Record] = []
-        # For each module output: the number of records before it, and the norm of each of its rows.
+        # For each module output: the number of records before it, and the norm of each of its rows, which shows the
+        # images that overflowed.
         self._outputs: list[tuple[int, Tensor]] = []
         self._paused = False
+        """True while this recorder computes itself"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a kernel, and record the extremes of its floating outputs with the place that called it."""
@@ -210,10 +218,11 @@ class _ExtremesRecorder(TorchDispatchMode):
         # Attention's forward pass also returns the logsumexp, whose padding may hold anything.
         if "attention" in kernel and direction == FORWARD:
             results = results[:1]
+        # Only a cast can overflow because of a parameter alone: one that does not fit the dtype.
+        cast_parameter = self._parameters.get(id(args[0]), "") if kernel == "aten::_to_copy" else ""
         for result in results:
             if _is_checkable(result):
-                parameter = self._parameters.get(id(args[0]), "") if kernel == "aten::_to_copy" else ""
-                self.records.append(_Record(kernel, place, direction, result.dtype, parameter, _extremes(result)))
+                self.records.append(_Record(kernel, place, direction, result.dtype, cast_parameter, _extremes(result)))
         return out
 
     def module_output(self, output: Any) -> None:
@@ -239,21 +248,30 @@ class _ExtremesRecorder(TorchDispatchMode):
         """
         if not self.records:
             return None
-        extremes = torch.stack([record.extremes for record in self.records] + [loss.detach().float().expand(2)])
-        *values, (loss_value, _) = extremes.tolist()
+        # One transfer to the host: minimum and maximum of each record, then the loss as both.
+        on_device = torch.stack([record.extremes for record in self.records] + [loss.detach().float().expand(2)])
+        *extremes, (loss_value, _) = on_device.tolist()
+
         # If the loss is finite, infinities in the forward pass did no harm.
         begin = records_before_loss if isfinite(loss_value) else 0
-        bad_numbers = (number for number in range(begin, len(values)) if self.records[number].is_bad(*values[number]))
-        first_bad = next(bad_numbers, None)
+        first_bad = None
+        for number in range(begin, len(extremes)):
+            least, greatest = extremes[number]
+            if self.records[number].is_bad(least, greatest):
+                first_bad = number
+                break
         if first_bad is None:
             return None
+
         record = self.records[first_bad]
         rows = ()
-        norms = next((norms for records_before, norms in self._outputs if records_before > first_bad), None)
-        if norms is not None and record.direction == FORWARD:
-            rows = tuple(norms.isfinite().logical_not().nonzero().flatten().tolist())
+        row_norms_after = [row_norms for records_before, row_norms in self._outputs if records_before > first_bad]
+        if row_norms_after and record.direction == FORWARD:
+            is_bad_row = row_norms_after[0].isfinite().logical_not()
+            rows = tuple(is_bad_row.nonzero().flatten().tolist())
+        kernel_name = record.kernel.rpartition("::")[2].strip("_")
         overflow = Overflow(
-            operation=record.place.function or record.kernel.rpartition("::")[2].strip("_"),
+            operation=record.place.function or kernel_name,
             module=record.place.module,
             direction=record.direction,
             dtype=dtype_name(record.dtype),
@@ -307,9 +325,9 @@ class Blame(Overflow):
     """Why the replay found nothing."""
 
     def words(self) -> str:
-        """One line for the log."""
+        """Describe the cause in one line for the log."""
         parts = [self._describe_cause()]
-        if self.operation:
+        if self.operation:  # the replay overflowed, so the samples matter
             parts.append(self._describe_samples())
         parts.append(f"loss scale {self.scale:g}")
         delay = self.noticed_at - self.update
@@ -321,7 +339,11 @@ class Blame(Overflow):
         return f"update {self.update} was skipped: " + "; ".join(parts)
 
     def _describe_cause(self) -> str:
-        """Describe the operation that overflowed, or say why it is unknown."""
+        """Describe the operation that overflowed, or say why it is unknown.
+
+        `module` may also be BATCH, the images themselves, or LOSS, the code after the model. `parameter` is set if the
+        operation cast a weight to a dtype that cannot hold it.
+        """
         if not self.operation:
             return self.reason
         if self.module == BATCH:
@@ -350,8 +372,11 @@ class _Pending:
 
     update: int
     micro_batches: MicroBatches
+    """Empty if their images were too large to hold"""
     scale: Tensor
+    """Loss scale of this update"""
     answer: Answer | None = None
+    """None until the optimiser has stepped"""
 
 
 class KeptStatistics(Callback):
@@ -369,10 +394,11 @@ class KeptStatistics(Callback):
         """Keep the statistics if the weights moved, else restore those kept. Nothing waits for the device."""
         if self._kept is None:
             return
-        if isinstance(stepped, Tensor):
+        if isinstance(stepped, Tensor):  # only the device knows whether the weights moved
             self._kept = torch.where(stepped.bool(), torch.cat(self._statistics), self._kept)
         elif stepped:
             self._kept = torch.cat(self._statistics)
+        # Changes nothing if the statistics of this update were kept just now.
         torch._foreach_copy_(self._statistics, self._kept.split(self._sizes))  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -387,24 +413,27 @@ class OverflowWatch(Callback):
         self._precision = precision
         self.skips = SkipRecord()
         self._micro_batches: MicroBatches | None = []
-        """Of the current update; None if they are too large to hold"""
+        """Those of the current update; None if they are too large to hold"""
         self._pending: deque[_Pending] = deque()
+        """Updates whose outcome is not known yet, oldest first"""
         self._blames: list[Blame] = []
+        """Causes found since the last `take`"""
         self._update = 0
+        """Number of the last update"""
         self._limit_was_logged = False
 
     def attach(self, to: Computing) -> None:
         """Take the modules that a replay runs. They must be neither compiled nor wrapped by DDP."""
-        self._to = to
+        self._computing = to
         self._model = to.forward
 
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
         """Hold a micro-batch for a replay, within MAX_BYTES of images.
 
-        Where they exceed it, earlier updates give up their images first, and can no longer be replayed. If those of the
-        current update alone exceed it, none of them is held.
+        Above this limit, the images of earlier updates are dropped, oldest first; these updates can no longer be
+        replayed. If the images of the current update alone exceed the limit, none of them is held.
         """
-        if self._micro_batches is None:
+        if self._micro_batches is None:  # the current update is already too large
             return
         self._micro_batches.append((share, batch))
         size = _size(self._micro_batches) + sum(_size(earlier.micro_batches) for earlier in self._pending)
@@ -448,40 +477,50 @@ class OverflowWatch(Callback):
         return blames
 
     def _check_pending(self) -> None:
-        """Go through the pending updates in order, up to the first that may still be skipped.
+        """Go through the pending updates, oldest first, up to the first whose outcome is not known yet.
 
-        Drop those that moved the weights. Of skipped ones, replay the first few and later one in a while; only count
-        the others.
+        Updates that moved the weights are dropped. Of skipped updates, the first few are replayed and later one in a
+        while; the others are only counted.
         """
-        while self._pending and self._pending[0].answer is not None:
-            stepped = self._pending[0].answer()
-            if stepped is None:
+        while self._pending:
+            oldest = self._pending[0]
+            if oldest.answer is None:  # the optimiser has not stepped yet
                 return
-            skipped = self._pending.popleft()
-            skips = self.skips
-            if stepped:
-                continue
-            if not skipped.micro_batches and not self._limit_was_logged:
-                self._limit_was_logged = True
-                log.info(
-                    "update %d was skipped and cannot be replayed: the images of recent updates exceed the limit of "
-                    "%.0f GiB. A smaller -batch_size or -accum_iter makes replays possible. Later updates like it are "
-                    "only counted.",
-                    skipped.update,
-                    MAX_BYTES / 2**30,
-                )
-            is_due = skips.replays < FIRST_REPLAYS or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS
-            if not skipped.micro_batches or not is_due:
-                skips.passed_over += 1
-                continue
-            skips.replays += 1
-            skips.last_replay = skipped.update
-            self._blames.append(self._find_cause(skipped))
-            skips.passed_over = 0
+            moved_weights = oldest.answer()
+            if moved_weights is None:  # the device has not answered yet
+                return
+            self._pending.popleft()
+            if not moved_weights:
+                self._replay_or_count(oldest)
+
+    def _replay_or_count(self, skipped: _Pending) -> None:
+        """Replay a skipped update to find its cause, if a replay is due and its images are held; else count it."""
+        can_replay = len(skipped.micro_batches) > 0
+        if not can_replay and not self._limit_was_logged:
+            self._limit_was_logged = True
+            log.info(
+                "update %d was skipped and cannot be replayed: the images of recent updates exceed the limit of "
+                "%.0f GiB. A smaller -batch_size or -accum_iter makes replays possible. Later updates like it are "
+                "only counted.",
+                skipped.update,
+                MAX_BYTES / 2**30,
+            )
+        skips = self.skips
+        is_due = skips.replays < FIRST_REPLAYS or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS
+        if not can_replay or not is_due:
+            skips.passed_over += 1
+            return
+        skips.replays += 1
+        skips.last_replay = skipped.update
+        self._blames.append(self._find_cause(skipped))  # which reports how many were passed over before it
+        skips.passed_over = 0
 
     def _find_cause(self, skipped: _Pending) -> Blame:
-        """Replay the micro-batches of a skipped update until one overflows. The blame says so if none does."""
-        batches = skipped.micro_batches
+        """Replay the micro-batches of a skipped update until one overflows.
+
+        The blame names the samples of that micro-batch; if none overflows, those of all, with possible reasons.
+        """
+        blamed_batches = [batch for _, batch in skipped.micro_batches]
         overflow = Overflow()
         rows = ()
         reason = ""
@@ -494,22 +533,18 @@ class OverflowWatch(Callback):
                     seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
                     found = self._replay(batch, share.weight, skipped.scale)
                     if found:
-                        batches = [(share, batch)]
                         overflow, rows = found
+                        blamed_batches = [batch]
                         break
-                else:
-                    reasons = ["the weights have changed since"] if self._update > skipped.update else []
-                    if len(skipped.micro_batches) > 1:
-                        reasons.append("only the sum of the micro-batches overflowed")
-                    reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
-                    all_reasons = f"{', '.join(reasons)}, or the overflow was on another rank (with several processes)"
-                    reason = f"the replay did not overflow; possible reasons: {all_reasons}"
+                else:  # no micro-batch overflowed
+                    reason = self._describe_replay_without_overflow(skipped)
         except RuntimeError as error:  # such as out of memory: the training itself can continue
-            first_line_of_error = str(error).strip().partition("\n")[0]
+            first_line_of_error, _, _ = str(error).strip().partition("\n")
             reason = f"cause unknown, the replay failed ({first_line_of_error})"
             log.debug("The replay of update %d failed.", skipped.update, exc_info=True)
+
         sample_indices: list[int] = []
-        for _, batch in batches:
+        for batch in blamed_batches:
             sample_indices += batch.indices.tolist()
         return Blame(
             **vars(overflow),
@@ -522,15 +557,26 @@ class OverflowWatch(Callback):
             reason=reason,
         )
 
+    def _describe_replay_without_overflow(self, skipped: _Pending) -> str:
+        """Describe for the log why the replay of a skipped update may not have overflowed."""
+        reasons = ["the weights have changed since"] if self._update > skipped.update else []
+        if len(skipped.micro_batches) > 1:
+            reasons.append("only the sum of the micro-batches overflowed")
+        reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
+        all_reasons = f"{', '.join(reasons)}, or the overflow was on another rank (with several processes)"
+        return f"the replay did not overflow; possible reasons: {all_reasons}"
+
     def _replay(self, batch: Batch, weight: float, scale: Tensor) -> Found | None:
         """Replay a micro-batch, forward and backward, and find its overflow; None if there is none.
 
         It has no side effects on gradients, buffers and hooks. Callers protect random generators.
-        `weight`: the fraction of the update that the micro-batch is. `scale`: the loss scale of the update.
+        `weight`: weight of the micro-batch in the update. `scale`: the loss scale of the update.
+        The outer contexts record every kernel. The inner ones note which module and function has called it.
         """
         model = self._model
-        teacher = getattr(self._to.batch_transform, "teacher", None)  # set in distillation
-        tracker = _CallTracker(model, teacher and teacher.model)
+        teacher = getattr(self._computing.batch_transform, "teacher", None)  # set in distillation
+        teacher_model = None if teacher is None else teacher.model
+        tracker = _CallTracker(model, teacher_model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         recorder = _ExtremesRecorder(tracker, names, len(batch.images))
         # Compiled parts run in eager mode: operations inside a compiled graph cannot be named.
@@ -539,15 +585,16 @@ class OverflowWatch(Callback):
                 recorder.batch_images(batch.images)
                 with self._precision.autocast():
                     with tracker.at(module=INPUTS):
-                        images = _call_with_copied_buffers(self._to.inputs, batch.images)
-                        images, targets, _ = self._to.batch_transform(images, batch.labels)
+                        images = _call_with_copied_buffers(self._computing.inputs, batch.images)
+                        images, targets, _ = self._computing.batch_transform(images, batch.labels)
                     with tracker.at(module=type(model).__name__):
                         logits = _call_with_copied_buffers(model, images)
-                    loss = self._to.criterion(logits.float(), targets)
-                records_before_loss = len(recorder.records)
+                    loss = self._computing.criterion(logits.float(), targets)
+                records_before_loss = len(recorder.records)  # infinities in them are harmless if the loss is finite
             with tracker.at(function="scaling"):
                 scaled = loss * weight * scale
-            # Hooks are off here: activation checkpointing calls modules again, whose nodes are not in this graph.
+            # The tracker's hooks are off here. Activation checkpointing calls modules again in the backward pass; the
+            # autograd nodes of these calls are not part of this graph.
             # Not backward(), which would add to .grad and start DDP's all-reduce.
             torch.autograd.grad(scaled, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
         return recorder.first_overflow(loss, records_before_loss)

@@ -73,22 +73,25 @@ def choose(amp: AmpConfig, device: torch.device, model: nn.Module | None = None)
         return DtypeChoice(torch.float32, OFF)
     if amp.DTYPE != "auto":
         return DtypeChoice(DTYPES[amp.DTYPE], "as asked for", _why_slow(DTYPES[amp.DTYPE], device))
-    emulated = EMULATED_BF16 if device.type == "cpu" and not cpu_computes_in_bf16() else None
+    emulates_bf16 = device.type == "cpu" and not cpu_computes_in_bf16()
     if amp.LEVEL == "O3":
-        return DtypeChoice(torch.bfloat16, "without fp32 master weights, only bf16 has enough range", emulated)
+        warning = EMULATED_BF16 if emulates_bf16 else None
+        return DtypeChoice(torch.bfloat16, "without fp32 master weights, only bf16 has enough range", warning)
     if device.type == "cuda":
         return _choose_for_gpu(torch.cuda.get_device_capability(device))
     if device.type != "cpu":
         return DtypeChoice(torch.float16, f"fp16 is the fast dtype on {device.type}")
+
+    # A CPU: fp16 if it has only that, else bf16 if it has that, else fp32 at O1 and emulated bf16 at O2 and NAIVE.
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return DtypeChoice(torch.float16, "this CPU computes in fp16 but not in bf16")
-    if not emulated:
-        if amp.LEVEL == "O1" and model is not None and convolves_by_channel(model):
-            return DtypeChoice(torch.float32, DEPTHWISE)
-        return DtypeChoice(torch.bfloat16, "this CPU computes in bf16")
-    if amp.LEVEL == "O1":
-        return DtypeChoice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
-    return DtypeChoice(torch.bfloat16, "bf16 needs no loss scaling", EMULATED_BF16)
+    if emulates_bf16:
+        if amp.LEVEL == "O1":
+            return DtypeChoice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
+        return DtypeChoice(torch.bfloat16, "bf16 needs no loss scaling", EMULATED_BF16)
+    if amp.LEVEL == "O1" and model is not None and convolves_by_channel(model):
+        return DtypeChoice(torch.float32, DEPTHWISE)
+    return DtypeChoice(torch.bfloat16, "this CPU computes in bf16")
 
 
 def _why_slow(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -122,7 +125,8 @@ def cpu_computes_in_bf16() -> bool:
     features = torch.cpu.get_capabilities()
     if features["architecture"] != "x86_64":
         return True
-    # On x86, oneDNN also says yes where it emulates bf16, on any CPU with AVX-512.
+    # On x86, "supported" includes emulation, which oneDNN has for any CPU with AVX-512. So the CPU must have bf16
+    # instructions, and the user must not have limited oneDNN to an older instruction set. No limit is ''.
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     return limit not in WITHOUT_BF16 and any(features[name] for name in BF16_FEATURES)
 
@@ -154,7 +158,9 @@ class Precision:
         if self.choice.dtype is torch.float16:
             from engine.amp.loss_scaler import LossScaler
 
-            self._loss_scaler = LossScaler(device.type, amp, half_gradients=self.level == "O3")
+            weights_are_half = self.level == "O3"
+            self._loss_scaler = LossScaler(device.type, amp, half_gradients=weights_are_half)
+        # Without loss scaling, torch's own scaler, which does nothing when it is disabled.
         self.scaler = self._loss_scaler or torch.amp.GradScaler(device.type, enabled=False)
         switch_tf32(amp.TF32)
 
@@ -194,10 +200,11 @@ class Precision:
         overflow = self._loss_scaler.overflow(optimizer)
         self.scaler.step(optimizer)
         self.scaler.update()
+        # `overflow` is above 0 if the step was skipped.
         if overflow.device.type == "cpu":
             return not overflow.numpy().any()  # in host memory: no copy
         if self.hides_skips(optimizer):
-            return overflow == 0
+            return overflow == 0  # a tensor: nothing waits for the device
         return not overflow.item()  # an optimiser that is not fused: GradScaler has already waited for this value
 
     def hides_skips(self, optimizer: Optimizer) -> bool:
@@ -214,7 +221,7 @@ class Precision:
         """Describe the precision in one line for the banner."""
         if self.level == "O0":
             return self._line_of_fp32()
-        method = {
+        method = {  # follows the name of the precision: "fp16 by autocast", "O2-bf16 copy of fp32 master weights"
             "O1": "by autocast",
             "O2": "copy of fp32 master weights, norms in fp32",
             "NAIVE": "copy of fp32 master weights, only batch norms in fp32",
@@ -225,7 +232,10 @@ class Precision:
         return f"{self.name} {method}{listed}, {scaling} ({self.choice.reason})"
 
     def _line_of_fp32(self) -> str:
-        """Describe fp32, with TF32 and the reason if -amp computes in fp32 here."""
+        """Describe fp32 in one line for the banner.
+
+        It names whether TF32 is on, or has no effect, and on a CPU the reason if -amp computes in fp32 here.
+        """
         if self.device.type == "cuda":
             switch = "on" if self.tf32 else "off"
             return f"{self.name}, TF32 {switch}"
@@ -239,11 +249,12 @@ class Precision:
 
 def switch_tf32(on: bool) -> None:
     """Switch TF32 on or off everywhere: an earlier setting in this process must not leak into this run."""
-    # torch's older settings too, and first: its compiler and exporter still read them, and raise where they contradict
-    # the newer ones. They also reach what the newer ones leave alone: convolutions, which default to TF32, and matrix
-    # products, for which compiling sets a value of its own. Exporting sets one for all of cuDNN.
+    # torch's older settings come first. Its compiler and exporter still read them, and raise an error where they
+    # contradict the newer ones. Also, only the older ones apply to convolutions, which default to TF32, and to matrix
+    # products after compiling, which sets their precision apart.
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
+    # The newer settings: for everything, and for cuDNN, whose precision the exporter sets apart.
     for backend in (torch.backends, torch.backends.cudnn):
         backend.fp32_precision = "tf32" if on else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -259,6 +270,7 @@ def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
         check_names(amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST)
     if not amp.ENABLED:
         return
+
     if amp.DTYPE == "fp8":
         if amp.LEVEL != "O1":
             raise UserError(f"AMP.DTYPE fp8 works with AMP.LEVEL O1 only, not {amp.LEVEL}.")
@@ -266,7 +278,8 @@ def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
             import torchao.float8  # noqa: F401
         except ImportError:
             raise UserError("AMP.DTYPE fp8 needs torchao, which is not installed: pip install torchao") from None
-    if amp.LEVEL in ("NAIVE", "O3"):
+
+    if amp.LEVEL in ("NAIVE", "O3"):  # the two levels without autocast
         autocast_only = ("CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES", "AUTO_FP32")
         given = [f"AMP.{key}" for key in autocast_only if getattr(amp, key)]
         if given:
@@ -274,12 +287,13 @@ def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
                 f"{', '.join(given)} cannot be used with AMP.LEVEL {amp.LEVEL}, which works without autocast "
                 "and cannot choose the precision of single operators or modules; use O1 or O2."
             )
-    if train is None or (amp.LEVEL, amp.DTYPE) != ("O3", "fp16"):
-        return
-    eps = train.OPTIMIZER.EPS or DEFAULT_EPS
-    if train.OPTIMIZER.facts.has_eps and eps < SMALLEST_EPS_IN_FP16:
-        raise UserError(
-            "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, so updates are "
-            f"divided by TRAIN.OPTIMIZER.EPS {eps:g} alone, and the first updates explode or become NaN. "
-            f"Set EPS to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which keeps fp32 master weights."
-        )
+
+    if train is not None and amp.LEVEL == "O3" and amp.DTYPE == "fp16":
+        eps = train.OPTIMIZER.EPS or DEFAULT_EPS
+        divides_by_eps = train.OPTIMIZER.facts.has_eps  # the optimiser adds EPS to what it divides by
+        if divides_by_eps and eps < SMALLEST_EPS_IN_FP16:
+            raise UserError(
+                "AMP.LEVEL O3 in fp16: squared gradients round to zero in the optimiser's fp16 state, so updates are "
+                f"divided by TRAIN.OPTIMIZER.EPS {eps:g} alone, and the first updates explode or become NaN. "
+                f"Set EPS to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which keeps fp32 master weights."
+            )

@@ -70,7 +70,7 @@ def show_precisions(config: Config) -> str:
     set_up_device(config, device, ALONE)
     tuned = tuned_model(config, device)
     model = tuned.model
-    inputs = tuned.inputs
+    normalize = tuned.inputs  # the module that makes a model's inputs of uint8 images
     precision = tuned.precision
     if precision.computes_in_copy:
         model, _ = half_copy_of(model, precision)
@@ -78,7 +78,7 @@ def show_precisions(config: Config) -> str:
 
     def run_forward() -> None:
         with precision.autocast():
-            model(inputs(images))
+            model(normalize(images))
 
     with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
         return f"{config.MODEL.NAME} in {precision.line()}\n\n{amp_table(model, run_forward)}"
@@ -92,7 +92,8 @@ def amp_table(model: nn.Module, run_forward: Callable[[], object]) -> str:
     with _DtypeRecorder(model) as recorder:
         run_forward()
     model_row = _row("(model)", model, recorder.dtypes)
-    lines = aligned([HEADINGS, (model_row.label, *model_row.cells), *_lines(model_row.inside)])
+    rows_of_modules = _rows_of_cells(model_row.inside)
+    lines = aligned([HEADINGS, (model_row.label, *model_row.cells), *rows_of_modules])
     if any(is_forced(module) for module in model.modules()):
         lines.append("* kept in fp32 by AMP.FP32_MODULES: inputs are cast on entry")
     return "\n".join(lines)
@@ -131,20 +132,25 @@ class _DtypeRecorder(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         if self._inside:
             module = self._inside[-1]
-            name = _name(func.overloadpacket.__name__, module, args)
+            name = _name_on_lists(func.overloadpacket.__name__, module, args)
             if name in OPERATORS:
                 # The first output is the result. The others, such as a norm's statistics, may have another dtype.
                 for dtype in _dtypes(outputs, floating=True)[:1]:
-                    self.dtypes[module].operations[name, dtype] = None
+                    self.dtypes[module].operations[name, dtype] = None  # the keys are an ordered set
         return outputs
 
 
-def _name(name: str, module: nn.Module, args: Sequence[Any]) -> str:
-    """Return the name on AMP's lists of an operator, by its name as it is dispatched below autocast."""
+def _name_on_lists(name: str, module: nn.Module, args: Sequence[Any]) -> str:
+    """Return the name that AMP's lists have for an operator.
+
+    `name`: aten's name of the operator that runs below autocast, into which torch has split or renamed the operator
+    that was called. Some of these names fit several operators; the calling `module` or the arguments decide then.
+    """
     if name == "mm" and isinstance(module, nn.Linear):
         return "linear"
     if "convolution" in name:
-        return CONVOLUTIONS.get(args[1].dim(), name)
+        weight = args[1]
+        return CONVOLUTIONS.get(weight.dim(), name)
     if "batch_norm" in name:
         return "batch_norm"
     if name.startswith("_scaled_dot_product"):
@@ -162,31 +168,34 @@ def _row(label: str, module: nn.Module, dtypes: dict[nn.Module, ModuleDtypes]) -
     """Make the row of a module, with the rows of the modules inside it. `dtypes`: what was recorded of each module."""
     recorded = dtypes[module]
     dtypes_of_operation = dict[str, list[str]]()
-    for name, dtype in recorded.operations:
-        dtypes_of_operation.setdefault(name, []).append(dtype)
+    for operation, dtype in recorded.operations:
+        dtypes_of_operation.setdefault(operation, []).append(dtype)
     parameters = dict.fromkeys(dtype_name(p.dtype) for p in module.parameters())
-    operations = ", ".join(f"{name} {'+'.join(names)}" for name, names in dtypes_of_operation.items())
+    operations = ", ".join(f"{name} {'+'.join(its_dtypes)}" for name, its_dtypes in dtypes_of_operation.items())
     inputs = _joined(recorded.inputs)
     if is_forced(module):
-        inputs += "*"
+        inputs += "*"  # explained below the table
     cells = (type(module).__name__, _joined(parameters), inputs, _joined(recorded.outputs), operations)
     children = [_row(name, child, dtypes) for name, child in module.named_children()]
-    return Row(label, cells, inside=tuple(_fold(children)))
+    return Row(label, cells, inside=tuple(_merge_equal_rows(children)))
 
 
 def _joined(dtypes: Iterable[str]) -> str:
     return "+".join(dtypes) or "-"
 
 
-def _fold(rows: Iterable[Row]) -> Iterator[Row]:
-    """Merge equal numbered rows into one (blocks.0-11), and leave out Identity modules."""
-    # A numbered row without its label, or the label of another row -> the row, and the numbers of equal rows
+def _merge_equal_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """Merge numbered rows that are equal except for the number into one (blocks.0-11); leave out Identity modules."""
+    # Each group is one row of the result: its first row, and the numbers of all rows in it; no numbers if the label is
+    # a name. Numbered rows share a group if they are equal without their labels; a named row has its own.
     groups: dict[Row | str, tuple[Row, list[int]]] = {}
     for row in rows:
-        if row.cells[0] == "Identity":
+        class_name = row.cells[0]
+        if class_name == "Identity":
             continue
         if row.label.isdecimal():
-            _, numbers = groups.setdefault(replace(row, label=""), (row, []))
+            without_number = replace(row, label="")
+            _, numbers = groups.setdefault(without_number, (row, []))
             numbers.append(int(row.label))
         else:
             groups[row.label] = row, []
@@ -205,8 +214,11 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _lines(rows: Iterable[Row], prefix: str = "") -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each row and of those inside it. `prefix`: the start of their names, with its last dot."""
+def _rows_of_cells(rows: Iterable[Row], prefix: str = "") -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each row and of the rows inside it, with the module's full name as the first cell.
+
+    `prefix`: name of the module around these rows, with a dot after it.
+    """
     for row in rows:
         yield (prefix + row.label, *row.cells)
-        yield from _lines(row.inside, f"{prefix}{row.label}.")
+        yield from _rows_of_cells(row.inside, f"{prefix}{row.label}.")

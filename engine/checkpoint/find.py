@@ -58,12 +58,18 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
     """Choose the checkpoint that -resume names, the same one on every rank; None for a new run."""
     if config.MODEL.RESUME is None:
         return None
-    checkpoint = on_rank_0(world, lambda: _choose(config, world))
+    checkpoint = on_rank_0(world, lambda: _choose(config, world))  # None on other ranks
     folder = broadcast(str(checkpoint.folder) if checkpoint else None, world)
     if config.MODEL.RESUME == AUTO:
         log.info("-resume auto: %s", _describe_choice(config, folder))
+
+    def inspected() -> Checkpoint | None:
+        if world.first or folder is None:
+            return checkpoint
+        return inspect(Path(folder))
+
     # A rank that cannot see the folder is reported now, not when it loads the weights.
-    return on_every_rank(world, lambda: checkpoint if world.first or folder is None else inspect(Path(folder)))
+    return on_every_rank(world, inspected)
 
 
 def _describe_choice(config: Config, folder: str | None) -> str:
@@ -83,7 +89,7 @@ def _choose(config: Config, world: World) -> Checkpoint | None:
     """Find the checkpoint to evaluate (-eval) or to resume from; None if there is none yet. Rank 0 does so for all."""
     run = resumed_run(config)
     if run is not None:
-        bring_back(run / CHECKPOINTS)
+        bring_back(run / CHECKPOINTS)  # checkpoints that were hidden when their run was killed
     if config.EVAL:
         return _checkpoint_to_evaluate(config, run)
     return _checkpoint_to_resume(config, run, world)
@@ -103,18 +109,22 @@ def _checkpoint_to_evaluate(config: Config, run: Path | None) -> Checkpoint | No
                 "with -pretrained."
             )
         return None
-    path = run if run and auto else Path(str(config.MODEL.RESUME))
+    path = run if auto and run is not None else Path(str(config.MODEL.RESUME))
     if config.TRAIN.LAST_EPOCH:
         return find(path, config.TRAIN.LAST_EPOCH)
     try:
         folder, reason = checkpoint_of(path)
-        if reason:  # `path` is a run, not a checkpoint, and `folder` its best or last one
+        is_of_run = reason != ""  # `path` is a run, and `folder` its best or last checkpoint
+        if is_of_run:
             checkpoint = verify(inspect(folder))
             log.info("Evaluating %s, %s.", folder.name, reason)
             return checkpoint
     except UserError as error:
         log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
-    return _newest_of(path, verify) if auto else find(path)
+    # `path` is a checkpoint, or a run whose best checkpoint is damaged.
+    if auto:
+        return _newest_of(path, verify)
+    return find(path)
 
 
 def _checkpoint_to_resume(config: Config, auto_run: Path | None, world: World) -> Checkpoint | None:
@@ -125,11 +135,12 @@ def _checkpoint_to_resume(config: Config, auto_run: Path | None, world: World) -
     if config.MODEL.RESUME == AUTO:
         return _newest_to_resume(auto_run) if auto_run is not None else None
     path = Path(str(config.MODEL.RESUME))
-    checkpoint = find(path, config.TRAIN.LAST_EPOCH, resumable)
+    checkpoint = find(path, config.TRAIN.LAST_EPOCH, check=resumable)
     run = run_folder_of(checkpoint.folder)
     target = target_folder(config)
     # Only a checkpoint that the user chose, by its name or its epoch, may have later ones in its run.
-    may_be_older = config.TRAIN.LAST_EPOCH or place_of(path)[0] is not None
+    named_checkpoint, _ = place_of(path)
+    may_be_older = config.TRAIN.LAST_EPOCH or named_checkpoint is not None
     if may_be_older and run is not None and target is not None and Path(target).resolve() == run.resolve():
         _check_newest(checkpoint, run, world)
     return checkpoint
@@ -155,12 +166,15 @@ def _newest_to_resume(run: Path) -> Checkpoint | None:
     overwrite what is left of it.
     """
     root = run / CHECKPOINTS
-    advice = ", and a new run would overwrite them. Name another -output, or move them"
-    checkpoint = _newest_of(run, resumable, advice)
-    # A run pauses or ends only after it has saved, and resumes only from a checkpoint, if perhaps in another folder.
-    # So such a line of its history, after any update, means that there was a checkpoint.
-    saved = (line.get("what") in ("resume", "paused", "end") and line.get("update") for line in read_lines(run))
-    if checkpoint is None and (read_index(root)["last"] or any(saved)):
+    checkpoint = _newest_of(
+        run, check=resumable, advice=", and a new run would overwrite them. Name another -output, or move them"
+    )
+    # A run saves a checkpoint before it pauses or ends, and needs one to resume. So if its history has such an event,
+    # after at least one update, there was a checkpoint.
+    had_checkpoint = any(
+        line.get("what") in ("resume", "paused", "end") and line.get("update") for line in read_lines(run)
+    )
+    if checkpoint is None and (read_index(root)["last"] or had_checkpoint):
         raise UserError(
             f"-resume auto: the checkpoints of this run are not in {root}, and a new run would overwrite its "
             "metrics. Bring them back, or repeat the command that started the run with another -output."
@@ -171,7 +185,7 @@ def _newest_to_resume(run: Path) -> Checkpoint | None:
 def _newest_of(run: Path, check: Check, advice: str = "") -> Checkpoint | None:
     """Find the newest checkpoint of a run that passes `check`; None if the run has no checkpoints at all.
 
-    If none of them passes, raises UserError, which ends with `advice`.
+    Raises UserError if it has some, but none passes. `advice` continues the sentence of that error; '' for none.
     """
     root = run / CHECKPOINTS
     checkpoint = newest_good(root, check=check)
@@ -194,9 +208,11 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
     `path` is a checkpoint's folder, a file in it, or the folder of a run, whose newest checkpoint that passes `check`
     is taken. With `epoch` above 0, only a checkpoint saved at the end of that epoch will do.
     """
-    folder, root = _checkpoint_and_root(path)
-    if folder is not None:
-        return check(_require_end_of_epoch(inspect(folder), epoch))
+    named_checkpoint, root = _named_checkpoint_and_root(path)
+    if named_checkpoint is not None:
+        checkpoint = inspect(named_checkpoint)
+        _require_end_of_epoch(checkpoint, epoch)
+        return check(checkpoint)
     checkpoint = newest_good(root, epoch, check)
     if checkpoint is None:
         which = f" of epoch {epoch}" if epoch else ""
@@ -211,35 +227,44 @@ def check_resumable(config: Config) -> None:
     Every process checks this at its start. Rank 0 alone checks the checkpoint's files later (`chosen_checkpoint`).
     """
     run = resumed_run(config)
+    is_auto = config.MODEL.RESUME == AUTO
     path = Path(str(config.MODEL.RESUME))
-    if (path / LOCK).exists() and not (path / CHECKPOINTS).exists():  # perhaps it is training and has not saved yet
+
+    # A run that is still training may not have saved yet: then taking its lock raises a UserError that names the run,
+    # which helps more than "no checkpoint".
+    if (path / LOCK).exists() and not (path / CHECKPOINTS).exists():
         with FolderLock() as lock:
             lock.take(path)
-    if config.MODEL.RESUME != AUTO:
-        folder, root = _checkpoint_and_root(path)
-        if folder is not None:
-            _require_end_of_epoch(inspect(folder), config.TRAIN.LAST_EPOCH)
+
+    if not is_auto:
+        named_checkpoint, root = _named_checkpoint_and_root(path)
+        if named_checkpoint is not None:
+            _require_end_of_epoch(inspect(named_checkpoint), config.TRAIN.LAST_EPOCH)
         elif not checkpoints_in(root):
             raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/{PREFIX}*).")
+
+    # Only training needs the version of the run. Weights of any version can be evaluated.
     if run is None or config.EVAL or not checkpoints_in(run / CHECKPOINTS):
         return
     run_version = VERSION
     with contextlib.suppress(UserError, LookupError):  # a run can be resumed without its run.json
         run_version = read_about(run)["versions"]["vitamp"]
-    if not f"{run_version}.".startswith(f"{VERSION}."):
-        raise OtherVersion(run if config.MODEL.RESUME == AUTO else path, run_version)
+    is_same_minor_version = f"{run_version}.".startswith(f"{VERSION}.")  # such as 0.3.1 for 0.3
+    if not is_same_minor_version:
+        raise OtherVersion(run if is_auto else path, run_version)
 
 
-def _checkpoint_and_root(path: Path) -> tuple[Path | None, Path]:
+def _named_checkpoint_and_root(path: Path) -> tuple[Path | None, Path]:
     """Find the checkpoint's folder, and the folder that holds all checkpoints of its run, for a path of -resume.
 
     The checkpoint's folder is None if `path` names a whole run. Raises UserError if `path` is neither.
     """
     paddle_weights = None
-    with_ending = path.with_name(f"{path.name}.pdparams")  # PaddleViT names two files by their common prefix
+    with_ending = path.with_name(f"{path.name}.pdparams")
     if path.suffix in PADDLE_ENDINGS:
         paddle_weights = path.with_suffix(".pdparams")
     elif not path.exists() and with_ending.exists():
+        # PaddleViT takes the common prefix of X.pdparams and X.pdopt.
         paddle_weights = with_ending
     if paddle_weights is not None:
         raise UserError(
@@ -257,17 +282,16 @@ def _checkpoint_and_root(path: Path) -> tuple[Path | None, Path]:
     return folder, root
 
 
-def _require_end_of_epoch(checkpoint: Checkpoint, epoch: int) -> Checkpoint:
-    """Return the checkpoint if it was saved at the end of `epoch`, else raise UserError. Any will do for epoch 0."""
-    if epoch and not _is_end_of(checkpoint, epoch):
+def _require_end_of_epoch(checkpoint: Checkpoint, epoch: int) -> None:
+    """Raise UserError if the checkpoint was not saved at the end of `epoch`. Any checkpoint will do for epoch 0."""
+    if epoch and not _is_end_of_epoch(checkpoint, epoch):
         raise UserError(
             f"{checkpoint.folder}: saved in epoch {checkpoint.meta['epoch']}, not at the end of epoch {epoch} "
             f"(TRAIN.LAST_EPOCH). {_describe_ended_epochs(checkpoint.folder.parent)}"
         )
-    return checkpoint
 
 
-def _is_end_of(checkpoint: Checkpoint, epoch: int) -> bool:
+def _is_end_of_epoch(checkpoint: Checkpoint, epoch: int) -> bool:
     """Whether the checkpoint was saved at the end of that epoch, not within it."""
     return checkpoint.meta["epoch"] == epoch and checkpoint.meta["epoch_finished"]
 
@@ -278,7 +302,7 @@ def ended_epochs(root: Path) -> dict[int, int]:
     for update, folder in checkpoints_in(root).items():
         with contextlib.suppress(UserError):
             checkpoint = inspect(folder)
-            if _is_end_of(checkpoint, checkpoint.meta["epoch"]):
+            if _is_end_of_epoch(checkpoint, checkpoint.meta["epoch"]):
                 update_of_epoch[checkpoint.meta["epoch"]] = update
     return update_of_epoch
 
@@ -302,10 +326,10 @@ def newest_good(root: Path, epoch: int = 0, check: Check = verify) -> Checkpoint
     for folder in reversed(checkpoints_in(root).values()):
         try:
             checkpoint = inspect(folder)
-            if epoch and not _is_end_of(checkpoint, epoch):
+            if epoch and not _is_end_of_epoch(checkpoint, epoch):
                 continue
             return check(checkpoint)
-        except OtherVersion:
+        except OtherVersion:  # a UserError, too, but the earlier checkpoints are of that version as well
             raise
         except (UserError, OSError) as error:
             log.warning("%s Trying the checkpoint before it.", error)

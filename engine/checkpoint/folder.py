@@ -46,7 +46,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, dict[str, Tensor]]) -> Non
 def raising_os_errors(path: Path) -> Iterator[None]:
     """Raise an error of the system, such as a full disk, as OSError with `path`.
 
-    safetensors has its number only in the text of an error of its own; torch raises RuntimeError from it.
+    safetensors and torch raise errors of other classes instead: SafetensorError, with the number of the system's error
+    only in its text; and RuntimeError, with the OSError as its context.
     """
     try:
         yield
@@ -72,17 +73,21 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
     hidden = root / f".tmp-{update}-{os.getpid()}"
     final = root / folder_name(update)
     root.mkdir(parents=True, exist_ok=True)
+
+    # A run that was killed while saving may have left hidden folders. Complete checkpoints among them are restored.
     bring_back(root)
-    for leftover in root.glob(".tmp-*"):  # of a run that was killed while saving
+    for leftover in root.glob(".tmp-*"):
         if re.fullmatch(_HIDDEN, leftover.name, re.ASCII):
             shutil.rmtree(leftover, ignore_errors=True)
+
     try:
         hidden.mkdir()
-        yield hidden
+        yield hidden  # the caller writes the files
         meta = {"format": FORMAT, **meta, "files": _sync_and_hash(hidden)}
         meta[META_HASH] = hash_of(meta)
         write_atomically(hidden / META, json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
         _sync_folder(hidden)
+        # If the process is killed between the two renames, the next call of `bring_back` restores the replaced one.
         replaced = _hide(final, REPLACED)
         hidden.rename(final)
         _sync_folder(root)
@@ -94,11 +99,13 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
 
 
 def _sync_and_hash(folder: Path) -> dict[str, Any]:
-    """Sync all files of a folder to the disk. Returns the size and hash of each, by its name."""
+    """Sync all files of a folder to the disk. Returns the size and hash of each, by its name.
+
+    All files get the permissions of state.pt, because safetensors makes files that only their owner may read.
+    """
     files: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
-        # Whoever may read state.pt may read the weights: safetensors makes files that only their owner may read.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a file system without permissions
             shutil.copymode(folder / STATE, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -123,7 +130,8 @@ def bring_back(root: Path) -> None:
 def _hide(folder: Path, prefix: str) -> Path:
     """Put `prefix` before the name of a checkpoint that is about to be removed, and return the new path.
 
-    So a process that is killed while it removes the files leaves no incomplete checkpoint under the old name.
+    Removing takes a while. If the process is killed meanwhile, no incomplete checkpoint is left under the old name.
+    A folder that does not exist is no error: there is nothing to rename then.
     """
     hidden = folder.with_name(f"{prefix}{folder.name}")
     if folder.exists():
@@ -152,7 +160,7 @@ def prune(root: Path, keep: int, last: str, best: str | None, every: int | None 
     newest = update_in(last) or 0
     # A folder without meta.json is not a checkpoint of ours: those get their name once they are complete.
     folders = [path for update, path in checkpoints_in(root).items() if update <= newest and (path / META).exists()]
-    names_to_keep = {folder.name for folder in folders[-keep:]} | {best}
+    names_to_keep = {folder.name for folder in folders[-keep:]} | {best}  # all folders if `keep` is 0
     for folder in folders:
         if folder.name in names_to_keep or folder.is_symlink():
             continue
@@ -162,4 +170,5 @@ def prune(root: Path, keep: int, last: str, best: str | None, every: int | None 
                 meta = read_meta(folder / META)
                 if meta["epoch_finished"] and meta["epoch"] % every == 0:
                     continue
-            shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)
+            hidden = _hide(folder, REMOVED)
+            shutil.rmtree(hidden, ignore_errors=True)

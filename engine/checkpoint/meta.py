@@ -26,16 +26,17 @@ def progress_meta(
     `finished_epoch`: the epoch that has just ended, if `position` is still in it; None otherwise.
     `metrics`: of each set of weights, from the validation at this position.
     """
-    ended_epoch = finished_epoch
-    if not ended_epoch:
-        # At step 0 of an epoch, the epoch before it has just ended; 0 before the first one. Within an epoch, none has.
-        ended_epoch = 0 if position.step else position.epoch - 1
+    ended_epoch = 0  # the epoch that this checkpoint is the end of; 0 within an epoch and before the first one
+    if finished_epoch:
+        ended_epoch = finished_epoch
+    elif position.step == 0:
+        ended_epoch = position.epoch - 1
     values: dict[str, Any] = {}
     for which, metrics_of_set in metrics.items():
         for name, value in metrics_of_set.fields().items():
             values[f"{which.prefix}{name}"] = value
     fields: dict[str, Any] = {
-        "epoch": ended_epoch or position.epoch,
+        "epoch": ended_epoch if ended_epoch > 0 else position.epoch,
         "epoch_finished": ended_epoch > 0,
         "update": position.update,
         "metrics": values,
@@ -79,7 +80,7 @@ def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
     if ready.adapters:
         fields[LORA] = ready.adapters
     fields["input"] = input_of(data)
-    # The call of timm.create_model that builds this model; None if it is no model of timm's alone.
+    # The call of timm.create_model that builds this model; None if timm alone cannot build it.
     fields["timm"] = None
     is_own_model = config.USE and own_named("model", model.NAME.strip()) is not None
     if not model.MAE_PRETRAIN and not is_own_model:

@@ -66,7 +66,7 @@ def check_and_restore(
     check_batch(checkpoint, config, world)
     position, best = restore(parts, checkpoint, samples["updates"])
     warnings = check_samples(checkpoint, position, samples, config, world)
-    # A checkpoint of the end of an epoch stays there, however many updates an epoch has now.
+    # A run that was at the end of an epoch is still there if an epoch has more or fewer updates now.
     if position.step >= checkpoint.meta["samples"]["updates"]:
         position.step = samples["updates"]
     return position, best, warnings
@@ -79,31 +79,37 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
     """
     state = read_state(checkpoint)
     sharding = parts.sharding
-    merged = not base_weights(parts.model)  # adapters are merged if all weights are trained from now on
-    load_weights(parts.model, open_tensors(checkpoint, MODEL, merged), f"{checkpoint.folder / MODEL}", sharding)
+
+    # The weights. A model without adapters has no frozen base weights; adapters of the checkpoint are merged for it.
+    merge_adapters = not base_weights(parts.model)
+    saved_weights = open_tensors(checkpoint, MODEL, merge_adapters)
+    load_weights(parts.model, saved_weights, f"{checkpoint.folder / MODEL}", sharding)
     load_optimizer(parts, state, open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {})
 
+    # Precision
     fp32_modules = state["fp32_modules"]
     if fp32_modules and parts.precision.level in ("O1", "O2"):
         if sharding is None:
             parts.force_fp32(fp32_modules)
-        else:  # `restore_fp32` has moved them before the weights were sharded
+        else:  # the function `restore_fp32` has moved them already, before the weights were sharded
             parts.moved_to_fp32 = list(fp32_modules)
         log.info("Modules that AMP.AUTO_FP32 moved to fp32 before the resume: %s", ", ".join(fp32_modules))
     if state["scaler"] and parts.precision.scaler.is_enabled():
         parts.precision.scaler.load_state_dict(state["scaler"])
 
-    for which, module in parts.others.items():
-        file_name = which.file if checkpoint.has(which.file) else PLAIN.file
+    # Other sets of weights, such as the EMA, and the callbacks
+    for weight_set, module in parts.others.items():
+        file_name = weight_set.file if checkpoint.has(weight_set.file) else PLAIN.file
         where = f"{checkpoint.folder / file_name}"
-        load_weights(module, open_tensors(checkpoint, file_name, merged), where, sharding)
+        load_weights(module, open_tensors(checkpoint, file_name, merge_adapters), where, sharding)
         if file_name == PLAIN.file:
             words = "The %s starts from the checkpoint's weights, since the checkpoint has no %s."
-            log.info(words, which.label, which.label)
+            log.info(words, weight_set.label, weight_set.label)
     for callback in parts.callbacks:
         callback.restore(state)
 
-    # The schedule resumes at the same epoch, so its steps are rescaled if an epoch has another number of updates now.
+    # The schedule counts the updates that moved the weights. It resumes at the same epoch, so the count is rescaled if
+    # an epoch has another number of updates now.
     steps = state["moved"]
     saved_per_epoch = checkpoint.meta["samples"]["updates"]
     if saved_per_epoch != per_epoch:
@@ -114,14 +120,15 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
 
 
 def restore_fp32(model: nn.Module, checkpoint: Checkpoint, precision: Precision) -> None:
-    """Let those modules compute in fp32 that AMP.AUTO_FP32 had moved to fp32 by the time of the checkpoint.
+    """Let the modules compute in fp32 that AMP.AUTO_FP32 had moved to fp32 before the checkpoint was saved.
 
     Called before the weights are sharded, or evaluated.
     """
-    if precision.level in ("O1", "O2"):
+    if precision.level in ("O1", "O2"):  # the levels with autocast; the others compute in one precision
         from engine.amp.low_precision import force_fp32
 
-        force_fp32(model, read_state(checkpoint, mapped=True)["fp32_modules"], precision.device.type)
+        state = read_state(checkpoint, mapped=True)  # mapped: the tensors in the file are not read
+        force_fp32(model, state["fp32_modules"], precision.device.type)
 
 
 def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, sharding: Sharding | None = None) -> None:
@@ -149,26 +156,30 @@ def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, shar
         model.load_state_dict(saved)
         return
     for name, tensor in current.items():
-        local_shard(tensor).copy_(sharding.rows(saved[name]) if is_sharded(tensor) else saved[name])
+        values = sharding.rows(saved[name]) if is_sharded(tensor) else saved[name]
+        local_shard(tensor).copy_(values)
 
 
 def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint, config: Config, world: World) -> Best:
-    """Return the best validation that the resumed run has to beat: that of the checkpoint, if it still counts.
+    """Return the best validation that the resumed run has to beat: the saved one, `best`, if it still counts.
 
-    It does not count, and the search starts anew, if the metric is now measured otherwise or on other images, or if
-    its checkpoint is not in `folder`, the run's. `val_data`: fingerprint of the validation images of now.
+    The search starts anew if its metric is measured differently now or on other images, or if the run's `folder` no
+    longer has the checkpoint of that validation. `val_data`: fingerprint of the current validation images.
+    `checkpoint`: the one that the run resumes from. A collective call.
     """
     if best.figure is None:
-        stale = best.stale if best.by == config.SAVE_BEST_BY else 0
-        return Best(kind=config.SAVE_BEST_BY, stale=stale)
+        # No validation had a finite metric. Their number still counts for TRAIN.PATIENCE if the metric is the same.
+        is_same_metric = best.by == config.SAVE_BEST_BY
+        return Best(kind=config.SAVE_BEST_BY, stale=best.stale if is_same_metric else 0)
     change = _change_of_metric(best, val_data, checkpoint.meta, config)
     if change is not None:
         log.info("%s: the best so far, %s, is ignored.", change, best.words())
         return Best(kind=config.SAVE_BEST_BY)
-    name = folder_name(best.update)
-    if broadcast((folder / CHECKPOINTS / name).is_dir(), world):
+    name_of_best = folder_name(best.update)
+    is_in_run = broadcast((folder / CHECKPOINTS / name_of_best).is_dir(), world)  # as rank 0 sees it
+    if is_in_run:
         return best
-    elsewhere = checkpoint.folder.parent / name
+    elsewhere = checkpoint.folder.parent / name_of_best
     where = f"its checkpoint is in another folder ({elsewhere})" if elsewhere.is_dir() else "its checkpoint is gone"
     log.warning("Best so far: %s, but %s. The search for the best starts anew in this run.", best.words(), where)
     return Best(kind=best.kind)
@@ -181,6 +192,8 @@ def _change_of_metric(best: Best, val_data: str, meta: Mapping[str, Any], config
     since the checkpoint of `meta`.
     """
     settings = meta["settings"]
+    # k-NN accuracy depends on TRAIN.KNN. Of the other metrics, only the loss of a masked autoencoder depends on a
+    # setting: MODEL.MASK_RATIO.
     input_key = "TRAIN.KNN" if best.by == KNN.name else "MODEL.MASK_RATIO"
     saved_values = {"SAVE_BEST_BY": best.by, input_key: settings.get(input_key, default_of(input_key))}
     for key, saved_value in saved_values.items():
@@ -189,12 +202,15 @@ def _change_of_metric(best: Best, val_data: str, meta: Mapping[str, Any], config
             return f"{key} is now {value}"
     if meta.get("val_data", val_data) != val_data:
         return "The validation images have changed"
-    # A metric may be one of the user's own, and change with its file or a setting.
-    files = [*noted_files(), *meta.get(FIELD, ())]
-    hashes = {file["sha256"] for file in files if best.by in file["registers"]}
+
+    # A metric of the user's own code changes with the file that registers it, or with a setting of its own.
+    current_files = noted_files()
+    saved_files = meta.get(FIELD, ())
+    hashes = {file["sha256"] for file in [*current_files, *saved_files] if best.by in file["registers"]}
     saved_own_settings = filter(OWN_SETTING.fullmatch, settings.get("USE", ()))
     changed_settings = set(config.own_settings).symmetric_difference(saved_own_settings)
-    if len(hashes) > 1 or any(setting.startswith(f"{best.by}.") for setting in changed_settings):
+    file_has_changed = len(hashes) > 1
+    if file_has_changed or any(setting.startswith(f"{best.by}.") for setting in changed_settings):
         return f"The metric {best.by} has changed"
     return None
 
@@ -202,11 +218,14 @@ def _change_of_metric(best: Best, val_data: str, meta: Mapping[str, Any], config
 def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, position: Position) -> None:
     """Log where the run resumes and at which learning rate, and how the settings differ from the checkpoint's."""
     rate = ""
-    if position.epoch <= config.TRAIN.NUM_EPOCHS:  # otherwise, all epochs are trained
+    all_epochs_are_done = position.epoch > config.TRAIN.NUM_EPOCHS
+    if not all_epochs_are_done:
         rate = f"; the next update's learning rate is {parts.schedule.rate_at(parts.schedule.stepped):.3e}"
     done = counted(position.update, "update")
     log.info("Resuming from %s: epoch %d, %s done%s.", checkpoint.folder, position.epoch, done, rate, extra=IN_FULL)
     _log_frozen(checkpoint.meta, parts.model)
+
+    # Changed settings
     try:
         # The settings are not read from config.yaml: a run that was resumed since may have written other ones into it,
         # and been killed before it saved.
@@ -215,15 +234,18 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, po
     except UserError as error:
         log.warning("The checkpoint's settings cannot be compared with the current ones: %s", error)
         return
-    for line in differences(old, config):
-        key = line.partition(":")[0]
+    for line in differences(old, config):  # "KEY: old value -> new value"
+        key, _, _ = line.partition(":")
         if key not in OF_ONE_START:
             log.info("  changed since: %s", line)
-    precision = parts.precision
-    name = checkpoint.meta.get("choices", {}).get(PRECISION)
+
     # With the same settings, -amp may have chosen another precision for another device.
-    if name not in (None, precision.name) and old.AMP == config.AMP:
-        log.info("  changed since: -amp is %s here (%s), and was %s", precision.name, precision.choice.reason, name)
+    precision = parts.precision
+    old_name = checkpoint.meta.get("choices", {}).get(PRECISION)
+    if old_name not in (None, precision.name) and old.AMP == config.AMP:
+        log.info("  changed since: -amp is %s here (%s), and was %s", precision.name, precision.choice.reason, old_name)
+
+    # The schedule
     old_epochs = old.TRAIN.NUM_EPOCHS
     epochs = config.TRAIN.NUM_EPOCHS
     if old_epochs != epochs:
@@ -248,31 +270,30 @@ GROUPS = "param_groups"
 
 
 def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[str, Tensor]) -> None:
-    """Load the optimiser's state from the training `state` of a checkpoint, weight by weight as they are named.
+    """Load the optimiser's state from the training `state` of a checkpoint, matching weights by their names.
 
     The optimiser keeps its current settings, and may have other weights and groups than were saved. `moments`: the
-    part of its state that sharded checkpoints hold in files of their own, by "number of the weight.key".
+    part of its state that sharded checkpoints hold in files of their own, by the number of the weight and the key of
+    its state, such as "12.exp_avg"; empty for other checkpoints.
     """
     optimizer = parts.optimizer
     saved = state["optimizer"]
     current = optimizer.state_dict()
 
-    # Put back what `into_shards` took out.
+    # Sharded checkpoints: put the moments back into the state.
     for name, moment in moments.items():
         number, _, key = name.partition(".")
         saved["state"].setdefault(int(number), {})[key] = moment
 
-    # torch numbers the weights. If other weights are trained now, or in other groups, the saved state is renumbered by
-    # their names. Newly trained weights start with a new state.
+    # torch numbers the weights through all groups. Other weights may be trained now, or in other groups.
     saved_names = state["trained"]
     names = trained_weights(parts.model, optimizer)
     saved_numbers = [group["params"] for group in saved[GROUPS]]
-    if saved_names != names or saved_numbers != [group["params"] for group in current[GROUPS]]:
-        states = {names[number]: values for number, values in current["state"].items()}
-        states |= {saved_names[number]: values for number, values in saved["state"].items()}
-        saved["state"] = {number: states[name] for number, name in enumerate(names) if name in states}
-        saved[GROUPS] = [{**saved[GROUPS][0], **group} for group in current[GROUPS]]
+    numbers = [group["params"] for group in current[GROUPS]]
+    if saved_names != names or saved_numbers != numbers:
+        _renumber(saved, saved_names, current, names)
 
+    # FSDP: each rank keeps its rows of the tensors.
     if parts.sharding is not None:
         weights = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         for number, values in saved["state"].items():
@@ -289,6 +310,20 @@ def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[st
     _match_memory_format(optimizer)
 
 
+def _renumber(saved: dict[str, Any], saved_names: list[str], current: dict[str, Any], names: list[str]) -> None:
+    """Give a saved state of the optimiser, in place, the numbers and groups that its weights have now.
+
+    `saved_names`, `names`: name of each trained weight by its number, in `saved` and in the `current` state. Weights
+    that are newly trained keep their current state.
+    """
+    state_of_name = {names[number]: values for number, values in current["state"].items()}
+    state_of_name |= {saved_names[number]: values for number, values in saved["state"].items()}
+    saved["state"] = {number: state_of_name[name] for number, name in enumerate(names) if name in state_of_name}
+    # Of the saved groups, only keys that are no settings count, such as LAMB's count of steps. All groups have the same
+    # values there, so the first is taken.
+    saved[GROUPS] = [{**saved[GROUPS][0], **group} for group in current[GROUPS]]
+
+
 def _match_memory_format(optimizer: Optimizer) -> None:
     """Give the state of each weight the memory format of the weight, which fused kernels need."""
     for parameter, values in optimizer.state.items():
@@ -299,50 +334,55 @@ def _match_memory_format(optimizer: Optimizer) -> None:
 
 
 def check_task(checkpoint: Checkpoint, config: Config, world: World) -> None:
-    """Raise UserError if the checkpoint is of a masked autoencoder and the settings are not, or the other way round."""
+    """Raise UserError if the checkpoint is of a masked autoencoder and the settings are not, or the other way round.
+
+    The error has the command that starts with the settings of the checkpoint.
+    """
     key = "MODEL.MAE_PRETRAIN"
     settings = checkpoint.meta["settings"]
-    masked = bool(settings.get(key, False))
-    if masked and settings.get("MODEL.NORM_PIX_LOSS") is False:  # a setting of an earlier version
+    was_masked = bool(settings.get(key, False))
+    if was_masked and settings.get("MODEL.NORM_PIX_LOSS") is False:  # a setting of an earlier version
         raise UserError(
             f"{checkpoint.folder}: learned to predict pixels that are not normalised (MODEL.NORM_PIX_LOSS: false), "
             "which this version cannot resume or evaluate. To fine-tune it, use -pretrained in place of -resume."
         )
-    if masked == config.MODEL.MAE_PRETRAIN:
+    if was_masked == config.MODEL.MAE_PRETRAIN:
         return
+
     run = shlex.quote(str(run_folder_of(checkpoint.folder) or checkpoint.folder))
-    with_its_settings = start_again(world, f"-resume {run} -eval" if config.EVAL else f"-resume {run}")
-    if not masked:
+    resume_command = start_again(world, f"-resume {run} -eval" if config.EVAL else f"-resume {run}")
+    if not was_masked:
         raise UserError(
             f"{checkpoint.folder}: trained with labels, but the settings are for training without ({key}: true). With "
-            f"its own settings: `{with_its_settings}`."
+            f"its own settings: `{resume_command}`."
         )
-    evaluate = f"{tool('evaluate')} {run} -knn"
-    fine_tune = start_again(world, f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {run}")
+    knn_command = f"{tool('evaluate')} {run} -knn"
+    fine_tune_command = start_again(world, f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {run}")
     problem = "which has no classifier to evaluate" if config.EVAL else "which trains without labels"
     raise UserError(
-        f"{checkpoint.folder}: a masked autoencoder ({key}), {problem}. With its own settings: `{with_its_settings}`; "
-        f"how well its features tell classes apart: `{evaluate}`; to train a classifier: `{fine_tune}`."
+        f"{checkpoint.folder}: a masked autoencoder ({key}), {problem}. With its own settings: `{resume_command}`; "
+        f"how well its features tell classes apart: `{knn_command}`; to train a classifier: `{fine_tune_command}`."
     )
 
 
 def check_classes(place: Path, trained: list[str] | None, current: list[str] | None, config: Config) -> None:
     """Raise UserError if a label of the data was another class in the training of the weights at `place`.
 
-    `trained`, `current`: names of the classes in that training and in the data of now, in the order of their labels;
+    `trained`, `current`: names of the classes in that training and in the current data, in the order of their labels;
     None if they have no names. Names that the training does not know cause only a warning, since they may be other
     words for the same classes, such as those of ImageNet.
     """
     if config.MODEL.MAE_PRETRAIN or trained is None or current is None:
         return
     renamed = [label for label, name in enumerate(current) if label >= len(trained) or name != trained[label]]
-    moved = [label for label in renamed if current[label] in trained]
-    if renamed and not moved:
-        names = ", ".join(current[label] for label in renamed[:3])
-        log.warning("%s: its classes had other names (now: %s, ...); labels are taken to be the same.", place, names)
-    if not moved:
+    with_another_label_before = [label for label in renamed if current[label] in trained]
+    if not with_another_label_before:
+        if renamed:
+            names = ", ".join(current[label] for label in renamed[:3])
+            message = "%s: its classes had other names (now: %s, ...); labels are taken to be the same."
+            log.warning(message, place, names)
         return
-    label = moved[0]
+    label = with_another_label_before[0]
     class_in_training = trained[label] if label < len(trained) else "no class"
     advice = "Restore the names, or start a new run with -pretrained."
     if config.EVAL:
@@ -365,24 +405,32 @@ def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     is_within_epoch = 0 < position.step < checkpoint.meta["samples"]["updates"]
     if not is_within_epoch or saved_batch == batch:
         return
-    keep_batch = f"impossible with {world.size} processes, which do not divide it"
-    resume = resume_of(values_by_key(config)) if saved_batch % world.size == 0 else None
-    if resume:
-        path = resume.place
-        output = ""
-        if config.OUTPUT is not None and Path(config.OUTPUT).resolve() != (run_folder_of(path) or path).resolve():
-            output = f" -output {shlex.quote(str(config.OUTPUT))}"
-        per_process = checkpoint.meta["batch"]["per_process"]
-        if saved_batch % (per_process * world.size) != 0:
-            per_process = saved_batch // world.size
-        flags = _batch_flags(checkpoint, config, per_process, saved_batch)
-        keep_batch = start_again(world, f"-resume {shlex.quote(str(path))}{output} {flags}")
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch} with a global batch of {saved_batch}, but this "
         f"run's is {batch} (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER). It can only change between epochs. Keep "
-        f"the batch:\n  {keep_batch}\nor go back, with the new batch:\n"
-        f"{_command_to_go_back(checkpoint, position, config, world)}"
+        f"the batch:\n  {_command_to_keep_batch(checkpoint, saved_batch, config, world)}\nor go back, with the new "
+        f"batch:\n{_command_to_go_back(checkpoint, position, config, world)}"
     )
+
+
+def _command_to_keep_batch(checkpoint: Checkpoint, saved_batch: int, config: Config, world: World) -> str:
+    """Return the command that resumes with the checkpoint's global batch, `saved_batch`, for an error.
+
+    If the processes cannot share that batch equally, it says so instead.
+    """
+    resume = resume_of(values_by_key(config))
+    if resume is None or saved_batch % world.size != 0:
+        return f"impossible with {world.size} processes, which do not divide it"
+    path = resume.place
+    output = ""
+    run = run_folder_of(path) or path
+    if config.OUTPUT is not None and Path(config.OUTPUT).resolve() != run.resolve():  # the run continues elsewhere
+        output = f" -output {shlex.quote(str(config.OUTPUT))}"
+    per_process = checkpoint.meta["batch"]["per_process"]
+    if saved_batch % (per_process * world.size) != 0:  # no number of micro-batches of this size fits
+        per_process = saved_batch // world.size
+    flags = _batch_flags(checkpoint, config, per_process, saved_batch)
+    return start_again(world, f"-resume {shlex.quote(str(path))}{output} {flags}")
 
 
 def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
@@ -392,41 +440,44 @@ def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
     """
     if lora.RANK is None:
         return
-    saved_adapters = "no adapters"
+    saved_words = "no adapters"
     settings = checkpoint.meta["settings"]
     rank = settings.get("MODEL.LORA.RANK")
     if rank is not None:
         alpha = settings.get("MODEL.LORA.ALPHA")
         saved = LoraConfig(RANK=rank, ALPHA=alpha, TARGETS=settings["MODEL.LORA.TARGETS"])
         same_targets = set(saved.TARGETS) == set(lora.TARGETS)
-        if saved.RANK == lora.RANK and saved.factor == lora.factor and same_targets:
+        if saved.RANK == lora.RANK and saved.factor == lora.factor and same_targets:  # the factor is made of ALPHA
             return
-        saved_adapters = f"MODEL.LORA {one_line(saved.model_dump())}"
+        saved_words = f"MODEL.LORA {one_line(saved.model_dump())}"
     raise UserError(
-        f"{checkpoint.folder}: the run has {saved_adapters}, but MODEL.LORA is {one_line(lora.model_dump())} now. Set "
+        f"{checkpoint.folder}: the run has {saved_words}, but MODEL.LORA is {one_line(lora.model_dump())} now. Set "
         f"it back; or start a new run from its merged weights, with -pretrained {checkpoint.folder} in place of "
         "-resume."
     )
 
 
 def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
-    """Raise UserError if the model would use the same weights otherwise, or the optimiser is another one.
+    """Raise UserError if the model would now compute something else with the same weights, or the optimiser changed.
 
-    An evaluation has no optimiser; it logs other settings of the input instead.
+    This is about settings that the shapes of the weights do not show. An evaluation has no optimiser; instead, it logs
+    settings of the input that have changed.
     """
     with_timms_heads = config.MODEL.changed(NUM_HEADS=None)
-    # Each setting, and the function that makes equal what is built alike.
+    # Each setting, and a function of its value. Values for which it returns the same mean the same, such as None and
+    # timm's own number of heads. Of the image size, only the aspect ratio counts: the number of patches is a shape,
+    # but another ratio puts as many patches into another grid.
     compared: list[tuple[str, Callable[[Any], object]]] = [
         ("MODEL.POOL", one_line),
         ("MODEL.NUM_HEADS", lambda heads: one_line(heads or sizes_in(with_timms_heads).get("NUM_HEADS"))),
-        ("DATA.IMAGE_SIZE", lambda size: Fraction(*sides(size))),  # as many patches can form another grid
+        ("DATA.IMAGE_SIZE", lambda size: Fraction(*sides(size))),
     ]
     if not config.EVAL:
         compared.append(("TRAIN.OPTIMIZER.NAME", optimizer_name))
-        if config.TRAIN.OPTIMIZER.facts.by_matrix:
+        if config.TRAIN.OPTIMIZER.facts.by_matrix:  # Muon and its relatives
             compared.append(("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX", bool))
-    for key, as_built in compared:
-        change = _change_of_setting(key, checkpoint, config, as_built)
+    for key, meaning_of in compared:
+        change = _change_of_setting(key, checkpoint, config, meaning_of)
         if change is not None:
             raise UserError(f"{change} Set it back, leave out -cfg, or start a new run with -pretrained.")
     for key in FROM_WEIGHTS:
@@ -437,12 +488,15 @@ def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def _change_of_setting(
-    key: str, checkpoint: Checkpoint, config: Config, as_built: Callable[[Any], object]
+    key: str, checkpoint: Checkpoint, config: Config, meaning_of: Callable[[Any], object]
 ) -> str | None:
-    """Say how a setting has changed since the checkpoint; None if both values build the same."""
+    """Say how a setting has changed since the checkpoint; None if both values mean the same.
+
+    `meaning_of`: returns the same for values that mean the same.
+    """
     before = checkpoint.meta["settings"].get(key, default_of(key))
     now = value_of(config, key)
-    if before == now or as_built(before) == as_built(now):
+    if before == now or meaning_of(before) == meaning_of(now):
         return None
     return f"{key}: the run was trained with {one_line(before)}, but it is {one_line(now)} now."
 
@@ -450,14 +504,15 @@ def _change_of_setting(
 def check_samples(
     checkpoint: Checkpoint, position: Position, now: dict[str, Any], config: Config, world: World
 ) -> list[str]:
-    """Raise UserError if the split has changed, or if the rest of an epoch would have other samples or another order.
+    """Check that the training samples are those of the checkpoint, or may have changed.
 
-    `now`: what `identity_of` returns for the training split. Returns warnings if only the coming epochs have other
+    `now`: what `identity_of` returns for the training split. Raises UserError if the split has changed, or if the rest
+    of an epoch would have other samples or another order. Returns warnings if only the coming epochs have other
     samples, or another number of updates.
     """
     data = config.DATA
-    is_unsplit = comes_unsplit(data)
-    if is_unsplit:
+    is_split_by_us = comes_unsplit(data)
+    if is_split_by_us:
         _check_split(checkpoint, config)
     saved = checkpoint.meta["samples"]
     warnings = []
@@ -467,28 +522,39 @@ def check_samples(
             "learning-rate schedule resumes at the same epoch, and the update number continues from the checkpoint's. "
             "The result will differ from that of an uninterrupted run."
         )
-    if saved["number"] != now["number"]:
-        change = f"{saved['number']} then, {now['number']} now"
-    elif saved.get("data", now["data"]) != now["data"]:  # older checkpoints may have only the order and the labels
-        change = f"{now['number']} as before, but with other names or labels, or named in another order"
-    elif saved["order"] != now["order"]:
-        change = f"{now['number']} as before, in another order"
-    else:
+
+    change = _change_of_samples(saved, now)
+    if change is None:
         return warnings
     is_within_epoch = 0 < position.step < saved["updates"]
     if not is_within_epoch:
-        leaks = is_unsplit and saved.get("data") != now["data"]
-        risk = " Validation may now have images that the run was trained on." if leaks else ""
+        may_leak = is_split_by_us and saved.get("data") != now["data"]
+        risk = " Validation may now have images that the run was trained on." if may_leak else ""
         warnings.append(f"The training samples have changed since the checkpoint: {change}.{risk}")
         return warnings
     machines = " (by_machine: the number of machines)" if data.SAMPLER == "by_machine" else ""
-    keys = ", ".join(deciding("images", "training images", "split", "random split"))
+    deciding_settings = ", ".join(deciding("images", "training images", "split", "random split"))
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
-        f"{change}. They depend on SEED, DATA.SAMPLER{machines}, DATA.REPEATED_AUGMENT, {keys} and the files. Restore "
-        "the former samples and order, or go back:\n"
+        f"{change}. They depend on SEED, DATA.SAMPLER{machines}, DATA.REPEATED_AUGMENT, {deciding_settings} and the "
+        "files. Restore the former samples and order, or go back:\n"
         f"{_command_to_go_back(checkpoint, position, config, world)}"
     )
+
+
+def _change_of_samples(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Say how the training samples have changed; None if they and their order are the same.
+
+    `saved`, `now`: what `identity_of` returned for the checkpoint and returns now.
+    """
+    if saved["number"] != now["number"]:
+        return f"{saved['number']} then, {now['number']} now"
+    # Older checkpoints may have no fingerprint of the data, only the order and the labels.
+    if "data" in saved and saved["data"] != now["data"]:
+        return f"{now['number']} as before, but with other names or labels, or named in another order"
+    if saved["order"] != now["order"]:
+        return f"{now['number']} as before, in another order"
+    return None
 
 
 def _check_split(checkpoint: Checkpoint, config: Config) -> None:
@@ -504,9 +570,9 @@ def _check_split(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def _command_to_go_back(checkpoint: Checkpoint, position: Position, config: Config, world: World) -> str:
-    """Return the command that resumes from the last end of an epoch with the batch of this run, for an error.
+    """Return the command that resumes with this run's batch from the end of an earlier epoch, for an error.
 
-    If no checkpoint of an earlier end of an epoch is left, it says so instead.
+    The last such checkpoint is taken. If none is left, the text says so instead.
     """
     root = checkpoint.folder.parent
     epochs = [epoch for epoch, update in ended_epochs(root).items() if update <= position.update]
@@ -521,7 +587,10 @@ def _command_to_go_back(checkpoint: Checkpoint, position: Position, config: Conf
 
 
 def _batch_flags(checkpoint: Checkpoint, config: Config, per_process: int, total: int) -> str:
-    """Return flags for a global batch of `total` images, whatever settings the run has that they are added to."""
+    """Return flags for a global batch of `total` images, `per_process` of them in each process and micro-batch.
+
+    They are added to a command whose settings may accumulate gradients: TRAIN.GLOBAL_BATCH decides then.
+    """
     nothing_accumulates = checkpoint.meta["batch"]["accumulated"] == 1 and config.TRAIN.ACCUM_ITER == 1
     if nothing_accumulates and config.TRAIN.GLOBAL_BATCH is None:
         return f"-batch_size {per_process}"

@@ -56,12 +56,14 @@ class HostCopy:
             return None
         for copy, tensor in zip(self._copies, tensors, strict=True):
             if tensor.is_cpu and tensor.is_contiguous():
-                # In one thread: memory is the limit, and on a busy machine torch's threads wait long for each other.
-                np.copyto(_bytes(copy), _bytes(tensor))
+                # NumPy copies in one thread. Memory is the limit, and on a busy machine torch's threads wait long for
+                # each other.
+                np.copyto(_view_as_bytes(copy), _view_as_bytes(tensor))
             else:
                 copy.copy_(tensor, non_blocking=self._pinned)
         if self._pinned:
             torch.cuda.current_stream().synchronize()
+        # The same tree with each tensor replaced by its copy: both functions of torch visit tensors in the same order.
         copies = iter(self._copies)
         return tree_map_only(Tensor, lambda _: next(copies), tree)
 
@@ -85,12 +87,12 @@ class HostCopy:
                 self.problem,
             )
             self._pinned = False
-            return self._allocate(layout)
+            return self._allocate(layout)  # once more, in pageable memory
         self._layout = layout
         return True
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
+def _view_as_bytes(tensor: Tensor) -> np.ndarray:
     """View a contiguous tensor of any type as bytes: NumPy lacks bfloat16."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
@@ -175,13 +177,18 @@ class Saver(RankSaver):
         self._thread: threading.Thread | None = None
         # Calls that log what the thread has written, to be made in the training thread.
         self._reports: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # The last snapshot, until it is on the disk.
         self._unsaved: Snapshot | None = None
-        self._ending = False
+        # Whether the run is ending, so that no later save makes up for a failed one.
+        self._is_ending = False
         # Name of a checkpoint -> seconds that training paused for it.
         self._pauses: dict[str, float] = {}
 
     def save(self, snapshot: Snapshot) -> None:
-        """Copy the snapshot to host memory, and write it in a thread. Waits for the previous one first."""
+        """Copy the snapshot to host memory, and write it in a thread. Waits for the previous one first.
+
+        Without memory for a copy, the snapshot is written at once, and training pauses until then.
+        """
         self.wait_for_writer()
         live = snapshot.tensors, snapshot.state
         copied = self._host_copy.take(live) if self._host_copy is not None else None
@@ -192,14 +199,15 @@ class Saver(RankSaver):
                 self._host_copy.problem,
             )
             self._host_copy = None
-        # Without a copy, tensors that are on the host already are written as they are.
-        tensors, state = copied or tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), live)
+        if copied is None:  # tensors that are on the host already are written as they are, without a copy
+            copied = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), live)
+        tensors, state = copied
         on_host = replace(snapshot, tensors=tensors, state=state)
         self._unsaved = on_host
-        if self._host_copy is None:
-            self._attempt(on_host)
+        if self._host_copy is None:  # training would change the tensors: write them before it continues
+            self._try_to_write(on_host)
         else:
-            self._thread = threading.Thread(target=self._attempt, args=(on_host,), name="saver", daemon=True)
+            self._thread = threading.Thread(target=self._try_to_write, args=(on_host,), name="saver", daemon=True)
             self._thread.start()
         self._pauses[folder_name(snapshot.update)] = time.perf_counter() - snapshot.paused_at
         self.report()
@@ -216,14 +224,14 @@ class Saver(RankSaver):
 
     def finish(self) -> None:
         """Wait for the thread, and try again if the last state is not saved; raise TrainingError if it stays so."""
-        self._ending = True
+        self._is_ending = True
         self.wait_for_writer()
         for pause in PAUSES_AT_THE_END:
             if self._unsaved is None:
                 return
             log.info("The last state is not saved yet; retrying in %g s.", pause)
             time.sleep(pause)
-            self._attempt(self._unsaved)
+            self._try_to_write(self._unsaved)
             self.report()
         if self._unsaved is not None:
             update = self._unsaved.update
@@ -250,10 +258,11 @@ class Saver(RankSaver):
                 log.warning("Still waiting for a checkpoint to be written to %s.", self._root)
         self.report()
 
-    def _attempt(self, snapshot: Snapshot) -> None:
-        """Write a snapshot as a checkpoint, then remove old checkpoints, and leave the outcome for `report` to log.
+    def _try_to_write(self, snapshot: Snapshot) -> None:
+        """Write a snapshot as a checkpoint, then remove old checkpoints.
 
-        It mostly runs in the writing thread, so it leaves it to `report` to log and to raise.
+        It mostly runs in the writing thread. So it neither logs nor raises, but puts the outcome into `_reports`, and
+        `report` does both in the training thread.
         """
         began = time.perf_counter()
         folder = self._root / folder_name(snapshot.update)
@@ -261,7 +270,8 @@ class Saver(RankSaver):
             with new_checkpoint(self._root, snapshot.update, snapshot.meta) as hidden:
                 self.write(hidden, snapshot)
             size = sum(path.stat().st_size for path in folder.iterdir())
-            # The checkpoint is complete. An error from here on only leaves index.json or older checkpoints as they are.
+            # The checkpoint is complete. An error from here on only leaves index.json or older checkpoints as they are,
+            # which `_report_written` warns about.
             index_error = None
             try:
                 best = best_of(self._root, snapshot.best)
@@ -279,7 +289,10 @@ class Saver(RankSaver):
         self._reports.put(partial(self._report_written, folder.name, size, seconds, index_error))
 
     def _report_written(self, name: str, size: int, seconds: float, index_error: OSError | None) -> None:
-        """Log that a checkpoint of `size` bytes is written, and a warning of what failed after that."""
+        """Log that a checkpoint of `size` bytes is written, and a warning of what failed after that.
+
+        It is a detail of the log, except after a failure: then users want to see that saving works again.
+        """
         log.info(
             "Checkpoint %s: %s, written in %.1f s; training paused for %.3f s.",
             name,
@@ -298,9 +311,10 @@ class Saver(RankSaver):
         if not isinstance(error, OSError):
             raise error
         problem = self._describe(error)
-        if self.failing.get(update) != problem:  # another attempt may fail for another reason
+        is_repeated = self.failing.get(update) == problem  # an earlier attempt failed for the same reason
+        if not is_repeated:
             saved = "Earlier checkpoints are untouched" if signals.saved else "Nothing is saved yet"
-            outlook = "" if self._ending else "; training continues, and the next save writes a newer state"
+            outlook = "" if self._is_ending else "; training continues, and the next save writes a newer state"
             log.warning("The checkpoint of update %d could not be written: %s. %s%s.", update, problem, saved, outlook)
         self.failing = {update: problem}
 
@@ -311,6 +325,7 @@ class Saver(RankSaver):
             path = self._root
         free = ""
         if error.errno == errno.ENOSPC:
-            disk = self._root if self._root.exists() else self._root.parent  # it may be a link to another disk
-            free = f", {size_words(shutil.disk_usage(disk).free)} free"
+            # The folder may be a link to another disk, so its parent is asked only before the folder exists.
+            on_disk = self._root if self._root.exists() else self._root.parent
+            free = f", {size_words(shutil.disk_usage(on_disk).free)} free"
         return f"{path}: {reason(error, self._root)}{free}"

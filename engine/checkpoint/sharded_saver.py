@@ -14,6 +14,7 @@ the process group.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -49,7 +50,7 @@ def into_shards(
     Sharded tensors of the optimiser's state, such as Adam's moments, move from the state to a file of tensors, so
     that each rank saves its rows of them too. `load_optimizer` puts them back.
     """
-    moments: dict[str, Tensor] = {}  # by "number of the weight.key"
+    moments: dict[str, Tensor] = {}  # by the number of the weight and the key of its state, such as "12.exp_avg"
     not_sharded: dict[Any, dict[str, Any]] = {}
     for number, values in state["optimizer"]["state"].items():
         moments |= {f"{number}.{key}": value for key, value in values.items() if is_sharded(value)}
@@ -59,9 +60,9 @@ def into_shards(
         rows = {}
         for name, tensor in tensors_of_file.items():
             if is_sharded(tensor):
-                is_saved_here = len(local_shard(tensor)) > 0  # a rank has no rows of a tensor with few
+                is_saved_here = len(local_shard(tensor)) > 0  # a tensor may have fewer rows than there are ranks
             else:
-                is_saved_here = sharding.nth == 0
+                is_saved_here = sharding.nth == 0  # whole tensors are in the first file only
             if is_saved_here:
                 rows[name] = local_shard(tensor.detach())
         shards[shard_name(file_name, sharding.nth, sharding.count)] = rows
@@ -93,12 +94,12 @@ class ShardedSaver(Saver):
         try:
             write_files(folder, snapshot.tensors, snapshot.state)
         except Exception as error:
-            # Not raised yet: that removes the folder, into which the other ranks still write.
+            # Raised only at the end: the caller then removes the folder, into which other ranks still write.
             problem = error
         for rank in self._other_ranks:
             key = f"{self._orders_given}/{rank}"
             while not self._store.check([key]):
-                time.sleep(SECONDS_BETWEEN_LOOKS / 10)
+                time.sleep(SECONDS_BETWEEN_LOOKS / 10)  # more often than others look: training may wait for this
             answer = json.loads(self._store.get(key))
             if answer is not None:  # `ShardWriter._write` failed there
                 error_number, message, path = answer
@@ -120,13 +121,16 @@ class ShardWriter(RankSaver):
         self._store = store
         self._host_copy = HostCopy(pinned)
         self._orders_done = 0
+        """Number of rank 0's orders that this rank has followed; rank 0 numbers them from 1"""
         self._update = 0
+        """Update of the copy that is held"""
         self._thread: threading.Thread | None = None
         self._superseded = threading.Event()
+        """Set when a newer snapshot is about to replace the copy, which ends the thread that writes it"""
 
     def save(self, snapshot: Snapshot) -> None:
         """Copy the rows, and wait for orders in a thread. Called once rank 0 has finished the previous checkpoint."""
-        self._superseded.set()
+        self._superseded.set()  # ends the thread of the previous snapshot, whose memory is used again
         if self._thread is not None:
             self._thread.join()
         self._update = snapshot.update
@@ -153,11 +157,14 @@ class ShardWriter(RankSaver):
         """Write `rows` at each order of rank 0, in the thread, until a newer snapshot replaces them."""
         try:
             while not self._superseded.wait(SECONDS_BETWEEN_LOOKS):
-                if not self._store.check([f"{self._orders_done + 1}/order"]):
+                key = f"{self._orders_done + 1}/order"
+                if not self._store.check([key]):
                     continue
-                order = json.loads(self._store.get(f"{self._orders_done + 1}/order"))
+                order = json.loads(self._store.get(key))
                 if order["update"] != update:
-                    continue  # rank 0 is ahead: the order is for the next snapshot, and its thread will follow it
+                    # Rank 0 already orders the next snapshot, which this rank has not copied yet. The order stays in
+                    # the store until the thread of that snapshot looks.
+                    continue
                 self._orders_done += 1
                 answer = self._write(Path(order["folder"]), rows)
                 self._store.set(f"{self._orders_done}/{self._rank}", json.dumps(answer))
@@ -165,21 +172,21 @@ class ShardWriter(RankSaver):
             log.debug("No more orders from rank 0.", exc_info=True)
 
     def _write(self, folder: Path, rows: dict[str, dict[str, Tensor]]) -> tuple[int, str, str] | None:
-        """Write `rows` into `folder`. Returns None, or what failed: error number (0: not the system's), message, path.
+        """Write `rows` into `folder`. Returns None, or what failed: number, message and path of the error.
 
-        The caller sends it to rank 0 as JSON, so it is no exception.
+        The number is 0 if it is not an error of the system. The caller sends all three to rank 0 as JSON, for which
+        an exception would not do.
         """
         try:
             if not folder.is_dir():
-                raise OSError(
-                    2, "this rank cannot see the folder; checkpoints need a file system that all machines share", folder
-                )
+                problem = "this rank cannot see the folder; checkpoints need a file system that all machines share"
+                raise OSError(errno.ENOENT, problem, folder)
             write_tensors(folder, rows)
             for name in rows:
                 with (folder / name).open("rb+") as file:
                     os.fsync(file.fileno())  # another machine cannot sync what this one still buffers
         except OSError as error:
-            error_number = error.errno or 5  # EIO, an unspecific one
+            error_number = error.errno or errno.EIO  # the general one, if the error has none
             return error_number, error.strerror or str(error), str(error.filename or folder)
         except Exception as error:
             return 0, f"{type(error).__name__}: {error}", ""

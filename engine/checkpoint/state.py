@@ -48,10 +48,11 @@ def state_of(parts: TrainState, position: Position, best: Best, batch: int, mete
     """
     state = {
         "version": VERSION,
-        "optimizer": tree_map_only(torch.dtype, str, parts.optimizer.state_dict()),  # a setting of timm's Adafactor
+        # timm's Adafactor has a dtype among its settings, which is no plain type.
+        "optimizer": tree_map_only(torch.dtype, str, parts.optimizer.state_dict()),
         "trained": trained_weights(parts.model, parts.optimizer),
         "fp32_modules": list(parts.moved_to_fp32),
-        "moved": parts.schedule.stepped,
+        "moved": parts.schedule.stepped,  # the updates that moved the weights, which skipped ones did not
         "scaler": parts.precision.scaler.state_dict(),
         "position": asdict(position),
         "best": best.model_dump(),
@@ -79,7 +80,7 @@ def least_size(parts: TrainState) -> int:
     if isinstance(optimizer, Adam | AdamW):
         moments = 2
     elif "betas" in optimizer.defaults or (isinstance(optimizer, SGD) and optimizer.defaults["momentum"]):
-        moments = 1  # some have more, and some of those with a momentum keep half of its bytes
+        moments = 1  # at least: some optimisers have two, some of them in half the bytes
     size = 0
     for group in optimizer.param_groups:
         size += moments * sum(weight.nbytes for weight in group["params"])
@@ -96,7 +97,8 @@ def check_room(root: Path, parts: TrainState) -> None:
         return
     needed = least_size(parts)
     free = disk.f_bfree * disk.f_frsize
-    for leftover in root.glob(".tmp-*/*"):  # of a run that was killed while saving: the first save removes them
+    # Files that a killed run left while saving count as free, since the first save removes them before it writes.
+    for leftover in root.glob(".tmp-*/*"):
         free += leftover.stat().st_size
     if free < needed:
         raise UserError(
@@ -134,13 +136,14 @@ def finite(tensors: dict[str, Tensor]) -> bool:
 def finite_everywhere(parts: TrainState) -> bool:
     """Whether the model's weights, as a checkpoint would hold them, are finite. A collective call: the ranks agree.
 
-    The EMA is not checked. Of tensors that are not sharded, a checkpoint holds rank 0's, and only these are checked:
-    those of other ranks may differ, as batch norm's statistics of their own images do.
+    Tensors that are not sharded are checked on rank 0 only, which saves them. Those of other ranks may differ, such
+    as the statistics of their own images in batch norms. The EMA is not checked.
     """
     tensors = parts.model.state_dict()
-    saved = {name: tensor for name, tensor in tensors.items() if parts.world.first or is_sharded(tensor)}
-    has_infinite = torch.tensor(int(not finite(saved)), device=parts.precision.device)
-    return not bool(sum_over_ranks(has_infinite, parts.world))
+    saved_here = {name: tensor for name, tensor in tensors.items() if parts.world.first or is_sharded(tensor)}
+    has_bad_value = not finite(saved_here)
+    ranks_with_bad_value = sum_over_ranks(torch.tensor(int(has_bad_value), device=parts.precision.device), parts.world)
+    return not bool(ranks_with_bad_value)
 
 
 def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> RankSaver:
@@ -150,11 +153,11 @@ def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> R
     sharding = parts.sharding
     if sharding is None:
         return Saver(root, config, pinned) if world.first else RankSaver()
-    if not sharding.writes:
+    if not sharding.writes:  # HSDP: a rank of another machine writes the same rows
         return RankSaver()
     from engine.checkpoint.sharded_saver import ShardedSaver, ShardWriter, connect_to_store
 
-    if world.first:
+    if world.first:  # writes its own rows and all that is not sharded, and orders the others to write
         return ShardedSaver(root, config, pinned, connect_to_store(), sharding.count)
     return ShardWriter(root, world.rank, connect_to_store(), pinned)
 
@@ -177,6 +180,7 @@ def _write_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: 
     """
     file = folder / CHECKPOINTS / BASE
     saved_entry = resumed.meta.get(LORA) if resumed else None
+    # The hash is compared, because the file may be of another run or damaged.
     if saved_entry is not None and file.is_file() and sha256_of(file) == saved_entry["base"]["sha256"]:
         return saved_entry
     tensors = {name: weight.cpu().contiguous() for name, weight in base_weights(model).items()}
@@ -186,5 +190,8 @@ def _write_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: 
             safetensors.torch.save_file(tensors, unfinished, metadata={"format": "pt"})
         seal = {"size": file.stat().st_size, "sha256": sha256_of(file)}
     log.info("The frozen weights are in %s, %s; checkpoints hold the trained ones.", file, size_words(seal["size"]))
-    source = saved_entry["source"] if saved_entry else settings.PRETRAINED and redacted(settings.PRETRAINED)
+    if saved_entry:
+        source = saved_entry["source"]
+    else:
+        source = settings.PRETRAINED and redacted(settings.PRETRAINED)  # None without pretrained weights
     return {"base": seal, "factor": settings.LORA.factor, "source": source}

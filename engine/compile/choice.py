@@ -21,6 +21,7 @@ from utils.distributed.world import World, broadcast, on_every_rank
 from utils.errors import UserError
 from utils.log import log
 from utils.text import counted
+from vitamp.sizes import ImageSize
 
 AUTO = "auto"
 
@@ -32,8 +33,9 @@ FRACTION_SAVED = 0.2
 """Measured: 0.24 of an update's time for ViT-S/16, 0.18 for B, 0.14 for L."""
 SAVED_PER_MICRO_BATCH = 0.002
 """Least number of seconds saved, even with small models: kernels are no longer launched one by one."""
-FLOPS_PER_SECOND = {False: 4e13, True: 2e14}
-"""Whether AMP is on -> speed of training on a large GPU"""
+FLOPS_PER_SECOND_IN_FP32 = 4e13
+"""Speed of training on a large GPU"""
+FLOPS_PER_SECOND_WITH_AMP = 2e14
 REQUIRED_RATIO = 2.0
 """Time saved divided by compile time, above which `auto` compiles."""
 
@@ -46,10 +48,11 @@ def choose_compiling(
     previous: Mapping[str, Any],
     of_trial: tuple[str, str] | None = None,
 ) -> tuple[str, str]:
-    """Choose what to compile, and tell the callback. Returns the choice and the reason. A collective call.
+    """Choose what to compile, and set it in the run's `Compiling`. Returns NONE, BLOCKS or WHOLE, and the reason.
 
-    `updates`: number of updates left. `previous`: choices of the run that is resumed.
+    `updates`: number of updates left. `previous`: choices of the run that is resumed; empty for a new run.
     `of_trial`: choice and reason of the trial that found TRAIN.NUM_EPOCHS (`Run.compiling`); None without one.
+    A collective call.
     """
     wanted = config.TRAIN.COMPILE
     device = parts.precision.device
@@ -57,14 +60,19 @@ def choose_compiling(
         how = wanted
         reason = "as asked for"
     else:
+        # A resumed run compiles as before, and epochs that a trial has planned are trained as in the trial.
         choice = _previous_choice(previous, device) or of_trial or _choose_by_gain(config, parts, updates)
         how, reason = broadcast(choice, world)
-    if how == WHOLE and world.size > 1 and (parts.sharding is not None or not parts.precision.computes_in_copy):
+
+    # With a half-precision copy, gradients are all-reduced once per update in any case.
+    all_reduces_in_backward = world.size > 1 and (parts.sharding is not None or not parts.precision.computes_in_copy)
+    if how == WHOLE and all_reduces_in_backward:
         how = BLOCKS
         reason = "one graph would delay the all-reduce of gradients until the backward pass has ended"
         if wanted == AUTO and not has_blocks(parts.model):
             how = NONE
             reason = f"auto: {reason}, and {type(parts.model).__name__} has no blocks to compile one by one"
+
     if wanted == AUTO and how == NONE and parts.precision.fp8 and device.type == "cuda":
         log.warning(
             "fp8 without torch.compile is usually slower than bf16, because casting to 8 bits takes time of its own. "
@@ -88,7 +96,7 @@ def _check_possible(how: str, parts: TrainState, world: World) -> None:
     if missing:
         raise UserError(f"TRAIN.COMPILE {how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
     if how == BLOCKS and not has_blocks(parts.model):
-        possible = "none" if world.size > 1 else "whole or none"
+        possible = "none" if world.size > 1 else "whole or none"  # several ranks would turn whole into blocks
         raise UserError(
             f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use {possible}."
         )
@@ -99,16 +107,16 @@ def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple
     how = previous.get("compile")
     if how is None:
         return None
-    # The first word of "computed_in" is the type of the device.
-    previous_device = str(previous.get("computed_in", device.type)).partition(" ")[0]
+    # "computed_in" begins with the type of the device. Runs that have no such entry are taken to have used this one.
+    previous_device, _, _ = str(previous.get("computed_in", device.type)).partition(" ")
     works_here = previous_device == device.type and (how == NONE or _missing_tool(device) is None)
     return (how, "as before the resume") if works_here else None
 
 
 def _choose_by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]:
-    """Choose to compile if the remaining `updates` save much more time than compiling takes. The reason comes with it.
+    """Choose to compile if the remaining `updates` save much more time than compiling takes.
 
-    Only on a GPU: on a CPU, compiling takes longer than it saves.
+    Only on a GPU: on a CPU, compiling takes longer than it saves. Returns NONE, BLOCKS or WHOLE, and the reason.
     """
     device = parts.precision.device
     data = config.DATA
@@ -118,18 +126,24 @@ def _choose_by_gain(config: Config, parts: TrainState, updates: int) -> tuple[st
     missing = _missing_tool(device)
     if missing:
         return NONE, f"auto: {missing}"
-    without_weights = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    flops = training_flops(without_weights, data.shape) or 0.0
-    # Each size of images, with all tokens or fewer, is compiled by itself.
-    epochs = range(1, train.NUM_EPOCHS + 1)
-    graphs = {(train.size_in(epoch, data.IMAGE_SIZE), train.drops_tokens_in(epoch)) for epoch in epochs}
+
+    # Cost: each size of images, with all tokens or fewer, is compiled by itself.
+    graphs = set[tuple[ImageSize, bool]]()
+    for epoch in range(1, train.NUM_EPOCHS + 1):
+        graphs.add((train.size_in(epoch, data.IMAGE_SIZE), train.drops_tokens_in(epoch)))
     seconds_to_compile = SECONDS_TO_COMPILE * len(graphs)
-    # Mean work of an epoch, as a fraction of one with images of full size and all tokens.
-    mean_work = work_until(config, [len(epochs)])[0] / max(1, len(epochs))
-    uses_amp = parts.precision.level != "O0"
-    seconds_per_micro_batch = mean_work * flops * data.BATCH_SIZE / FLOPS_PER_SECOND[uses_amp]
+
+    # Gain: a fraction of the time of a micro-batch, or of a small model at least what launching its kernels takes.
+    # Smaller images and dropped tokens make an epoch less work. The remaining updates are taken to be average ones.
+    without_weights = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+    flops_per_image = training_flops(without_weights, data.shape) or 0.0
+    (work_of_all_epochs,) = work_until(config, [train.NUM_EPOCHS])
+    mean_work = work_of_all_epochs / max(1, train.NUM_EPOCHS)
+    speed = FLOPS_PER_SECOND_IN_FP32 if parts.precision.level == "O0" else FLOPS_PER_SECOND_WITH_AMP
+    seconds_per_micro_batch = mean_work * flops_per_image * data.BATCH_SIZE / speed
     saved_per_micro_batch = max(FRACTION_SAVED * seconds_per_micro_batch, SAVED_PER_MICRO_BATCH)
     seconds_saved = saved_per_micro_batch * train.ACCUM_ITER * updates
+
     is_worthwhile = seconds_saved > REQUIRED_RATIO * seconds_to_compile
     comparison = "more" if is_worthwhile else "no more"
     reason = (

@@ -66,20 +66,24 @@ class Compiling(Callback):
         self._world = world
         self._sharded = sharded
         self._token_drop = 0.0
+        """Fraction of tokens that the current epoch drops"""
         self._compiled: set[tuple[torch.Size, float]] = set()
         """Shapes of images, with the fraction of dropped tokens, that are compiled"""
 
     def attach(self, to: Computing) -> None:
-        """Compile the modules of `to`, and replace its `compute`."""
+        """Compile what computes in `to`, the state of the training, and become its `compute`.
+
+        Nothing is compiled yet, only marked: torch compiles at the first call.
+        """
         if self.how == NONE:
             return
         _configure_compiler(self._data, self._precision, self._world)
-        self._to = to
+        self._computing = to
         self._compiled.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
         if self.how == BLOCKS:
-            self._compute = to.eager
             self._compile_blocks(to.forward, options)
+            self._compute = to.eager  # which calls the compiled blocks
         else:
             self._compute = self._compile_whole(options)
         to.compute = self
@@ -104,7 +108,7 @@ class Compiling(Callback):
         """Compute a micro-batch: compiled, or in eager mode if it is smaller or the model cannot be compiled."""
         if self._gave_up or len(batch.images) != self._data.BATCH_SIZE:
             with uncompiled():
-                return self._to.eager(batch)
+                return self._computing.eager(batch)
         kind = batch.images.shape, self._token_drop
         return self._compute(batch) if kind in self._compiled else self._compile_for(batch, kind)
 
@@ -130,7 +134,7 @@ class Compiling(Callback):
                 warning = "TRAIN.COMPILE auto: torch cannot compile this model (%s), so it is not compiled."
                 log.warning(warning, first_line(error))
                 self._gave_up = True
-                return self(batch)
+                return self(batch)  # now in eager mode
             alternatives = "none" if self.how == BLOCKS else "none, or blocks"
             error_class = TrainingError if self.seconds else UserError  # UserError before the first update is done
             raise error_class(
@@ -142,7 +146,7 @@ class Compiling(Callback):
         self.seconds += seconds
         self._compiled.add(kind)
         log.info("Compiled in %.1f s; cached in %s for other runs.", seconds, os.environ[CACHE])
-        self._to.after_pause()
+        self._computing.after_pause()  # compiling does not count in the speed of training
         return result
 
     def _compile_whole(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
@@ -150,11 +154,11 @@ class Compiling(Callback):
 
         A batch transform draws random numbers on the host, which a graph cannot: with one, the graph begins after it.
         """
-        forward = self._to.forward
-        inputs = self._to.inputs
-        criterion = self._to.criterion
+        forward = self._computing.forward
+        inputs = self._computing.inputs
+        criterion = self._computing.criterion
         precision = self._precision
-        batch_transform = self._to.batch_transform
+        batch_transform = self._computing.batch_transform
         from_uint8 = batch_transform is no_transform
 
         def to_loss(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,11 +199,11 @@ def _configure_compiler(data: DataConfig, precision: Precision, world: World) ->
     autograd.force_non_lazy_backward_lowering = True  # else the backward pass is compiled at its first call
     autograd.backward_pass_autocast = "off"  # as in eager mode
     # torch's key for cached graphs lacks the kind of attention, and autocast's dtype: torch 2.11 only distinguishes
-    # autocast on and off, so blocks compiled in bf16 would be reused in fp16. Our part is at the end of the tag, and
-    # replaces that of an earlier run in this process.
+    # autocast on and off, so blocks compiled in bf16 would be reused in fp16. Our part of the tag begins with ATTENTION
+    # and goes to its end. It replaces that of an earlier run in this process.
     kinds = ("flash", "mem_efficient", "cudnn", "math")
     allowed_kinds = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()]
-    tag_of_others = torch.compiler.config.cache_key_tag.partition(ATTENTION)[0]
+    tag_of_others, _, _ = torch.compiler.config.cache_key_tag.partition(ATTENTION)
     our_tag = f"{ATTENTION}{','.join(allowed_kinds)} precision={precision.name}"
     torch.compiler.config.cache_key_tag = f"{tag_of_others}{our_tag}"
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it advises a switch other than AMP.TF32

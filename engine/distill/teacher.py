@@ -65,15 +65,16 @@ class DistillationLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a batch.
 
-        `logits`: (images, classes), or (images, 2, classes) of two classifiers. `targets`: (images, 2, classes) with
-        the label and the teacher's logits of each image, or without a teacher's logits those of the label loss.
+        `logits`: (images, classes), or (images, 2, classes) of two classifiers. `targets`: (images, 2, classes), the
+        label and the teacher's logits of each image; or any labels that `label_loss` takes, without a teacher's logits.
         """
         if logits.ndim == 3:
             label_logits, distilled_logits = logits.unbind(1)
         else:
             label_logits = logits
             distilled_logits = logits
-        if targets.ndim < 3:  # labels alone, without the teacher's logits
+        has_teacher_logits = targets.ndim > 2
+        if not has_teacher_logits:
             return self.label_loss(label_logits, targets)
         labels, teacher_logits = targets.unbind(1)
         if self.hard:
@@ -104,8 +105,12 @@ class Distillation(Callback):
     def __init__(
         self, config: Config, model: nn.Module, precision: Precision, names: list[str] | None, saved: Mapping[str, Any]
     ) -> None:
-        """`names`, `saved`: classes of the data, and choices of the resumed run, as in `check_teacher_matches`."""
-        # timm's models with two classifiers. In validation, they return the mean of both as before.
+        """Load the teacher, and check that it fits the data and the run.
+
+        `names`: classes of the data; None if unknown. `saved`: choices of the run that is resumed; empty for a new one.
+        """
+        # timm's models with two classifiers return both logits in training, from now on as one tensor. In validation,
+        # they still return the mean.
         if hasattr(model, "set_distilled_training"):
             model.set_distilled_training(True)  # pyright: ignore[reportCallIssue]
             mix_in(model, StackedHeads)
@@ -124,6 +129,7 @@ class Distillation(Callback):
     def __call__(self, images: Tensor, labels: Tensor) -> TransformedBatch:
         """Erase and mix, and stack the teacher's logits under the targets: (images, 2, classes)."""
         batch = self._own_transform(images, labels)
+        # The time so far counts as FORWARD, that of the teacher apart.
         self._stages.mark(FORWARD)
         teacher_logits = self.teacher(batch.images)
         self._stages.mark(TEACHER)
@@ -177,6 +183,7 @@ class Teacher:
         self.source = source
         self._precision = precision
         self.setting = f"{config.TRAIN.TEACHER_MODEL}"
+        """As the user gave it: a name of timm's, a path, or both"""
         self.model = source.model.eval().requires_grad_(False).to(precision.device)
         digest = hashlib.sha256()
         for name, value in self.model.state_dict().items():
@@ -184,14 +191,14 @@ class Teacher:
             digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         self.fingerprint = digest.hexdigest()
         data = config.DATA
-        students = _mean_and_std(data.IMAGENET_MEAN, data.IMAGENET_STD, data.IMAGE_CHANNELS)
-        teachers = _mean_and_std(source.mean, source.std, data.IMAGE_CHANNELS)
-        student_mean, student_std = students
-        teacher_mean, teacher_std = teachers
+        student_normalisation = _mean_and_std(data.IMAGENET_MEAN, data.IMAGENET_STD, data.IMAGE_CHANNELS)
+        teacher_normalisation = _mean_and_std(source.mean, source.std, data.IMAGE_CHANNELS)
+        student_mean, student_std = student_normalisation
+        teacher_mean, teacher_std = teacher_normalisation
         # Undo the student's normalisation and apply the teacher's, in one step.
         factor = student_std / teacher_std
         offset = (student_mean - teacher_mean) / teacher_std
-        self._same_normalisation = torch.equal(students, teachers)
+        self._same_normalisation = torch.equal(student_normalisation, teacher_normalisation)
         self._factor = factor.float().reshape(1, -1, 1, 1).to(precision.device)
         self._offset = offset.float().reshape(1, -1, 1, 1).to(precision.device)
 
@@ -201,9 +208,10 @@ class Teacher:
         size = sides(self.source.image_size)
         if images.shape[-2:] != size:
             images = F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
-        if not self._same_normalisation:
+        if not self._same_normalisation:  # replace the student's normalisation by the teacher's
             images = torch.addcmul(self._offset, images, self._factor)
-        # Under autocast at every level of AMP: the teacher keeps fp32 weights even where the student has a half copy.
+        # With AMP at any level, the teacher computes under autocast: it always keeps fp32 weights, also if the student
+        # computes by a half-precision copy or has half-precision weights.
         in_half = self._precision.level != "O0"
         dtype = self._precision.choice.dtype if in_half else None
         with torch.autocast(images.device.type, dtype, enabled=in_half):
@@ -230,15 +238,23 @@ def check_teacher(config: Config) -> None:
         )
     if train.TEACHER_MODEL is None:
         raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher: set {KEY}. {FORMS}")
-    name, weights = _parse(train.TEACHER_MODEL, config.MODEL.TYPE.casefold() in TAUGHT)
-    if name is not None:  # the files of a run are checked when they are loaded
-        try:
-            with _errors_name_teacher():
-                locate(weights, download=False)
-        except UserError as error:
-            if weights != EXAMPLE:
-                raise
-            raise UserError(f"{error}\n  or give PaddleViT's file: -teacher_model {PADDLEVIT_FILE}") from None
+    name, weights = _parse_setting(train.TEACHER_MODEL, _paddlevit_distils(config))
+    is_run = name is None  # whose files are checked when they are loaded
+    if is_run:
+        return
+    try:
+        with _errors_name_teacher():
+            locate(weights, download=False)
+    except UserError as error:
+        if weights != EXAMPLE:
+            raise
+        # PaddleViT's default teacher by timm's name: there may be PaddleViT's own file.
+        raise UserError(f"{error}\n  or give PaddleViT's file: -teacher_model {PADDLEVIT_FILE}") from None
+
+
+def _paddlevit_distils(config: Config) -> bool:
+    """Return whether the student is of a family of models that PaddleViT distils, always from the same teacher."""
+    return config.MODEL.TYPE.casefold() in TAUGHT
 
 
 def default_teacher(config: Config) -> tuple[str, str] | None:
@@ -246,8 +262,9 @@ def default_teacher(config: Config) -> tuple[str, str] | None:
 
     None where a user has to choose: for models of a family that PaddleViT does not distil, or if one is chosen already.
     """
-    if config.EVAL or config.TRAIN.TEACHER_MODEL is not None or config.MODEL.TYPE.casefold() not in TAUGHT:
+    if config.EVAL or config.TRAIN.TEACHER_MODEL is not None or not _paddlevit_distils(config):
         return None
+    # PaddleViT's file if it is there, else the same model of timm.
     teacher = PADDLEVIT_FILE if Path(PADDLEVIT_FILE).is_file() else EXAMPLE
     return teacher, f"{KEY} {teacher}: PaddleViT's default teacher for MODEL.TYPE {config.MODEL.TYPE}"
 
@@ -282,19 +299,21 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
     """Raise UserError if the teacher has other classes than the data, or other weights than the run began with.
 
     `names`: classes of the data; None if unknown. `saved_choices`: of the run that is resumed; empty for a new one.
+    A resumed run may name another teacher; only a change that the setting does not show is an error.
     """
     source = teacher.source
     same_setting = saved_choices.get("teacher_model") == teacher.setting
     if same_setting and saved_choices.get("teacher_sha256") != teacher.fingerprint:
-        previous = saved_choices.get("teacher")
-        if previous == source.where:
+        previous_file = saved_choices.get("teacher")
+        if previous_file == source.where:
             change = "the teacher's weights have changed since this run began"
-        else:
-            change = f"the teacher's weights are now {source.where}, but this run began with {previous}"
+        else:  # such as a run's folder, whose best checkpoint is another one now
+            change = f"the teacher's weights are now {source.where}, but this run began with {previous_file}"
         raise UserError(
             f"{KEY} {teacher.setting}: {change}. Restore the former weights; or, to resume with the changed teacher, "
             "copy its weights to another path and name that path."
         )
+    # Their numbers are compared elsewhere; unknown names match any.
     for number, (taught, learned) in enumerate(zip(source.names or (), names or (), strict=False)):
         if taught != learned:
             raise UserError(
@@ -308,26 +327,29 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
 
     UserError if weights are missing in the file, or if the teacher was trained on another kind of images.
     """
-    name, place = _parse(setting, config.MODEL.TYPE.casefold() in TAUGHT)
+    name, place = _parse_setting(setting, _paddlevit_distils(config))
     if name is None:
         return _load_from_run(setting, place, config, precision)
     pretrained = timm_weights(name)
     channels = config.DATA.IMAGE_CHANNELS
     if pretrained is None:
         raise UserError(f"{KEY} {setting}: {name} is a model of your own code; name the folder of its run.")
-    classes = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES
+
+    # The model and its weights. A file must have the classes of the student.
+    uses_timms_weights = place == name
+    classes = pretrained.num_classes if uses_timms_weights else config.MODEL.NUM_CLASSES
     header = {}
     model = timm.create_model(name, num_classes=classes, in_chans=channels)
-    # Weights that the file lacks are still NaN after loading.
     for parameter in model.parameters():
-        parameter.detach().fill_(torch.nan)
+        parameter.detach().fill_(torch.nan)  # weights that the file lacks are still NaN after loading
     try:
         with _errors_name_teacher():
             header = read_header(Path(place)).get("input") or {}
             check_fields(Input, header, Path(place))
             load_pretrained(model, place, name)
     except UserError as error:
-        if name != PADDLEVIT or name in setting:
+        may_be_another_model = name == PADDLEVIT and name not in setting  # the user did not name it
+        if not may_be_another_model:
             raise
         raise UserError(f"{error}\n{_unknown_model(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
     if any(parameter.isnan().any() for parameter in model.parameters()):
@@ -335,13 +357,15 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
             f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
             "classifier, too."
         )
+
+    # The preprocessing: that in the file's header, else timm's.
     size = size_of(header.get("image_size", pretrained.input_size[1:]))
     mean = tuple(header.get("mean", pretrained.mean))
     std = tuple(header.get("std", pretrained.std))
     # For plain images, weights are converted to their number of channels. Other images need a teacher of their own.
     trained_channels = channels if config.DATA.is_plain else len(mean)
     _check_images(setting, config, (trained_channels, header.get("bits", 8), tuple(header.get("range", (0, 255)))))
-    if len(mean) != channels:  # grey images, and a teacher trained on colour
+    if len(mean) != channels:  # grey images, and a teacher trained on colour: one value for the mean of its channels
         mean = (sum(mean) / len(mean),)
         std = (sum(std) / len(std),)
     return TeacherModel(model, where=setting, image_size=size, mean=mean, std=std, classes=classes)
@@ -352,40 +376,43 @@ def _load_from_run(setting: str, place: str, config: Config, precision: Precisio
     with _errors_name_teacher():
         weights = chosen_at(Path(place))
         teacher_config = config_of_weights(weights)
-        teacher_model = teacher_config.MODEL
-        # A model of the user's own code that is registered already, because the student uses it, too. Building the
-        # teacher must not change its values.
-        own_model = own_named("model", teacher_model.NAME)
-        values = own_model.values if own_model else {}
+        model_settings = teacher_config.MODEL
+        # The student may use the same model of the user's own code, which is registered then. Its values are kept:
+        # `use_of_weights` replaces them by those of the teacher's run, and they are restored once the teacher is built.
+        student_model = own_named("model", model_settings.NAME)
+        student_values = student_model.values if student_model else {}
         if teacher_config.USE:
             from engine.trained.own_code import use_of_weights
 
             run = run_folder_of(weights.place)
             recorded_files = noted_of(weights.meta.get(FIELD), weights.place)
-            use_of_weights([] if own_model else recorded_files, teacher_config, run, kinds=("model",))
-            used = {file["sha256"] for file in noted_files() if teacher_model.NAME in file["registers"]}
-            if own_model and used.isdisjoint(file.sha256 for file in recorded_files):
+            files_to_execute = [] if student_model else recorded_files  # a registered model needs no file
+            use_of_weights(files_to_execute, teacher_config, run, kinds=("model",))
+            current_hashes = {file["sha256"] for file in noted_files() if model_settings.NAME in file["registers"]}
+            recorded_hashes = {file.sha256 for file in recorded_files}
+            if student_model and current_hashes.isdisjoint(recorded_hashes):
                 message = "Teacher %s: %s has changed since; the new file builds the teacher."
-                log.warning(message, setting, own_model.file)
+                log.warning(message, setting, student_model.file)
     if teacher_config.task != ONE_LABEL:
         raise UserError(f"{KEY} {setting}: trained {teacher_config.task.words}; a teacher needs one label per image.")
     data = teacher_config.DATA
     _check_images(setting, config, (data.IMAGE_CHANNELS, data.BITS, data.value_range))
-    model = build_model(teacher_model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    if own_model:
-        own_model.values = values
+
+    model = build_model(model_settings, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+    if student_model:
+        student_model.values = student_values
     load_weights(model, read_weights(weights), f"{weights.file}")
     log.info("Teacher %s: %s", setting, weights.words)
-    if precision.level != "O0":
+    if precision.level != "O0":  # AMP is on: modules that the teacher's run had in fp32 compute in fp32 here, too
         names_in_fp32 = list(teacher_config.AMP.FP32_MODULES) + fp32_modules(weights)
         force_fp32(model, names_in_fp32, precision.device.type)
     return TeacherModel(
         model,
-        where=f"{teacher_model.NAME} of {weights.file}",
+        where=f"{model_settings.NAME} of {weights.file}",
         image_size=data.IMAGE_SIZE,
         mean=data.IMAGENET_MEAN,
         std=data.IMAGENET_STD,
-        classes=teacher_model.NUM_CLASSES,
+        classes=model_settings.NUM_CLASSES,
         names=weights.classes,
     )
 
@@ -409,28 +436,36 @@ def _check_images(setting: str, config: Config, teacher_values: tuple[Any, ...])
             )
 
 
-def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
+def _parse_setting(setting: str, paddlevit_distils: bool) -> tuple[str | None, str]:
     """Parse TRAIN.TEACHER_MODEL: return timm's name of the model, and the place of its weights.
 
     The place is a file, or timm's name again for timm's own weights. For a run or checkpoint the name is None, and the
     place is its path. UserError if the setting is none of these.
-    `taught`: the student is of a family that PaddleViT distils, always from the same teacher. Then a file that does not
-    say its model is taken for that teacher's.
+    `paddlevit_distils`: PaddleViT distils models of the student's family, always from the same teacher. Then a file
+    that does not say its model is taken for weights of that teacher.
     """
+    # NAME=FILE
     name, separator, file = setting.partition("=")
     if separator and is_timm_name(name):
         if not file:
             raise UserError(f"{KEY} {setting}: no file after the =. {FORMS}")
         return name, str(Path(file).expanduser())
+
+    # A file of weights alone, which has no settings of a run in it or beside it
     path = Path(setting).expanduser()
     with _errors_name_teacher():
         header = read_header(path)
-    if path.is_file() and "settings" not in header and not (path.parent / META).exists():
-        candidates = [str(header.get("model", "")), path.stem, path.name.partition(".")[0]]
-        model = next(filter(is_timm_name, filter(None, candidates)), None)
-        if model is None and not taught:
+    is_weights_alone = path.is_file() and "settings" not in header and not (path.parent / META).exists()
+    if is_weights_alone:
+        name_without_endings, _, _ = path.name.partition(".")
+        for candidate in (str(header.get("model", "")), path.stem, name_without_endings):
+            if candidate and is_timm_name(candidate):
+                return candidate, str(path)
+        if not paddlevit_distils:
             raise UserError(f"{_unknown_model(setting)}. {FORMS}")
-        return model or PADDLEVIT, str(path)
+        return PADDLEVIT, str(path)
+
+    # A run or checkpoint, or a name of timm's
     if path.exists():
         return None, str(path)
     if is_timm_name(setting):

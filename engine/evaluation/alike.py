@@ -27,6 +27,8 @@ from vitamp.pooling import pool_of
 EDITS = "mirrored, turned by 10 degrees, blurred, cropped by a tenth"
 EDITED = 64
 """Images that are edited"""
+BLUR_PER_SIDE = 1 / 112
+"""Standard deviation of the blur as a fraction of the shorter side: 2 pixels for a side of 224"""
 AT_ONCE = 1024
 """Images that are compared with all others at once"""
 MOST_VALUES = 1 << 28
@@ -36,77 +38,90 @@ MOST_VALUES = 1 << 28
 def edited(images: Tensor) -> list[Tensor]:
     """Make edited copies of images (B x C x H x W): one batch for each of EDITS."""
     height, width = images.shape[-2:]
+    blur = min(height, width) * BLUR_PER_SIDE
     pixels = images.float()
     cropped = functional.center_crop(pixels, [height * 9 // 10, width * 9 // 10])
     copies = [
         pixels.flip(-1),
         functional.rotate(pixels, 10, functional.InterpolationMode.BILINEAR),
-        functional.gaussian_blur(pixels, [9, 9], [min(height, width) / 112] * 2),
+        functional.gaussian_blur(pixels, kernel_size=[9, 9], sigma=[blur, blur]),
         functional.resize(cropped, [height, width]),
     ]
     return [copy.round().to(images.dtype) for copy in copies]
 
 
 def directions(features: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Turn features into their directions from the mean; the product of two is how similar the images are."""
+    """Turn features into unit vectors from the mean; the product of two vectors is how similar the images are."""
     from_mean = features - mean
     return from_mean / np.linalg.norm(from_mean, axis=1, keepdims=True).clip(1e-12)
 
 
 def similarity_of_edited(seeing: Seeing, dataset: ImageDataset, mean: np.ndarray, batch: int) -> float:
-    """Measure the median similarity of some images to their edited copies.
+    """Measure the median similarity of some images to their edited copies: the limit from which images look alike.
 
-    `mean`: of the features by the model's usual pooling, from which directions are taken. `batch`: images per batch.
+    `mean`: mean of the features of all images, by the model's usual pooling. `batch`: images per batch.
     """
     chosen = np.sort(generator_of("edited").permutation(len(dataset))[:EDITED])
     plan = [chosen[first : first + batch] for first in range(0, len(chosen), batch)]
-    loader = ValLoader(dataset, batch, 0, 1, 0, seeing.precision.device, shard=lambda *_: plan)
+    device = seeing.precision.device
+    loader = ValLoader(dataset, batch, rank=0, world=1, workers=0, device=device, shard=lambda *_: plan)
     loading = contextlib.closing(loader)
     bar = Progress(loader, len(plan), "batches", "edited copies")
 
     def directions_of(images: Tensor) -> np.ndarray:
-        columns = columns_of(seeing, images)[:, : len(mean)]
-        return directions(columns.cpu().numpy(), mean)
+        # The usual pooling has the first columns; those of other poolings follow.
+        usual_pooling = columns_of(seeing, images)[:, : len(mean)]
+        return directions(usual_pooling.cpu().numpy(), mean)
 
     similarities = list[np.ndarray]()
     with torch.no_grad(), in_eval_mode(seeing.model), loading, bar:
         for images, _, indices in bar:
-            readable = images[indices >= 0]
+            readable = images[indices >= 0]  # a broken image has the index -1
             originals = directions_of(readable)
-            for copies in edited(readable):
+            for copies in edited(readable):  # all images with one edit
                 similarities.append((originals * directions_of(copies)).sum(1))
     return float(np.median(np.concatenate(similarities)))
 
 
 class Nearest(NamedTuple):
-    """For each image, how similar the images are that it is compared with."""
+    """For each of some images, which of the compared images are most similar to it."""
 
     place: np.ndarray
-    """Index of the most similar one"""
+    """Index of the most similar compared image"""
     similar: np.ndarray
-    """How similar that is"""
-    alike: np.ndarray
-    """How many are as similar as the limit"""
-    farther: np.ndarray
-    """Index of the most similar one below the limit"""
+    """Similarity of that image"""
+    number_alike: np.ndarray
+    """Number of compared images that are at least as similar as the limit: they look alike"""
+    most_similar_below_limit: np.ndarray
+    """Index of the most similar compared image that does not look alike"""
 
     def counted(self, labels: np.ndarray, labels_compared: np.ndarray) -> tuple[int, int, int, int, int]:
-        """Count the images that look like others, and how many of them look like one of their own label.
+        """Count the images that look like a compared image, and how many of those have the same label as it.
 
-        `labels`: of the images. `labels_compared`: of those they are compared with. Returns five numbers: images that
-        are alike to any; all images; how many such an image is alike to (the median); and how many of them have the
-        label of the most similar image, and that of the most similar one below the limit.
+        `labels`: labels of the images, perhaps of further ones at the end, for which there was no time.
+        `labels_compared`: labels of the compared images.
+
+        Returns five numbers. An image is "alike" if it looks like any compared image.
+
+        - the number of alike images
+        - the number of all images
+        - the number of compared images that an alike image looks like (the median)
+        - the number of alike images with the same label as their most similar compared image
+        - the number of alike images with the same label as the most similar compared image below the limit
         """
-        is_alike = self.alike > 0
+        is_alike = self.number_alike > 0
         count = len(is_alike)
         own_labels = labels[:count]
 
-        def with_label_of(places: np.ndarray) -> int:
-            same = (own_labels == labels_compared[places]).reshape(count, -1).all(1)
+        def count_same_label(compared: np.ndarray) -> int:
+            """Count alike images whose labels are all the same as those of the compared image with the given index."""
+            same = (own_labels == labels_compared[compared]).reshape(count, -1).all(1)
             return int((is_alike & same).sum())
 
-        alike_to_each = int(np.median(self.alike[is_alike])) if is_alike.any() else 0
-        return int(is_alike.sum()), count, alike_to_each, with_label_of(self.place), with_label_of(self.farther)
+        median_alike = int(np.median(self.number_alike[is_alike])) if is_alike.any() else 0
+        same_as_nearest = count_same_label(self.place)
+        same_as_below_limit = count_same_label(self.most_similar_below_limit)
+        return int(is_alike.sum()), count, median_alike, same_as_nearest, same_as_below_limit
 
 
 def joined(blocks: Iterable[Nearest]) -> Nearest:
@@ -114,19 +129,23 @@ def joined(blocks: Iterable[Nearest]) -> Nearest:
 
 
 def nearest(images: np.ndarray, compared: np.ndarray, limit: float, seconds: float = float("inf")) -> Nearest:
-    """Find the most similar of the images `compared` for each of `images`; both are given as directions.
+    """Find, for each of `images`, the most similar of the images `compared`. Both are unit vectors (`directions`).
 
-    After so many seconds it stops: the result is of the first images alone. `limit`: see `Nearest.alike`.
+    `limit`: similarity from which two images look alike. `seconds`: it stops after so many, and then returns the
+    result for the first images alone.
     """
     end = time.monotonic() + seconds
     blocks = list[Nearest]()
     for first in range(0, len(images), AT_ONCE):
         similarities = images[first : first + AT_ONCE] @ compared.T
-        place = similarities.argmax(1)
-        similar = similarities.max(1)
-        alike = similarities >= limit
-        similarities[alike] = -2  # less than any
-        blocks.append(Nearest(place, similar, alike=alike.sum(1), farther=similarities.argmax(1)))
+        most_similar = similarities.argmax(1)
+        highest = similarities.max(1)
+        looks_alike = similarities >= limit
+        # Then the maximum is below the limit. A similarity is at least -1, so -2 is less than any.
+        similarities[looks_alike] = -2
+        below_limit = similarities.argmax(1)
+        block = Nearest(most_similar, highest, number_alike=looks_alike.sum(1), most_similar_below_limit=below_limit)
+        blocks.append(block)
         if time.monotonic() > end:
             break
     return joined(blocks)
@@ -135,9 +154,10 @@ def nearest(images: np.ndarray, compared: np.ndarray, limit: float, seconds: flo
 def count_alike(
     seeing: Seeing, dataset: ImageDataset, features: Features, training: Features, pool: str, data: DataConfig
 ) -> list[int]:
-    """Count the images of `dataset` that look like training images, as `Nearest.counted` gives it.
+    """Count the images of `dataset` that look like training images.
 
-    `features`: those of `dataset`. Empty if there are too many training images to compare.
+    Returns the five numbers of `Nearest.counted`; an empty list if the training features are too many to hold in
+    memory. `features`, `training`: features of `dataset` and of the training images. `pool`: the pooling to compare.
     """
     of_images = np.asarray(features.of(pool))
     of_training = np.asarray(training.of(pool))
@@ -146,15 +166,15 @@ def count_alike(
     mean = of_training.mean(0)
     limit = similarity_of_edited(seeing, dataset, mean, data.val_batch)
     seconds = QUICK_SECONDS if data.CHECK == "quick" else float("inf")
-    found = nearest(directions(of_images, mean), directions(of_training, mean), limit, seconds)
-    return list(found.counted(features.labels, training.labels))
+    nearest_images = nearest(directions(of_images, mean), directions(of_training, mean), limit, seconds)
+    return list(nearest_images.counted(features.labels, training.labels))
 
 
 def alike_in_validation(run: Run, seeing: Seeing, training: Features) -> list[int]:
-    """Count the validation images that look like training images, as `Nearest.counted` gives it.
+    """Count the validation images that look like training images. A collective call.
 
-    `training`: features of the training images. Empty if these are too many, and on other ranks than the first. A
-    collective call.
+    Returns the five numbers of `Nearest.counted` on rank 0, and an empty list on other ranks, or if the training
+    features are too many to hold in memory. `training`: features of the training images.
     """
     pool = pool_of(seeing.model)
     if training.of(pool).size > MOST_VALUES:

@@ -54,16 +54,19 @@ def settings_for_evaluation(
     if "DATA.DATA_PATH" in given:
         layout = None if DATASET in given else _other_layout(config.DATA, needs_labels)
         if layout:
-            changes[DATASET] = layout[0]
-            notes.append(f"{DATASET} {': '.join(layout)}")
+            dataset, description = layout
+            changes[DATASET] = dataset
+            notes.append(f"{DATASET} {dataset}: {description}")
             config = config.changed(**nested(changes))
         unread = unread_path(config.DATA)
         if unread:
             raise UserError(unread)
+
+    # Settings that do not fit the images, if they are not those of the run.
     origin = whose_data(config, saved)
     part = config.DATA.PART
-    trained_on = origin in OF_RUN
-    if trained_on and part in ("train", "all"):
+    is_data_of_run = origin in OF_RUN
+    if is_data_of_run and part in ("train", "all"):
         which = "are" if part == "train" else "include"
         notes.append(
             f"{PART} {part}: these {which} the images that the model was trained on, so the result does not show how "
@@ -71,30 +74,34 @@ def settings_for_evaluation(
         )
     if saved is not None and origin == "same place":
         check_split(config, saved, part)
-    elif saved is not None and not trained_on:
-        _leave_own_settings(config, saved, given, changes, notes)
+    elif saved is not None and not is_data_of_run:
+        _add_resets(config, saved, given, changes, notes)
+
+    # The split to evaluate.
     if part == AUTO:
         unsplit = comes_unsplit(config.changed(**nested(changes)).DATA)
         changes[PART], reason = _choose_part(config, origin, unsplit)
         if reason:
             notes.append(f"{PART} {changes[PART]}: {reason}")
+        # Weights that do not record the run's path may not record its lists either: perhaps only these differ.
         unlisted = saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None
         if origin == "other" and unlisted:
             notes.append("If only some images or labels differ, give DATA.EXCLUDE or DATA.RELABEL")
     return changes, notes
 
 
-def _leave_own_settings(
+def _add_resets(
     config: Config, saved: Chosen, given: Collection[str], changes: dict[str, Any], notes: list[str]
 ) -> None:
-    """Add changes, and notes on them, for data that is not the run's: settings that fit the run's data alone are reset.
+    """Add to `changes` and `notes`, in place, the settings to reset because the data is not the run's.
 
-    `given`: keys on the command line, which stay as they are.
+    These settings, such as the list of excluded images, fit the run's own data alone. `given`: keys on the command
+    line, which stay as they are.
     """
     changes |= {key: default_of(key) for key in OF_OWN_DATA if key not in given}
     run_data = DataConfig(DATASET=settings_of(saved).get(DATASET, config.DATA.DATASET))
     if CROP not in given and squeezes(run_data):
-        # Images were squeezed whatever CROP was, as those of digits are.
+        # The run's data set, such as digits, squeezes its images into a square whatever CROP is: do so here, too.
         changes[CROP] = "none"
     if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
         notes.append(
@@ -105,7 +112,8 @@ def _leave_own_settings(
 def _choose_part(config: Config, origin: Origin, unsplit: bool) -> tuple[str, str]:
     """Return the value for DATA.PART auto, and the reason for the log; '' if it is the usual one.
 
-    `unsplit`: the data has no validation split of its own.
+    `origin`: how the data relates to the run's, see `whose_data`. `unsplit`: the data has no validation split of its
+    own.
     """
     source = source_of(config.DATA)
     if origin == "moved":
@@ -117,6 +125,7 @@ def _choose_part(config: Config, origin: Origin, unsplit: bool) -> tuple[str, st
         return "val", reason
     if origin == "same place" or not unsplit:
         return "val", ""
+    # The origin is unknown, and the program makes the split.
     try:
         with unheard():
             check_dataset(config.DATA.changed(PART="val"), ANY_LABEL, train=False)
@@ -129,16 +138,17 @@ def _choose_part(config: Config, origin: Origin, unsplit: bool) -> tuple[str, st
 
 
 def _other_layout(data: DataConfig, needs_labels: bool) -> tuple[str, str] | None:
-    """Recognise how the images in DATA_PATH are laid out, if the data set that DATA names is not there.
+    """Recognise how the images in DATA_PATH are laid out, unless the data set that DATA names can read them.
 
-    Returns the name of the data set that reads them, and a description; None if nothing is to be changed, or nothing is
-    recognised.
+    Returns the name of the data set that reads them, and a description; None if the named one does, or no layout is
+    recognised. `needs_labels`: the evaluation needs labels, so a data set without any does not do.
     """
-    with unheard(), suppress(UserError):
-        if not unread_path(data) and (has_labels(data) or not needs_labels):
+    with unheard(), suppress(UserError):  # an error of the check: another data set may read them
+        path_is_read = not unread_path(data)
+        if path_is_read and (has_labels(data) or not needs_labels):
             check_dataset(data.changed(DOWNLOAD=False), ANY_LABEL, train=False)
             return None
-    with suppress(UserError):  # the check of the data set that DATA names reports what is missing
+    with suppress(UserError):  # unrecognised: the later check of the data set that DATA names says what is missing
         layout = recognise(str(data.DATA_PATH))
         return layout if layout and layout[0] != data.DATASET else None
 
@@ -157,46 +167,53 @@ def whose_data(config: Config, saved: Chosen | None) -> Origin:
         return "same place"
     if not saved.samples:
         return "unknown"
-    # Lists of images that are gone are an error: without them, the run's own images would be taken for others.
+    # If a file of DATA.EXCLUDE or DATA.RELABEL is gone, raise its error: without these lists, the split has other
+    # names and labels, so the run's own images would be taken for other ones.
     for key, read in (("EXCLUDE", excluded), ("RELABEL", read_rows)):
         try:
             if getattr(config.DATA, key):
                 read(config.DATA)
         except UserError as error:
             raise UserError(f"{error} For other images than the run's, give DATA.{key}=null.") from None
-    # The evaluation may have other lists than the training, so the training's are tried too.
+    # Compare the split with the lists of now, and with those of the training: the user may have changed them since.
     run_lists = {key: run_settings.get(f"DATA.{key}") for key in ("EXCLUDE", "RELABEL")}
     as_trained = config.changed(DATA=run_lists)
     candidates = [config]
     if as_trained.DATA != config.DATA:
         candidates.append(as_trained)
     for candidate in candidates:
-        with suppress(UserError):
-            if _has_samples(candidate, saved.samples):
+        with suppress(UserError):  # images that cannot be read so are not the run's
+            if _has_training_split(candidate, saved.samples):
                 return "moved"
     return "other"
 
 
 def check_split(config: Config, saved: Chosen, part: str) -> None:
-    """Raise UserError if the images of a run would now be split otherwise than in its training.
+    """Raise UserError if the program would now split the images of a run otherwise than in its training.
 
-    Then images that the model was trained on would be evaluated. Settings of the split are compared, and if possible
-    the names and labels of the training split. That is not possible if the run leaves out or relabels images: these
-    lists apply after the split, and may have changed.
+    Then images that the model was trained on would be evaluated. The settings of the split are compared, and if
+    possible the names and labels of the training split. That is not possible if the run has DATA.EXCLUDE or
+    DATA.RELABEL: these lists change the images and labels after the split, and the lists may have changed.
+
+    `part`: the split to evaluate (DATA.PART).
     """
     trained = config_of_weights(saved)
     if part not in (AUTO, "val") or not comes_unsplit(config.DATA) or trained.task == NO_LABELS:
         return
-    same = all(value_of(trained, key) == value_of(config, key) for key in keys_of_split(config.DATA))
-    if same and saved.samples and not trained.DATA.EXCLUDE and not trained.DATA.RELABEL:
-        # With the labels (COLUMNS) of now: each class is split by itself, so other labels make another split.
+    same_split = all(value_of(trained, key) == value_of(config, key) for key in keys_of_split(config.DATA))
+    has_lists = trained.DATA.EXCLUDE or trained.DATA.RELABEL
+    if same_split and saved.samples and not has_lists:
+        # Split the images by the labels (COLUMNS) of now: each class is split by itself, so other labels would show as
+        # another training split.
         current = {key: getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD", "COLUMNS")}
-        same = _has_samples(trained.changed(DATA=current), saved.samples)
-    elif same:
-        # Early versions split groups by VAL_FRACTION in another way, and did not record the number of groups.
-        same = trained.DATA.GROUP is None or trained.DATA.FOLD is not None or "groups" in (saved.samples or {})
-        same = same and trained.DATA.COLUMNS == config.DATA.COLUMNS
-    if not same:
+        same_split = _has_training_split(trained.changed(DATA=current), saved.samples)
+    elif same_split:
+        # The training split cannot be compared. Early versions split groups by VAL_FRACTION in another way, and did
+        # not record the number of groups.
+        recorded = saved.samples or {}
+        is_early_split = trained.DATA.GROUP is not None and trained.DATA.FOLD is None and "groups" not in recorded
+        same_split = not is_early_split and trained.DATA.COLUMNS == config.DATA.COLUMNS
+    if not same_split:
         keys = ", ".join(("DATA.COLUMNS", *deciding("split", "random split")))
         raise UserError(
             f"{saved.place}: {source_of(config.DATA)} would now be split otherwise than in its training, so images "
@@ -205,16 +222,21 @@ def check_split(config: Config, saved: Chosen, part: str) -> None:
         )
 
 
-def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
-    """Whether the training split of `config` has the names and labels of a run's, by what `identity_of` gave then.
+def _has_training_split(config: Config, samples: dict[str, Any]) -> bool:
+    """Whether the training split of `config` has the same names and labels as the training split of a run.
 
-    `samples`: that fingerprint.
+    `samples`: the fingerprint of the run's split, which its checkpoint recorded (`identity_of`).
     """
-    field = "data" if "data" in samples else "order"  # checkpoints of 0.1.0 may have no data
-    # The weights of classes may be in a file that is gone, and augmentations in one that is not executed here.
-    plain = {"CLASS_WEIGHTS": None, "AUGMENT": config.TRAIN.AUGMENT and ("trivial",)}
-    simplified = config.changed(DATA={"BATCH_SIZE": 1, "PART": AUTO}, TRAIN=plain)
-    with unheard():  # what is logged about this split would mislead: it is not evaluated
+    # Hash of names and labels; checkpoints of 0.1.0 may have only the hash of the order.
+    field = "data" if "data" in samples else "order"
+    # Names and labels do not depend on these settings, so they are replaced by values that always work: the weights of
+    # classes may be in a file that is gone, the augmentations in own code that is not executed here, and the batch size
+    # may be `auto`.
+    built_in = config.TRAIN.AUGMENT and ("trivial",)
+    simplified = config.changed(
+        DATA={"BATCH_SIZE": 1, "PART": AUTO}, TRAIN={"CLASS_WEIGHTS": None, "AUGMENT": built_in}
+    )
+    with unheard():  # log lines about this split would mislead: it is not evaluated
         train_set, loader = training_data(simplified, ALONE, torch.device("cpu"))
     return identity_of(train_set, loader.order).get(field) == samples.get(field)
 
@@ -239,17 +261,18 @@ def title_of(data: DataConfig) -> str:
 def copies_evaluated(config: Config, saved: Chosen | None, images: int) -> str:
     """Say for the log that some of the evaluated images are also in the training split; '' if none are known to be.
 
-    `images`: number of evaluated images. Only of the run's own validation split it is known, since the run's start
-    looked for copies.
+    Copies are known for the run's own validation split alone: the start of the run has looked for them there.
+    `saved`: the evaluated weights; None if they have no record. `images`: number of evaluated images.
     """
     run = run_folder_of(saved.place) if saved else None
-    if run is None or config.DATA.PART not in ("val", AUTO) or whose_data(config, saved) != "same place":
+    is_validation_split = config.DATA.PART in ("val", AUTO)  # AUTO is val for the run's own data
+    if run is None or not is_validation_split or whose_data(config, saved) != "same place":
         return ""
     return copies_in_words(run, images)
 
 
 def warn_of_images(config: Config, saved: Chosen | None, dataset: ImageDataset) -> None:
-    """Warn of evaluated images that are left out, and of those that the model was trained on byte by byte."""
+    """Warn of evaluated images that DATA.EXCLUDE leaves out, and of those with the same bytes as training images."""
     samples = dataset.single_images()
     left_out = len(samples.lines) if isinstance(samples, Remaining) else 0
     if samples is not None and left_out:
@@ -265,10 +288,10 @@ def copies_of_training(config: Config, saved: Chosen | None, dataset: ImageDatas
     """Look for evaluated images whose bytes are those of a training image, for some seconds.
 
     Returns a message about them, and their percentage of the compared images. None if there are none; if they cannot be
-    compared; or if the run's own split is evaluated, whose copies the run's start has looked for.
+    compared; or for a training or validation split of the run's own data: its start has looked for copies there.
     """
-    own_images = config.DATA.PART != "test" and saved is not None and whose_data(config, saved) in OF_RUN
-    if saved is None or own_images or "DATA.DATASET" not in settings_of(saved):
+    is_own_split = config.DATA.PART != "test" and saved is not None and whose_data(config, saved) in OF_RUN
+    if saved is None or is_own_split or "DATA.DATASET" not in settings_of(saved):  # without it, the data is unknown
         return None
     train = None
     evaluated = dataset.single_images()
@@ -276,7 +299,9 @@ def copies_of_training(config: Config, saved: Chosen | None, dataset: ImageDatas
         train_data = config_of_weights(saved).DATA.changed(DOWNLOAD=False)
         if "://" not in str(train_data.DATA_PATH):
             train = open_dataset(train_data, True, ANY_LABEL, 0, torch.device("cpu")).single_images()
-    if not (train and evaluated) or evaluated.remote or "pixels" in (train.stored, evaluated.stored):
+    if not (train and evaluated) or evaluated.remote:
+        return None
+    if "pixels" in (train.stored, evaluated.stored):  # then there are no bytes of a file to compare
         return None
     copies = find_copies(train, evaluated, QUICK_SECONDS)
     if not copies.examples:
@@ -290,12 +315,13 @@ def copies_of_training(config: Config, saved: Chosen | None, dataset: ImageDatas
 
 
 def validations_of(config: Config, saved: Chosen) -> int:
-    """Count the validations on the evaluated images among which the checkpoint `saved` was the best one.
+    """Count the run's validations on the evaluated images, if the checkpoint `saved` was the best of them; else 0.
 
-    Its metric is the luckiest of so many. 0 if it was not chosen by these images.
+    Its metric on these images is the luckiest of so many.
     """
     run = run_folder_of(saved.place)
-    if run is None or config.DATA.PART not in ("val", AUTO) or whose_data(config, saved) not in OF_RUN:
+    is_validation_split = config.DATA.PART in ("val", AUTO)  # AUTO is val for the run's own data
+    if run is None or not is_validation_split or whose_data(config, saved) not in OF_RUN:
         return 0
     is_best = read_index(run / CHECKPOINTS)["best"] == saved.place.name
     return len(History.of_run(run).of("val")) if is_best else 0
@@ -309,9 +335,9 @@ def evaluated_weights(config: Config) -> Chosen | None:
         run = resumed_run(config)
         if run:
             return chosen_at(run)
-        if resume not in (None, AUTO):
+        if resume not in (None, AUTO):  # a checkpoint outside of a run's folder
             return chosen_at(Path(str(resume)))
-        local = local_weights(source) if source else None
+        local = local_weights(source) if source else None  # None for a name of timm
         return chosen_at(local.file) if local else None
     except UserError:  # if it prevents the evaluation, loading the weights reports it
         return None

@@ -28,8 +28,8 @@ from vitamp.metrics import KNN, WeightSet
 def validate(ready: Ready, model: nn.Module, world: World, between: Callable[[], None] = lambda: None) -> Metrics:
     """Measure all metrics of `model` on the validation split. A collective call.
 
-    `model` is the run's own, or one of the same shape, such as the EMA. `between` is called before each batch, and may
-    raise to end the validation.
+    `model`: the run's own, or one of the same shape, such as the EMA. `between`: is called before each batch, and may
+    raise an error to end the validation; by default it does nothing.
     """
     loader = ready.val_loader
     precision = ready.precision
@@ -42,6 +42,7 @@ def validate(ready: Ready, model: nn.Module, world: World, between: Callable[[],
         with in_eval_mode(model):
             for batch in loader:
                 between()
+                # In eager mode: the shape of these batches is not worth another compiled graph.
                 with uncompiled(), precision.autocast(training=False):
                     logits = model(ready.inputs(batch.images))
                 tally.add(logits.float(), batch)
@@ -70,25 +71,28 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 def keep_predictions(
     folder: Path, val_set: ImageDataset, data: DataConfig, metrics: Mapping[WeightSet, Metrics], update: int
 ) -> None:
-    """Write the predictions of this validation for each image into the run's folder, on rank 0, for comparing runs.
+    """Write the predictions of this validation for each image into the run's folder, to compare runs by them.
 
-    `metrics`: of each set of weights. A full disk causes only a warning, and does not end the training.
+    Rank 0 calls this. `metrics`: those of each set of weights, which contain its predictions. `update`: number of the
+    last update. A full disk causes only a warning, and does not end the training.
     """
     predictions = dict[str, np.ndarray]()
     for which, metrics_of_set in metrics.items():
         predictions |= {f"{which.prefix}{name}": column for name, column in metrics_of_set.predictions.items()}
     if not predictions:
         return
-    # Images are recognised in another run by their names without the folder of the data, which may be another there.
+    # Another run recognises the images by these names: file names without the folder of the data, since another
+    # machine may have the data in another folder. Images without files have their numbers as names.
     samples = val_set.single_images()
     prefix = name_prefix(data)
     names = map(str, range(len(val_set)))
     if samples is not None:
         names = (samples.name(index).removeprefix(prefix) for index in range(len(samples)))
     labels = val_set.sample_labels()
+    smallest_type = np.min_scalar_type(int(labels.max(initial=0)))
     groups = val_set.groups()
     try:
-        table = {"names": _hashes(names), "labels": labels.astype(np.min_scalar_type(int(labels.max(initial=0))))}
+        table = {"names": _hashes(names), "labels": labels.astype(smallest_type)}
         if groups:
             table[GROUPS] = _hashes(groups)
         write_predictions(folder, update, table | predictions)

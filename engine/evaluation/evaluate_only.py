@@ -24,41 +24,45 @@ from vitamp.metrics import PLAIN, SETS, WeightSet, best_set, metric_named
 from vitamp.tensors import open_tensors
 
 
-def evaluate_only(given: Run, dry: bool) -> None:
-    """Validate the given weights (of a checkpoint, each set that it has), and write the metrics into a new folder.
+def evaluate_only(as_given: Run, dry: bool) -> None:
+    """Validate weights without training, and write their metrics into a new folder (-eval). A collective call.
 
-    `dry`: build everything and load the weights, but validate and write nothing.
+    The weights are a checkpoint, of which each set of weights is validated, or those of MODEL.PRETRAINED.
+    `as_given`: the run, whose batch size may still be auto. `dry`: build everything and load the weights, but validate
+    and write nothing.
     """
-    world = given.world
-    checkpoint = chosen_checkpoint(given.config, world)
+    world = as_given.world
+    checkpoint = chosen_checkpoint(as_given.config, world)
     if checkpoint is not None:
-        on_every_rank(world, lambda: check_task(checkpoint, given.config, world))
-        on_every_rank(world, lambda: check_unchanged(checkpoint, given.config))
-    run = given
-    if given.config.DATA.BATCH_SIZE == AUTO:
+        on_every_rank(world, lambda: check_task(checkpoint, as_given.config, world))
+        on_every_rank(world, lambda: check_unchanged(checkpoint, as_given.config))
+    run = as_given
+    if as_given.config.DATA.BATCH_SIZE == AUTO:
         from engine.memory.batch_size import with_largest_batch
 
-        config = with_largest_batch(given.config, None, world, given.device)
-        run = replace(given, config=config, auto_batch_size=True)
+        with_number = with_largest_batch(as_given.config, None, world, as_given.device)
+        run = replace(as_given, config=with_number, auto_batch_size=True)
     config = run.config
     ready = on_every_rank(world, lambda: build_for_evaluation(run, checkpoint))
     if world.size > 1:
         from engine.machine.environment import check_images
 
         check_images(ready, world)
-    saved = evaluated_weights(config)
-    if saved is not None:
-        on_every_rank(world, lambda: check_classes(saved.place, saved.classes, ready.val_set.classes, config))
+    recorded = evaluated_weights(config)  # the weights with the record of their training
+    if recorded is not None:
+        on_every_rank(world, lambda: check_classes(recorded.place, recorded.classes, ready.val_set.classes, config))
     folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
     if world.first:
-        warn_of_images(config, saved, ready.val_set)
+        warn_of_images(config, recorded, ready.val_set)
     weights_sentence = "the weights match the model"
     if checkpoint is None and not config.MODEL.PRETRAINED:
         weights_sentence = "no weights were loaded"
         log.warning(
             "-eval without -pretrained or a checkpoint: no weights are loaded, the model is randomly initialised."
         )
+    # `build_for_evaluation` has loaded MODEL.PRETRAINED. The weights of a checkpoint are loaded below, for a dry run or
+    # by `_validate_each`.
     if checkpoint:
         restore_fp32(ready.model, checkpoint, ready.precision)
     if folder is None:
@@ -75,15 +79,18 @@ def evaluate_only(given: Run, dry: bool) -> None:
     reporter = Reporter(config, 1, folder if world.first else None, Position())
     reporter.validation(position, metrics, seconds)
     reporter.close()
-    context, text = _describe_metrics(config, ready, metrics)
-    log_lines((context, copies_evaluated(config, saved, len(ready.val_set))))
+    context, metrics_text = _describe_metrics(config, ready, metrics)
+    log_lines((context, copies_evaluated(config, recorded, len(ready.val_set))))
     if checkpoint:
-        text = f"{checkpoint.folder.name}, {text}"
-    log.info("Done: %s; everything is in %s", text, folder)
+        metrics_text = f"{checkpoint.folder.name}, {metrics_text}"
+    log.info("Done: %s; everything is in %s", metrics_text, folder)
 
 
 def _validate_each(ready: Ready, checkpoint: Checkpoint | None, world: World) -> dict[WeightSet, Metrics]:
-    """Measure the metrics of the loaded weights; of a checkpoint, of each set that it has, such as the EMA."""
+    """Measure the metrics of each set of weights that the checkpoint has, such as the EMA. A collective call.
+
+    Each set is loaded into the model in turn. Without a checkpoint, the model is measured with the weights that it has.
+    """
     if checkpoint is None:
         return {PLAIN: validate(ready, ready.model, world)}
     metrics: dict[WeightSet, Metrics] = {}
@@ -96,22 +103,26 @@ def _validate_each(ready: Ready, checkpoint: Checkpoint | None, world: World) ->
 
 
 def _describe_metrics(config: Config, ready: Ready, metrics: dict[WeightSet, Metrics]) -> tuple[str, str]:
-    """Say how far noise may have moved the better weights' metric, and list their metrics for the last line."""
-    by = metric_named(config.SAVE_BEST_BY)
-    values = {which: means.value(by.name) for which, means in metrics.items()}
-    better = best_set(values, by) or PLAIN
+    """Describe the metrics of the set of weights that validated better, by the metric of SAVE_BEST_BY.
+
+    Returns two texts for the log: how far noise may have moved that metric ('' if unknown), and a list of all metrics.
+    """
+    deciding_metric = metric_named(config.SAVE_BEST_BY)
+    values = {which: metrics_of_set.value(deciding_metric.name) for which, metrics_of_set in metrics.items()}
+    better = best_set(values, deciding_metric) or PLAIN  # none is better if no value is finite
     context = in_context(
-        by,
+        deciding_metric,
         values[better],
         largest_class(ready),
         labels=ready.val_set.sample_labels(),
-        guesses=metrics[better].predictions.get("guess"),
+        guesses=metrics[better].predictions.get("guess"),  # None for a task that predicts no single class
         groups=ready.val_set.groups(),
     )
     # All metrics of the better weights; of the others, the one that they are compared by.
     fields = metrics[better].fields().items()
     text = ", ".join(f"{name} {value:.4f}" for name, value in fields if value is not None)
     if len(metrics) > 1:
-        others = [f"{which.label}: {by.name} {value:.4f}" for which, value in values.items() if which != better]
+        name = deciding_metric.name
+        others = [f"{which.label}: {name} {value:.4f}" for which, value in values.items() if which != better]
         text = f"{better.label} weights, {text}; {'; '.join(others)}"
     return context, text

@@ -38,7 +38,7 @@ from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.errors import AllRanksError, TrainingError, UserError
 from utils.log import log
-from utils.own_code import executed
+from utils.own_code import executed_own_files
 from utils.program import started_as
 from utils.progress import Progress
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
@@ -100,27 +100,29 @@ class Features(NamedTuple):
 
 @torch.no_grad()
 def columns_of(seeing: Seeing, images: Tensor) -> Tensor:
-    """Compute the features of uint8 images, from which `_pools` picks each pooling.
+    """Compute one row of features for each of some uint8 images. `_pools` says which columns each pooling has.
 
-    They are what timm's classifier sees; beside it, of models with tokens, the widest pooling, which contains all
-    others.
+    The first columns are the pooling that timm's classifier sees. For a model with tokens, the columns of the widest
+    pooling follow, which contain all other poolings.
     """
     with uncompiled(), seeing.precision.autocast(training=False):
-        widest = pools_of(seeing.model)[-1]
-        pools = dict.fromkeys((POOLED, widest))  # once, if both are the same
+        widest = pools_of(seeing.model)[-1]  # `pools_of` lists the widest one last
+        pools = [POOLED] if widest == POOLED else [POOLED, widest]
         return pooled_features(seeing.model, seeing.inputs(images.to(seeing.precision.device)), *pools)
 
 
 def _pools(model: Any, column_count: int) -> dict[str, slice]:
-    """Return the columns of each pooling that the model has, among those of `columns_of`.
+    """Return the columns of each pooling that the model has, among the `column_count` columns of `columns_of`.
 
-    The order of the columns is: what timm's classifier sees; then the class tokens of the last blocks, of which the
-    last is the class token itself; then the mean of the patches. Each but the first is `embed_dim` wide.
+    The columns are, in this order: the pooling that timm's classifier sees, of any width; the class token after each of
+    the last blocks, of which the last is the class token itself; and the mean of the patches. Each class token and the
+    mean have `embed_dim` columns. The widest pooling (the last of `pools_of`) ends with the last column.
     """
     pools = pools_of(model)
     width = getattr(model, "embed_dim", 0)
     blocks = min(BLOCKS, len(getattr(model, "blocks", ())))
-    tokens_in_widest = {POOLED: 0, "mean": 1, "both": 2, "blocks": 1 + blocks}
+    # Number of class tokens and means in the widest pooling, whichever that is.
+    tokens_in_widest = {POOLED: 0, "mean": 1, "both": 2, "blocks": blocks + 1}
     widest_start = column_count - tokens_in_widest[pools[-1]] * width
     mean_start = column_count - width
     class_start = column_count - 2 * width
@@ -137,9 +139,10 @@ def _pools(model: Any, column_count: int) -> dict[str, slice]:
 def features_of(
     seeing: Seeing, config: Config, dataset: ImageDataset, data: DataConfig, world: World = ALONE
 ) -> Features:
-    """Return the features of `dataset`, which `data` describes. Those that the disk does not have yet are computed.
+    """Return the features of all images of `dataset`. Features that the disk does not have yet are computed.
 
-    Several processes share the work. Only the first one waits until all features are complete.
+    `config`: settings of the run. `data`: the settings of DATA that `dataset` was opened with. `world`: processes that
+    share the work; only rank 0 waits until all features are complete.
     """
     images = len(dataset)
     labels = dataset.sample_labels()
@@ -154,7 +157,7 @@ def features_of(
         computing = _Computing(seeing, dataset, folder, min(config.DATA.val_batch, BLOCK), workers)
         missing = computing.missing()
         if world.size > 1 and torch.distributed.is_initialized():
-            torch.distributed.barrier()  # all have counted what is missing before one computes
+            torch.distributed.barrier()  # until all processes have made their lists, none computes
         state = "features are kept in"
         if len(missing):
             kept = f"features of {images - len(missing):,} are kept"
@@ -163,17 +166,20 @@ def features_of(
             state = f"{kept}, {len(missing):,} are computed now in"
         log.info("%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", state, folder, size)
         with Progress(None, len(missing), "images", "features", shown=world.first) as bar:
-            # Blocks go to the processes in turn.
-            computing.compute(missing[missing // BLOCK % world.size == world.rank], bar)
-            # Then the first process computes what is still missing, from the last block on: the blocks of a process
-            # that is slower, or that could not read them.
+            # Each process takes every N-th block, for N processes.
+            is_of_this_rank = missing // BLOCK % world.size == world.rank
+            computing.compute(missing[is_of_this_rank], bar)
+            # Then rank 0 computes what is still missing, block by block from the last one on: blocks of a process that
+            # is slower, or that could not read them.
             while world.first and len(missing := computing.missing()):
-                computing.compute(missing[missing // BLOCK == missing[-1] // BLOCK], bar)
+                is_in_last_block = missing // BLOCK == missing[-1] // BLOCK
+                computing.compute(missing[is_in_last_block], bar)
         if world.first:
             try:
-                computing.broken.raise_together(ALONE)
+                computing.broken.raise_together(ALONE)  # if any image could not be read
             except AllRanksError as error:
-                # Only this process has the error. A TrainingError ends the other ranks at once.
+                # Only this process has the error, so all ranks cannot raise it. A TrainingError ends the others at
+                # once.
                 error_type = UserError if world.size == 1 else TrainingError
                 raise error_type(str(error)) from None
     labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
@@ -181,9 +187,11 @@ def features_of(
 
 
 def _make_files(folder: Path, about: dict[str, Any], dataset: ImageDataset, width: int) -> None:
-    """Make the files for these features, if none are there yet. Raises UserError if the disk has no room.
+    """Make the files of a folder of features, unless they exist. Raises UserError if the disk has no room.
 
-    Features that other folders have of the same images and weights are copied.
+    The table of features is empty at first, but for features that another folder has of the same images and weights:
+    these are copied. A second file marks the images whose features are complete. `about`: what the features depend on
+    (`_about`). `width`: number of columns.
     """
     needed = 4 * len(dataset) * width  # bytes, of float32
     free = shutil.disk_usage(folder).free
@@ -196,8 +204,10 @@ def _make_files(folder: Path, about: dict[str, Any], dataset: ImageDataset, widt
                 "folder on a larger disk (DATA.CACHE=DIR). MODEL.NEW_CLASSIFIER=zero needs no features."
             )
         (folder / ABOUT).write_text(json.dumps(about))
-        empty = open_memmap(folder / TABLE, "w+", np.float32, (len(dataset), width))
-        np.save(folder / "new.npy", _copy_kept(dataset.single_images(), folder, empty))
+        table = open_memmap(folder / TABLE, "w+", np.float32, (len(dataset), width))
+        is_complete = _copy_from_other_folders(dataset.single_images(), folder, table)
+        # Renamed at last, since this file shows that all others exist.
+        np.save(folder / "new.npy", is_complete)
         os.replace(folder / "new.npy", folder / COMPLETE)
 
 
@@ -217,31 +227,45 @@ class _Computing:
         """Return the indices of images without features, but for those that could not be read."""
         return np.setdiff1d(np.flatnonzero(~self.complete), [*self.broken.images])
 
-    def compute(self, rows: np.ndarray, bar: Progress) -> None:
-        """Compute the features of the images with these indices, and mark them as complete block by block."""
-        # Batches that do not cross the end of a block.
+    def compute(self, wanted: np.ndarray, bar: Progress) -> None:
+        """Compute the features of some images, and mark them as complete block by block.
+
+        `wanted`: indices of the images, in ascending order. `bar`: is advanced by the number of images.
+        """
+        # Divide the images into batches that do not cross the end of a block.
         batches = list[np.ndarray]()
         block_ends = set[int]()
-        starts = np.flatnonzero(np.diff(rows // BLOCK)) + 1
-        for block in np.split(rows, starts):
+        starts = np.flatnonzero(np.diff(wanted // BLOCK)) + 1
+        for block in np.split(wanted, starts):
             if len(block):
                 block_ends.add(int(block[-1]))
                 batches += [block[start : start + self.batch] for start in range(0, len(block), self.batch)]
         device = self.seeing.precision.device
-        loader = ValLoader(self.dataset, self.batch, 0, 1, self.workers, device, self.broken, lambda *_: batches)
-        computed = list[np.ndarray]()
+        loader = ValLoader(
+            self.dataset,
+            self.batch,
+            rank=0,
+            world=1,
+            workers=self.workers,
+            device=device,
+            broken=self.broken,
+            shard=lambda *_: batches,
+        )
+        computed_in_block = list[np.ndarray]()
         try:
             for indices, batch in zip(batches, loader, strict=True):
-                read = batch.indices.cpu().numpy() >= 0  # -1 of a broken image
-                features = columns_of(self.seeing, batch.images).cpu().numpy()[read]
-                computed.append(indices[read])
-                self.table[indices[read]] = features
+                is_readable = batch.indices.cpu().numpy() >= 0  # a broken image has the index -1
+                readable = indices[is_readable]
+                features = columns_of(self.seeing, batch.images).cpu().numpy()[is_readable]
+                computed_in_block.append(readable)
+                self.table[readable] = features
                 if not np.isfinite(features).all():
                     raise UserError("The model has NaN or infinite features; nothing can be compared.")
+                # At the end of a block, the table goes to the disk. Only then are its images marked as complete.
                 if int(indices[-1]) in block_ends:
                     self.table.flush()
-                    self.complete[np.concatenate(computed)] = True
-                    computed.clear()
+                    self.complete[np.concatenate(computed_in_block)] = True
+                    computed_in_block.clear()
                 bar.update(len(indices))
         finally:
             loader.close()
@@ -251,34 +275,41 @@ def _about(seeing: Seeing, config: Config, data: DataConfig) -> dict[str, Any]:
     """Return all that the features of an image depend on besides the image: weights, precision, preprocessing, code."""
     amp = config.AMP.model_dump(mode="json", include={"CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES"})
     about = {
-        "weights": [config.MODEL.NAME, str(sizes_of(seeing.model)), _weights(seeing.model)],
+        "weights": [config.MODEL.NAME, str(sizes_of(seeing.model)), _hash_of_backbone(seeing.model)],
         "precision": [seeing.precision.name, amp if seeing.precision.level != "O0" else {}],
         "preprocessing": input_of(data),
     }
-    if config.USE:  # the same weights, and perhaps another forward
-        about["own code"] = [sorted(own.sha256 for own, _ in executed.values()), list(config.USE)]
-    return json.loads(json.dumps(about))  # as it is read again
+    if config.USE:  # the user's own code may compute otherwise with the same weights
+        about["own code"] = [sorted(own.sha256 for own, _ in executed_own_files.values()), list(config.USE)]
+    # Lists in place of tuples, as the file has them, so that both can be compared.
+    return json.loads(json.dumps(about))
 
 
 def _why_not_others(folder: Path, about: dict[str, Any]) -> str:
-    """Say why other features of the same weights on the disk are not used; '' if there are none."""
+    """Say why features that another folder has of the same weights are not used; '' if there is no such folder.
+
+    `about`: what the features of `folder` depend on (`_about`). The others may have been computed in another precision,
+    for example.
+    """
     for file in folder.parent.glob(f"*/{ABOUT}"):
         other = json.loads(file.read_text())
         differing = [key for key in about if other.get(key) != about[key]]
-        if differing and other["weights"] == about["weights"]:
+        same_weights = other["weights"] == about["weights"]
+        if differing and same_weights:
             return f" (those in {file.parent.name} have another {' and '.join(differing)})"
     return ""
 
 
-def _copy_kept(samples: Samples | None, folder: Path, table: np.ndarray) -> np.ndarray:
-    """Copy features into `table` that other folders have of the same images, such as of a copy of the data set.
+def _copy_from_other_folders(samples: Samples | None, folder: Path, table: np.ndarray) -> np.ndarray:
+    """Copy features of the same images from other folders into `table`, and return for each image whether it has some.
 
-    Images are the same if their bytes are. Returns for each image whether its features were found.
+    Another folder has features of the same images if they come from a copy of the data set, for example. Images are the
+    same if their bytes are. `samples`: the images, by the rows of the table; None if they cannot be read singly.
     """
     is_copied = np.zeros(len(table), bool)
     if samples is None or samples.remote:
         return is_copied
-    digests = np.zeros(len(table), "S16")
+    digests = np.zeros(len(table), "S16")  # numpy keeps the first 16 of the 32 bytes, which is enough
     for index in Progress(range(len(table)), len(table), "images", "reading"):
         with contextlib.suppress(OSError, Unreadable):  # the loader reports an image that cannot be read
             content = samples.read(index)
@@ -291,28 +322,30 @@ def _copy_kept(samples: Samples | None, folder: Path, table: np.ndarray) -> np.n
             continue
         names = (COMPLETE, DIGESTS, TABLE)
         complete, other_digests, other_table = (np.load(complete_file.with_name(name), "r") for name in names)
-        # For each image, the row there that has its digest, if one has.
+        # For each image, look up the row there that would have its digest in sorted order. `same` says where it does.
         order = np.argsort(other_digests)
-        row = order[np.searchsorted(other_digests, digests, sorter=order).clip(max=len(order) - 1)]
-        same = (other_digests[row] == digests) & (digests != b"") & complete[row]
+        place_in_order = np.searchsorted(other_digests, digests, sorter=order).clip(max=len(order) - 1)
+        row = order[place_in_order]
+        is_read = digests != b""
+        same = (other_digests[row] == digests) & is_read & complete[row]
         table[same] = other_table[row[same]]
         is_copied[same] = True
     return is_copied
 
 
-def _weights(model: nn.Module) -> str:
+def _hash_of_backbone(model: nn.Module) -> str:
     """Return a hash of all weights but those of the classifier, which features do not depend on."""
     digest = hashlib.sha256()
-    heads = classifiers(model)
+    names_of_classifiers = classifiers(model)
     for name, value in model.state_dict().items():
-        if not is_inside(name, heads):
+        if not is_inside(name, names_of_classifiers):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def contents_of(dataset: ImageDataset) -> str:
-    """Return a hash that changes if any image does, without reading files.
+    """Return a hash that changes if any image of the data set does. Files are not read for it.
 
     It covers names, labels and order, pixels in memory, and sizes and times of files.
     """
@@ -324,10 +357,12 @@ def contents_of(dataset: ImageDataset) -> str:
                 status = os.stat(samples.name(index))
                 digest.update(f"{status.st_size} {status.st_mtime_ns} ".encode())
             except OSError:
-                # There is no file, but own code may make the image. If a file is missing, loading reports it.
+                # There is no file of that name: the user's own code may make the image, so its pixels count. If a file
+                # is missing, loading reports it.
                 with contextlib.suppress(OSError, Unreadable):
                     digest.update(bytes(np.asarray(samples.read(index)).data))
-    pixels = getattr(getattr(dataset, "samples", None), "pixels", None)
+    samples_in_memory = getattr(dataset, "samples", None)
+    pixels = getattr(samples_in_memory, "pixels", None)
     if pixels is not None:
         digest.update(pixels.data)
     return digest.hexdigest()
@@ -352,23 +387,28 @@ class FeatureSet(Variant):
 
 
 def sees_features_alone(seeing: Seeing, data: DataConfig) -> bool:
-    """Whether the model does nothing with its features but apply its classifier to them, as `_classify_features` does.
+    """Whether the model only applies its classifier to its features, so that features can take the place of images.
 
-    It is tried with black images. A model that fails in this way returns False.
+    This is tried with a black image: the input of the classifier must be the features, and its output the model's.
+    False if an error occurs, as for a model without a classifier.
     """
     model = seeing.model
     pixels = seeing.inputs(torch.zeros(1, *data.shape, device=seeing.precision.device))
     calls = list[Any]()
+
+    def record(_module: nn.Module, inputs: Any, output: Any) -> None:
+        calls.append((inputs, output))
+
     autocast = seeing.precision.autocast(training=False)
     with torch.no_grad(), autocast, in_eval_mode(model), contextlib.suppress(Exception):
         classifier = model.get_submodule(classifiers(model)[0])
-        with classifier.register_forward_hook(lambda _, *call: calls.append(call)):
+        with classifier.register_forward_hook(record):
             outputs = model(pixels)
         (classifier_input,), classifier_output = calls[0]
         # The input is compared too: the output of a new classifier may be all zeros.
         pooled = pooled_features(model, pixels, pool_of(model))
         return _are_close(outputs, classifier_output) and _are_close(classifier_input, pooled)
-    return False
+    return False  # an error was suppressed
 
 
 def _are_close(first: Tensor, second: Tensor) -> bool:
@@ -381,9 +421,11 @@ def see_features(
 ) -> ImageDataset | None:
     """Let training and validation read features in place of images, if only the classifier is trained.
 
-    Returns the training split of features. Returns None if the run computes the features anew in each epoch: the images
-    change at random, it is a `dry` run, or the model does more with its features than to apply its classifier. A
-    collective call.
+    Returns the training split of features. The validation split and its loader in `ready`, the normalisation in `ready`
+    and `parts`, and the forward of the models in `parts` are replaced to match. A collective call.
+
+    Returns None, and changes nothing, if the backbone must compute in each epoch: for images that change at random, in
+    a `dry` run, or for a model that does more with its features than to apply its classifier.
     """
     config = run.config
     epochs = config.TRAIN.NUM_EPOCHS
@@ -404,24 +446,26 @@ def see_features(
         log.info("The features of this %s are not kept: its classifier is not applied to them alone.", kind)
         return None
     # All sets of weights must have the same backbone. The EMA has another one if earlier updates trained it.
-    if len({_weights(module) for module in parts.weights.values()}) > 1:
+    hashes = {_hash_of_backbone(module) for module in parts.weights.values()}
+    if len(hashes) > 1:
         log.info("The features of this %s are not kept: the EMA has another backbone.", kind)
         return None
 
-    def features(dataset: ImageDataset, part: Part) -> FeatureSet:
-        """Compute the features of a split, which all ranks share, and return them in place of its images."""
+    def to_features(dataset: ImageDataset, part: Part) -> FeatureSet:
+        """Compute the features of a split on all ranks together, and return them in place of its images."""
         data = config.DATA.changed(PART=part)
         images = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, run.device)
         features_of_split = on_every_rank(world, lambda: features_of(ready, config, images, data, world))
-        # Now all features are complete, for which the first process has waited. The others read them again; one on a
-        # machine with another disk computes what is missing there.
+        # Rank 0 has waited until all features are complete. The other ranks have not, so they read all again; a rank
+        # on a machine with another disk computes what is missing there.
         if not world.first:
             features_of_split = features_of(ready, config, images, data)
         return FeatureSet(dataset, features_of_split, pool, run.device)
 
-    train_set = features(train_set, "train")
-    ready.val_set = features(ready.val_set, "val")
-    ready.val_loader = ValLoader(ready.val_set, config.DATA.val_batch, world.rank, world.size, 0, run.device)
+    train_set = to_features(train_set, "train")
+    ready.val_set = to_features(ready.val_set, "val")
+    batch = config.DATA.val_batch
+    ready.val_loader = ValLoader(ready.val_set, batch, world.rank, world.size, workers=0, device=run.device)
     for module in parts.weights.values():
         module.forward = MethodType(_classify_features, module)
     ready.inputs = nn.Identity()

@@ -38,30 +38,32 @@ OF_OWN_DATA = deciding("images", "training images", "split")
 
 
 def place_of(data: DataConfig) -> str:
-    """Name the data set and the real path that it is read from, as one string by which data are compared."""
+    """Name the data set and the real path that it is read from, as one string, to compare whether two are the same."""
     path = data.DATA_PATH
     if path is not None and "://" not in path:
         data = data.changed(DATA_PATH=os.path.realpath(os.path.expanduser(path)))
     try:
         return source_of(data)
-    except UserError:  # an unknown name of a data set, such as that of a folder that was not exported
+    except UserError:  # no data set has this name here
         return data.DATASET
 
 
 def labelled_data(config: Config) -> DataConfig:
-    """Return DATA for the images of TRAIN.KNN. Settings that fit the run's own data alone are reset for other images.
+    """Return DATA for the images of TRAIN.KNN: the name of a data set, NAME=PATH, or a path whose layout is recognised.
 
-    TRAIN.KNN is the name of a data set, NAME=PATH, or a path whose layout is recognised.
-
+    If they are other images than the run's, settings that fit the run's own data alone are reset, such as the fold.
     DATA.EXCLUDE stays, since this run reads both: unlabelled `images` and the class folders of k-NN can be one folder,
     and a broken image that only k-NN reads must be excludable too.
     """
     text = config.TRAIN.KNN or ""
     name, equals_sign, path = text.partition("=")
-    has_name_and_path = equals_sign and not os.path.exists(os.path.expanduser(text))  # a path may have a "="
-    if not has_name_and_path and (text in names() or own_named("dataset", text) or text.startswith("hf:")):
+    is_path = os.path.exists(os.path.expanduser(text))  # it may contain a "="
+    has_name_and_path = equals_sign != "" and not is_path
+    if has_name_and_path:
+        pass  # `name` and `path` are known
+    elif text in names() or own_named("dataset", text) or text.startswith("hf:"):
         path = None
-    elif not has_name_and_path:
+    else:
         from datasets.recognise import recognise
 
         try:
@@ -70,12 +72,12 @@ def labelled_data(config: Config) -> DataConfig:
             raise UserError(f"The images of TRAIN.KNN: {error}") from None
         if layout is None:
             raise UserError(f"TRAIN.KNN {text}: no such folder, file or data set.")
-        name = layout[0]
+        name, _ = layout
         path = text
     data = config.DATA.changed(DATASET=name, DATA_PATH=path, PART="val")
     if place_of(data) == place_of(config.DATA):
         return data
-    # The run's data set may squeeze images whatever CROP is, as digits does. Then these are squeezed too.
+    # The run's data set, such as digits, may squeeze images into a square whatever CROP is. Do so with these, too.
     changes = {"DATA.CROP": "none"} if squeezes(config.DATA) else {}
     changes |= {key: default_of(key) for key in OF_OWN_DATA if key != "DATA.EXCLUDE"}
     return data.changed(**nested(changes)["DATA"])
@@ -86,8 +88,11 @@ def open_labelled(
 ) -> tuple[ImageDataset, ImageDataset]:
     """Open the training split, whose images are the neighbours, and the split of DATA.PART, which is classified.
 
-    Their classes need not be those of a model. `count`: number of neighbours. For errors: `setting` is what asked for
-    k-NN, and `do` what would name images with labels. `several`: allow several labels per image.
+    Their classes need not be those of a model. UserError if the images have no labels or are too few.
+
+    `count`: number of neighbours. `setting`: name of the setting or flag that asked for k-NN, for errors. `do`: a
+    setting with which the user can name images with labels, as advice in an error. `several`: allow several labels per
+    image, and any number of images, for a linear probe.
     """
     if data.MULTI_LABEL and not several:
         raise UserError(f"{setting}: needs one label per image; this data has several (DATA.MULTI_LABEL).")
@@ -95,6 +100,7 @@ def open_labelled(
         raise UserError(f"{setting}: {source_of(data)} has no labels. Name images with labels, as in {do}.")
     classes = count_classes(data, train=True)
     check_dataset(data, classes)
+    # Both as for validation (False), without augmentation.
     bank = open_dataset(data.changed(PART="train"), False, classes, seed, device)
     images = open_dataset(data, False, classes, seed, device)
     if count > len(bank) and not several:
@@ -119,29 +125,34 @@ def classify(images: Iterable[Rows], bank: Iterable[Rows], count: int, world: Wo
 
     A collective call: each rank gives its part of the images and of the bank, and gets the classes of all images.
     """
+    # Each rank compares all images with its part of the bank.
     features, labels, indices = (torch.cat(column) for column in zip(*images, strict=True))
     total = int(sum_over_ranks(torch.tensor(len(indices), device=indices.device), world))
     rows = _unit_vectors(_gather_rows(features, total, indices, world))
     truth = _gather_rows(labels, total, indices, world)
 
-    # Similarity and class of the nearest images so far, in this rank's part of the bank.
+    # Similarities and classes of the nearest images so far, a row per image. `_keep_nearest` updates chunks of both
+    # tables in place.
     similarities = rows.new_full((total, count), -torch.inf)
     classes = torch.zeros(total, count, dtype=torch.int64, device=rows.device)
     chunks = [slice(first, first + AT_ONCE) for first in range(0, total, AT_ONCE)]
     for bank_features, bank_labels, _ in bank:
         bank_rows = _unit_vectors(bank_features)
         for chunk in chunks:
-            new_classes = bank_labels.expand(len(rows[chunk]), -1)
-            _keep_nearest(similarities[chunk], classes[chunk], rows[chunk] @ bank_rows.T, new_classes)
+            new_similarities = rows[chunk] @ bank_rows.T
+            new_classes = bank_labels.expand(len(rows[chunk]), -1)  # the same for each image of the chunk
+            _keep_nearest(similarities[chunk], classes[chunk], new_similarities, new_classes)
 
-    # The nearest images in all ranks' parts.
+    # The nearest images in the parts of all ranks: each rank gives its chunk as one row of a table by rank.
+    this_rank = [world.rank]
     for chunk in chunks:
-        similarities_by_rank = _gather_rows(similarities[chunk][None], world.size, [world.rank], world)
-        classes_by_rank = _gather_rows(classes[chunk][None], world.size, [world.rank], world)
+        similarities_by_rank = _gather_rows(similarities[chunk][None], world.size, this_rank, world)
+        classes_by_rank = _gather_rows(classes[chunk][None], world.size, this_rank, world)
         for rank in range(world.size):
             if rank != world.rank:
                 _keep_nearest(similarities[chunk], classes[chunk], similarities_by_rank[rank], classes_by_rank[rank])
 
+    # Votes of the nearest images, by class.
     votes = rows.new_zeros(total, int(classes.max()) + 1)
     weights = (similarities / TEMPERATURE).exp()
     return votes.scatter_add_(1, classes, weights).argmax(1), truth
@@ -173,38 +184,48 @@ class Neighbours:
     """
 
     def __init__(self, config: Config, world: World, device: torch.device, workers: int) -> None:
+        """Open the images. UserError if they cannot be used. `workers`: processes that load them on this rank."""
         data = labelled_data(config)
+        setting = "TRAIN.KNN"
         try:
-            self.bank, self.images = open_labelled(data, COUNT, config.SEED, device, "TRAIN.KNN", "TRAIN.KNN=DIR")
+            training_split, validation_split = open_labelled(
+                data, COUNT, config.SEED, device, setting, f"{setting}=DIR"
+            )
         except UserError as error:
             raise UserError(f"The images of TRAIN.KNN: {error}") from None
+        self.bank = training_split
+        """Images whose classes vote"""
+        self.images = validation_split
+        """Images that are classified"""
         self._world = world
         self._workers = workers
         self._batch_size = config.DATA.val_batch
         labels = self.images.sample_labels()
-        largest = 100 * float(np.bincount(labels).max()) / len(labels)
+        percent_of_largest_class = 100 * float(np.bincount(labels).max()) / len(labels)
         log.info(
             "TRAIN.KNN: at each validation, %s images of %s get the class of the nearest %d of %s training images%s.",
             f"{len(self.images):,}",
             source_of(data),
             COUNT,
             f"{len(self.bank):,}",
-            f"; {always_guessing(largest)}",
+            f"; {always_guessing(percent_of_largest_class)}",
             extra=DETAIL,
         )
 
     @property
     def batches(self) -> int:
         """Number of batches that this process reads per validation."""
-        return sum(math.ceil(len(split) / self._batch_size / self._world.size) for split in (self.images, self.bank))
+        images_at_once = self._batch_size
+        return sum(math.ceil(len(split) / images_at_once / self._world.size) for split in (self.images, self.bank))
 
     @torch.no_grad()
     def accuracy(
         self, model: nn.Module, inputs: nn.Module, precision: Precision, between: Callable[[], None] = lambda: None
     ) -> float:
-        """Return the k-NN accuracy in percent; NaN if features are not finite. A collective call.
+        """Return the k-NN accuracy of the model's features in percent; NaN if any is not finite. A collective call.
 
-        `between` is called before each batch, and may raise to end the validation.
+        Each validation image gets the class for which the nearest training images vote. `inputs`: normalises images.
+        `between`: is called before each batch, and may raise an error to end the validation.
         """
         world = self._world
         finite = torch.ones((), dtype=torch.bool, device=precision.device)
@@ -234,17 +255,18 @@ class Neighbours:
             finally:
                 loader.close()
 
-        sharded: Any = model if any(is_sharded(weight) for weight in model.parameters()) else None
+        fsdp_model: Any = model
+        has_shards = any(is_sharded(weight) for weight in model.parameters())
         try:
-            if sharded is not None:
+            if has_shards:
                 # Blocks gather their own weights when they are called. Other weights are gathered when the model is
                 # called, but features are computed without that.
-                sharded.unshard()
+                fsdp_model.unshard()
             with in_eval_mode(model):
                 guesses, labels = classify(rows(self.images), rows(self.bank), COUNT, world)
         finally:
-            if sharded is not None:
-                sharded.reshard()
+            if has_shards:
+                fsdp_model.reshard()
         if sum_over_ranks((~finite).float(), world).item():
             return math.nan
         # Ranks may choose differently among equally near images, so rank 0's number counts.

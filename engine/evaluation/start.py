@@ -43,9 +43,11 @@ PROBE_IS_BEST = (
 
 
 def settle_start(run: Run, ready: Seeing, resumed: Checkpoint | None, dry: bool) -> dict[str, Any]:
-    """Let a new run begin at a linear probe, if its settings say so.
+    """Let a new run begin at a linear probe, if its settings say so. A collective call.
 
-    Returns what is recorded of the fit among the run's choices; of a resumed run, what its start recorded.
+    Returns the record of the fit for the run's choices: the probe's metric in cross-validation (key FOLDS), and the
+    counts of validation images that look like training images (key ALIKE). For a resumed run, these are what its start
+    recorded; without a probe, the record is empty.
     """
     config = run.config
     starts_at_probe = config.MODEL.starts_at_probe
@@ -54,17 +56,17 @@ def settle_start(run: Run, ready: Seeing, resumed: Checkpoint | None, dry: bool)
         log.info("-dry_run keeps no features: training begins with a pass over the images%s.", further)
         return {}
     if resumed is None and starts_at_probe:
-        figure, alike = start_at_probe(run, ready)
-        return {FOLDS: figure, ALIKE: alike}
+        metric_in_folds, counts_alike = start_at_probe(run, ready)
+        return {FOLDS: metric_in_folds, ALIKE: counts_alike}
     choices = resumed.meta.get("choices", {}) if resumed else {}
     return {key: choices[key] for key in (FOLDS, ALIKE) if key in choices}
 
 
 def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
-    """Fit the new classifier to features of the training images, and put it into the model. A collective call.
+    """Fit a linear probe to features of the training images, and make it the model's classifier. A collective call.
 
-    Returns its metric in cross-validation, and how many validation images look like training images
-    (`alike_in_validation`); an empty list if they were not compared.
+    Returns the probe's metric in cross-validation, in percent, and the counts of validation images that look like
+    training images (`alike_in_validation`): an empty list if they were not compared.
     """
     config = run.config
     model = ready.model
@@ -90,6 +92,7 @@ def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
         log.info(message, probe.strength, metric, folds_sentence)
         if config.TRAIN.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
             log.info("%s.", UNWEIGHTED)
+        # If training follows, and sees augmented images, which the probe was not fitted to.
         sees_augmented = config.TRAIN.NUM_EPOCHS and not config.trains_on_features
         return _tempered(probe, run, ready, features, data) if sees_augmented else probe
 
@@ -99,17 +102,22 @@ def start_at_probe(run: Run, ready: Seeing) -> tuple[float, list[int]]:
         for head in heads:
             head.weight.copy_(probe.weight.view_as(head.weight))
             head.bias.copy_(probe.bias)
-    # As in `examine`, which looks for copies: images of the program's own data sets, in memory, are not compared.
+    # Images of the program's own data sets, which are in memory, are not compared: the check of the data does not look
+    # for copies among them either.
     is_compared = config.DATA.CHECK != "off" and images.single_images() is not None
     alike = alike_in_validation(run, ready, features) if is_compared else []
     return probe.figure, alike
 
 
 def _linear_heads(ready: Seeing, data: DataConfig) -> list[Any]:
-    """Return the model's classifiers; raise UserError if a probe cannot take their place."""
+    """Return the model's classifiers; raise UserError if a probe cannot take their place.
+
+    It can if each is a linear layer with a bias that sees the features themselves.
+    """
     model = ready.model
     heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
-    # A distilled model has two classifiers. The mean of their logits is what one probe gives, see `start_at_probe`.
+    # Only a distilled model has several classifiers, and that is known to fit: its logits are the mean of those of two
+    # linear layers, so with the probe in both they are the probe's. `sees_features_alone` tries one classifier.
     fits = len(heads) > 1 or sees_features_alone(ready, data)
     if not fits or any(getattr(head, "bias", None) is None for head in heads):
         raise UserError(
@@ -127,45 +135,54 @@ def _trains_norms(model: nn.Module) -> bool:
 
 
 def _tempered(probe: Classifier, run: Run, ready: Seeing, features: Features, data: DataConfig) -> Classifier:
-    """Make a probe less sure that is worse than no classifier (all zeros) on augmented images.
+    """Return the probe, with smaller weights if it is too sure of augmented images.
 
-    Its large gradients would damage what the model has learned. Its weights are divided by the power of two with which
-    some augmented training images have the least loss. Its predictions stay: such a division changes no rounding.
-    `features`: of the training images without augmentation.
+    It is too sure if its loss on some augmented training images is higher than that of a classifier of zeros. Its large
+    gradients would then damage what the model has learned. So its weights are divided by the power of two for which
+    this loss is lowest. Dividing by a power of two is exact, so the predicted classes do not change.
+
+    `features`: of the training images without augmentation; the labels and the columns of poolings are taken from them.
     """
+    # Load some images, spread over the whole training split, with augmentation.
     batch_size = min(run.config.DATA.val_batch, BLOCK)
-    images = open_dataset(data, True, len(probe.bias), run.config.SEED, run.device)
+    images = open_dataset(data, train=True, num_classes=len(probe.bias), seed=run.config.SEED, device=run.device)
     rows = np.unique(np.linspace(0, len(images) - 1, BLOCK).astype(int))
     batches = np.array_split(rows, len(rows) // batch_size + 1)
-    loading = contextlib.closing(ValLoader(images, batch_size, 0, 1, 0, run.device, shard=lambda *_: batches))
+    loader_of_rows = ValLoader(
+        images, batch_size, rank=0, world=1, workers=0, device=run.device, shard=lambda *_: batches
+    )
+    loading = contextlib.closing(loader_of_rows)
     columns_of_batches = []
     indices_of_batches = []
     with in_eval_mode(ready.model), loading as loader:
         for batch in loader:
             columns_of_batches.append(columns_of(ready, batch.images).cpu())
             indices_of_batches.append(batch.indices.cpu())
+
+    # Their logits by the probe. It sees the columns of the model's pooling, which are a slice of all columns.
     indices = torch.cat(indices_of_batches)
-    read = indices >= 0  # -1 of a broken image
-    augmented = torch.cat(columns_of_batches)[read, features.pools[pool_of(ready.model)]]
+    is_readable = indices >= 0  # a broken image has the index -1
+    columns_of_pool = features.pools[pool_of(ready.model)]
+    augmented = torch.cat(columns_of_batches)[is_readable, columns_of_pool]
     logits = probe.logits(augmented.numpy())
-    labels = torch.from_numpy(features.labels[indices[read].numpy()])
+    labels = torch.from_numpy(features.labels[indices[is_readable].numpy()])
     criterion = F.binary_cross_entropy_with_logits if labels.ndim == 2 else F.cross_entropy
 
     def loss(divisor: float) -> float:
         """Loss of the probe divided by `divisor`."""
         return float(criterion(logits / divisor, labels))
 
-    undivided = loss(1)
-    zeros = loss(math.inf)
-    if undivided <= zeros:
+    loss_undivided = loss(1)
+    loss_of_zeros = loss(math.inf)
+    if loss_undivided <= loss_of_zeros:
         return probe
     divisor = min((2**step for step in range(1, 11)), key=loss)
     log.info(
         "Augmented training images have loss %.2f, with zeros %.2f: the probe is divided by %d, for loss %.2f, "
         "and too unsure of whole images: should it stay the best checkpoint, calibrate it (evaluate.py). If flips "
         "or small crops show something else, set DATA.FLIP=0 DATA.CROP_SCALE=[0.6,1].",
-        undivided,
-        zeros,
+        loss_undivided,
+        loss_of_zeros,
         divisor,
         loss(divisor),
     )
@@ -175,12 +192,14 @@ def _tempered(probe: Classifier, run: Run, ready: Seeing, features: Features, da
 def gained(by: Metric, history: History, folder: Path, best: Best, last: int) -> str:
     """Say at the end of a run that began at a probe what training has gained over it; '' if that is unknown.
 
-    `by`: the metric of SAVE_BEST_BY. `last`: number of the last update.
+    `by`: the metric of SAVE_BEST_BY. `best`: the best validation; that of the probe was at update 0. `last`: number of
+    the last update.
     """
     gain = gain_over_probe(by, history, folder)
-    if gain and best.update:
+    if gain and best.update > 0:
         return gain
-    best_is_probe = best.figure is not None and best.update == 0 and last > 0
+    was_validated = best.figure is not None
+    best_is_probe = was_validated and best.update == 0 and last > 0
     return probe_is_best(by, history, gain) if best_is_probe else ""
 
 
@@ -189,26 +208,32 @@ def probe_is_best(by: Metric, history: History, gain: str = "") -> str:
 
     `by`: the metric of SAVE_BEST_BY. `gain`: sentences of `gain_over_probe`; '' without them.
     """
-    validated = history.of("val")
-    if validated and not any(line["update"] for line in validated):
+    validations = history.of("val")
+    if validations and not any(line["update"] for line in validations):
         return (
             "The best checkpoint is the linear probe that training began with: nothing was validated after an update."
         )
     words = PROBE_IS_BEST
-    best = history.best(TOP1)
-    if by is not TOP1 and best is not None and best.line["update"]:
-        before = TOP1.number(validated[0][TOP1.name])
-        after = TOP1.number(best.value)
-        words += f" It is the best by {by.words}; top-1 rose from {before} to {after} (epoch {best.line['epoch']})."
+    # If another metric than top-1 has chosen the probe, training may still have raised top-1.
+    best_by_top1 = history.best(TOP1)
+    if by is not TOP1 and best_by_top1 is not None and best_by_top1.line["update"] > 0:
+        before = TOP1.number(validations[0][TOP1.name])
+        after = TOP1.number(best_by_top1.value)
+        words += f" It is the best by {by.words}; top-1 rose from {before} to {after} "
+        words += f"(epoch {best_by_top1.line['epoch']})."
     advice = gain or TO_GAIN
     return f"{words} {advice}"
 
 
 def gain_over_probe(by: Metric, history: History, folder: Path) -> str:
-    """Compare a run's last validation with the probe, as `beside_probe`; '' if its predictions are not kept."""
-    validated = history.of("val")
-    last = validated[-1]["update"] if validated else 0
-    table = read_predictions(folder, last) if last else None
+    """Say whether a run's last validation improved on its linear probe by more than chance.
+
+    Returns the sentences of `beside_probe`; '' if the run's folder does not have the predictions of both.
+    `by`: the metric of SAVE_BEST_BY.
+    """
+    validations = history.of("val")
+    last_update = validations[-1]["update"] if validations else 0
+    table = read_predictions(folder, last_update) if last_update > 0 else None
     if table is None or PROBE not in table:
         return ""
     return beside_probe(
@@ -226,12 +251,15 @@ def beside_probe(
 ) -> str:
     """Say whether training improved on the linear probe by more than chance, in the metric `by` of SAVE_BEST_BY.
 
-    `probe`, `guesses`: predictions of the probe, and of the last validation. The last one is compared, not the best:
-    that is the luckiest of several on these images. Returns '' if metrics.jsonl lacks the metric.
+    The last validation is compared with the first, which was that of the probe. The best one is not: it is the luckiest
+    of several on these images. Returns '' if metrics.jsonl lacks the metric.
+
+    `labels`, `probe`, `guesses`: for each validation image its class, the class that the probe predicted, and the class
+    predicted in the last validation. `groups`: of each image, if there are any.
     """
-    validated = history.of("val") or [{}]
-    before = validated[0]
-    after = validated[-1]
+    validations = history.of("val") or [{}]
+    first = validations[0]
+    last = validations[-1]
     probe_words = "the linear probe that training began with"
     if by is TOP1:
         gain, low, high = interval_and_test(guesses == labels, probe == labels, groups)
@@ -240,20 +268,22 @@ def beside_probe(
         words += f"(95 % interval {low:+.0f} to {high:+.0f})"
         top1 = ""
     else:
-        if None in (after.get(by.name), before.get(by.name)):
+        if None in (last.get(by.name), first.get(by.name)):
             return ""
-        words = f"by {by.words}, {by.number(after[by.name])} against {by.number(before[by.name])} of {probe_words}"
-        top1 = f"; top-1 {TOP1.number(after[TOP1.name])} against {TOP1.number(before[TOP1.name])}"
+        words = f"by {by.words}, {by.number(last[by.name])} against {by.number(first[by.name])} of {probe_words}"
+        top1 = f"; top-1 {TOP1.number(last[TOP1.name])} against {TOP1.number(first[TOP1.name])}"
+        # Only for metrics that are means over classes is there an interval, from what each image contributes.
         if by not in BY_CLASS:
             return f"{AT_LAST} {words}{top1}."
-        _, by_image = BY_CLASS[by]
-        half_width = half_width_of_mean(by_image(labels, guesses) - by_image(labels, probe), groups)
-        gain = after[by.name] - before[by.name]
+        _, contributions = BY_CLASS[by]
+        half_width = half_width_of_mean(contributions(labels, guesses) - contributions(labels, probe), groups)
+        gain = last[by.name] - first[by.name]
         low = gain - half_width
         high = gain + half_width
         words += f" ({gain:+.2f} points, 95 % interval {low:+.2f} to {high:+.2f})"
     verdict = "may be chance" if low <= 0 <= high else "is beyond chance"
     sentence = f"{AT_LAST} {words}, which {verdict}{top1}."
-    if low > 0:
+    is_better = low > 0
+    if is_better:
         return sentence
     return f"{sentence} The probe alone (TRAIN.NUM_EPOCHS=0) may do as well. {TO_GAIN}"

@@ -75,13 +75,13 @@ def with_classes(loaded: Loaded) -> Loaded:
         if not config.EVAL:
             raise
         number = count_classes(_without_auto(config.DATA), train=False)  # an evaluation needs no training split
-    number = max(number, 1)  # the check of the data reports negative labels, with their lines
+    number = max(number, 1)  # 0 or less if labels are negative: the check of the data reports their lines later
     name = source_of(config.DATA)
     if number == 1 and config.task == ONE_LABEL and not config.EVAL:
         from datasets.recognise import offering_layout
 
         error = UserError(f"{name} has one class, so there is nothing to learn. Give the data with all classes.")
-        raise offering_layout(error, config.DATA)
+        raise offering_layout(error, config.DATA)  # the same error, with other layouts that DATA_PATH has
     note = f"{CLASSES} {number}: classes of {name}"
     return loaded.with_values({CLASSES: number}, f"classes of {name}", [note])
 
@@ -89,15 +89,19 @@ def with_classes(loaded: Loaded) -> Loaded:
 def with_model(loaded: Loaded, given: set[str], source: str | None, of_run: bool) -> Loaded:
     """Fill in what MODEL.NAME and the first weights decide: sizes, preprocessing and the shape of the images.
 
+    If the user typed a MODEL.NAME but no weights, and the recipe names timm's weights of another model, these are
+    replaced by timm's weights of MODEL.NAME.
+
     `given`: keys of the settings that were typed.
     `source`: the weights that the run begins with, a path or timm's name; None without any.
-    `of_run`: the settings are of a run, not of a tool; only a run notes which other model the weights may be of.
+    `of_run`: the settings are those of a run, not of a tool. Only in a run is there a note that the weights may be
+    those of a similar model.
     """
     if "MODEL.NAME" in given:
-        loaded = _with_doubtful_name(loaded, given)
+        loaded = _with_warning_of_name(loaded, given)
     if source is not None:
-        from_recipe = "MODEL.NAME" in given and "MODEL.PRETRAINED" not in given
-        weights = weights_of_name(loaded.config.MODEL.NAME, source) if from_recipe else None
+        only_name_typed = "MODEL.NAME" in given and "MODEL.PRETRAINED" not in given
+        weights = weights_of_name(loaded.config.MODEL.NAME, source) if only_name_typed else None
         if weights:
             note = f"MODEL.PRETRAINED {weights}: timm's own weights of MODEL.NAME, in place of the recipe's {source}"
             loaded = loaded.with_values({"MODEL.PRETRAINED": weights}, "timm's of MODEL.NAME", [note])
@@ -107,31 +111,33 @@ def with_model(loaded: Loaded, given: set[str], source: str | None, of_run: bool
     return _with_oblong_size(loaded) if loaded.is_default(IMAGE_SIZE) else loaded
 
 
-def _with_doubtful_name(loaded: Loaded, given: set[str]) -> Loaded:
-    """Warn if a typed MODEL.NAME meets the sizes of a recipe, which then decide what the model is.
+def _with_warning_of_name(loaded: Loaded, given: set[str]) -> Loaded:
+    """Warn if the user typed a MODEL.NAME, but a recipe sets the model's sizes, which override those of the name.
 
-    The name may be mistyped, or the user may expect timm's model of that name. No warning if any size was typed too
-    (`given` has the keys that were), or if timm's model has the same sizes.
+    The name may be mistyped, or the user may expect timm's model of that name. There is no warning if the user typed
+    any size too, or if timm's model has the same sizes. `given`: keys of the settings that were typed.
     """
     model = loaded.config.MODEL
     sizes = given_sizes(model)
-    if not sizes or {f"MODEL.{key}" for key in sizes} & given:
+    typed_sizes = {f"MODEL.{key}" for key in sizes} & given
+    if not sizes or typed_sizes:
         return loaded
     name_source = loaded.sources["MODEL.NAME"]
     name = model.NAME.strip()
     timm_name, is_label = timm_base(model, sizes_given=True)
-    if is_label:
+    if is_label:  # the name is not timm's: the model has timm's architecture `timm_name` with the recipe's sizes
         warning = f"timm has no model {name}: it only names one of the recipe's sizes.{similar_models(name)}"
         return loaded.with_warning(f"{name_source}: {warning}")
 
-    without_sizes = model.changed(**dict.fromkeys(sizes))
+    # The settings that would give timm's model.
+    without_sizes = model.changed(**dict.fromkeys(sizes))  # all set to None
     timm_sizes = sizes_in(without_sizes)
     pretrained = timm_weights(timm_name)
     remedies = [f"MODEL.{key}=null" for key, value in sizes.items() if timm_sizes.get(key) != value]
     if not remedies:
         return loaded
     if pretrained is not None:
-        height_and_width = dict.fromkeys(pretrained.input_size[1:])  # one number for a square
+        height_and_width = dict.fromkeys(pretrained.input_size[1:])  # one number for a square, in which both are equal
         remedies.append(f"-image_size {','.join(map(str, height_and_width))}")
         if loaded.config.TRAIN.SIZE_SCHEDULE:
             remedies.append("TRAIN.SIZE_SCHEDULE=[]")
@@ -148,9 +154,9 @@ def _without_auto(data: DataConfig) -> DataConfig:
 
 
 def with_image_size(loaded: Loaded) -> Loaded:
-    """Set DATA.IMAGE_SIZE `auto` to the size in SIZES nearest to the median image, a multiple of the patch size.
+    """Set DATA.IMAGE_SIZE `auto` to a multiple of the patch size, from SIZES, that is nearest to the median image.
 
-    UserError if no image can be read singly.
+    UserError if the size of the images is unknown, because they are in memory or none can be read.
     """
     config = loaded.config
     if config.DATA.IMAGE_SIZE != AUTO:
@@ -159,7 +165,7 @@ def with_image_size(loaded: Loaded) -> Loaded:
 
     name = source_of(config.DATA)
     data = _without_auto(config.DATA)
-    samples = _open_split(config, data).single_images()
+    samples = _open_split(config, data).single_images()  # None if the images are in memory
     side = None if samples is None else median_side(samples, data)
     if side is None:
         reason = "they are in memory" if samples is None else "none of those tried can be read"
@@ -168,9 +174,12 @@ def with_image_size(loaded: Loaded) -> Loaded:
             f"{reason}. Give a number, as in -image_size 32."
         )
     patch = config.MODEL.PATCH_SIZE
-    # 8 has a divisor in PATCHES; 16 is the patch size of most models.
-    step = 8 if patch == AUTO else patch or 16
-    size = min((size for size in SIZES if size % step == 0), key=lambda size: abs(size - side), default=step)
+    if patch == AUTO:
+        step = 8  # `with_patch_size` then finds a patch in PATCHES that divides the size, such as 4 or 8
+    else:
+        step = patch or 16  # 16 is the patch size of most models
+    multiples = [size for size in SIZES if size % step == 0]
+    size = min(multiples, key=lambda size: abs(size - side), default=step)
     note = f"{IMAGE_SIZE} {size}: the median image of {name} has {side} pixels (shorter side)"
     if side > SIZES[-1]:
         note += f". auto chooses at most {size}; -image_size N shows the model more detail, but takes more time"
@@ -183,10 +192,12 @@ def _open_split(config: Config, data: DataConfig) -> ImageDataset:
 
 
 def _with_oblong_size(loaded: Loaded) -> Loaded:
-    """Take the image size of timm's model if it is not a square, such as that of Sapiens 2."""
+    """Set DATA.IMAGE_SIZE to the size of timm's model if that is not a square, as with Sapiens 2."""
     pretrained = timm_weights(loaded.config.MODEL.NAME.strip())
-    size = 0 if pretrained is None else size_of(pretrained.input_size[1:])
-    if isinstance(size, int):  # a square, or unknown
+    if pretrained is None:
+        return loaded
+    size = size_of(pretrained.input_size[1:])
+    if isinstance(size, int):  # a square
         return loaded
     where = f"timm's {loaded.config.MODEL.NAME}"
     return loaded.with_values({IMAGE_SIZE: size}, where, [f"{IMAGE_SIZE} {one_line(size)}: that of {where}"])
@@ -215,14 +226,14 @@ def with_patch_size(loaded: Loaded) -> Loaded:
 
 
 def with_rate(loaded: Loaded) -> Loaded:
-    """Set TRAIN.BASE_LR for fine-tuning with AdamW: the wider a model, the smaller its learning rate.
+    """Set TRAIN.BASE_LR `auto` for fine-tuning with AdamW or Adam: the wider a model, the smaller its learning rate.
 
     0.001 was best for ViTs of width 48 and 96, 0.0003 for EfficientNet-Lite0 (docs/benchmarks.md). That Adam's rate
     goes down as the width goes up is from Yang et al. 2022 (Tensor Programs V). UserError for other optimisers.
     """
     config = loaded.config
     optimizer = config.TRAIN.OPTIMIZER
-    if not optimizer.facts.has_own_rate:
+    if not optimizer.facts.has_own_rate:  # only of AdamW and Adam does `auto` know a learning rate
         name = optimizer.NAME.casefold()
         raise UserError(f"{loaded.sources[RATE]}: {RATE} auto is for AdamW and Adam; give a number for {name}.")
     model = build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
@@ -251,7 +262,7 @@ def with_measurements(loaded: Loaded) -> Loaded:
     name = source_of(config.DATA)
     data = _without_auto(config.DATA)
     split = _open_split(config, data)
-    samples = split.single_images() or vars(split).get("samples")
+    samples = split.single_images() or vars(split).get("samples")  # those in memory can be read here, too
     if samples is None or config.EVAL:
         raise UserError(f"{wanted[0]} auto: only training measures, on images that can be read singly; give numbers.")
     notes = list[str]()
@@ -261,25 +272,32 @@ def with_measurements(loaded: Loaded) -> Loaded:
         notes.append("DICOM: slope and intercept are applied; where there is a window, its ends become 0 and 1")
         checked = range(min(len(samples), HEADERS))
         limit = data.MAX_IMAGE_BYTES
-        if failure_or(lambda: {has_window(samples.read(index), limit) for index in checked}) == {True, False}:
+        have_windows = failure_or(lambda: {has_window(samples.read(index), limit) for index in checked})
+        if have_windows == {True, False}:  # some have, and some have not; a failure is reported by the measurement
             warning = "DICOM: some training images have a window, and so values of another unit; give it to all or none"
             loaded = loaded.with_warning(warning)
+
+    # Each of these has a number per channel.
     pixels, sums, squares, smallest, largest = _cached_measurement(split, samples, data, wanted)
     constant_channels = np.flatnonzero(smallest == largest)
     if constant_channels.size:
         number = constant_channels[0] + 1
         raise UserError(f"{name}: channel {number} has the same value in all training images; leave it out.")
 
-    # The values that the three settings in MEASURED would have; only the wanted ones are taken.
+    # The values that range, mean and std would have; only the wanted ones are taken.
     least = float(smallest.min())
     most = float(largest.max())
-    low, high = (least, most) if MEASURED[0] in wanted else config.DATA.value_range
+    low, high = (least, most) if "DATA.RANGE" in wanted else config.DATA.value_range
     mean = sums / pixels
     variance = squares / pixels - mean**2
     values = (low, high), (mean - low) / (high - low), np.sqrt(variance) / (high - low)
     measured = {key: tuple(map(float, value)) for key, value in zip(MEASURED, values, strict=True) if key in wanted}
 
-    bits = f" ({math.ceil(math.log2(most + 1))} of 16 bits)" if data.BITS == 16 else ""
+    # The note on what was measured.
+    bits = ""
+    if data.BITS == 16:
+        used_bits = math.ceil(math.log2(most + 1))
+        bits = f" ({used_bits} of 16 bits)"
     texts = []
     for key in wanted:
         numbers = ", ".join(f"{number:.4g}" for number in measured[key])
@@ -291,14 +309,15 @@ def with_measurements(loaded: Loaded) -> Loaded:
 
 
 def _cached_measurement(split: ImageDataset, samples: Samples, data: DataConfig, wanted: list[str]) -> np.ndarray:
-    """Return the result of `_measure` from the cache, or measure and cache it.
+    """Return the measured values of the images by channel (`_measure`), from the cache or by measuring them now.
 
     A cached result is valid as long as the images are the same. `wanted`: settings to name in the log.
     """
     from engine.evaluation.features import contents_of
 
     name = source_of(data)
-    identity = (contents_of(split)[:32], data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
+    hash_of_images = contents_of(split)[:32]
+    identity = (hash_of_images, data.IMAGE_CHANNELS, data.BITS, data.BACKGROUND)
     file = cache_folder(data, "measured") / f"{'-'.join(map(str, identity))}.json"
     with process_lock(file.with_suffix(".lock"), f"measures {name}"):
         if not file.is_file():
@@ -308,21 +327,23 @@ def _cached_measurement(split: ImageDataset, samples: Samples, data: DataConfig,
 
 
 def _measure(samples: Samples, data: DataConfig) -> np.ndarray:
-    """Measure the values of all images together; the result has the rows of `_measure_image`.
+    """Measure the values of all images together. Returns five rows with a column per channel.
 
-    UserError if more images cannot be read than DATA.MAX_BAD allows.
+    The rows: number of pixels, sum of the values, sum of their squares, smallest value, largest value. UserError if
+    more images cannot be read than DATA.MAX_BAD allows.
     """
-    sums = np.zeros((3, data.IMAGE_CHANNELS))
+    sums = np.zeros((3, data.IMAGE_CHANNELS))  # the first three rows are sums over the images
     smallest = np.full(data.IMAGE_CHANNELS, np.inf)
-    largest = -smallest
+    largest = np.full(data.IMAGE_CHANNELS, -np.inf)
     errors = list[str]()
     with ThreadPool(cores()) as threads:
         results = threads.imap(partial(_measure_image, samples, Reader(data)), range(len(samples)), chunksize=8)
         for index, result in enumerate(results):
             if not isinstance(result, Failure):
-                sums += result[:3]
-                smallest = np.minimum(smallest, result[3])
-                largest = np.maximum(largest, result[4])
+                *sums_of_image, smallest_of_image, largest_of_image = result
+                sums += sums_of_image
+                smallest = np.minimum(smallest, smallest_of_image)
+                largest = np.maximum(largest, largest_of_image)
                 continue
             errors.append(f"The training image {samples.name(index)} cannot be read: {result.reason}")
             if len(errors) > allowed(data.MAX_BAD, len(samples)):
@@ -348,17 +369,19 @@ def with_packing(loaded: Loaded) -> Loaded:
     """Set DATA.EXIF_ROTATE and DATA.BACKGROUND to the values that the images were packed with.
 
     Packing has applied both, and the model's tools must treat other images in the same way. UserError if the user
-    typed another value. A note says where the images were packed in grey and the model is for colour.
+    typed another value. A note is added if the images were packed in grey and the model is for colour.
     """
     data = loaded.config.DATA
     packing = ShardSet(open_store(data.DATA_PATH), data).how
     place = source_of(data)
-    # Shards of unchanged files leave both to the run, unless the files had been packed before.
+    # Files that were packed unchanged (kind `keep`) have neither applied: the run's settings apply to them. But if they
+    # came from an earlier packing, which has applied both, the shards record its background.
     applies_nothing = packing.get("kind") == "keep" and "background" not in packing
     for name, key in (("upright", "DATA.EXIF_ROTATE"), ("background", "DATA.BACKGROUND")):
-        packed = f"{packing.get(name)}".lower()
+        packed = f"{packing.get(name)}".lower()  # in words, as in a setting: "true", "white", "none" if not recorded
         setting = one_line(value_of(loaded.config, key))
-        colour = one_line(background_of(_without_auto(loaded.config.DATA)))  # that BACKGROUND mean stands for
+        # DATA.BACKGROUND mean stands for a colour, and packing records that. (It cannot equal a value of EXIF_ROTATE.)
+        colour = one_line(background_of(_without_auto(loaded.config.DATA)))
         if applies_nothing or packed in ("none", setting, colour):
             continue
         message = f"{place} was packed with {key} {packed}"
@@ -401,10 +424,10 @@ class Preprocessing(NamedTuple):
 
 
 def _with_sizes(loaded: Loaded, source: str) -> Loaded:
-    """Take the sizes, the pooling and the layer scale of the weights' model where the settings leave them open.
+    """Take sizes, pooling and layer scale from the model of the weights, for settings that are `auto` or not set.
 
-    Only weights of one of our runs say them. A warning says where the number of heads differs: such weights load, but
-    compute something else.
+    Only weights of one of our runs record them, so other weights change nothing. A warning is added if the settings
+    have another number of heads: such weights load, but compute something else. `source`: the weights.
     """
     weights = local_weights(source)
     if weights is None:
@@ -420,30 +443,36 @@ def _with_sizes(loaded: Loaded, source: str) -> Loaded:
             trained_sizes = sizes_in(trained_model)
     if sizes.keys() != trained_sizes.keys():  # another kind of model
         return loaded
-    # With a MODEL.NAME, timm resizes patches and windows to those of the name.
-    fixed = [] if loaded.is_default("MODEL.NAME") else list(RESIZED)
-    fixed += [key for key in ("POOL", "INIT_VALUES") if not loaded.is_default(f"MODEL.{key}")]  # null too is an answer
+
+    # A setting that is null is open, but for two kinds. Patches and windows are those of a given MODEL.NAME, to which
+    # timm resizes the weights. And if the user or a file sets POOL or INIT_VALUES to null, that is a choice.
+    decided_by_null = [] if loaded.is_default("MODEL.NAME") else list(RESIZED)
+    decided_by_null += [key for key in ("POOL", "INIT_VALUES") if not loaded.is_default(f"MODEL.{key}")]
     taken = {}
     for key, trained_value in trained_sizes.items():
         setting = getattr(model, key)
-        is_open = setting == AUTO or (setting is None and key not in fixed)
+        is_open = setting == AUTO or (setting is None and key not in decided_by_null)
         if is_open and sizes[key] != trained_value:
             taken[f"MODEL.{key}"] = trained_value
-    note = f"Open in the settings, so as in {file}: {_in_words(taken)}"
+
+    # Only for a single number: a Swin has a list of heads, and its weights do not load with another list.
     heads = f"MODEL.{HEADS}"
     differs = sizes.get(HEADS) != trained_sizes.get(HEADS) and isinstance(sizes[HEADS], int)
-    if differs and heads not in taken:  # a Swin has a list of heads, and does not load with other numbers
+    if differs and heads not in taken:
         reason = f"{file} was trained with {trained_sizes[HEADS]}, and computes something else with another number"
         loaded = loaded.with_warning(f"{loaded.sources[heads]}: {heads} {sizes[HEADS]} is used; {reason}")
-    return loaded.with_values(taken, f"{file}", [note]) if taken else loaded
+    if not taken:
+        return loaded
+    note = f"Open in the settings, so as in {file}: {_in_words(taken)}"
+    return loaded.with_values(taken, f"{file}", [note])
 
 
 def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
     """Take the preprocessing of the weights where the settings leave it open, and report where the settings differ.
 
-    `source`: the weights, a path or timm's name. `of_run`: as in `with_model`.
+    `source`: the weights, a path or timm's name. `of_run`: the settings are those of a run, not of a tool.
     """
-    known = preprocessing_of(source) or _guess(loaded.config.MODEL, source)
+    known = preprocessing_of(source) or _preprocessing_of_name(loaded.config.MODEL, source)
     if known is None:
         used = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
         return loaded.with_warning(
@@ -452,6 +481,8 @@ def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
         )
     trained_values, where = known
     loaded = _without_other_bands(loaded, trained_values, where)
+
+    # Take each value of the training, or record why not.
     taken = dict[str, Any]()
     differing = dict[str, Any]()
     unsupported = list[str]()
@@ -459,19 +490,24 @@ def _with_preprocessing(loaded: Loaded, source: str, of_run: bool) -> Loaded:
     for key, trained_value in trained_values.items():
         value = value_of(loaded.config, key)
         value_source = loaded.sources[key]
-        if not value_source.is_open and value != AUTO:
-            if not _is_same(key, value, trained_value):
-                differing[key] = trained_value
+        is_open = value_source.is_open or value == AUTO
+        if not is_open and _is_same(key, value, trained_value):
+            continue
+        if not is_open:
+            differing[key] = trained_value
         elif key in (INTERPOLATION, CROP_MODE) and trained_value not in choices(key):
             unsupported.append(f"{key} {value} is used; {where} has {trained_value}, which is not supported")
         else:
             taken[key] = trained_value
-            if value_source.kind is Kind.OTHER_MODEL:
+            if value_source.kind is Kind.OTHER_MODEL:  # a recipe's preprocessing for another model
                 unused = f". That of {value_source}, is not used"
+
+    # Report both.
     notes = [f"Preprocessing of {where}: {_in_words(taken)}{unused}"] if taken else []
     if where.startswith("timm's "):
         notes += _notes_on_similar_models(loaded.config.MODEL.NAME, source, of_run)
-    short_where = where.partition(" (MODEL.NAME;")[0] if taken else where  # the first note has the rest
+    # The first note has said all of `where`, with the words in brackets of `_preprocessing_of_name`: once is enough.
+    short_where = where.partition(" (MODEL.NAME;")[0] if taken else where
     loaded = _with_differences(loaded, differing, short_where)
     return loaded.with_values(taken, where, notes + unsupported)
 
@@ -481,23 +517,25 @@ def _is_same(key: str, value: Any, trained_value: Any) -> bool:
     return value == trained_value or (key in COLOURS and set(value) == set(trained_value) == {value[0]})
 
 
-def _guess(model: ModelConfig, source: str) -> Preprocessing | None:
-    """Return the preprocessing of timm's own weights for MODEL.NAME, for weights that do not say theirs.
+def _preprocessing_of_name(model: ModelConfig, source: str) -> Preprocessing | None:
+    """Return the preprocessing of timm's own weights for MODEL.NAME, as a guess for weights that do not say theirs.
 
-    None if MODEL.NAME is only a label for the user's own sizes, or if timm has no weights of that name.
+    None if MODEL.NAME is only a label for the user's own sizes, or if timm has no weights of that name. `source`: the
+    weights, for the message.
     """
     sizes_given = bool(given_sizes(model))
-    name, is_label = timm_base(model, sizes_given)
+    timm_name, is_label = timm_base(model, sizes_given)
     if is_label and sizes_given:
         return None
-    return timm_preprocessing(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
+    return timm_preprocessing(timm_name, f"timm's {timm_name} (MODEL.NAME; {source} does not say its own)")
 
 
 def _with_differences(loaded: Loaded, trained_values: dict[str, Any], where: str) -> Loaded:
     """Report the settings that differ from the preprocessing of the weights' training.
 
-    It is a warning, since it may cost accuracy. It is a note for the image size, and if a recipe chose all of it.
-    `trained_values`: setting -> value of the training, for those that differ. `where`: where these are written.
+    Another image size is a note. All other settings are one warning, since they may cost accuracy; but if a recipe
+    chose every one of these, they are a note, too: it chose them for its own model.
+    `trained_values`: setting -> value of the training, for settings that differ. `where`: where these are written.
     """
     texts = dict[str, str]()
     for key, trained_value in trained_values.items():
@@ -505,31 +543,35 @@ def _with_differences(loaded: Loaded, trained_values: dict[str, Any], where: str
         texts[key] = f"{key} {value} in place of {one_line(trained_value)} ({loaded.sources[key]})"
     size = texts.pop(IMAGE_SIZE, "")
     notes = [f"{size}, the size of {where}"] if size else []
-    cost = "may cost accuracy, another mean and std up to 11 points"
-    message = f"{', '.join(texts.values())}: other preprocessing than that of {where} {cost}"
-    if any(loaded.sources[key].kind is not Kind.RECIPE for key in texts):
-        loaded = loaded.with_warning(message)
-    elif texts:  # a recipe chose them for its own model
-        notes.append(message)
-    return loaded.with_values({}, where, notes)
+    if texts:
+        cost = "may cost accuracy, another mean and std up to 11 points"
+        message = f"{', '.join(texts.values())}: other preprocessing than that of {where} {cost}"
+        if all(loaded.sources[key].kind is Kind.RECIPE for key in texts):
+            notes.append(message)
+        else:
+            loaded = loaded.with_warning(message)
+    return loaded.with_values({}, where, notes)  # only adds the notes
 
 
 def _without_other_bands(loaded: Loaded, trained_values: dict[str, Any], where: str) -> Loaded:
-    """Remove from `trained_values`, in place, the range and colours of images with other channels or bits.
+    """Remove the range, mean and std from `trained_values` if they are those of images with other channels or bits.
 
-    Mean and std become `auto` then, to be measured, unless the user set them. For grey images, a mean and std of
-    colours becomes its average.
+    Settings of mean and std that are the default then become `auto`, to be measured; the settings are returned. For
+    grey images, a mean and std of colours is replaced by its average. `trained_values`: the preprocessing of the
+    weights, by setting. It is changed in place, and its number of bits is removed from it.
     """
     data = loaded.config.DATA
-    channels = len(trained_values.get(COLOURS[0], ()))
+    channels = len(trained_values.get("DATA.IMAGENET_MEAN", ()))
+    # Images in grey or colour with 8 bits fit together: their channels are converted.
     same_channels = channels <= 3 if data.is_plain else channels == data.IMAGE_CHANNELS
-    if trained_values.pop("DATA.BITS") != data.BITS or not same_channels:
+    same_bits = trained_values.pop("DATA.BITS") == data.BITS
+    if not same_bits or not same_channels:
         for key in MEASURED:
             trained_values.pop(key, None)
-        measured = [key for key in COLOURS if loaded.is_default(key)]
-        if measured:
-            note = f"{' and '.join(measured)} auto: {where} has those of images of other channels or bits"
-            automatic = dict.fromkeys(measured, AUTO)
+        default_keys = [key for key in COLOURS if loaded.is_default(key)]
+        if default_keys:
+            note = f"{' and '.join(default_keys)} auto: {where} has those of images of other channels or bits"
+            automatic = dict.fromkeys(default_keys, AUTO)
             return loaded.with_values(automatic, "default (MODEL.PRETRAINED)", [note], Kind.DEFAULT)
     elif data.IMAGE_CHANNELS == 1:  # the weights of the first convolution are summed over colours, too
         for key in COLOURS:
@@ -543,20 +585,24 @@ def _notes_on_similar_models(name: str, source: str, of_run: bool) -> list[str]:
     """Return a note if the weights may be of a similar model of timm that needs another mean and std, else [].
 
     timm's tf_efficientnet_b0 and efficientnet_b0, for example, have weights of the same names and shapes.
-    `name`: MODEL.NAME. `source`: the weights. `of_run`: false leaves out the note for weights that name no model.
+    `name`: MODEL.NAME. `source`: the weights. `of_run`: the settings are those of a run, not of a tool.
     """
     expected = timm_preprocessing(name, "")
-    model, _, tag = name.partition(".")
-    weights = local_weights(source)
-    weights_name = _timm_name_of(weights.file) if weights else source
     if expected is None:
         return []
+    model, _, tag = name.partition(".")
+    weights = local_weights(source)  # None for a name of timm
+    weights_name = _timm_name_of(weights.file) if weights else source
+
+    # Weights that are named after a model of timm.
     if weights_name:
         weights_model = weights_name.partition(".")[0]
         if weights_model == model or not _needs_other_colours(weights_name, expected):
             return []
         advice = f"need another mean and std than {name}'s, and may compute otherwise: -model {weights_model}"
         return [f"MODEL.PRETRAINED {source}: weights of {weights_name} {advice}"]
+
+    # Other files may be weights of MODEL.NAME or of its twin. With a tag, MODEL.NAME says which weights they are.
     if tag or not of_run:
         return []
     twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
@@ -608,26 +654,31 @@ def _timm_name_of(file: Path) -> str | None:
 
 
 def _parse_fields(fields: Any, where: Path | str) -> Preprocessing | None:
-    """Convert fields of an image input to settings; None if they have nothing of it.
+    """Convert fields that describe a model's input image to settings; None if no field is known.
 
     `fields`: from our meta.json, from the header of weights that checkpoint.py or export.py wrote, or from timm's
     description of its weights. `where`: where they are written, for messages. UserError for a value of a wrong type.
     """
     if not isinstance(fields, dict):
         return None
+    # The size and the crop may be described in other words.
     size = fields.get("input_size")  # timm's: channels, height, width
     if isinstance(size, list | tuple) and len(size) == 3:
         fields = {**fields, "image_size": size_of(size[1:])}
     if fields.get("crop") == "none":
         fields = {**fields, "crop_mode": "squash", "crop_pct": 1.0}
-    known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
-    known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
+    known = dict[str, Any]()
+    for name in FIELDS:
+        value = fields.get(name)
+        if value is not None:
+            known[name] = list(value) if isinstance(value, tuple) else value  # the check knows lists, as in JSON
     check_fields(Input, known, Path(where))
     if not known:
         return None
     values = {"DATA.BITS": fields.get("bits", 8)}
     for name, value in known.items():
-        values[FIELDS[name]] = tuple(map(float, value)) if isinstance(value, list) else value
+        setting = FIELDS[name]
+        values[setting] = tuple(map(float, value)) if isinstance(value, list) else value
     return Preprocessing(values, str(where))
 
 

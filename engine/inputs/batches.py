@@ -34,16 +34,20 @@ def no_transform(images: Tensor, labels: Tensor) -> TransformedBatch:
 
 
 class Inputs(nn.Module):
-    """Converts images to normalised floats: (x / 255 - mean) / std, as one multiplication and one addition.
+    """Converts images to normalised floats: (x / 255 - mean) / std.
 
-    With other bits or a DATA.RANGE of low to high, it is ((x - low) / (high - low) - mean) / std.
+    With other bits or a DATA.RANGE of low to high, it is ((x - low) / (high - low) - mean) / std. It is computed as
+    x * factor + offset.
     """
 
     factor: Tensor
     offset: Tensor
 
     def __init__(self, data: DataConfig) -> None:
-        """Compute the factor and the offset per channel from mean, std and range, in fp64."""
+        """Compute factor and offset per channel, in fp64, so that x * factor + offset is the normalised image.
+
+        It is ((x - low) / span - mean) / std, where DATA.RANGE is from `low` to `low + span`.
+        """
         super().__init__()
         mean = torch.tensor(per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS), dtype=torch.float64)
         std = torch.tensor(per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS), dtype=torch.float64)
@@ -52,8 +56,10 @@ class Inputs(nn.Module):
         shape = (1, -1, 1, 1)
         low, high = data.value_range
         span = high - low
-        self.register_buffer("factor", (1 / (span * std)).float().reshape(shape), persistent=False)
-        self.register_buffer("offset", ((-low / span - mean) / std).float().reshape(shape), persistent=False)
+        factor = 1 / (span * std)
+        offset = (-low / span - mean) / std
+        self.register_buffer("factor", factor.float().reshape(shape), persistent=False)
+        self.register_buffer("offset", offset.float().reshape(shape), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         floats = images.to(torch.float32, memory_format=self.layout)  # the bytes may be in another memory format

@@ -41,11 +41,11 @@ class ImageSizes(Callback):
     def __init__(self, train: TrainConfig, full: ImageSize) -> None:
         """`full`: size of the images in epochs for which the schedule has none."""
         self._train = train
-        self._full = full
+        self._full_size = full
         self._size = full
 
     def enter(self, epoch: int, *models: nn.Module) -> None:
-        self._size = self._train.size_in(epoch, self._full)
+        self._size = self._train.size_in(epoch, self._full_size)
 
     def figures(self) -> dict[str, Figure]:
         if isinstance(self._size, int):
@@ -54,11 +54,14 @@ class ImageSizes(Callback):
         return {"image_height": Figure(height, f"Height: {height}"), "image_width": Figure(width, f"Width: {width}")}
 
     def rows(self) -> dict[str, str]:
-        """Return the words for the banner: each image size, with its first epoch."""
+        """Return the row of the banner that lists each image size with its first epoch: {name of the row: words}.
+
+        The row has the name of that of dropped tokens, `shortcuts`, so that the banner joins both.
+        """
         changes = []
         previous_size = None
         for epoch in range(1, max(1, self._train.NUM_EPOCHS) + 1):
-            size = self._train.size_in(epoch, self._full)
+            size = self._train.size_in(epoch, self._full_size)
             if size != previous_size:
                 changes.append(f"{one_line(size)} from epoch {epoch}")
             previous_size = size

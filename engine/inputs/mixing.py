@@ -65,15 +65,20 @@ class Mixing(Mixup):
         )
 
     def mixed(self, images: Tensor, labels: Tensor) -> TransformedBatch:
-        """Mix images and labels with those of their partners, into new tensors."""
+        """Mix each image and its labels with those of its partner, into new tensors.
+
+        The partner of image i is the i-th from the end, the image i of `images.flip(0)`. Mixup adds all pixels of both
+        with weights; cutmix replaces those in a box by the partner's.
+        """
         count = len(images)
         height = images.shape[-2]
         width = images.shape[-1]
-        table = self._draw(count, (height, width)).astype(np.float32)
-        # Each of the six has the shape (count, 1, 1, 1), to be broadcast over channels and pixels.
-        lam, top, bottom, left, right, is_mixup = (
-            torch.from_numpy(table).to(images.device, non_blocking=True)[..., None, None, None].unbind(1)
-        )
+        table = torch.from_numpy(self._draw(count, (height, width)).astype(np.float32))
+        # The six columns that `_draw` describes, each of the shape (count, 1, 1, 1), to be broadcast over channels and
+        # pixels. `lam` is the image's own weight, with cutmix the fraction of its pixels that stay.
+        lam, top, bottom, left, right, is_mixup = table.to(images.device, non_blocking=True)[
+            ..., None, None, None
+        ].unbind(1)
         row = torch.arange(height, device=images.device)[:, None]
         column = torch.arange(width, device=images.device)
         in_box = (row >= top) & (row < bottom) & (column >= left) & (column < right)
@@ -84,23 +89,31 @@ class Mixing(Mixup):
         return TransformedBatch(mixed, targets, main_labels)
 
     def _draw(self, count: int, size: tuple[int, int]) -> np.ndarray:
-        """Draw the random numbers of `count` images in timm's order, so that the same seed gives the same ones.
+        """Draw the random numbers for mixing `count` images, in timm's order: the same seed gives the same numbers.
 
         Returns one row per image with six columns: lam, the image's own weight (its partner has the rest); top, bottom,
         left and right of the box that the partner fills, zeros for mixup; 1 for mixup, 0 for cutmix.
         `size`: height and width of the images.
         """
+        # timm draws once for a batch, for each image (elem), or for each pair of images (pair).
         if self.mode == "batch":
             lam, use_cutmix = map(np.atleast_1d, self._params_per_batch())
         else:
             lam, use_cutmix = self._params_per_elem(count if self.mode == "elem" else count // 2)
-        rows = np.column_stack((lam.astype(np.float64), np.zeros((len(lam), 4)), ~use_cutmix))
+        boxes = np.zeros((len(lam), 4))
+        rows = np.column_stack((lam.astype(np.float64), boxes, ~use_cutmix))
+        # The box of each cutmix. Its edges are whole pixels, so it corrects lam.
         for nth in np.flatnonzero(use_cutmix & (lam != 1)):
-            rows[nth, 1:5], rows[nth, 0] = cutmix_bbox_and_lam(size, rows[nth, 0], self.cutmix_minmax, self.correct_lam)
+            box, corrected_lam = cutmix_bbox_and_lam(size, rows[nth, 0], self.cutmix_minmax, self.correct_lam)
+            rows[nth, 0] = corrected_lam
+            rows[nth, 1:5] = box
+
         if self.mode == "batch":
             return rows.repeat(count, axis=0)
         if self.mode == "elem":
             return rows
-        # In pair mode, both images of a pair have the same row. The middle image of an odd batch stays unmixed: lam 1.
-        middle = np.array([[1, 0, 0, 0, 0, 1]])[: count % 2]
+        # Pairs: image i and the i-th from the end are partners and share a row, so the second half is the first one
+        # reversed. Between them, an odd batch has an image that stays unmixed: lam 1, no box, mixup.
+        unmixed = np.array([[1, 0, 0, 0, 0, 1]])
+        middle = unmixed if count % 2 == 1 else unmixed[:0]
         return np.concatenate((rows, middle, rows[::-1]))

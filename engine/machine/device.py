@@ -46,7 +46,7 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
         reason = f" (CUDA_VISIBLE_DEVICES is {variable!r})" if variable is not None else ""
         raise UserError(f"-device cuda: torch {torch.__version__} sees no GPU here{reason}; use -device cpu.")
     if visible == 1 and world.launcher in SHOW_ONE_GPU:
-        return torch.device("cuda", 0)  # join_run finds two ranks on one GPU
+        return torch.device("cuda", 0)  # if two ranks were shown the same GPU, `join_run` raises an error
     if world.local_rank >= visible:
         raise UserError(
             f"rank {world.rank} is process number {world.local_rank + 1} on this machine and needs its own GPU, but "
@@ -56,9 +56,9 @@ def pick_device(wanted: str | None, world: World) -> torch.device:
 
 
 def set_up_device(config: Config, device: torch.device, world: World) -> int:
-    """Set torch's current device, its threads and its determinism. Returns the number of threads.
+    """Set torch's current device, its CPU threads and its determinism. Returns the number of threads.
 
-    The number is always set, because sums depend on it.
+    Rounding depends on the number of threads that compute a sum. So the number is set, never left to torch.
     """
     threads = threads_of(config, world)
     torch.set_num_threads(threads)
@@ -67,7 +67,7 @@ def set_up_device(config: Config, device: torch.device, world: World) -> int:
     elif device.type == "cpu":
         keep_freed_memory()
     if config.DETERMINISTIC:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # NVIDIA's value for reproducible matrix products
     if torch.are_deterministic_algorithms_enabled() != config.DETERMINISTIC:  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.DETERMINISTIC)
     torch.backends.cudnn.benchmark = not config.DETERMINISTIC
@@ -79,15 +79,20 @@ def threads_of(config: Config, world: World) -> int:
     if config.THREADS:
         return config.THREADS
     # The variable may be a list, with a number for each level of nested threads: the first counts.
-    variable = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    # torchrun sets it to 1 for its ranks where the user has not set it. Its own environment shows whether they have.
-    if world.launcher == TORCHRUN and variable == "1":
-        variable = ""
-        with contextlib.suppress(OSError):
-            if b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes():
-                variable = "1"
-    number = int(variable) if variable.isdecimal() else 0
-    return number or world.own_cores
+    first_level, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
+    first_level = first_level.strip()
+    # If the user has not set the variable, torchrun sets it to 1 for its ranks, which does not count.
+    if world.launcher == TORCHRUN and first_level == "1" and not _parent_has_variable("OMP_NUM_THREADS"):
+        return world.own_cores
+    threads = int(first_level) if first_level.isdecimal() else 0
+    return threads or world.own_cores
+
+
+def _parent_has_variable(name: str) -> bool:
+    """Return whether an environment variable is set in the parent process, which is torchrun for its ranks."""
+    with contextlib.suppress(OSError):
+        return f"{name}=".encode() in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    return False
 
 
 def describe_devices(device: torch.device, world: World, threads: int) -> str:
@@ -166,8 +171,10 @@ def no_gpu_notice(config: Config, device: torch.device, dry: bool, env: Mapping[
     if NVIDIA_DRIVER.exists():
         facts.append("an NVIDIA driver is installed, and nvidia-smi shows whether it works")
         if torch.version.cuda is None and torch.version.hip is None:
-            remedy = "pip install torch torchvision in a new environment installs them with CUDA"
-            facts.append(f"torch {torch.__version__} is built for CPUs only, and {remedy}")
+            facts.append(
+                f"torch {torch.__version__} is built for CPUs only, and pip install torch torchvision in a new "
+                "environment installs them with CUDA"
+            )
     reasons = f" ({'; '.join(facts)})" if facts else ""
     slow = ", on which training on ImageNet takes weeks" if config.DATA.DATASET == "imagenet2012" else ""
     estimate = "" if dry else "-dry_run estimates the time of training; "

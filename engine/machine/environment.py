@@ -36,9 +36,10 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
         "device": describe_device(device),
         "threads": threads,
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
-        "vitamp": version_text().splitlines()[0].split()[-1],
+        "vitamp": version_text().splitlines()[0].split()[-1],  # the first line is "vitamp 0.3.1"
         "torch": torch.__version__,
     }
+    # Settings that must be equal on all ranks. Each machine may start another number of processes.
     common = {key: str(value_of(config, key)) for key in settings() if key != "NGPUS"}
     members = join(world, config.DIST, device, member, common)
     _check_devices(members)
@@ -62,7 +63,7 @@ def _check_devices(members: list[dict[str, Any]]) -> None:
 
 def check_images(ready: Ready, world: World) -> None:
     """Raise AllRanksUserError if a rank's copy of the data set differs from that of rank 0. A collective call."""
-    # Split -> number of images, and a hash of their names and labels
+    # Split -> number of images, and a hash of their names and labels; for training images, of their order, too.
     splits: dict[str, tuple[int, Any]] = {"validation": (len(ready.val_set), data_identity(ready.val_set))}
     if isinstance(ready, ReadyToTrain):
         splits["training"] = len(ready.train_set), identity_of(ready.train_set, ready.train_loader.order)
@@ -71,17 +72,20 @@ def check_images(ready: Ready, world: World) -> None:
             splits[f"TRAIN.KNN's {split}"] = len(images), data_identity(images)
     splits_of_ranks = all_gather([splits], world)
     for rank, splits_of_rank in enumerate(splits_of_ranks):
-        for split, of_rank_0 in splits_of_ranks[0].items():
-            of_rank = splits_of_rank[split]
-            if of_rank != of_rank_0:
+        for split, (count_on_rank_0, hash_on_rank_0) in splits_of_ranks[0].items():
+            count, identity = splits_of_rank[split]
+            if count != count_on_rank_0 or identity != hash_on_rank_0:
                 raise AllRanksUserError(
-                    f"rank {rank} has other {split} images than rank 0, by their names and labels ({of_rank[0]} "
-                    f"and {of_rank_0[0]}). Each machine needs the same copy of the data set, complete."
+                    f"rank {rank} has other {split} images than rank 0, by their names and labels ({count} "
+                    f"and {count_on_rank_0}). Each machine needs the same copy of the data set, complete."
                 )
 
 
 def environment_table(config: Config, world: World, device: torch.device, members: list[dict[str, Any]]) -> str:
-    """Format a table of processes, machines, devices and libraries. `members`: what each rank said of itself."""
+    """Format a table of processes, machines, devices and libraries.
+
+    `members`: description of each rank, as `join_run` makes them.
+    """
     rows: list[tuple[str, ...]] = [("rank", "machine", "local rank", "process", "threads", "device")]
     keys = ("rank", "host", "local_rank", "pid", "threads", "device")
     for member in members[:MAX_ROWS]:
@@ -90,7 +94,8 @@ def environment_table(config: Config, world: World, device: torch.device, member
     lines += aligned(rows)
     if len(members) > MAX_ROWS:
         lines.append(f"... and {len(members) - MAX_ROWS} more")
-    launcher = f"{started_as('main_multi_gpu.py')} itself" if LAUNCHER_PID in os.environ else world.launcher
+    was_started_by_us = LAUNCHER_PID in os.environ  # main_multi_gpu.py sets it for the processes that it starts
+    launcher = f"{started_as('main_multi_gpu.py')} itself" if was_started_by_us else world.launcher
     machines = counted(len({member["host"] for member in members}), "machine")
     versions = ", ".join(f"{name} {number}" for name, number in libraries().items())
     lines += [

@@ -47,11 +47,13 @@ class _StandIn(ModuleType):
         vars(self).update(functions)
 
     def __getattr__(self, name: str) -> Any:
-        """Import the real module and return the attribute from it."""
+        """Import the real module, which replaces the stand-in, and return the attribute from it."""
+        # Python reads __path__ of a package to import a submodule of it. Of the two modules that have a stand-in,
+        # torch._dynamo is a package, and torch._dynamo.utils is none.
+        imports_submodule = name == "__path__" and self.__name__ == COMPILER
         # Code that walks over sys.modules reads __file__ and the like, which must not trigger the import.
-        # Importing a submodule reads __path__; the helpers are a module without one.
         is_special = name.startswith("__") and name.endswith("__")
-        if is_special and (name != "__path__" or self.__name__ != COMPILER):
+        if is_special and not imports_submodule:
             raise AttributeError(name)
         _import_compiler()
         return getattr(importlib.import_module(self.__name__), name)
@@ -72,15 +74,16 @@ def _disable(function: Any = None, recursive: bool = True, **options: Any) -> An
     """
     if not isinstance(function, FunctionType):
         return _import_compiler().disable(function, recursive, **options)
-    disabled: list[Any] = []
+    disabled: Any = None
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
         if not compiler_is_imported():
             return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(_import_compiler().disable(function, recursive, **options))
-        return disabled[0](*args, **kwargs)
+        if disabled is None:  # once, at the first call after the import
+            disabled = _import_compiler().disable(function, recursive, **options)
+        return disabled(*args, **kwargs)
 
     return wrapper
 

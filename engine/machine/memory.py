@@ -65,11 +65,12 @@ def take_peak(device: torch.device) -> int:
         peak = torch.mps.driver_allocated_memory()
         torch.mps.empty_cache()
         return peak
+    # Linux has the peak of this process as VmHWM ("high-water mark"), and resets it to the current size when 5 is
+    # written to clear_refs. Where that is not allowed, later calls return the peak since the process began.
     peak = meminfo("VmHWM", STATUS) or round(1e9 * peak_memory_gb(device))
     return_freed_memory()
-    # Where this is not allowed, the peak remains that since the process began.
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+        Path("/proc/self/clear_refs").write_text("5")
     return peak
 
 

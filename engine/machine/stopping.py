@@ -71,17 +71,21 @@ class Signals:
         self.saved: bool | None = None
         """Whether the run has a checkpoint to resume from; None where this process does not know."""
         self._failed = False
+        """Whether the reason of a failure was logged, so that a signal needs no message"""
         self._interrupts = 0
+        """Number of Ctrl-Cs received"""
         self._owner = os.getpid()
+        """The process whose signals these are; processes forked from it must not handle them"""
 
     def listen(self) -> None:
         """Install the handler for the signals in REQUESTS, unless this process was started to ignore them."""
         self._owner = os.getpid()
         for number in REQUESTS:
             is_ignored = signal.getsignal(number) == signal.SIG_IGN
-            # A shell script's background jobs ignore Ctrl-C, but a launcher among them stops its ranks with it. SIGHUP
-            # stays ignored, as nohup wants it.
-            if not is_ignored or ("RANK" in os.environ and number != signal.SIGHUP):
+            # Background jobs of a shell script, and the processes that they start, ignore Ctrl-C. But if such a job is
+            # a launcher, it stops its ranks by Ctrl-C, so ranks must not ignore it. SIGHUP is ignored because of nohup.
+            launcher_may_send_it = "RANK" in os.environ and number != signal.SIGHUP
+            if not is_ignored or launcher_may_send_it:
                 signal.signal(number, self._handle)
 
     def failure_was_reported(self) -> None:
@@ -101,12 +105,13 @@ class Signals:
             return
         if number == signal.SIGINT:
             self._interrupts += 1
-        # torchrun turns the second Ctrl-C into SIGTERM.
+        # At the second Ctrl-C, torchrun sends SIGTERM to its ranks. Our own launcher sets torchrun's variable, too, but
+        # does not do so.
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "VITAMP_LAUNCHER_PID" not in os.environ
         is_second_ctrl_c = self._interrupts > 1 or (self._interrupts == 1 and number == signal.SIGTERM and by_torchrun)
         if is_second_ctrl_c or not self.deferred:
             self._log_and_exit(number)
-        self.request = max(self.request, REQUESTS[signal.Signals(number)])
+        self.request = max(self.request, REQUESTS[signal.Signals(number)])  # requests are numbered by priority
 
     def leave(self) -> NoReturn:
         """Exit now, as the recorded request asks for."""
@@ -115,7 +120,8 @@ class Signals:
     def _log_and_exit(self, number: int) -> NoReturn:
         """Log why this process ends, unless the reason of a failure was logged, and exit without any cleaning up."""
         if not self._failed:
-            # A launcher ends a rank by SIGTERM because another has failed: that is the reason to log.
+            # A launcher ends a rank by SIGTERM because another has failed: that is the reason to log. Modules that are
+            # not imported yet have nothing to log or close, and are not imported here.
             group: Any = sys.modules.get("utils.distributed.group")
             if number == signal.SIGTERM and group and group.watchdog:
                 group.watchdog.look()
@@ -128,7 +134,8 @@ class Signals:
                         bar.close()
             name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
             log.warning("%s%s", name, _SAVED_WORDS[self.saved])
-        _exit(EXIT_CODES[REQUESTS[signal.Signals(number)]])
+        request = REQUESTS[signal.Signals(number)]
+        _exit(EXIT_CODES[request])
 
 
 signals = Signals()
@@ -150,11 +157,12 @@ class Deadline:
     def passed(self) -> bool:
         """Return whether it is time to stop. It measures the time between calls, so call it once per update."""
         now = time.monotonic()
-        last_update = now - self._last_call
+        seconds_per_update = now - self._last_call
         self._last_call = now
-        # Doubled: ranks stop shortly after the first request, and an earlier checkpoint may still be being written.
-        still_needed = 2 * (last_update + SECONDS_BETWEEN_EXCHANGES + self._seconds_to_save())
-        return self._end is not None and now + still_needed >= self._end
+        # Twice the time of an update and a checkpoint: ranks agree to stop some updates after the first request, and
+        # an earlier checkpoint may still be in writing.
+        seconds_needed = 2 * (seconds_per_update + SECONDS_BETWEEN_EXCHANGES + self._seconds_to_save())
+        return self._end is not None and now + seconds_needed >= self._end
 
 
 class Stopping:
@@ -175,9 +183,10 @@ class Stopping:
         self._in_flight: tuple[torch.distributed.Work, torch.Tensor] | None = None
         """The all-reduce that has begun, and its tensor: the request, and the number of steps between exchanges"""
         self._step_kind = ""
+        """What the steps between calls of `check` are, such as updates"""
         self._interval = 1
         """Steps between exchanges, the same on all ranks"""
-        self._left = 1
+        self._steps_left = 1
         """Steps until the next exchange"""
         self._last_exchange = time.monotonic()
         if world.size > 1:
@@ -188,47 +197,59 @@ class Stopping:
             self._group = group
 
     def check(self, step_kind: str = "updates") -> None:
-        """Raise `Stopped`, on all ranks at once, if one was asked to stop. Call it on all ranks after each step.
+        """Raise `Stopped`, on all ranks at once, if any rank was asked to stop. Call it on all ranks after each step.
 
-        `step_kind`: names the steps between calls. Where it changes, their time is measured anew.
+        `step_kind`: names the steps between calls. When it changes, their time is measured anew.
         """
-        request = max(signals.request, TIME_IS_UP if self._time_is_up() else NOTHING)
+        time_request = TIME_IS_UP if self._time_is_up() else NOTHING
+        request = max(signals.request, time_request)  # requests are numbered by priority
         agreed = request if self._world.size == 1 else self._exchange(request, step_kind)
-        if agreed:
+        if agreed != NOTHING:
             raise Stopped(agreed)
 
     def _exchange(self, request: int, step_kind: str) -> int:
-        """Begin to all-reduce `request`, if it is time to. Returns the largest request of the previous exchange."""
+        """Finish the previous all-reduce of requests and begin the next, with this rank's `request`.
+
+        Returns the largest request of all ranks in the previous one; NOTHING if it is not time for an exchange yet. So
+        requests are known one exchange later, and no rank waits. The length of the interval is all-reduced along with
+        the requests, since all ranks must exchange after the same step.
+        """
         if step_kind != self._step_kind:  # other steps may take another time
             self._step_kind = step_kind
             self._interval = 1
-            self._left = 1
-        self._left -= 1
-        if self._left:
+            self._steps_left = 1
+        self._steps_left -= 1
+        if self._steps_left > 0:
             return NOTHING
+
         now = time.monotonic()
         seconds_per_step = (now - self._last_exchange) / self._interval
         self._last_exchange = now
         previous_request = self._receive()
-        if previous_request == NOTHING:
+        if previous_request == NOTHING:  # otherwise, all ranks stop now
             import torch.distributed
 
             steps = min(int(SECONDS_BETWEEN_EXCHANGES / max(seconds_per_step, 1e-6)), MOST_UPDATES_BETWEEN_EXCHANGES)
-            flag = torch.tensor([request, max(steps, 1)], dtype=torch.int32)
-            work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
+            message = torch.tensor([request, max(steps, 1)], dtype=torch.int32)
+            # The maximum of both: the most urgent request, and the steps of the fastest rank.
+            work = torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
             assert work is not None
-            self._in_flight = work, flag
-        self._left = self._interval
+            self._in_flight = work, message
+        self._steps_left = self._interval  # as `_receive` has set it
         return previous_request
 
     def _receive(self) -> int:
-        """Finish the exchange in flight: return its largest request, and set its interval. NOTHING without one."""
+        """Wait for the all-reduce in flight. Returns its request, and sets `_interval` to its number of steps.
+
+        Returns NOTHING if none is in flight.
+        """
         if self._in_flight is None:
             return NOTHING
-        work, flag = self._in_flight
+        work, message = self._in_flight
         self._in_flight = None
         work.wait()
-        request, self._interval = flag.numpy().tolist()
+        request, steps = message.numpy().tolist()
+        self._interval = steps
         return request
 
     def wait_for_all(self) -> None:

@@ -62,23 +62,32 @@ class TrainMeters:
         self._task = task
         self._weighted = weighted
         self._sum_type = sum_type_of(device)
-        self._update = torch.zeros(4, dtype=self._sum_type, device=device)
-        self._finished_update = torch.zeros_like(self._update)
-        self._epoch = torch.zeros_like(self._update)
-        self._epoch_counts = torch.zeros((), dtype=self._sum_type, device=device)
-        """Sum of the weights of the epoch's images in the loss, if they are weighted"""
         self._one = torch.ones((), dtype=self._sum_type, device=device)
-        self._norm = torch.zeros((), device=device)
+        """Turns numbers of the host into tensors without a copy to the device"""
+
+        # Rows of four sums: loss times weight, the two counts of the task, and the number of samples.
+        self._update_sums = torch.zeros(4, dtype=self._sum_type, device=device)
+        """Of the update in progress"""
+        self._finished_sums = torch.zeros_like(self._update_sums)
+        """Of the last complete update"""
+        self._epoch_sums = torch.zeros_like(self._update_sums)
+        self._epoch_weight = torch.zeros((), dtype=self._sum_type, device=device)
+        """Sum of the weights of the epoch's images in the loss, if they are weighted"""
+
+        self._grad_norm = torch.zeros((), device=device)
+        """Of the last complete update"""
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._in_a_row = torch.zeros_like(self._skipped)
+        self._skipped_in_a_row = torch.zeros_like(self._skipped)
         self._first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
+        """First update whose gradient was not finite, without loss scaling"""
 
     @torch.no_grad()
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, weight: float, counts: float = 0.0) -> None:
-        """Count one micro-batch. One of weight 0 is skipped: it only keeps this rank in step with the others.
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, weight: float, weight_sum: float = 0.0) -> None:
+        """Add one micro-batch to the sums of the update and of the epoch.
 
+        A micro-batch of weight 0 is skipped: it only keeps this rank in step with the others.
         `loss`: mean over the micro-batch. `weight`: the fraction of the update that the micro-batch is.
-        `counts`: sum of its images' weights in the loss, as in `MicroBatch`.
+        `weight_sum`: sum of the weights that its images have in the loss; used if they are weighted.
         """
         if weight == 0.0:
             return
@@ -86,38 +95,40 @@ class TrainMeters:
         first_count, second_count = self._task.counts(logits, labels, self._sum_type)
         loss = loss.to(self._sum_type)
         samples = self._one * images
-        self._update += torch.stack((loss * weight, first_count, second_count, samples))
-        # One forward pass that overflows must not turn the epoch's mean into NaN.
-        loss_sum = loss * (counts if self._weighted else images)
+        # The loss of an update may be NaN, and is then reported so.
+        self._update_sums += torch.stack((loss * weight, first_count, second_count, samples))
+        # But one forward pass that overflows must not turn the epoch's mean into NaN, so the epoch leaves it out.
+        loss_sum = loss * (weight_sum if self._weighted else images)
         sums = torch.stack((loss_sum, first_count, second_count, samples)).where(torch.isfinite(loss), 0.0)
         if self._weighted:
-            # Weights are not whole numbers, so their sums depend on the order of the terms, and with it on the number
-            # of processes. Rounded to a grid, they do not.
+            # Weights are not whole numbers, so the last bits of their sums depend on the order of the terms, and with
+            # it on the number of processes. Sums of multiples of 1 / GRID are exact, whatever the order.
             sums = (sums * GRID).round() / GRID
-            counted = (self._one * counts).where(torch.isfinite(loss), 0.0)
-            self._epoch_counts += (counted * GRID).round() / GRID
-        self._epoch += sums
+            finite_weight_sum = (self._one * weight_sum).where(torch.isfinite(loss), 0.0)
+            self._epoch_weight += (finite_weight_sum * GRID).round() / GRID
+        self._epoch_sums += sums
 
     @torch.no_grad()
     def close_update(self, update: int, norm: Tensor, stepped: bool | Tensor, scaled: bool) -> None:
         """Finish an update: keep its sums for the report, and count it if it was skipped. Nothing waits for the device.
 
-        `update`: its number, from 1. `norm`: of its gradient. `stepped`: whether the weights moved.
+        `update`: its number, from 1. `norm`: norm of its gradient. `stepped`: whether the weights moved.
         `scaled`: the loss is scaled, so that an overflow only skips an update. Without it, the first gradient norm that
         is not finite is recorded, as it ends the run.
         """
-        # The two rows of sums take turns, so that nothing is allocated.
-        finished = self._update
-        self._update = self._finished_update.zero_()
-        self._finished_update = finished
-        self._norm.copy_(norm)
+        # The sums of this update become those of the last complete one. Its row of sums is used for the next update, so
+        # that nothing is allocated.
+        finished = self._update_sums
+        self._update_sums = self._finished_sums.zero_()
+        self._finished_sums = finished
+        self._grad_norm.copy_(norm)
         if scaled:
             moved = stepped.long().reshape(()) if isinstance(stepped, Tensor) else int(stepped)
-            skipped = 1 - moved
+            skipped = 1 - moved  # 1 or 0
             self._skipped += skipped
             # One more if this update was skipped, else 0.
-            self._in_a_row += 1
-            self._in_a_row *= skipped
+            self._skipped_in_a_row += 1
+            self._skipped_in_a_row *= skipped
         else:
             is_first_bad = ~torch.isfinite(norm) & (self._first_bad == NEVER)
             self._first_bad.masked_fill_(is_first_bad, update)
@@ -127,26 +138,29 @@ class TrainMeters:
 
         `scale`: the loss scale. `lr`: the learning rate of the last update. Both are copied with the sums.
         """
-        sums = sum_over_ranks(torch.cat((self._finished_update, self._epoch)), self._world)
-        # Summed apart: a longer all-reduce may add the losses of several ranks in another order.
-        counts = sum_over_ranks(self._epoch_counts.clone(), self._world) if self._weighted else sums[4 + SAMPLES]
-        same_on_all_ranks = [
-            self._norm,
+        # Two rows of four sums: of the update, and of the epoch.
+        sums = sum_over_ranks(torch.cat((self._finished_sums, self._epoch_sums)), self._world)
+        if self._weighted:
+            # Not part of the all-reduce above: a longer one may add the losses of several ranks in another order.
+            epoch_weight = sum_over_ranks(self._epoch_weight.clone(), self._world)
+        else:
+            epoch_weight = sums[4 + SAMPLES]  # each of the epoch's samples has the weight 1
+        single_numbers = [
+            self._grad_norm,
             scale,
             torch.as_tensor(lr, dtype=self._sum_type),
             self._skipped,
-            self._in_a_row,
+            self._skipped_in_a_row,
             self._first_bad,
-            counts,
+            epoch_weight,
         ]
         pieces = [sums]
-        pieces += [value.to(sums.device, self._sum_type).reshape(1) for value in same_on_all_ranks]
+        pieces += [value.to(sums.device, self._sum_type).reshape(1) for value in single_numbers]
         numbers = torch.cat(pieces).tolist()
-        # Two rows of four sums come first: of the update and of the epoch.
-        norm, scale_value, rate, skipped, in_a_row, first_bad, counted = numbers[8:]
+        norm, scale_value, rate, skipped, in_a_row, first_bad, weight_of_losses = numbers[8:]
         return Reading(
             update=self._metrics(numbers[:4], 1.0),
-            epoch=self._metrics(numbers[4:8], counted or 1.0),
+            epoch=self._metrics(numbers[4:8], weight_of_losses or 1.0),
             grad_norm=norm,
             scale=scale_value,
             lr=rate,
@@ -157,34 +171,35 @@ class TrainMeters:
 
     def state(self) -> dict[str, object]:
         """Running sums over all ranks, for a checkpoint."""
-        sums = sum_over_ranks(self._epoch.clone(), self._world).tolist()
+        sums = sum_over_ranks(self._epoch_sums.clone(), self._world).tolist()
         if self._weighted:
-            sums.append(float(sum_over_ranks(self._epoch_counts.clone(), self._world)))
-        return {"epoch": sums, "skipped": int(self._skipped), "skipped_in_a_row": int(self._in_a_row)}
+            sums.append(float(sum_over_ranks(self._epoch_weight.clone(), self._world)))
+        return {"epoch": sums, "skipped": int(self._skipped), "skipped_in_a_row": int(self._skipped_in_a_row)}
 
     def restore(self, epoch: list[float], skipped: int, skipped_in_a_row: int) -> None:
         """Restore the sums of `state`. Rank 0 gets those of all ranks, other ranks begin with zeros.
 
-        Skips that ended the run are counted anew.
+        `epoch`: the four sums of the epoch so far, and if it was weighted, the sum of the weights of its losses.
         """
-        self._in_a_row.fill_(skipped_in_a_row % MOST_SKIPS)
+        # MOST_SKIPS skipped updates in a row have ended the run: the resumed one counts from 0 again.
+        self._skipped_in_a_row.fill_(skipped_in_a_row % MOST_SKIPS)
         sums = torch.tensor(epoch, dtype=self._sum_type)
         if not self._world.first:
             sums.zero_()
-        self._epoch.copy_(sums[:4])
+        self._epoch_sums.copy_(sums[:4])
         # The last number is the sum of weights. A run that was not weighted before has no such number: its last one is
         # the number of samples, each with the weight 1.
         if self._weighted:
-            self._epoch_counts.copy_(sums[-1])
+            self._epoch_weight.copy_(sums[-1])
         self._skipped.fill_(skipped)
 
     def forget_skips(self) -> None:
         """Begin a new row of skipped updates, as after an update that was not skipped."""
-        self._in_a_row.zero_()
+        self._skipped_in_a_row.zero_()
 
     def start_epoch(self) -> None:
-        self._epoch.zero_()
-        self._epoch_counts.zero_()
+        self._epoch_sums.zero_()
+        self._epoch_weight.zero_()
 
     def _metrics(self, sums: list[float], loss_divisor: float) -> Metrics:
         """Compute metrics from a row of sums. `loss_divisor`: the sum of the weights of the losses in it."""
@@ -220,48 +235,60 @@ class SkipRecord(Fields):
 
 
 def updates_left(config: Config, position: Position, per_epoch: int) -> int:
-    """Return the number of updates that are still to train.
+    """Return the number of updates that are still to train. `per_epoch`: updates of each epoch from now on.
 
-    It is counted by epoch and step, because earlier epochs may have had more or fewer updates than `per_epoch`.
+    Epochs before a resume may have had more or fewer, so `position.update` does not say how many epochs are left.
     """
-    planned = (config.TRAIN.NUM_EPOCHS - position.epoch + 1) * per_epoch - position.step
+    epochs_left = config.TRAIN.NUM_EPOCHS - position.epoch + 1  # the current one included
+    planned = epochs_left * per_epoch - position.step
     limit = config.TRAIN.MAX_UPDATES
-    return max(0, planned if limit is None else min(planned, limit - position.update))
+    if limit is not None:
+        planned = min(planned, limit - position.update)
+    return max(0, planned)
 
 
 def is_complete(config: Config, position: Position) -> bool:
-    """Return whether all epochs or MAX_UPDATES are trained, and the last update is validated.
+    """Return whether all epochs or MAX_UPDATES are trained, and the validation after them is done.
 
-    A run may be stopped during the validation after its last update: then that validation is still to do.
+    A run may be stopped during the validation after its last update. It is not complete then.
     """
+    # The position enters the next epoch only after the validation.
     if position.epoch > config.TRAIN.NUM_EPOCHS:
         return True
     limit = config.TRAIN.MAX_UPDATES
-    return limit is not None and (position.update > limit or position.validated == limit)
+    if limit is None:
+        return False
+    # More updates than the limit: the user has lowered it since.
+    return position.update > limit or position.validated == limit
 
 
 def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:
-    """Estimate the work that a run has done after each of these numbers of epochs.
+    """Estimate the work that a run has done after each number of `epochs`, which may be fractions.
 
     The unit is an epoch that trains on all pixels and tokens. Smaller images (TRAIN.SIZE_SCHEDULE) and dropped tokens
-    make an epoch less work.
+    make an epoch less work. Returns an array of the same length as `epochs`.
     """
     train = config.TRAIN
     full_size = config.DATA.IMAGE_SIZE
     full_pixels = math.prod(sides(full_size))
-    # Epochs after which the size of images or the number of tokens may change.
-    drop_end = max(0, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL)
+
+    # Numbers of complete epochs after which the work per epoch may change. Before the last epoch it may, since that has
+    # images of full size; a change of size after that has no effect.
+    dropping_ends = max(0, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL)
     before_last = train.NUM_EPOCHS - 1
-    changes = {0, drop_end, max(before_last, 0), train.NUM_EPOCHS}
-    for fraction, _ in train.SIZE_SCHEDULE:
-        start = math.ceil(train.epochs_before(fraction))
-        if start < before_last:
-            changes.add(start)
+    changes = {0, dropping_ends, max(before_last, 0), train.NUM_EPOCHS}
+    for start, _ in train.SIZE_SCHEDULE:
+        epochs_before = math.ceil(train.epochs_before(start))
+        if epochs_before < before_last:
+            changes.add(epochs_before)
     bounds = sorted(changes)
+
+    # Work of each epoch between two changes, and the sum up to each change.
     work_per_epoch: list[float] = []
-    for start in bounds[:-1]:
-        relative_work = math.prod(sides(train.size_in(start + 1, full_size))) / full_pixels
-        if train.drops_tokens_in(start + 1):
+    for epochs_before in bounds[:-1]:
+        first_epoch = epochs_before + 1
+        relative_work = math.prod(sides(train.size_in(first_epoch, full_size))) / full_pixels
+        if train.drops_tokens_in(first_epoch):
             relative_work *= 1 - train.TOKEN_DROP
         work_per_epoch.append(relative_work)
     work = np.cumsum(np.diff(bounds) * work_per_epoch)
@@ -274,7 +301,8 @@ class Best(BestState):
     @property
     def by(self) -> str:
         """Name of the metric that decides which validation is best."""
-        return set_of(self.kind)[1]
+        _, metric_name = set_of(self.kind)
+        return metric_name
 
     def is_beaten_by(self, figure: float) -> bool:
         """Return whether `figure` is better. Any finite value beats no validation."""
@@ -290,7 +318,7 @@ class Best(BestState):
         """Describe the best validation for the log: its weights, metric, value and epoch."""
         if self.figure is None:
             return "no validation yet"
-        weight_set, metric_name = set_of(self.kind)
+        weight_set, metric_name = set_of(self.kind)  # `kind` names both, such as "ema_acc1"
         metric = metric_named(metric_name)
         when = f"epoch {self.epoch}" if self.epoch else "before the first epoch"
         return f"{weight_set.marked(metric.words)} {metric.number(self.figure)} ({when})"
@@ -313,10 +341,10 @@ def seconds_of(text: str) -> float:
 
 
 def mark_of_best(guess: float | None, top1: float | None) -> str:
-    """Return the mark of the best epoch so far for its log line, which says so if it is no better than guessing.
+    """Return the mark for the log line of the best epoch so far: "best", or for example "best (as good as guessing)".
 
-    `guess`: accuracy of always guessing the largest class. `top1`: accuracy of the epoch's better weights. Both may be
-    unknown (None).
+    `guess`: accuracy of always guessing the largest class. `top1`: accuracy of the epoch, by the trained weights or
+    their EMA, whichever is better. Either may be unknown (None): then they are not compared.
     """
     comparison = against_guessing(guess, top1)
     return f"best ({comparison} guessing)" if comparison else "best"

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,15 +29,24 @@ class HostEvent:
         return 1000 * (end._time - self._time)
 
 
+class _Mark(NamedTuple):
+    """The end of a stage."""
+
+    ended_stage: str | None
+    """The stage from the previous mark to this one; None if there was a pause, whose time does not count"""
+    event: Any
+    """When the device gets here"""
+    begins_update: bool
+
+
 class EventStages(Stages):
     """Measures by CUDA events between the GPU's kernels."""
 
     def __init__(self, new_event: Callable[[], Any] = HostEvent) -> None:
         """`new_event`: makes a torch.cuda.Event, or on a CPU a HostEvent."""
         self._new_event = new_event
-        self._marks: deque[tuple[str | None, Any, bool]] = deque()
-        """Marks whose time is not counted yet: the stage that ends at the event (None for the first after a pause), the
-        event, and whether an update begins there."""
+        self._marks: deque[_Mark] = deque()
+        """The last mark that was counted, and those after it, whose stages are not counted yet"""
         self._paused = True
         self._seconds = _no_times()
         self._updates = 0
@@ -55,15 +64,16 @@ class EventStages(Stages):
     def take(self) -> StageTimes:
         """Return the times of all stages that have ended since the last call; NOT_MEASURED if no update has.
 
-        On a GPU some may still compute: they remain for the next call. `query` asks for that without waiting.
+        Stages that a GPU still computes remain for the next call: nothing waits for them.
         """
-        while len(self._marks) > 1 and self._marks[1][1].query():
-            _, previous_event, begins_update = self._marks.popleft()
-            stage, event, _ = self._marks[0]
-            if begins_update:
+        # A stage has ended if the device has reached the event of its mark.
+        while len(self._marks) > 1 and self._marks[1].event.query():
+            previous = self._marks.popleft()
+            mark = self._marks[0]
+            if previous.begins_update:
                 self._updates += 1
-            if stage is not None:
-                self._seconds[stage] += previous_event.elapsed_time(event) / 1000
+            if mark.ended_stage is not None:
+                self._seconds[mark.ended_stage] += previous.event.elapsed_time(mark.event) / 1000
         taken = StageTimes(self._updates, self._seconds)
         self._seconds = _no_times()
         self._updates = 0
@@ -72,7 +82,7 @@ class EventStages(Stages):
     def _mark(self, stage: str, begins: bool) -> None:
         event = self._new_event()
         event.record()
-        self._marks.append((None if self._paused else stage, event, begins))
+        self._marks.append(_Mark(None if self._paused else stage, event, begins))
         self._paused = False
 
 
@@ -88,7 +98,10 @@ WARMUP = 2
 
 @contextlib.contextmanager
 def profiled(updates: int, folder: Path) -> Iterator[Callable[[], None]]:
-    """Write a trace of `updates` updates to the run's folder. Yields the function to call after each update."""
+    """Write a trace of `updates` updates to the run's folder. Yields the function to call after each update.
+
+    The first updates are left out, since they take longer than others.
+    """
     trace = folder / "profile.json"
 
     def write(profiler: torch.profiler.profile) -> None:
@@ -102,5 +115,6 @@ def profiled(updates: int, folder: Path) -> Iterator[Callable[[], None]]:
         acc_events=True,  # without it torch warns that earlier cycles are lost; there is only one
     ) as profiler:
         yield profiler.step
+    # A run that ends early writes a shorter trace, if it has made at least one update after those left out.
     if not trace.exists():
         log.warning("-profile: the run ended before %d updates; no trace was written.", SKIPPED + WARMUP + 1)

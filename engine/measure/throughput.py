@@ -110,8 +110,9 @@ class Tally:
     def waited_percent(self) -> float:
         """Percent of the time spent waiting for data: of the device's time if stages are measured, else of the host's.
 
-        Only the device's time is exact. The host runs ahead of a GPU: it also waits while the GPU still computes, and
-        its wait leaves out the time in which the GPU is idle until the host has started the next work.
+        Only the device's time is exact, because the host runs ahead of a GPU. The host may wait for data while the GPU
+        still computes, which costs nothing. And after a wait, the GPU stays idle until the host has started the next
+        work, which the host does not count as waiting.
         """
         if self.stages.updates:
             return self.stages.percent()[DATA]
@@ -155,9 +156,10 @@ class Throughput:
         self._stages = stages or Stages()
         self._began = time.perf_counter()
         self._reset()
-        self._first = Tally()
-        self._later = Tally()
-        self._has_first = False
+        self._up_to_first_report = Tally()
+        """Updates before the first report, which include set-up"""
+        self._since_first_report = Tally()
+        self._has_reported = False
 
     def count(self, images: int) -> None:
         """Count one update of `images` images."""
@@ -176,7 +178,7 @@ class Throughput:
         `waited`: seconds that the host waited for data.
         """
         elapsed = max(time.perf_counter() - self._last, 1e-9)
-        idle, others = self._core_seconds()
+        idle, others = self._core_seconds()  # core seconds since the process began
         idle_before, others_before = self._core_seconds_before
         since_last = Tally(
             updates=self._updates,
@@ -187,11 +189,12 @@ class Throughput:
             idle=idle - idle_before,
             others=others - others_before,
         )
-        if self._has_first:
-            self._later += since_last
+        # The time up to the first report includes set-up, so it is kept apart: `tally` leaves it out if it can.
+        if self._has_reported:
+            self._since_first_report += since_last
         else:
-            self._first = since_last
-            self._has_first = True
+            self._up_to_first_report = since_last
+            self._has_reported = True
         perf = Perf(
             images_per_second=since_last.images / elapsed,
             data_wait_percent=since_last.waited_percent,
@@ -208,7 +211,8 @@ class Throughput:
 
         That time is included as long as too few updates came after it.
         """
-        return self._later if self._later.updates >= MIN_UPDATES else self._first + self._later
+        later = self._since_first_report
+        return later if later.updates >= MIN_UPDATES else self._up_to_first_report + later
 
     def _reset(self) -> None:
         self._last = time.perf_counter()
@@ -302,44 +306,49 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float]) -> Bott
     """
     if tally.updates < MIN_UPDATES:
         return None
+
+    # Each bound is a stage, such as "input-bound" for waiting for data. The largest that exceeds its threshold limits
+    # the speed; without any, the model's computation does, as it should.
     longest_wait = max(waited)
-    stages = tally.stages.percent()
+    stages = tally.stages.percent()  # empty if stages are not measured
     percents = {bound: stages.get(stage, 0.0) for bound, stage in STAGE_OF.items()}
     percents[INPUT] = longest_wait
     too_long = [bound for bound, percent in percents.items() if percent >= THRESHOLDS[bound]]
     bound = max(too_long, key=lambda name: percents[name]) if too_long else COMPUTE
 
+    # The text, with advice.
     rate = tally.images / max(tally.seconds, 1e-9)
-    could_take = rate / max(1 - longest_wait / 100, 0.01)
+    rate_without_wait = rate / max(1 - longest_wait / 100, 0.01)
     device = "GPU" if setting.device in ("cuda", "mps") else "CPU"
     if bound == INPUT:
         slowest_rank = f" of rank {waited.index(longest_wait)}" if len(waited) > 1 else ""
         text = (
             f"input-bound: the {device}{slowest_rank} waited for data {longest_wait:.0f} % of the time. The loader "
-            f"delivers {shown_rate(rate)} images/s; the model could train on {shown_rate(could_take)}. "
+            f"delivers {shown_rate(rate)} images/s; the model could train on {shown_rate(rate_without_wait)}. "
             f"{advise_faster_loading(setting)}."
         )
     elif bound == COMPUTE:
         text = f"compute-bound: the {device} waited for data {longest_wait:.0f} % of the time"
         if stages:
             text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
-        # With several processes on a machine, they are each other's other programs.
+        # With several processes, the time that "other programs" used is perhaps that of the run's other processes.
         others = _describe_other_programs(tally, setting.cores) if len(waited) == 1 else ""
         text += f". {advise_faster_computing(setting, others)}; see docs/performance.md."
     else:
         text = f"{bound}-bound: {_TEXTS[bound].format(device, percents[bound])}; see docs/performance.md."
 
+    # The percent of the time by stage, and that of the model's computation.
     if stages:
         shares = stages
-        computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0)
+        percents[COMPUTE] = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0)
     else:
         shares = {"computing": 100 - longest_wait, "waiting for data": longest_wait}
-        computed = 100 - longest_wait
+        percents[COMPUTE] = 100 - longest_wait
     return Bottleneck(
         bound=bound,
-        percent=percents.get(bound, computed),
+        percent=percents[bound],
         images_per_second=rate,
-        could_take=could_take,
+        could_take=rate_without_wait,
         text=text,
         shares=shares,
     )
@@ -362,8 +371,7 @@ def shown_rate(images_per_second: float) -> str:
 def advise_faster_computing(setting: Setting, others: str) -> str:
     """Advise on faster computing, in one or two sentences without the last full stop.
 
-    `others`: a sentence on other programs that use the cores; '' if they use little. A smaller model would not help
-    against them, so it is not advised then.
+    `others`: a sentence on other programs that use the cores, which comes first; '' if they use little.
     """
     ways = list(setting.faster)
     if not setting.amp:
@@ -372,21 +380,24 @@ def advise_faster_computing(setting: Setting, others: str) -> str:
         ways.append("TRAIN.COMPILE=whole (or blocks)")
     if setting.device == "cpu" and setting.threads > 1:
         ways.append("THREADS=1 (faster for a small model or on a busy CPU; -dry_run measures it)")
+    if not ways and others:
+        return others  # less work for the cores is no remedy for programs that take them
     if not ways:
-        return others or "Only a smaller model, smaller images or more devices would help"
+        return "Only a smaller model, smaller images or more devices would help"
     advice = f"To speed up, try {' and '.join(ways)}"
     return f"{others}. {advice}" if others else advice
 
 
 def advise_faster_loading(setting: Setting) -> str:
-    """Advice on faster data loading, in one sentence."""
+    """Advise on faster data loading, in one sentence without the full stop."""
     if setting.workers is None:
         return "The images are in memory already: try a larger DATA.BATCH_SIZE; see docs/performance.md"
     ways = []
     if setting.remote or setting.workers < setting.cores:
         current = f"now {setting.workers}" if setting.workers else "now 0: the training process loads the images itself"
         ways.append(f"more loading processes (-num_workers, {current})")
-    if setting.stored == "files" and not setting.several:
+    has_one_label = not setting.several  # images with several labels cannot be packed
+    if setting.stored == "files" and has_one_label:
         ways.append(f"packed images ({started_as('scripts/pack_images.py')})")
     elif setting.stored == "tar files":
         ways.append(f"packed pixels instead of encoded images ({started_as('scripts/pack_images.py')} -raw)")

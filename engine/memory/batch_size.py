@@ -5,6 +5,7 @@ given the number.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,8 +46,9 @@ UPDATES_PER_TRIAL = 2  # the optimiser has its state only after the first
 def with_largest_batch(config: Config, target: int | None, world: World, device: torch.device) -> Config:
     """Set DATA.BATCH_SIZE to the largest number of images that fits on every rank. A collective call.
 
+    For an evaluation it is DATA.BATCH_SIZE_EVAL, without a trial, if that is set.
     `target`: the global batch that must result, with TRAIN.ACCUM_ITER set to match; None if any will do, with
-    TRAIN.ACCUM_ITER as it is.
+    TRAIN.ACCUM_ITER as it is. UserError if no batch fits, or none that divides `target`.
     """
     if config.EVAL and config.DATA.BATCH_SIZE_EVAL is not None:
         return with_batch(config, config.DATA.BATCH_SIZE_EVAL, config.TRAIN.ACCUM_ITER)
@@ -59,15 +61,21 @@ def with_largest_batch(config: Config, target: int | None, world: World, device:
     per_process = target // world.size if target is not None else None
     fits_here, explanation = on_every_rank(world, lambda: _search(config, per_process, world, device))
     fits_everywhere = min(all_gather([fits_here], world))
-    if fits_everywhere < fits_here:
+    if fits_everywhere < fits_here:  # more fits here than on another rank
         explanation = f"{fits_everywhere} fits on every process"
-    chosen = fits_everywhere if per_process is None else largest_divisor(per_process, fits_everywhere)
+    if per_process is None:
+        chosen = fits_everywhere
+        accumulation = config.TRAIN.ACCUM_ITER
+    else:
+        chosen = largest_divisor(per_process, fits_everywhere)
+        accumulation = per_process // chosen
+    # Without a target, the search has tried 2 images at least where they are mixed.
     if chosen == 1 and config.TRAIN.mixes and not config.EVAL:
         raise UserError(
             f"DATA.BATCH_SIZE auto: 1 is the largest divisor of {per_process} images per update and process that fits, "
             "and mixup and CutMix mix images of a batch. Set another TRAIN.GLOBAL_BATCH."
         )
-    config = with_batch(config, chosen, config.TRAIN.ACCUM_ITER if per_process is None else per_process // chosen)
+    config = with_batch(config, chosen, accumulation)
     if not config.EVAL:
         total = f"{chosen} x {processes} x {config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}"
         explanation += f"; {total} images per update"
@@ -88,17 +96,17 @@ def largest_divisor(target: int, limit: int) -> int:
 def _search(config: Config, per_process: int | None, world: World, device: torch.device) -> tuple[int, str]:
     """Find the largest batch that fits on this rank. Returns its size and an explanation for the log.
 
-    Frees all memory that the search took. UserError if not even the smallest batch fits.
+    Frees all memory that the search took. UserError if not even the smallest batch fits that the run can use.
     `per_process`: images per update and process; None if the global batch is not given.
     """
-    limit = _limit(config, world, device)
+    limit = _bytes_allowed(config, world, device)
     if limit is None:
         raise UserError(
             "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT (GiB per "
             "process), or set -batch_size to a number."
         )
     usable = int(limit * (1 - MARGIN))
-    fitting = 0
+    fitting = 0  # if not even the model fits
     peak = 0
     reason = ""
     # The run is built for the trial and again later: only the second time may log lines and draw random numbers.
@@ -112,13 +120,13 @@ def _search(config: Config, per_process: int | None, world: World, device: torch
                 reason = f"; {why_most}"
             elif trial.is_slow():
                 reason = "; a larger one would take too long to try on this CPU"
-            del trial
+            del trial  # with its model
         except Exception as error:
-            # If not even the model fits, `fitting` stays 0.
             if not is_out_of_memory(error):
                 raise
         gc.collect()
         take_peak(device)
+
     least = least_batch(config)
     if fitting < least:
         smallest = with_batch(config, 1, config.TRAIN.ACCUM_ITER)
@@ -140,33 +148,39 @@ def check_batch(run: Run) -> None:
     config = run.config
     device = run.device
     batch = run.config.DATA.BATCH_SIZE
-    limit = _limit(config, run.world, device)
+    limit = _bytes_allowed(config, run.world, device)
+    # Small batches are left out, and those that `auto` has tried; a GPU reports an error of its own, and the trial's
+    # model is not sharded.
     sharded = config.DIST.STRATEGY == "fsdp"
     if batch <= STEP or run.auto_batch_size or device.type == "cuda" or sharded or limit is None:
         return
     usable = int(limit * (1 - MARGIN))
     size = least_batch(config)
+    largest_size = min(batch, 4 * STEP)
     with unheard(), fork_host_rng():
         trial = Trial(config, None, run.world, device, usable)
-        while size < min(batch, 4 * STEP) and trial.fits(size) and (len(trial.peaks) < 2 or not trial.is_slow()):
+        # `fits` makes updates with this size and records their peak. Two peaks are needed to extrapolate.
+        while size < largest_size and trial.fits(size):
+            if len(trial.peaks) >= 2 and trial.is_slow():
+                break
             size *= 2
-    largest_tried = max(trial.peaks.values(), default=0)
-    expected = max(trial.expected(batch), largest_tried)
+    largest_peak = max(trial.peaks.values(), default=0)
+    expected = max(trial.expected(batch), largest_peak)
     if expected > usable:
         comparison = f"an update would take about {in_gib(expected)} per process, and {in_gib(usable)} can be had"
         ways = "\n  ".join(ways_out(config, validating=False, device=device))
         raise UserError(f"DATA.BATCH_SIZE {batch}: {comparison}. Ways out:\n  {ways}")
 
 
-def _limit(config: Config, world: World, device: torch.device) -> float | None:
-    """Return how many bytes this process may hold: TRAIN.MEMORY_LIMIT, or less if less is free.
+def _bytes_allowed(config: Config, world: World, device: torch.device) -> float | None:
+    """Return how many bytes this process may hold in all: TRAIN.MEMORY_LIMIT, or less if less is free.
 
     None if neither is known.
     """
     free = free_memory(device, world.local_size)
     limits: list[float] = []
     if free is not None:
-        limits.append(free + held_memory(device))
+        limits.append(free + held_memory(device))  # what this process holds already is not free, but allowed
     if config.TRAIN.MEMORY_LIMIT is not None:
         limits.append(config.TRAIN.MEMORY_LIMIT * GIB)
     return min(limits, default=None)
@@ -190,20 +204,20 @@ def free_memory(device: torch.device, processes: int) -> int | None:
 
 
 def held_memory(device: torch.device) -> int:
-    """Return how many bytes of host memory this process holds now, with libraries and data.
+    """Return how many bytes of host memory this process holds now, with libraries and data; 0 on a GPU.
 
-    0 on a GPU: what `free_memory` counts there already includes what torch holds, and peaks leave out libraries.
+    On a GPU, nothing is to be added to `free_memory`: that includes the memory which torch has reserved.
     """
     if device.type != "cpu":
         return 0
-    return meminfo("VmRSS", STATUS) or round(1e9 * peak_memory_gb(device))
+    return meminfo("VmRSS", STATUS) or round(1e9 * peak_memory_gb(device))  # without /proc, the most it has held
 
 
 @contextmanager
 def limited(device: torch.device, limit: int) -> Iterator[None]:
     """Limit a GPU's memory: allocations beyond `limit` bytes raise torch.OutOfMemoryError.
 
-    Where a host runs out of memory there is no error: the kernel kills the process.
+    Other devices cannot be limited. A host raises no error: if its memory runs out, the system kills the process.
     """
     if device.type != "cuda":
         yield
@@ -224,12 +238,13 @@ def least_batch(config: Config) -> int:
 def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[], bool]) -> int:
     """Find the largest size up to `most` that fits: double it until it does not, then bisect. Returns 0 if none fits.
 
-    Sizes are multiples of 8, or any number if 8 images do not fit.
+    Sizes are multiples of STEP (8), or any number if 8 images do not fit.
     `fits`: tries a size. `enough`: called after each size that fits; True ends the search with that size.
     """
-    fitting = 0
-    too_large = most + 1
+    fitting = 0  # the largest size that fits
+    too_large = most + 1  # the smallest size that does not
     size = min(STEP, most)
+    # The search ends when the next size to try is one that fits: there is none between the two.
     while size > fitting:
         if fits(size):
             fitting = size
@@ -237,12 +252,14 @@ def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[
                 break
         else:
             too_large = size
-        if too_large > most:  # every size so far has fitted
+        every_size_fitted = too_large > most
+        if every_size_fitted:
             size = min(2 * fitting, most)
         else:
-            # The middle of both, rounded to a multiple of `step`: -(-a // b) is a / b rounded up.
+            # The middle of both, in steps, rounded down.
             step = STEP if fitting >= STEP else 1
-            size = (fitting // step + -(-too_large // step)) // 2 * step
+            too_large_in_steps = math.ceil(too_large / step)
+            size = (fitting // step + too_large_in_steps) // 2 * step
     return fitting
 
 
@@ -255,27 +272,32 @@ class Trial:
         `per_process`: images per update and process; None if the global batch is not given.
         `limit`: bytes that this process may hold.
         """
-        # Pretrained weights take as much memory as random ones.
-        config = config.changed(MODEL={"PRETRAINED": None}, TRAIN=config.TRAIN.spanning(1))
+        # Pretrained weights take as much memory as random ones. TRAIN.NUM_EPOCHS auto becomes 1 epoch.
+        one_epoch_if_auto = config.TRAIN.with_auto_epochs(1)
+        config = config.changed(MODEL={"PRETRAINED": None}, TRAIN=one_epoch_if_auto)
         self._config = config
         self._per_process = per_process
         self._world = world
         self._device = device
         self._limit = limit
-        # With two micro-batches, gradients exist during the forward pass. Under DDP they always do, in its buckets.
-        accumulates = per_process is not None or world.size > 1 or config.TRAIN.ACCUM_ITER > 1
-        self._micro_batches = 2 if accumulates else 1
+        # Gradients that exist during the forward pass take memory then, too: from the second micro-batch of an update
+        # on, and under DDP always, in its buckets. In both cases, the trial makes updates of two micro-batches.
+        may_accumulate = per_process is not None or config.TRAIN.ACCUM_ITER > 1
+        has_gradients = may_accumulate or world.size > 1
+        self._micro_batches = 2 if has_gradients else 1
         # In the run, the data sets take their part of the memory, too.
         options = config.MODEL.NUM_CLASSES, config.SEED, device
-        splits = (False,) if config.EVAL else (True, False)
-        self._datasets = [open_dataset(config.DATA, train, *options) for train in splits]
+        is_training_split = (False,) if config.EVAL else (True, False)
+        self._datasets = [open_dataset(config.DATA, train, *options) for train in is_training_split]
         self._tuned = tuned_model(config, device)
         self._parts = None
         self._seconds = 0.0
         if not config.EVAL:
             config_of_trial = with_batch(config, STEP, self._micro_batches)
+            # Any number of updates per epoch will do: the memory does not depend on it.
             self._parts = build_train_state(config_of_trial, ALONE, self._tuned, per_epoch=1000)
-            self._parts.leave_out(OverflowWatch)  # it would replay overflows; MARGIN has room for what it keeps
+            # It would replay overflows. What it keeps in a run fits into MARGIN.
+            self._parts.leave_out(OverflowWatch)
             self._parts.assemble()
             self._parts.enter(config.TRAIN.NUM_EPOCHS)  # the last epoch has most pixels and tokens
         self.peaks: dict[int, int] = {}
@@ -284,20 +306,22 @@ class Trial:
     def most(self) -> tuple[int, str]:
         """Return the largest batch size to try, and the reason why no larger one is tried."""
         config = self._config
-        samples = len(self._datasets[0])
+        samples = len(self._datasets[0])  # of the training split, or with EVAL of the validation split
         processes = self._world.size
         most, kind = (MOST_ON_CPU, "CPU") if self._device.type == "cpu" else (MOST, "GPU")
         limits = [
             (most, f"no larger one is tried on a {kind}"),
             (max(1, samples // processes), f"there are only {counted(samples, 'image')}"),
         ]
-        if self._per_process is not None:
+        if self._per_process is not None:  # the images per update are given
             limits.append((self._per_process, "no more are needed for the global batch"))
         elif not config.EVAL:
             batch = samples // (LEAST_UPDATES * processes * config.TRAIN.ACCUM_ITER)
+            if batch >= STEP:
+                batch = batch // STEP * STEP  # rounded down
             reason = f"with more, an epoch of {samples:,} images would have fewer than {LEAST_UPDATES} updates"
-            limits.append((max(least_batch(config), batch // STEP * STEP or batch), reason))
-        return min(limits)
+            limits.append((max(least_batch(config), batch), reason))
+        return min(limits)  # the smallest size, with its reason
 
     def fits(self, batch: int) -> bool:
         """Try a batch size, and record its peak. Returns whether it fits into the limit.
@@ -306,7 +330,7 @@ class Trial:
         """
         if self._device.type != "cuda" and self.expected(batch) > self._limit:
             return False
-        take_peak(self._device)
+        take_peak(self._device)  # so that the next peak is that of this size
         completed = self._try(batch)
         if not completed:
             gc.collect()  # free what the error held
@@ -333,7 +357,7 @@ class Trial:
         try:
             for number in range(1, UPDATES_PER_TRIAL + 1):
                 began = time.perf_counter()
-                if self._parts is None:
+                if self._parts is None:  # an evaluation
                     self._tuned.model.eval()
                     with torch.no_grad(), self._tuned.precision.autocast(training=False):
                         self._tuned.model(self._tuned.inputs(self._batch(batch).images))
@@ -342,7 +366,7 @@ class Trial:
                     shares = tuple(MicroBatch(nth, np.arange(batch), 1 / len(indices)) for nth in indices)
                     train_update(self._parts, Window(shares, (self._batch(batch) for _ in indices)), number)
                 synchronize(self._device)
-                # The time of the last update counts: the first one may import much.
+                # The seconds of a trial, estimated from its last update: the first one may import much.
                 self._seconds = UPDATES_PER_TRIAL * (time.perf_counter() - began)
         except Exception as error:
             if not is_out_of_memory(error):

@@ -89,8 +89,8 @@ class Cost(NamedTuple):
 def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     """Make a few updates and a validation, and log what the run would cost. A collective call.
 
-    On a CPU, also with one thread, and with the settings that may be faster. UserError or TrainingError for a problem
-    that the run would meet. `updates_left`: the updates that the run has still to train.
+    On a CPU, updates are also timed with one thread, and with the settings that may be faster. UserError or
+    TrainingError for a problem that the run would meet. `updates_left`: the updates that the run has still to train.
     """
     config = run.config
     is_alone_on_cpu = run.device.type == "cpu" and run.world.size == 1
@@ -99,6 +99,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     position = replace(ready.position)
     reporter = Reporter(config, ready.train_loader.order.updates, None, position)
     costs: dict[str, Cost] = {}
+    # Within a minute of the program's start, but with enough time for the trial if the start took most of it.
     end = max(stopping.BEGAN + MOST_SECONDS_IN_ALL, time.monotonic() + LEAST_SECONDS)
 
     def measure(heading: str) -> None:
@@ -107,6 +108,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
 
     try:
         measure("time")
+        # At the worst, one thread takes as many times longer as there are threads now.
         longest_with_one_thread = costs["time"].update * run.threads
         may_try_one_thread = is_alone_on_cpu and run.threads > 1 and longest_with_one_thread <= MOST_SECONDS_ALONE
         if may_try_one_thread and time.monotonic() < end:
@@ -114,7 +116,8 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
             torch.set_num_threads(1)
             measure("THREADS=1")
     except Exception as error:
-        # A failed training ends with exit code 1. A dry run trains nothing: it found a problem before the first update.
+        # A dry run trains nothing, so a problem that it finds is one before the first update: a UserError, not a failed
+        # training. With several ranks, a TrainingError ends the others at once.
         error_class = UserError if run.world.size == 1 else TrainingError
         if isinstance(error, TrainingError):
             raise error_class(str(error)) from None
@@ -136,7 +139,9 @@ def _try_faster_ways(run: Run, ready: ReadyToTrain, position: Position, seconds:
     """
     ways = list(_faster_ways(run.config, ready))
     for flag, faster_config in ways:
-        turns = int(SECONDS_OF_TURNS / len(ways) / (2 * seconds)) - 1
+        # A turn is an update with the run's settings and one with the faster ones. One turn more warms up.
+        seconds_of_way = SECONDS_OF_TURNS / len(ways)
+        turns = int(seconds_of_way / (2 * seconds)) - 1
         if turns < LEAST_TURNS:
             log.info("  not tried  %s: an update takes too long here", flag)
             continue
@@ -146,26 +151,31 @@ def _try_faster_ways(run: Run, ready: ReadyToTrain, position: Position, seconds:
 
 def _faster_ways(config: Config, ready: ReadyToTrain) -> Iterator[tuple[str, Config]]:
     """Yield each flag or setting that may make updates faster on a CPU, with the settings that it results in."""
-    setting = setting_of(ready)
-    other_precision = config.changed(AMP={"ENABLED": not config.AMP.ENABLED})
-    channels_last = config.changed(SPEED=config.SPEED + ("+channels_last",))
-    for flag in setting.faster:
-        yield flag, channels_last if flag.startswith("SPEED") else other_precision
-    if not setting.amp:
-        yield "-amp", other_precision
+    facts = setting_of(ready)
+    # `facts.faster` may have the setting SPEED=+channels_last, and a flag to switch AMP off.
+    flags = list(facts.faster)
+    if not facts.amp:
+        flags.append("-amp")
+    with_amp_toggled = config.changed(AMP={"ENABLED": not config.AMP.ENABLED})
+    with_channels_last = config.changed(SPEED=config.SPEED + ("+channels_last",))
+    for flag in flags:
+        yield flag, with_channels_last if flag.startswith("SPEED") else with_amp_toggled
 
 
-def _compare(faster: Run, ready: ReadyToTrain, position: Position, turns: int) -> str:
-    """Compare the time of updates of `ready` and of `faster`, alternating and on the same images.
+def _compare(faster_run: Run, ready: ReadyToTrain, position: Position, turns: int) -> str:
+    """Compare how long updates take with the settings of `ready` and with those of `faster_run`, on the same images.
 
-    `faster` has a model with initial weights, which take as long. Returns the words for the log.
+    Both alternate, `turns` times. For `faster_run`, another model is built; it keeps its initial weights, since an
+    update with them takes as long. Returns the words for the log.
     """
     window = next(ready.train_loader.epoch(position.epoch))
     batches = [batch for _, batch in window]
     with unheard(), fork_host_rng():
-        tuned = tuned_model(faster.config, faster.device, replaced=True)
+        tuned = tuned_model(faster_run.config, faster_run.device, replaced=True)  # without pretrained weights
         per_epoch = ready.train_loader.order.updates
-        faster_parts = build_train_state(faster.config, faster.world, tuned, per_epoch, train_set=ready.train_set)
+        faster_parts = build_train_state(
+            faster_run.config, faster_run.world, tuned, per_epoch, train_set=ready.train_set
+        )
     faster_parts.assemble()
     faster_parts.enter(position.epoch)
 
@@ -228,19 +238,21 @@ class _Trial:
     def measure(self, ready: ReadyToTrain, seconds: float) -> None:
         """Time updates of each phase, for about `seconds` in total, and a validation."""
         ready.parts.assemble()
-        self.set_up = time.monotonic() - self.began
+        self.set_up = time.monotonic() - self.began  # building the trial, as the run will be built again
         self.per_epoch = ready.train_loader.order.updates
         self.saving = estimate_seconds(ready.parts)
         reporter = Reporter(self.config, 1, None, Position())
         position = Position()
-        # Of the epochs of a phase, the first is last in this countdown, so its number remains.
+        # The first epoch of each phase: counting down, the last number that is stored for a phase is its first epoch.
         first_epochs = {self.phase(self.train, epoch): epoch for epoch in range(LONGEST_RUN, 0, -1)}
+        seconds_per_phase = min(MOST_SECONDS, seconds / len(first_epochs))
         for phase, epoch in first_epochs.items():
             position = Position(epoch)
             ready.parts.enter(epoch)
             started = time.monotonic()
-            pace = _train(ready, position, reporter, min(MOST_SECONDS, seconds / len(first_epochs)), sys.maxsize)
-            # First updates take longer, for compiling and the like. The run spends that time again.
+            pace = _train(ready, position, reporter, seconds_per_phase, most=sys.maxsize)  # any number of updates
+            # First updates take longer, for compiling and the like. The run spends that time again. (`_train` has
+            # counted the updates in `position`.)
             self.set_up += max(0.0, time.monotonic() - started - position.update * pace)
             self.paces[phase] = pace
         self.validation = _validate(ready, position, reporter)
@@ -249,13 +261,16 @@ class _Trial:
 
     def needed(self, epochs: int) -> float:
         """Return the seconds that so many epochs with their validations take, without set-up and saving."""
+        # The sum over the epochs of the seconds per update. Only a very short run may have a phase that was not
+        # measured: it counts like the slowest.
         train = self.train.changed(NUM_EPOCHS=epochs)
-        slowest = max(self.paces.values())  # also for a phase that only a very short run has
-        paces = sum(self.paces.get(self.phase(train, epoch), slowest) for epoch in range(1, epochs + 1))
+        slowest = max(self.paces.values())
+        sum_of_paces = sum(self.paces.get(self.phase(train, epoch), slowest) for epoch in range(1, epochs + 1))
         config = self.config
-        validations = math.ceil(epochs / config.VALIDATE_FREQ)
-        validations += epochs * self.per_epoch // (config.VALIDATE_EVERY_UPDATES or LONGEST_RUN * self.per_epoch)
-        return paces * self.per_epoch + validations * self.validation
+        at_epoch_ends = math.ceil(epochs / config.VALIDATE_FREQ)
+        never = LONGEST_RUN * self.per_epoch  # more updates than a run has
+        within_epochs = epochs * self.per_epoch // (config.VALIDATE_EVERY_UPDATES or never)
+        return sum_of_paces * self.per_epoch + (at_epoch_ends + within_epochs) * self.validation
 
     def left(self, max_time: float) -> float:
         """Return the seconds that remain for epochs, if the program may run for `max_time` seconds since it began."""
@@ -268,8 +283,8 @@ class _Trial:
 def settle_epochs(run: Run) -> Run:
     """Return `run` with as many epochs as fit into MAX_TIME (TRAIN.NUM_EPOCHS auto). A collective call.
 
-    The number is found once, by trial updates with a model of their own, and config.yaml keeps it: the training is as
-    reproducible as if it had been given. UserError if not even one epoch fits.
+    Trial updates with a model of their own measure how long epochs take. Then config.yaml keeps the number, so that the
+    training is as reproducible as if the user had given it. UserError if not even one epoch fits.
     """
     config = run.config
     assert config.MAX_TIME is not None, "checked before"
@@ -278,17 +293,21 @@ def settle_epochs(run: Run) -> Run:
             "TRAIN.NUM_EPOCHS auto: this training keeps the features of its frozen backbone, and an epoch takes "
             "seconds; set -epochs to a number."
         )
+    # The settings of the trial: those of the longest run, and not compiled if even a run of MAX_TIME would not save the
+    # time that compiling takes, as TRAIN.COMPILE auto decides later for the run.
     max_time = seconds_of(config.MAX_TIME)
-    train = config.TRAIN.spanning(LONGEST_RUN)
+    train = config.TRAIN.with_auto_epochs(LONGEST_RUN)
     saved_by_compiling = choice.FRACTION_SAVED * max_time
     if train.COMPILE == choice.AUTO and saved_by_compiling <= choice.REQUIRED_RATIO * choice.SECONDS_TO_COMPILE:
         train = train.changed(COMPILE=choice.NONE)
     config_of_trial = config.changed(TRAIN=train)
+
+    # The trial. The run is built again later: it logs these lines itself, and must draw the random numbers of a run
+    # without trial.
     trial = _Trial(config_of_trial, train)
-    # The run is built again later: it logs these lines itself, and must draw the random numbers of a run without trial.
     with unheard(), fork_host_rng():
         run_of_trial = replace(run, config=config_of_trial)
-        ready = on_every_rank(run.world, lambda: build_for_training(run_of_trial, None, dry=True))
+        ready = on_every_rank(run.world, lambda: build_for_training(run_of_trial, checkpoint=None, dry=True))
         trial.measure(ready, SHARE_OF_TRIAL * max_time)
         compiling = (ready.choices["compile"], "auto: as in the trial that found TRAIN.NUM_EPOCHS")
         ready.train_loader.close()
@@ -297,19 +316,22 @@ def settle_epochs(run: Run) -> Run:
     gc.collect()
     take_peak(run.device)
 
+    # The most epochs that need no more than the seconds left. Those needed grow with the number of epochs, so bisection
+    # finds how many of the numbers 1, 2, ... need no more, which is the number itself. Rank 0 decides for all.
     left = trial.left(max_time)
-    # The most epochs that need no more than `left`: `needed` grows with their number. Rank 0 decides for all.
-    epochs = broadcast(bisect_right(range(1, LONGEST_RUN + 1), left, key=trial.needed), run.world)
+    numbers = range(1, LONGEST_RUN + 1)
+    epochs = broadcast(bisect_right(numbers, left, key=trial.needed), run.world)
     if epochs == 0:
         for_one = trial.needed(1)
-        # With more time the trial takes longer, too: hence 1.2. Rounded up to 10 seconds.
-        enough = 10 * math.ceil((max_time + 1.2 * (for_one - left)) / 10)
+        missing = for_one - left
+        # With more time, the trial takes longer, too: hence 1.2. Rounded up to 10 seconds.
+        enough = 10 * math.ceil((max_time + 1.2 * missing) / 10)
         raise UserError(
             f"TRAIN.NUM_EPOCHS auto: MAX_TIME {config.MAX_TIME} is too short: one epoch takes about {for_one:.3g} s, "
             f"and start and end leave {max(left, 0):.3g} s. -max_time {clock(enough)} would do for one epoch. Faster: "
             "a smaller model or DATA.IMAGE_SIZE, or MODEL.FREEZE=backbone, which trains the classifier alone."
         )
-    config = config.changed(TRAIN=config.TRAIN.spanning(epochs))
+    config = config.changed(TRAIN=config.TRAIN.with_auto_epochs(epochs))
     paces = trial.paces.values()
     log.info(
         "TRAIN.NUM_EPOCHS auto: %d, with a warm-up of %g: about %s of MAX_TIME %s (%s s per update, %.3g s per "
@@ -341,12 +363,14 @@ def _train(
 ) -> float:
     """Train and log a few updates, without saving anything. Returns the seconds per update. A collective call.
 
-    It trains for about `seconds` and at most `most` updates, either within one epoch or for a number of whole epochs.
-    At `end`, a reading of time.monotonic, the update in progress is the last; if none was timed yet, those that were
-    for setting up count.
+    The first updates, at the end of an epoch, only set up: they allocate memory and start processes. The updates of the
+    next epoch are timed, for about `seconds` and at most `most` of them: either a part of one epoch, or whole epochs.
+    At `end`, a reading of time.monotonic, the update in progress is the last one. If none was timed yet, the time is
+    that of the updates that set up.
 
-    Unlike a run's, an epoch begins with an empty loader here, so that images loaded during slow first updates do not
-    make the time too short: the first wait of an epoch counts once per epoch.
+    In a run, the loader works ahead across epochs; here, each epoch begins with an empty loader. Otherwise, images that
+    were loaded during slow first updates would make the time too short. So the wait for the first images of an epoch is
+    counted as a part of the whole epoch, even if only some of its updates are made.
     """
     parts = ready.parts
     loader = ready.train_loader
@@ -356,40 +380,58 @@ def _train(
     began = time.perf_counter()
     number = 0
     first_waits = list[float]()
+    """Seconds of the wait for the first images of each epoch"""
     set_up = min(SET_UP, per_epoch)
-    position.step = max(0, per_epoch - SET_UP)  # the end of an epoch, to set up
-    # Timed updates have the numbers 1, 2, ...; those before, 0 and negative ones, set up.
+    position.step = max(0, per_epoch - SET_UP)  # so that the epoch ends with the updates that set up
+    # Timed updates have the numbers 1, 2, 3 and so on. Those that set up have 0 and negative numbers.
     for number, window in enumerate(_windows(ready, position.epoch, position.step), start=1 - set_up):
-        if position.step == per_epoch:
+        is_timed = number > 0
+        is_first_timed = number == 1
+        if position.step == per_epoch:  # the next update begins an epoch
             synchronize(device)
-        if number == 1:
+        if is_first_timed:
             loader.take_wait()
             began = time.perf_counter()
         train_update(parts, window, position.update + 1)
-        position.step = position.step % per_epoch + 1
+        position.step = position.step % per_epoch + 1  # 1 after the last one of an epoch
         position.update += 1
         throughput.count(loader.order.samples_of(position.step - 1))
-        if number > 0 and position.step == 1:
+        if is_timed and position.step == 1:
             first_waits.append(loader.take_wait())
-        if number == 1:
+        if is_first_timed:
             throughput.restart()
         is_late = time.monotonic() >= end
         is_enough = number >= most or (number >= LEAST_UPDATES and time.perf_counter() - began >= seconds)
-        may_end = number <= per_epoch or position.step == per_epoch
+        is_part_of_one_epoch = number <= per_epoch
+        may_end = is_part_of_one_epoch or position.step == per_epoch
         if broadcast(is_late or (is_enough and may_end), parts.world):
             break
     synchronize(device)
 
+    # Without first waits, an update takes the same time anywhere in an epoch.
     waited = sum(first_waits)
-    timed = number if number > 0 else number + set_up
-    update = (time.perf_counter() - began - waited) / timed + waited / max(1, len(first_waits) * per_epoch)
+    updates = number if number > 0 else number + set_up  # the timed ones, or those that set up
+    seconds_without_wait = (time.perf_counter() - began - waited) / updates
+    update = seconds_without_wait + waited / max(1, len(first_waits) * per_epoch)
     reason = ": the time of a dry run is up" if time.monotonic() >= end else ""
-    log.info("The time per update is estimated from %s%s.", counted(timed, "update"), reason)
+    log.info("The time per update is estimated from %s%s.", counted(updates, "update"), reason)
+    # `throughput.restart` came after the first wait, so that does not count here.
+    _report_updates(ready, position, reporter, throughput, waited=loader.take_wait() + sum(first_waits[1:]))
+    return update
+
+
+def _report_updates(
+    ready: ReadyToTrain, position: Position, reporter: Reporter, throughput: Throughput, waited: float
+) -> None:
+    """Log the metrics of trial updates, their speed, NaN, and the bottleneck. A collective call.
+
+    `waited`: seconds that the host waited for data, since `throughput` began.
+    """
+    parts = ready.parts
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
-    # The first of these waits was before `throughput.restart`.
-    perf = throughput.read(loader.take_wait() + sum(first_waits[1:]))
-    reporter.train(position, reading, perf, parts.figures())
-    if not math.isfinite(reading.epoch.loss) or reading.first_bad >= 0:
+    reporter.train(position, reading, throughput.read(waited), parts.figures())
+    has_bad_gradient = reading.first_bad >= 0  # the number of the update, else NEVER
+    if not math.isfinite(reading.epoch.loss) or has_bad_gradient:
         log.warning(
             "The loss or its gradient is NaN or infinite in these updates; see docs/troubleshooting.md for remedies."
         )
@@ -397,14 +439,13 @@ def _train(
     bottleneck = find_bottleneck(throughput.tally, setting_of(ready), waited_percents)
     if bottleneck:
         log.info("Where the time went: %s", bottleneck.text)
-    return update
 
 
 def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None, end: float = math.inf) -> float:
     """Validate all weights that the run keeps. Returns the seconds that this takes. A collective call.
 
-    A long validation ends after MOST_BATCHES batches or at `end`, and its time is extrapolated. A short one is timed
-    a second time: the first has started loading processes.
+    A long validation ends after MOST_BATCHES batches or at `end` (a reading of time.monotonic), and its time is
+    extrapolated. A short one is timed a second time, since the first time has started loading processes.
     `reporter`: logs the metrics of the first time; None the second time.
     """
     world = ready.parts.world
@@ -412,13 +453,16 @@ def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None
     metrics = {}
     began = time.perf_counter()
     all_batches = len(ready.val_loader) + (ready.neighbours.batches if ready.neighbours else 0)
-    batches_of_all_ranks = broadcast(all_batches, world) - 1  # ranks may have one batch more or less than rank 0
+    # Batches that every rank has, since a rank may have one batch more or less than rank 0. Only before these may all
+    # ranks decide together whether to stop: `broadcast` is a collective call.
+    batches_of_every_rank = broadcast(all_batches, world) - 1
 
     def count() -> None:
+        """Count a batch before it is validated, or end the validation if its time can be extrapolated."""
         nonlocal batches
         enough = batches >= MOST_BATCHES or time.monotonic() >= end
-        # Every rank has these batches, so every rank calls `broadcast`, and all stop here, or none.
-        if 0 < batches < batches_of_all_ranks and broadcast(enough, world):
+        may_stop = 0 < batches < batches_of_every_rank
+        if may_stop and broadcast(enough, world):
             raise _EnoughBatches
         batches += 1
 
@@ -429,10 +473,11 @@ def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None
         synchronize(ready.precision.device)
         return (time.perf_counter() - began) / batches * all_batches * len(ready.parts.weights)
     seconds = time.perf_counter() - began
-    if reporter is None:
+    if reporter is None:  # the second time
         return seconds
     reporter.validation(position, metrics, seconds)
-    return _validate(ready, position, None, end) if broadcast(seconds < SHORT, world) else seconds
+    was_short = broadcast(seconds < SHORT, world)
+    return _validate(ready, position, None, end) if was_short else seconds
 
 
 def _costs(
@@ -443,38 +488,48 @@ def _costs(
     `costs`: heading of a line -> what was measured. `updates`: number that the run has still to train.
     `batch_is_auto`: `auto` has chosen the batch size.
     """
+    # Each line begins with a heading of 11 columns; a line that continues another has blanks there.
     device = ready.precision.device
     yield from _cost_in_memory(config, device, batch_is_auto)
+
+    # The work that is left. The timed updates are of the epoch at `position`; later ones may have larger images or more
+    # tokens, so each of them counts as several like those that were timed.
     per_epoch = ready.train_loader.order.updates
     position = ready.position
     epochs = updates / per_epoch
     epochs_done = position.epoch - 1 + position.step / per_epoch
-    # The timed updates are of the epoch at `position`; later ones may have larger images or more tokens.
     boundaries = (position.epoch - 1, position.epoch, epochs_done, epochs_done + epochs)
-    epoch_begin, epoch_end, work_done, work_in_all = work_until(config, boundaries)
-    # The work left, in updates like those that were timed
-    computed = per_epoch * (work_in_all - work_done) / max(epoch_end - epoch_begin, 1e-9)
-    if computed > 1.001 * updates > 0:
+    work_before_epoch, work_after_epoch, work_done, work_in_all = work_until(config, boundaries)
+    work_of_epoch = max(work_after_epoch - work_before_epoch, 1e-9)
+    updates_like_timed = per_epoch * (work_in_all - work_done) / work_of_epoch
+    if updates > 0 and updates_like_timed > 1.001 * updates:  # more, beyond rounding
         yield "           later epochs take more memory; their time is estimated by their pixels and tokens"
     if config.trains_on_features and updates:
         yield "           features are kept: the estimate is one pass over the images; then an epoch takes seconds"
+        # Only the pass that computes the features is counted, like one epoch.
         updates = per_epoch
-        computed = per_epoch
+        updates_like_timed = per_epoch
         epochs = 1.0
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) if updates else 0
-    validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)
+    if config.VALIDATE_EVERY_UPDATES:
+        validations += updates // config.VALIDATE_EVERY_UPDATES
+
+    # The time, by each measurement.
     condition = "; longer if other programs take the cores" if device.type == "cpu" else ""
     shortest = math.inf
     for heading, cost in costs.items():
-        left = computed * cost.update + validations * cost.validation
+        left = updates_like_timed * cost.update + validations * cost.validation
         shortest = min(shortest, left)
         yield (
             f"{heading:<11}{cost.update:.3g} s per update, about {clock(cost.validation)} per validation; "
             f"{counted(updates, 'update')} to go ({epochs:,.1f} epochs): about {clock(left)}, until "
             f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M} if started now{condition}"
         )
+
+    # A smaller image size, if that is long.
     may_change_size = config.MODEL.RESUME is None and not config.TRAIN.SIZE_SCHEDULE
-    size = smaller_size(config) if shortest > LONG and may_change_size else None
+    is_long = shortest > LONG
+    size = smaller_size(config) if is_long and may_change_size else None
     if size:
         pixels = math.prod(sides(config.DATA.IMAGE_SIZE))
         fewer_pixels = math.prod(sides(size))
@@ -493,7 +548,7 @@ def _cost_in_memory(config: Config, device: torch.device, batch_is_auto: bool) -
     where = "for each process, its libraries included" if device.type == "cpu" else "on each GPU"
     yield f"memory     {in_gib(peak)}{of_total} at the peak, {where}"
     if total and peak > NEARLY_FULL * total:
-        ways = "; ".join(ways_out(config, False, device, batch_is_auto))
+        ways = "; ".join(ways_out(config, validating=False, device=device, batch_is_auto=batch_is_auto))
         yield f"           this is nearly all memory; to save some: {ways}"
 
 
@@ -505,10 +560,12 @@ def smaller_size(config: Config) -> ImageSize | None:
     smaller = size_of([STEP * round(side / math.sqrt(2) / STEP) for side in sides(size)])
     if min(sides(smaller)) == 0 or math.prod(sides(smaller)) >= math.prod(sides(size)):
         return None
-    with suppress(UserError):
-        if "img_size" not in timm_call(model, smaller, channels)[1] or not model.PRETRAINED:
+    with suppress(UserError):  # of a model that cannot be built with this size
+        _, arguments = timm_call(model, smaller, channels)
+        # Models without this argument take images of any size, and without weights nothing depends on the old size.
+        if "img_size" not in arguments or not model.PRETRAINED:
             return smaller
-        # timm resizes given weights of models with this method.
+        # Otherwise, timm must resize the weights, which it does for models with this method.
         if hasattr(build_without_weights(model, smaller, channels), "set_input_size"):
             return smaller
     return None

@@ -23,41 +23,51 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     config = run.config
     world = run.world
     target = run.config.TRAIN.GLOBAL_BATCH
-    saved: dict[str, Any] | None = checkpoint and checkpoint.meta["batch"]
-    auto_size: Any = choices_of(checkpoint).get(BATCH_CHOICE)  # what auto chose when the run began
+    saved: dict[str, Any] | None = checkpoint.meta["batch"] if checkpoint else None
+    size_when_begun: Any = choices_of(checkpoint).get(BATCH_CHOICE)  # what auto chose then
+
+    # DATA.BATCH_SIZE auto.
     is_auto = config.DATA.BATCH_SIZE == AUTO
     if is_auto:
-        if saved and auto_size == saved["per_process"] and (target is None or target % (auto_size * world.size) == 0):
-            config = with_batch(config, auto_size, saved["accumulated"])
-            log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", auto_size)
+        was_used = saved and size_when_begun == saved["per_process"]
+        if saved and was_used and (target is None or target % (size_when_begun * world.size) == 0):
+            config = with_batch(config, size_when_begun, saved["accumulated"])
+            log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", size_when_begun)
         else:
             from engine.memory.batch_size import with_largest_batch
 
-            total = target or (_global_batch_of(saved) if saved else None)
-            config = with_largest_batch(config, total, world, run.device)
+            saved_total = _global_batch_of(saved) if saved else None
+            config = with_largest_batch(config, target or saved_total, world, run.device)
+
+    # TRAIN.ACCUM_ITER.
     with_size = config
     asked = run.asked
     if target is not None:
         config = on_every_rank(world, lambda: with_global_batch(with_size, target, world))
     elif checkpoint is not None:
         config = on_every_rank(world, lambda: _with_saved_global_batch(with_size, checkpoint, world.size))
+        # The next checkpoint records the accumulation that the settings ask for, too: by it, a later resume sees
+        # whether the user has changed it.
         asked = {**asked, "TRAIN.ACCUM_ITER": with_size.TRAIN.ACCUM_ITER}
-    return replace(run, config=config, auto_batch_size=is_auto or auto_size == config.DATA.BATCH_SIZE, asked=asked)
+    # A size that auto found when the run began counts as found by auto, though the settings of the run give it now.
+    size_is_autos = is_auto or size_when_begun == config.DATA.BATCH_SIZE
+    return replace(run, config=config, auto_batch_size=size_is_autos, asked=asked)
 
 
 def _with_saved_global_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
     """Change the accumulation if the number of processes changed, so that the global batch stays the same.
 
-    It may have changed in an earlier resume: then the settings still ask for the accumulation of the first number of
-    processes. Nothing changes if the settings ask for another batch than they did before. UserError if no accumulation
-    gives the global batch of the checkpoint.
+    Nothing changes if the user has set another batch size or accumulation than before. UserError if no accumulation
+    gives the global batch of the checkpoint. `processes`: their number now.
     """
     saved = checkpoint.meta["batch"]
     batch = config.DATA.BATCH_SIZE
     accumulation = config.TRAIN.ACCUM_ITER
     total = _global_batch_of(saved)
     images_at_once = batch * processes
-    same_settings = saved["per_process"] == batch and accumulation in (saved["accumulated"], saved.get("asked"))
+    # If an earlier resume has changed the accumulation, the settings still ask for the one before that ("asked").
+    same_accumulation = accumulation in (saved["accumulated"], saved.get("asked"))
+    same_settings = saved["per_process"] == batch and same_accumulation
     if not same_settings or total == images_at_once * accumulation:
         return config
     if total % images_at_once:

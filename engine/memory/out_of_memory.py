@@ -15,12 +15,14 @@ from utils.text import counted
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.sizes import in_pixels
 
-HALF = {"cpu": "-amp bf16"}
-"""The word for 16 bits where -amp alone may be fp32"""
+AMP_FLAG = "-amp"
+AMP_FLAG_ON_CPU = "-amp bf16"
+"""On a CPU, -amp alone may be fp32"""
 
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
     """Return the error for a training that ran out of memory, with the checkpoint to resume from."""
+    # It ends with a list of ways to need less memory, to which "one of these" refers.
     description = describe(error, trainer.run, trainer.position.update + 1)
     config = trainer.run.config
     last = read_index(trainer.folder / CHECKPOINTS)["last"]
@@ -41,15 +43,16 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
     """
     config = run.config
     data = config.DATA
+    batch_is_auto = run.auto_batch_size or data.BATCH_SIZE == AUTO
     is_validating = IN_VALIDATION in getattr(error, "__notes__", ())
     if is_validating:
         where = IN_VALIDATION if update is None else f"{IN_VALIDATION} after update {update - 1}"
-    else:
-        where = "before the first update" if update is None else f"in update {update}"
-    if is_validating or update is not None:
-        batch_is_auto = run.auto_batch_size or data.BATCH_SIZE == AUTO
+        ways = ways_out(config, is_validating, run.device, batch_is_auto)
+    elif update is not None:
+        where = f"in update {update}"
         ways = ways_out(config, is_validating, run.device, batch_is_auto)
     else:
+        where = "before the first update"
         ways = _ways_before_training(config, run.device)
 
     lines = [f"out of memory {where}: {_describe_peak(error, run.device)}."]
@@ -72,16 +75,17 @@ def _describe_peak(error: BaseException, device: torch.device) -> str:
     # On a CPU torch gives the size in bytes, on a GPU with a unit.
     allocation = re.search(r"[Tt]ried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", str(error))
     if allocation:
-        size = allocation[2] or in_gib(int(allocation[1]))
+        in_bytes, with_unit = allocation.groups()
+        size = with_unit or in_gib(int(in_bytes))
         text += f", and {size} more were requested"
     return text
 
 
 def _ways_before_training(config: Config, device: torch.device) -> list[str]:
-    """List ways to need less memory for the model alone, where it ran out before the first update."""
+    """List ways to need less memory if it ran out before the first update: the model itself does not fit."""
     ways = []
     if not config.AMP.ENABLED and amp_may_gain(device):
-        ways.append(HALF.get(device.type, "-amp"))
+        ways.append(AMP_FLAG_ON_CPU if device.type == "cpu" else AMP_FLAG)
     ways.append("a smaller MODEL.NAME or -batch_size")
     if config.DIST.STRATEGY != "fsdp":
         ways.append("DIST.STRATEGY=fsdp, which shards the weights over several devices")
@@ -89,8 +93,9 @@ def _ways_before_training(config: Config, device: torch.device) -> list[str]:
 
 
 def ways_out(config: Config, validating: bool, device: torch.device, batch_is_auto: bool = False) -> list[str]:
-    """List what a user can add to the command to need less memory, as KEY=VALUE, which overrides flags.
+    """List what a user can add to the command to need less memory, each with a reason.
 
+    Settings are written as KEY=VALUE, since that also overrides a flag in the same command, such as -batch_size.
     `validating`: for a validation, else for training. `batch_is_auto`: `auto` has chosen the batch size.
     """
     smaller = _smaller_validation(config) if validating else _smaller_batch(config)
@@ -98,8 +103,8 @@ def ways_out(config: Config, validating: bool, device: torch.device, batch_is_au
     if config.TRAIN.GRAD_CHECKPOINT == "none" and not validating:
         ways.append("TRAIN.GRAD_CHECKPOINT=blocks: fewer saved activations; the backward pass recomputes them")
     if not config.AMP.ENABLED and amp_may_gain(device):
-        word = HALF.get(device.type, "-amp")
-        ways.append(f"{word}: most activations take half the memory")
+        flag = AMP_FLAG_ON_CPU if device.type == "cpu" else AMP_FLAG
+        ways.append(f"{flag}: most activations take half the memory")
     has_own_size = validating and config.DATA.BATCH_SIZE_EVAL is not None
     if not batch_is_auto and not has_own_size and config.DIST.STRATEGY != "fsdp":
         ways.append("DATA.BATCH_SIZE=auto: finds how many images fit")

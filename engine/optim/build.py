@@ -22,9 +22,13 @@ PADDLE_NAMES = {"sgd": "momentum"}
 
 
 def optimizer_name(name: str) -> str:
-    """Return timm's name of an optimiser. UserError for an unknown name, with the nearest ones."""
+    """Return timm's name of the optimiser that TRAIN.OPTIMIZER.NAME names. UserError for an unknown name.
+
+    Upper and lower case do not matter, and PaddleViT's names are translated.
+    """
     wanted = PADDLE_NAMES.get(name.casefold(), name.casefold())
-    if wanted not in OPTIMIZERS or not OPTIMIZERS[wanted].torch:
+    is_torchs = wanted in OPTIMIZERS and OPTIMIZERS[wanted].torch != ""
+    if not is_torchs:
         from engine.optim.timms import check_name
 
         check_name(wanted, name)
@@ -41,14 +45,16 @@ def build_optimizer(
     settings = train.OPTIMIZER
     facts = settings.facts
     name = optimizer_name(settings.NAME)
-    groups = _groups(model, train)
-    fused = (facts.torch != "" or facts.is_ours) and device.type in ("cpu", "cuda", "mps")
+    groups = _group_weights(model, train)
+    torch_class = facts.torch  # name of a class in torch.optim; '' for an optimiser of ours or timm's
+    fused = (torch_class != "" or facts.is_ours) and device.type in ("cpu", "cuda", "mps")
     try:
-        if facts.torch == "SGD":
+        if torch_class == "SGD":
             return _sgd(groups, base_lr, settings.MOMENTUM, fused, nesterov=name == "nesterov")
-        if facts.torch:
-            return getattr(torch.optim, facts.torch)(groups, lr=base_lr, fused=fused or None, **settings.arguments())
-        if facts.is_ours:  # Nesterov's momentum is in both
+        if torch_class != "":
+            # Not fused is None: torch then chooses between its other two implementations.
+            return getattr(torch.optim, torch_class)(groups, lr=base_lr, fused=fused or None, **settings.arguments())
+        if facts.is_ours:  # muon and nmuon, which timm has with and without Nesterov's momentum; ours always has it
             from engine.optim.muon import Muon
 
             dtype = torch.bfloat16 if amp else torch.float32
@@ -66,10 +72,12 @@ def _sgd(groups: list[dict[str, Any]], lr: float, momentum: float | None, fused:
     weights = list(chain.from_iterable(group["params"] for group in groups))
     # torch's fused kernel does not support sharded weights.
     fused = fused and not any(is_sharded(weight) for weight in weights)
+    # Not fused is None: torch then chooses between its other two implementations.
     sgd = torch.optim.SGD(groups, lr, momentum, nesterov=nesterov, fused=fused or None)
     if fused and momentum:
-        # Zero gives the same first step as none. torch's fused SGD allocates momentum in the first step, and leaves it
-        # uninitialised if that step is skipped for an overflow; the next step would then add arbitrary numbers.
+        # torch's fused SGD allocates momentum in the first step, and leaves it uninitialised if that step is skipped
+        # for an overflow; the next step would then add arbitrary numbers. So the momentum begins at zero, which does
+        # not change the first step.
         for weight in weights:
             sgd.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return sgd
@@ -89,42 +97,49 @@ def describe_optimizer(optimizer: Optimizer, name: str) -> str:
     return f"{name} ({', '.join(options)})" if options else name
 
 
-def _groups(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
-    """Group the weights that train by learning-rate scale, weight decay and, with Muon, matrices per weight.
+def _group_weights(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
+    """Return the parameter groups of the weights that train.
 
-    Biases, norms and the weights in the model's `no_weight_decay` do not decay, unless WEIGHT_DECAY_ALL says so. The
-    groups are sorted, so that their order does not depend on that of the weights.
+    Weights of a group have the same factor of the learning rate (LAYER_DECAY), the same weight decay and, with Muon,
+    the same number of matrices in a weight: 3 in a fused qkv, 0 if AdamW updates it. Biases, norms and the weights in
+    the model's `no_weight_decay` do not decay, unless WEIGHT_DECAY_ALL says so. The groups are sorted, so that their
+    order does not depend on that of the weights.
     """
-    no_decay: Any = getattr(model, "no_weight_decay", set)()
-    matrices: dict[str, int] = {}
-    uses_muon = ""
-    if train.OPTIMIZER.facts.by_matrix:
-        from engine.optim.muon import USES_MUON, matrices_of
-
-        matrices = matrices_of(model, train.OPTIMIZER.MUON.EVERY_MATRIX)
-        uses_muon = USES_MUON
-    scales: dict[str, float] = {}
+    scale_of_weight: dict[str, float] = {}
     if train.LAYER_DECAY is not None:
         from engine.optim.timms import rate_scales
 
-        scales = rate_scales(model, train.LAYER_DECAY)
-    groups: dict[tuple[float, float, int], list[torch.Tensor]] = {}
+        scale_of_weight = rate_scales(model, train.LAYER_DECAY)
+    no_decay_patterns: Any = getattr(model, "no_weight_decay", set)()  # a method of timm's models
+    matrices_in_weight: dict[str, int] = {}
+    muon_key = ""
+    if train.OPTIMIZER.facts.by_matrix:
+        from engine.optim.muon import USES_MUON, matrices_of
+
+        matrices_in_weight = matrices_of(model, train.OPTIMIZER.MUON.EVERY_MATRIX)
+        muon_key = USES_MUON
+
+    # (factor of the learning rate, weight decay, matrices) -> weights
+    weights_of_group: dict[tuple[float, float, int], list[torch.Tensor]] = {}
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
-        exempt = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in no_decay)
-        decay = train.WEIGHT_DECAY if train.WEIGHT_DECAY_ALL or not exempt else 0.0
-        groups.setdefault((scales.get(name, 1.0), decay, matrices.get(name, 0)), []).append(weight)
-    settings: list[dict[str, Any]] = []
-    for (scale, decay, matrices_per_weight), weights in sorted(groups.items(), key=lambda item: item[0]):
+        is_listed = any(fnmatch(name, pattern) for pattern in no_decay_patterns)
+        is_exempt = weight.ndim <= 1 or name.endswith(".bias") or is_listed
+        decay = train.WEIGHT_DECAY if train.WEIGHT_DECAY_ALL or not is_exempt else 0.0
+        key = (scale_of_weight.get(name, 1.0), decay, matrices_in_weight.get(name, 0))
+        weights_of_group.setdefault(key, []).append(weight)
+
+    groups: list[dict[str, Any]] = []
+    for (scale, decay, matrices), weights in sorted(weights_of_group.items(), key=lambda item: item[0]):
         group: dict[str, Any] = {"params": weights, "weight_decay": decay}
-        if scales:
+        if scale_of_weight:
             group[SCALE] = scale
-        if matrices:
-            group[uses_muon] = matrices_per_weight > 0
-            group["matrices"] = matrices_per_weight
-        settings.append(group)
-    return settings
+        if matrices_in_weight:
+            group[muon_key] = matrices > 0
+            group["matrices"] = matrices
+        groups.append(group)
+    return groups
 
 
 def scaled_learning_rates(train: TrainConfig, global_batch: int) -> tuple[float, float, float]:
@@ -153,9 +168,12 @@ def clip_gradients(weights: list[nn.Parameter], limit: float | None) -> Tensor:
     norm: Any = get_total_norm([p.grad for p in weights if p.grad is not None])
     if is_sharded(norm):
         norm = norm.full_tensor()
-    # Where clipping would multiply by exactly 1, it is skipped. Only on a CPU is this known without waiting. The factor
-    # is computed as torch does, to the last bit.
-    is_within = norm.device.type == "cpu" and limit and bool((limit / (norm + 1e-6)).float().numpy() >= 1)
-    if limit is not None and not is_within:
-        clip_grads_with_norm_(weights, limit, norm)
+    if limit is not None:
+        # Where clipping would multiply by exactly 1, it is skipped. Only on a CPU is this known without waiting.
+        changes_nothing = False
+        if norm.device.type == "cpu":
+            factor = limit / (norm + 1e-6)  # as torch computes it, to the last bit
+            changes_nothing = bool(factor.float().numpy() >= 1)
+        if not changes_nothing:
+            clip_grads_with_norm_(weights, limit, norm)
     return torch.as_tensor(norm)

@@ -45,23 +45,27 @@ def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
     modules = dict(model.named_modules())
 
     def is_chosen(name: str, module: nn.Module) -> bool:
-        if every and isinstance(module, nn.Conv2d):
-            return module.groups == 1
-        return isinstance(module, nn.Linear) and (every or (is_inside(name, blocks) and not is_inside(name, heads)))
+        if isinstance(module, nn.Linear):
+            return every or (is_inside(name, blocks) and not is_inside(name, heads))
+        return every and isinstance(module, nn.Conv2d) and module.groups == 1
 
-    def matrices_in(name: str, layer: nn.Module) -> int:
-        number = len(parts_of(name)) if isinstance(layer, nn.Linear) else 1
-        # timm's attention with `head_first` keeps q, k and v of a head together: its thirds are not q, k and v.
-        parent = modules[name.rpartition(".")[0]]
-        by_head = getattr(parent, "head_first", False)
-        return 1 if by_head or cast(Tensor, layer.weight).shape[0] % number else number
+    def count_matrices(name: str, layer: nn.Module) -> int:
+        """Return 3 for a fused qkv, which its name shows; 1 for other layers."""
+        parts = len(parts_of(name)) if isinstance(layer, nn.Linear) else 1
+        # timm's attention with `head_first` keeps the rows of q, k and v of a head together. A third of all rows is
+        # then not q, so the weight counts as one matrix.
+        parent_name, _, _ = name.rpartition(".")
+        is_by_head = getattr(modules[parent_name], "head_first", False)
+        rows = cast(Tensor, layer.weight).shape[0]
+        can_split = not is_by_head and rows % parts == 0
+        return parts if can_split else 1
 
-    matrices = {
-        f"{name}.weight": matrices_in(name, module)
-        for name, module in modules.items()
-        # A vector has no directions to make orthogonal.
-        if is_chosen(name, module) and min(cast(Tensor, module.weight).flatten(1).shape) > 1
-    }
+    matrices: dict[str, int] = {}
+    for name, module in modules.items():
+        if is_chosen(name, module):
+            is_vector = min(cast(Tensor, module.weight).flatten(1).shape) <= 1  # without directions to orthogonalise
+            if not is_vector:
+                matrices[f"{name}.weight"] = count_matrices(name, module)
     if not any(model.get_parameter(name).requires_grad for name in matrices):
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: Muon finds no matrix to train in {type(model).__name__}: it updates only the "
@@ -79,7 +83,7 @@ def describe_muon(optimizer: Optimizer) -> str:
 
     muon = [group for group in optimizer.param_groups if group[USES_MUON]]
     others = [group for group in optimizer.param_groups if not group[USES_MUON]]
-    dtype = getattr(optimizer, "dtype", torch.bfloat16)  # timm's relatives of Muon have no other
+    dtype = getattr(optimizer, "dtype", torch.bfloat16)  # timm's relatives of Muon always compute in bf16
     text = f"Muon {size(muon)}, {muon[0]['ns_steps']} Newton-Schulz steps in {dtype_name(dtype)}"
     return f"{text}; AdamW {size(others)}" if others else text
 
@@ -101,45 +105,64 @@ class Muon(Optimizer):
         eps: float = 1e-8,
         fused: bool = False,
     ) -> None:
-        """`momentum`: None for MOMENTUM. `dtype`: of the Newton-Schulz steps. `fused`: use torch's fused AdamW."""
+        """`groups`: those with a `matrices` above 0 are Muon's, all others AdamW's.
+
+        `momentum`: None for the default, MOMENTUM. `dtype`: of the Newton-Schulz steps. `fused`: use torch's fused
+        AdamW.
+        """
         self.dtype = dtype
-        # `fused` is in the groups because torch, when it loads a state, then moves AdamW's step to the device.
         momentum = MOMENTUM if momentum is None else momentum
+        # Defaults of all groups. torch looks for `fused` in the groups: it then loads AdamW's counts of steps to the
+        # device.
         muon = {"momentum": momentum, "nesterov": True, "ns_steps": NS_STEPS, MATRICES: 0}
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": fused, "weight_decay": 0.0, **muon})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights. `closure` is never used: torch's type hints want it."""
-        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
-        """Shape -> (matrix, the direction to make orthogonal, learning rate) of each matrix"""
+        pending: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
+        """Shape -> (matrix, its direction before it is made orthogonal, learning rate) of each matrix"""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if not weights:
                 continue
             gradients: list[Tensor] = [weight.grad for weight in weights]
-            if not group[MATRICES]:
+            matrices_per_weight = group[MATRICES]  # 3 for a fused qkv, whose rows are those of q, then k, then v
+            if matrices_per_weight == 0:
                 self._step_adamw(group, weights, gradients)
                 continue
+
+            # Nesterov's momentum: the buffer moves towards the gradient, and the update is a mean of both.
             for weight in weights:
                 if not self.state[weight]:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             nesterov_updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
+
+            # Weight decay, and the matrices of each weight, which are views of it
             for weight, update in zip(weights, nesterov_updates, strict=True):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                matrices = weight.chunk(group[MATRICES])
-                directions = update.chunk(group[MATRICES])
-                for matrix, direction in zip(matrices, directions, strict=True):
-                    rows = direction.flatten(1)  # of a convolution: one row per output
-                    by_shape.setdefault(rows.shape, []).append((matrix, rows, group["lr"]))
-        for shape, of_shape in by_shape.items():  # one batch for all matrices of a shape: few, large products
-            directions = torch.stack([direction for _, direction, _ in of_shape])
-            orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
-            for (matrix, _, rate), change in zip(of_shape, orthogonal.unbind(), strict=True):
-                # 0.2 sqrt(max(rows, columns)) gives the update the RMS of AdamW's.
-                matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
+                matrices = weight.chunk(matrices_per_weight)
+                updates = update.chunk(matrices_per_weight)
+                for matrix, matrix_update in zip(matrices, updates, strict=True):
+                    direction = matrix_update.flatten(1)  # of a convolution: one row per output
+                    pending.setdefault(direction.shape, []).append((matrix, direction, group["lr"]))
+
+        for shape, entries in pending.items():
+            self._step_matrices(shape, entries)
+
+    def _step_matrices(self, shape: torch.Size, entries: list[tuple[Tensor, Tensor, float]]) -> None:
+        """Move matrices of one `shape` along their directions, which are first made orthogonal.
+
+        `entries`: (matrix, direction, learning rate). All are orthogonalised as one batch: few, large products.
+        """
+        directions = torch.stack([direction for _, direction, _ in entries])
+        orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
+        for (matrix, _, rate), direction in zip(entries, orthogonal.unbind(), strict=True):
+            # 0.2 sqrt(max(rows, columns)) gives the update the RMS of AdamW's.
+            step_size = rate * 0.2 * max(shape) ** 0.5
+            matrix.add_(direction.view(matrix.shape).to(matrix.dtype), alpha=-step_size)
 
     def _step_adamw(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
         """Update the weights of a group by torch's AdamW; its state is made at the first step."""

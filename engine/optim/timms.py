@@ -41,16 +41,18 @@ def build_timms(name: str, groups: list[dict[str, Any]], settings: OptimizerConf
     from timm.optim._optim_factory import create_optimizer_v2, default_registry, get_optimizer_info
 
     info = get_optimizer_info(name)
+    optimizer_class = default_registry.get_optimizer_class(info, bind_defaults=False)  # the class itself, no partial
+    parameters = signature(optimizer_class).parameters
     momentum = settings.MOMENTUM
-    parameters = signature(default_registry.get_optimizer_class(info, bind_defaults=False)).parameters
     if momentum is None:
         default = parameters["momentum"].default if "momentum" in parameters else None
-        momentum = default or DEFAULT_MOMENTUM
+        momentum = default or DEFAULT_MOMENTUM  # torch's own default is 0: no momentum
     options = settings.arguments()  # the factory drops those that the optimiser does not take
     for key, is_used in {"EPS": info.has_eps, "BETAS": info.has_betas, "MOMENTUM": info.has_momentum}.items():
         if not is_used and getattr(settings, key) is not None:
             log.info("TRAIN.OPTIMIZER.%s has no effect with TRAIN.OPTIMIZER.NAME %s", key, settings.NAME)
-    if "max_grad_norm" in parameters:  # LAMB's own clipping, at 1 if not set; not None, which apex's LAMB cannot take
+    if "max_grad_norm" in parameters:
+        # LAMB clips gradients itself, by default to a norm of 1. Infinity switches that off; apex's LAMB takes no None.
         options["max_grad_norm"] = math.inf
     if info.has_betas and settings.BETAS is not None and info.num_betas != len(settings.BETAS):
         log.info("TRAIN.OPTIMIZER.BETAS has no effect: %s takes %d betas; its defaults are used.", name, info.num_betas)

@@ -30,28 +30,30 @@ class Ddp(Callback):
         to.forward = self._forward
 
 
-def settle_batch_norms(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Make batch norms compute their statistics over all processes if DIST.SYNC_BATCHNORM is set, and log it.
+def synchronise_batch_norms(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Make batch norms compute their statistics over all processes if DIST.SYNC_BATCHNORM is set.
 
-    Nothing is logged without batch norms, or if they are frozen.
+    Logs over which images they normalise, or a warning where the setting has no effect. Nothing is done without batch
+    norms, or if they are frozen: then they do not change their statistics.
     """
-    norms = (module for module in model.modules() if isinstance(module, BATCH_NORM))
-    if not any(norm.training for norm in norms):  # frozen norms do not change their statistics
+    has_training_norm = any(module.training for module in model.modules() if isinstance(module, BATCH_NORM))
+    if not has_training_norm:
         return
-    scope = "each process normalises its own images"
+    words = "each process normalises its own images"
     if config.DIST.SYNC_BATCHNORM and device.type == "cuda":
         convert_sync_batchnorm(model)
-        scope = "all processes together normalise their images"
+        words = "all processes together normalise their images"
     elif config.DIST.SYNC_BATCHNORM:
         log.warning("DIST.SYNC_BATCHNORM has no effect on %s: torch's SyncBatchNorm needs GPUs.", device.type)
-    description = f"{scope} ({config.DATA.BATCH_SIZE} per process and micro-batch)"
-    log.info("Batch norm: %s; validation and checkpoints use the running statistics of rank 0.", description)
+    words += f" ({config.DATA.BATCH_SIZE} per process and micro-batch)"
+    log.info("Batch norm: %s; validation and checkpoints use the running statistics of rank 0.", words)
 
 
 def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum gradients over ranks, where DDP would average: losses are already weighted by their fraction of the update.
+    """All-reduce a bucket of gradients as a sum over ranks, not as DDP's mean.
 
-    So a micro-batch's scaled gradient is the same on one device and on many, and overflows at the same loss scale.
+    The loss of each micro-batch is already multiplied by its fraction of the update, so the sum over all micro-batches
+    is the mean. The scaled gradients are then the same on one device and on many, and overflow at the same loss scale.
     """
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None

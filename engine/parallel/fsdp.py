@@ -49,11 +49,11 @@ def build_sharding(config: Config, world: World, device: torch.device) -> Shardi
     if world.size == 1:
         return None
     if config.DIST.HSDP:
-        needs = (
+        begin_of_error = (
             "DIST.HSDP shards the weights within each machine and replicates them across machines. It needs two or "
             "more machines, two or more processes on each,"
         )
-        check_machines(world, needs, least=2)
+        check_machines(world, begin_of_error, least=2)
     return Sharding(world, device, config.DIST)
 
 
@@ -64,12 +64,11 @@ class Sharding:
     """
 
     def __init__(self, world: World, device: torch.device, dist: DistConfig) -> None:
-        """Build the mesh of ranks. With DIST.HSDP, each machine holds all shards. A collective call."""
+        """Build the mesh of ranks: one row of shards, or with DIST.HSDP one row per machine. A collective call."""
         from torch.distributed.device_mesh import init_device_mesh
 
         self._world = world
-        by_machine = dist.HSDP
-        if by_machine:
+        if dist.HSDP:  # each machine holds all shards
             sizes = (world.size // world.local_size, world.local_size)
             names = (COPIES, SHARDS)
         else:
@@ -79,22 +78,25 @@ class Sharding:
         for name in names:
             self._mesh.get_group(name)._get_backend(device)._set_default_timeout(dist.group_timeout)
         self.count = sizes[-1]
+        """Number of shards of a tensor"""
         self.nth = self._mesh.get_local_rank(SHARDS)
-        self.writes = not by_machine or self._mesh.get_local_rank(COPIES) == 0
-        self._gathering = ""
+        """Number of this rank's shard, from 0 on"""
+        self.writes = not dist.HSDP or self._mesh.get_local_rank(COPIES) == 0
+        """Whether this rank saves its shard; with DIST.HSDP, those of the first machine do"""
+        self._gathering_words = ""
         """Words on the precision that weights are gathered in; '' without AMP"""
 
     def words(self) -> str:
         """Describe the sharding for the banner."""
         machines = self._world.size // self.count
         copies = f" on each of {machines} machines" if machines > 1 else ""
-        return f"fsdp: weights sharded over {self.count} processes{copies}{self._gathering}"
+        return f"fsdp: weights sharded over {self.count} processes{copies}{self._gathering_words}"
 
     def shard(self, model: nn.Module, precision: Precision, computing: bool = True) -> None:
         """Shard the weights of `model`. Called before an optimiser is built for them.
 
-        `computing`: true for the model that is trained, which computes as AMP.LEVEL says; false for the EMA, in fp32.
-        UserError if FSDP cannot shard the model.
+        `computing`: true for the model that is trained, whose weights are gathered in the precision of AMP.LEVEL; false
+        for the EMA, whose weights are gathered in fp32. UserError if FSDP cannot shard the model.
         """
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -112,17 +114,19 @@ class Sharding:
             raise UserError(f"MODEL.NAME: DIST.STRATEGY fsdp cannot shard this model ({error}).") from None
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Sum gradients, where FSDP would average: losses are already weighted by their fraction of the update.
+                # FSDP would average gradients over the ranks. They are summed, since the loss of each micro-batch is
+                # already multiplied by its fraction of the update: divided by 1, by communication that only sums.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
     def _half_policy(self, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
         """Return the policy that gathers weights in half precision and reduces gradients in fp32.
 
-        At O1, half precision is for the weights that autocast would cast. Each use of an fp32 weight under autocast
-        would keep a half-precision copy for the backward pass, whereas FSDP frees the weights that it gathers. At O2
-        and NAIVE, it is for all weights but those of norms and of modules that stay in fp32. An older torch cannot
-        choose single weights: then O1 gathers all in fp32, and other levels raise UserError.
+        At O1, the weights that autocast would cast are gathered in half precision. That saves memory: autocast keeps
+        the half-precision copy of an fp32 weight until the backward pass, but FSDP frees what it has gathered. At O2
+        and NAIVE, all weights are, except those of norms and of modules that stay in fp32.
+
+        An older torch cannot choose single weights: then O1 gathers all in fp32, and other levels raise UserError.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -131,33 +135,40 @@ class Sharding:
         if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
             if level != "O1":
                 raise UserError(f"AMP.LEVEL {level} with DIST.STRATEGY fsdp needs torch 2.15 or later; use O1, or ddp.")
-            self._gathering = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
+            self._gathering_words = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
             return MixedPrecisionPolicy(cast_forward_inputs=False)
-        self._gathering = f", gathered in {half}"
+
+        # The weights that are gathered in fp32, by their ids
+        self._gathering_words = f", gathered in {half}"
         if level == "O1":
-            in_half = {id(weight) for weight in cast_weights(model, precision.black_list)}
-            in_fp32 = {id(weight) for weight in model.parameters() if id(weight) not in in_half}
-            self._gathering += " where autocast casts them"
+            cast_ids = {id(weight) for weight in cast_weights(model, precision.black_list)}
+            fp32_ids = {id(weight) for weight in model.parameters()} - cast_ids
+            self._gathering_words += " where autocast casts them"
         else:
-            in_fp32: set[int] = set()
-            classes = NORMS if level == "O2" else BATCH_NORM  # as in `HalfCopy`
+            fp32_ids: set[int] = set()
+            fp32_norms = NORMS if level == "O2" else BATCH_NORM  # as in `HalfCopy`
             forced_names = forced_modules(model)
             for name, module in model.named_modules():
-                if name in forced_names or isinstance(module, classes):
-                    in_fp32.update(id(weight) for weight in module.parameters())
+                if name in forced_names or isinstance(module, fp32_norms):
+                    fp32_ids.update(id(weight) for weight in module.parameters())
+
+        def other_dtype(weight: Tensor) -> torch.dtype | None:
+            """Return the dtype to gather this weight in, if it is not `param_dtype`."""
+            return weight.dtype if id(weight) in fp32_ids else None
+
         # To a type checker with an older torch, the last argument is unknown.
         return cast(Any, MixedPrecisionPolicy)(
             param_dtype=precision.choice.dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=level == "NAIVE",
-            param_dtype_override_fn=lambda weight: weight.dtype if id(weight) in in_fp32 else None,
+            param_dtype_override_fn=other_dtype,
         )
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
-        """Set whether the next backward pass reduces gradients across machines (DIST.HSDP).
+        """Set whether the next backward pass all-reduces gradients across machines (DIST.HSDP).
 
-        Only the `last` one of an update does. Within the machine each one does, so that each rank only holds gradients
-        of its shard.
+        `last`: it is the last backward pass of an update, the only one that does. Every backward pass reduce-scatters
+        gradients within the machine, so that each rank only holds gradients of its shard.
         """
         # An FSDPModule; importing the class takes half a second.
         cast(Any, model).set_requires_all_reduce(last)
@@ -175,7 +186,7 @@ class Sharding:
 
         if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
             return whole
-        rows = self.rows(whole).to(parameter.device, copy=True)
+        rows = self.rows(whole).to(parameter.device, copy=True)  # a view would keep the whole tensor in memory
         shape = parameter.shape
         stride = parameter.stride()
         placed = parameter.placements

@@ -35,7 +35,9 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     std = ", ".join(f"{value:g}" for value in data.IMAGENET_STD)
     inputs = f"mean {mean}; std {std}"
     source = source_named(data.DATASET)
-    if source is None or source.arrays != "whole":  # otherwise, no image is cropped or resized
+    # Data sets that are one array of whole images crop and resize none.
+    is_array_of_whole_images = source is not None and source.arrays == "whole"
+    if not is_array_of_whole_images:
         crop = [f"CROP_PCT {data.CROP_PCT:g}"]
         if isinstance(ready, ReadyToTrain):
             crop.insert(0, f"crop {data.CROP}")
@@ -54,19 +56,20 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     rows += ready.task.rows(ready.val_set).items()
     if isinstance(ready, ReadyToTrain):
         rows += _training_rows(config, ready, world)
-        # Rows of the same name are joined.
+        # Rows of the same name, such as those of two callbacks, are joined.
         by_name = dict[str, list[str]]()
         for name, words in rows:
             by_name.setdefault(name, []).append(words)
         rows = [(name, "; ".join(texts)) for name, texts in by_name.items()]
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
-    if world.size == 1:
-        rows.insert(0, ("libraries", ", ".join(f"{name} {version}" for name, version in libraries().items())))
-    rows.insert(0, ("arguments", shlex.join(sys.argv[1:]) or "none"))
+    first_rows = []
     if config.TAG:
-        rows.insert(0, ("tag", config.TAG))
+        first_rows.append(("tag", config.TAG))
+    first_rows.append(("arguments", shlex.join(sys.argv[1:]) or "none"))
+    if world.size == 1:  # for several processes, the table of processes has them
+        first_rows.append(("libraries", ", ".join(f"{name} {version}" for name, version in libraries().items())))
     lines = [", ".join(version_text().splitlines())]
-    lines += [f"  {name:<10} {text.translate(IN_LINE)}" for name, text in rows]
+    lines += [f"  {name:<10} {text.translate(IN_LINE)}" for name, text in first_rows + rows]
     return "\n".join(lines)
 
 
@@ -79,8 +82,8 @@ def _training_rows(config: Config, ready: ReadyToTrain, world: World) -> Iterato
     classes = _describe_classes(config, ready)
     if classes:
         yield "classes", classes
-    rate = scaled_learning_rates(config.TRAIN, images)[0]
-    fine_tuning = describe_fine_tuning(config, ready.model, parts.optimizer, rate)
+    base_rate, _, _ = scaled_learning_rates(config.TRAIN, images)
+    fine_tuning = describe_fine_tuning(config, ready.model, parts.optimizer, base_rate)
     if fine_tuning:
         yield "trained", fine_tuning
     if any("use_muon" in group for group in parts.optimizer.param_groups):
@@ -112,8 +115,9 @@ def _describe_data(config: Config, ready: Ready) -> str:
     groups = f", groups by DATA.GROUP {config.DATA.GROUP}" if config.DATA.GROUP is not None else ""
     if config.DATA.FOLD is not None:
         return f"{text}; validation on fold {config.DATA.FOLD}{groups}"
-    # The digits can be divided into folds, but their split without folds is fixed.
-    if config.DATA.PART == "all" or config.DATA.DATASET == "digits" or not comes_unsplit(config.DATA):
+    # The digits come unsplit, so that they can be divided into folds, but their split without folds is fixed.
+    has_fixed_split = config.DATA.DATASET == "digits"
+    if config.DATA.PART == "all" or has_fixed_split or not comes_unsplit(config.DATA):
         return f"{text}{groups}"
     excluded = ", then without those in DATA.EXCLUDE" if config.DATA.EXCLUDE is not None else ""
     return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}{groups}{excluded}"
@@ -125,21 +129,27 @@ def _describe_classes(config: Config, ready: ReadyToTrain) -> str:
     if config.DATA.SAMPLER == "balanced":
         order = ready.train_loader.order
         balanced = BalancedOrder(ready.train_set.sample_labels(), config.DATA.REPEATED_AUGMENT)
-        words.append(balanced.words(whole=order.used == order.samples))
+        uses_whole_epochs = order.used == order.samples  # no images are left out at the end of an epoch
+        words.append(balanced.words(whole=uses_whole_epochs))
     weights = weights_of_classes(config, ready.train_set)
     if weights is not None:
         positives = "on positives only, " if loss_named(config.TRAIN.LOSS).weighs == "positives" else ""
         weights_range = f"class weights {config.TRAIN.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"
         words.append(f"{weights_range}, {positives}in the training loss only")
     if words:
-        by = metric_named(config.SAVE_BEST_BY)
-        advice = " (SAVE_BEST_BY=balanced_acc weighs classes alike there, but may lower top-1)" if by is TOP1 else ""
-        words.append(f"best checkpoint by {by.words}{advice}")
+        deciding_metric = metric_named(config.SAVE_BEST_BY)
+        advice = ""
+        if deciding_metric is TOP1:  # in which frequent classes weigh more
+            advice = " (SAVE_BEST_BY=balanced_acc weighs classes alike there, but may lower top-1)"
+        words.append(f"best checkpoint by {deciding_metric.words}{advice}")
     return "; ".join(words)
 
 
-def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer, rate: float) -> str:
-    """Describe frozen weights, adapters and learning rates by layer; '' without. `rate`: before its factor by layer."""
+def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer, base_rate: float) -> str:
+    """Describe frozen weights, adapters and learning rates by layer; '' if the run has none of these.
+
+    `base_rate`: the learning rate after warm-up, which each layer multiplies by a factor of its own.
+    """
     train = config.TRAIN
     frozen = frozen_weights(model)
     parts = []
@@ -152,8 +162,8 @@ def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer,
         parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{patterns}")
     scales = [group["lr_scale"] for group in optimizer.param_groups if "lr_scale" in group]
     if scales and train.LAYER_DECAY is not None:
-        lowest = f"{rate * min(scales):.3g}"
-        highest = f"{rate * max(scales):.3g}"
+        lowest = f"{base_rate * min(scales):.3g}"
+        highest = f"{base_rate * max(scales):.3g}"
         rates = f"learning rate {highest}" if lowest == highest else f"learning rates from {lowest} to {highest}"
         parts.append(f"{rates} (layer decay {train.LAYER_DECAY:g})")
     return "; ".join(parts)
@@ -162,7 +172,7 @@ def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer,
 def _describe_training(config: Config, ready: ReadyToTrain, world: World) -> str:
     """Describe the length of training, optimiser, learning rate and its schedule, weight decay, loss and clipping."""
     train = config.TRAIN
-    images = global_batch(config, world)
+    images_per_update = global_batch(config, world)
     per_epoch = ready.train_loader.order.updates
     total = train.NUM_EPOCHS * per_epoch
     limit = train.MAX_UPDATES
@@ -170,10 +180,10 @@ def _describe_training(config: Config, ready: ReadyToTrain, world: World) -> str
     if limit is not None and limit < total:
         length += f", ending after {limit:,} (TRAIN.MAX_UPDATES)"
     warmup = min(train.WARMUP_EPOCHS, train.NUM_EPOCHS)
-    *_, end_rate = scaled_learning_rates(train, images)
+    _base_rate, _start_rate, end_rate = scaled_learning_rates(train, images_per_update)
     text = (
         f"{length}, {describe_optimizer(ready.parts.optimizer, train.OPTIMIZER.NAME)}, "
-        f"learning rate {describe_learning_rate(train, images)} after "
+        f"learning rate {describe_learning_rate(train, images_per_update)} after "
         f"{counted(warmup, 'epoch')} of warm-up, then {describe_schedule(train, end_rate)}"
     )
     text += f"; weight decay {train.WEIGHT_DECAY:g}"

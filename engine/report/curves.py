@@ -13,7 +13,7 @@ from utils.config import Config
 from utils.log import warn_once
 from utils.record.history import History, Points
 from vitamp.files import write_atomically
-from vitamp.metrics import LOSS, SETS, TOP1, Metric, metric_named
+from vitamp.metrics import LOSS, PLAIN, SETS, TOP1, Metric, metric_named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +26,8 @@ TIME_FRACTION = 0.03
 """Drawing takes at most this fraction of the time since the last drawing, so that short epochs do not wait for it."""
 FIRST_SECONDS = 0.5
 """Expected duration of the first drawing."""
-BESIDE = ("tab:green", "tab:purple", "tab:olive", "tab:cyan")
-"""Colours of metrics beside the one that decides"""
+FURTHER_COLOURS = ("tab:green", "tab:purple", "tab:olive", "tab:cyan")
+"""Colours of further metrics in the plot of accuracy"""
 
 
 def title_of(config: Config, precision: str, amp: bool) -> str:
@@ -48,9 +48,13 @@ class Curves:
         self._seconds_to_draw = FIRST_SECONDS
 
     def draw(self, title: str, force: bool = False) -> None:
-        """Draw the curves, if enough time has passed, or with `force`. A failure causes only a warning."""
+        """Draw the curves, if enough time has passed, or with `force`. A failure causes only a warning.
+
+        Enough time has passed if drawing takes at most TIME_FRACTION of it.
+        """
         began = perf_counter()
-        if force or self._seconds_to_draw <= TIME_FRACTION * (began - self._last_drawn):
+        seconds_since = began - self._last_drawn
+        if force or self._seconds_to_draw <= TIME_FRACTION * seconds_since:
             try:
                 draw_curves(self._folder, title, metric_named(self._by))
             except Exception as error:  # of matplotlib, its fonts, or the disk: no picture is worth a run
@@ -75,33 +79,38 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    # Six plots. Without a loss scale, the place of its plot is free for the time.
     figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
     figure.suptitle(title, parse_math=False)  # a TAG may contain dollar signs
-    (loss, accuracy, rate), (norm, scale, speed) = axes
+    (loss, accuracy, rate), (norm, scale_or_time, speed) = axes
     _train_and_validation(loss, history, LOSS.name, by)
     _train_and_validation(accuracy, history, history.task.best.name, by)
-    # The metric of SAVE_BEST_BY, by which the best validation is marked, and those that the run asks for.
+
+    # In the plot of accuracy, also the metric of SAVE_BEST_BY and those that the run asks for, dashed for the EMA.
     further_metrics = {metric for metric in history.metrics if metric.beside} | {by}
     further_metrics -= {LOSS, history.task.best}
-    for metric, colour in zip(sorted(further_metrics), itertools.cycle(BESIDE), strict=False):
-        for which in SETS:
-            points = history.points("val", f"{which.prefix}{metric.name}")
-            style = "--" if which.mark else "-"
-            _curve(accuracy, points, f"validation, {which.marked(metric.words)}", color=colour, linestyle=style)
+    for metric, colour in zip(sorted(further_metrics), itertools.cycle(FURTHER_COLOURS), strict=False):
+        for weight_set in SETS:
+            points = history.points("val", f"{weight_set.prefix}{metric.name}")
+            style = "-" if weight_set == PLAIN else "--"
+            _curve(accuracy, points, f"validation, {weight_set.marked(metric.words)}", color=colour, linestyle=style)
+
     _curve(rate, history.points("train", "lr"), "learning rate")
     _curve(norm, history.points("train", "grad_norm"), "gradient norm, unscaled")
-    if any(line["scale"] not in (None, 1) for line in train):
-        scale_axis = "loss scale"
-        _curve(scale, history.points("train", "scale"), "loss scale")
-        _plot(scale, history.skips(), "x", color="tab:red", label="updates skipped")
-        scale.set_yscale("log", base=2)
+    has_loss_scale = any(line["scale"] not in (None, 1) for line in train)
+    if has_loss_scale:
+        scale_or_time_name = "loss scale"
+        _curve(scale_or_time, history.points("train", "scale"), "loss scale")
+        _plot(scale_or_time, history.skips(), "x", color="tab:red", label="updates skipped")
+        scale_or_time.set_yscale("log", base=2)
     else:
-        # Without a loss scale, its place is free.
-        scale_axis = "time (%)"
-        _curve(scale, history.points("train", "data_wait_percent"), "waiting for data")
+        scale_or_time_name = "time (%)"
+        _curve(scale_or_time, history.points("train", "data_wait_percent"), "waiting for data")
     _curve(speed, history.points("train", "images_per_second"), "images/s")
-    names = ("loss", history.task.axis, "learning rate", "gradient norm", scale_axis, "images/s")
-    for plot, name in zip((loss, accuracy, rate, norm, scale, speed), names, strict=True):
+
+    # Axes, grid and legend of each plot, and lines where the run was resumed.
+    names = ("loss", history.task.axis, "learning rate", "gradient norm", scale_or_time_name, "images/s")
+    for plot, name in zip((loss, accuracy, rate, norm, scale_or_time, speed), names, strict=True):
         for number, position in enumerate(history.resumes()):
             label = "" if number else "resumed"  # once in the legend
             plot.axvline(position, color="tab:gray", linestyle=":", linewidth=1, label=label)
@@ -121,16 +130,17 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
 def _train_and_validation(axes: Axes, history: History, key: str, by: Metric) -> None:
     """Draw a metric in training and in the validations of each set of weights, and mark the best validation.
 
-    Line styles and words are those of the report.
+    Line styles and words are those of the report. `key`: name of the metric. `by`: the metric that decides which
+    validation is the best.
     """
     means = ", means of epochs" if history.by_epoch else ""
     _curve(axes, history.trained(key), f"training{means}", alpha=0.45, linewidth=1)
-    for which in SETS:
-        points = history.points("val", f"{which.prefix}{key}")
-        if which.mark:
-            _curve(axes, points, f"validation of {which.words}", linestyle="--")
-        else:
+    for weight_set in SETS:
+        points = history.points("val", f"{weight_set.prefix}{key}")
+        if weight_set == PLAIN:
             _curve(axes, points, "validation")
+        else:
+            _curve(axes, points, f"validation of {weight_set.words}", linestyle="--")
     _plot(axes, history.best_point(key, by), "D", color="tab:red", markersize=6, label="best validation")
 
 

@@ -48,21 +48,29 @@ class Live:
     """
 
     def __init__(self, config: Config, per_epoch: int, start: Position) -> None:
+        """`per_epoch`: updates per epoch. `start`: the position at which this start of the run begins."""
         self._config = config
         self._per_epoch = per_epoch
         self._epoch = start.epoch
         self._resumed = start.update > 0
-        brief = brief_terminal()
-        self._table = brief and EpochTable(config, brief)
+        terminal = brief_terminal()  # None if the log's details are on the terminal, in place of a table
+        if terminal is None:
+            self._table = None
+            bar_file = sys.stderr
+            shows_bar = sys.stderr.isatty()
+        else:
+            self._table = EpochTable(config, terminal)
+            bar_file = sys.stdout  # below the rows of the table
+            shows_bar = terminal.can_redraw
         self._bar = _Bar(
             desc=self._place(start),
             total=per_epoch,
             initial=start.step,
-            file=sys.stderr if brief is None else sys.stdout,
+            file=bar_file,
             bar_format=BAR,
             dynamic_ncols=True,
             leave=False,
-            disable=not (sys.stderr.isatty() if brief is None else brief.moves),
+            disable=not shows_bar,
         )
 
     def _place(self, position: Position) -> str:
@@ -71,19 +79,21 @@ class Live:
     def stepped(self, position: Position) -> None:
         """Show that an update was done."""
         if self._table is not None:
-            self._table.print_row()
+            self._table.print_row()  # of the epoch before, if no validation has followed it
         if position.epoch != self._epoch:
             self._epoch = position.epoch
-            self._bar.initial = 0
+            self._bar.initial = 0  # after a resume, the bar began within an epoch
             self._bar.reset()
             self._bar.set_description_str(self._place(position), refresh=False)
-        self._bar.update(position.step - self._bar.n)
+        updates_shown = self._bar.n
+        self._bar.update(position.step - updates_shown)
 
     def reported(self, reading: Reading, perf: Perf, left: float | None) -> None:
         """Show the metrics of an update. `left`: seconds until the run ends; None if no pace is known yet."""
         if self._table is not None:
             # The count of skipped updates is of the whole run; those before a resume belong to earlier rows.
-            if self._resumed and self._table.rate is None:
+            is_first_report = self._table.rate is None
+            if self._resumed and is_first_report:
                 self._table.skipped_before = reading.skipped
             self._table.lr = reading.lr
             self._table.rate = perf.images_per_second
@@ -109,8 +119,10 @@ class Live:
         """Show the metrics of a validation. `mark`: word for the best validation so far; '' for another."""
         self._bar.set_description_str(self._place(position), refresh=False)
         if self._table is not None:
-            # Within an epoch, the number of epochs that are trained is a fraction.
-            finished = position.epoch - 1 if position.step > 0 else position.epoch
+            # The number of epochs that are trained. Within an epoch it is a fraction; after one, the step is 0 and the
+            # position still has the number of that epoch.
+            is_within_epoch = position.step > 0
+            finished = position.epoch - 1 if is_within_epoch else position.epoch
             epochs = finished + position.step / self._per_epoch
             self._table.validated(f"{epochs:.2f}" if epochs else "start", metrics, seconds, mark)
 
@@ -122,25 +134,33 @@ class Live:
 
 
 def _columns(config: Config) -> dict[str, tuple[WeightSet, Metric]]:
-    """Return the columns for metrics of validations, the most important first: heading -> set of weights, metric."""
+    """Return the columns for metrics of validations, the most important first: heading -> set of weights, metric.
+
+    The loss is not among them, since it has a column of its own.
+    """
     main_metric = config.task.best
-    by = metric_named(config.SAVE_BEST_BY)
+    deciding_metric = metric_named(config.SAVE_BEST_BY)
     shown = [(PLAIN, main_metric)]
     if config.TRAIN.MODEL_EMA:
-        shown.append((AVERAGE, main_metric if by == LOSS else by))
-    asked_for = [by]
+        shown.append((AVERAGE, main_metric if deciding_metric == LOSS else deciding_metric))
+
+    # Metrics that settings ask for, and then those that the task always measures.
+    asked_for = [deciding_metric]
     if config.measures_knn:
         asked_for.append(KNN)
     asked_for += map(metric_named, config.VALIDATE_METRICS)
-    shown += [(PLAIN, metric) for metric in asked_for if metric not in (main_metric, LOSS)]
+    has_column = (main_metric, LOSS)
+    shown += [(PLAIN, metric) for metric in asked_for if metric not in has_column]
     if TOP5 in config.task.metrics and (config.MODEL.NUM_CLASSES or 0) > 10:
         shown.append((PLAIN, TOP5))
     if MACRO_F1 in config.task.metrics:
         shown.append((PLAIN, MACRO_F1))
+
     columns = dict[str, tuple[WeightSet, Metric]]()
-    for which, metric in dict.fromkeys(shown):  # each once, in this order
+    for weight_set, metric in dict.fromkeys(shown):  # each once, in this order
         unit = " %" if metric.percent else ""
-        columns[which.marked(metric.words) + unit] = (which, metric)
+        heading = weight_set.marked(metric.words) + unit  # such as "EMA top-1 %"
+        columns[heading] = (weight_set, metric)
     return columns
 
 
@@ -148,12 +168,15 @@ class EpochTable:
     """Prints a row per epoch, and the header again once other lines have moved it away."""
 
     def __init__(self, config: Config, brief: Brief) -> None:
+        """Print the header. `brief`: the terminal, on which the log's details are left out."""
         self._brief = brief
         self._epochs = config.TRAIN.NUM_EPOCHS
-        validates_within_epochs = config.VALIDATE_EVERY_UPDATES is not None or config.TRAIN.MAX_UPDATES is not None
         self._metrics = _columns(config)
-        # "12/90", or "11.25/90" within an epoch.
-        epoch_width = len(f"{self._epochs}") * 2 + 1 + (3 if validates_within_epochs else 0)
+        # The first column is as wide as "90/90", or if epochs may be fractions, as "89.25/90".
+        validates_within_epochs = config.VALIDATE_EVERY_UPDATES is not None or config.TRAIN.MAX_UPDATES is not None
+        epoch_width = len(f"{self._epochs}/{self._epochs}")
+        if validates_within_epochs:
+            epoch_width += len(".25")
         widths = {"epoch": epoch_width, "train loss": 7, "val loss": 7}
         widths |= dict.fromkeys(self._metrics, 6) | {"time": 7, "images/s": 7, "lr": 8}
         self._widths = {name: max(width, len(name)) for name, width in widths.items()}
@@ -164,7 +187,9 @@ class EpochTable:
         self._row: dict[str, str] = {}
         """Cells of an epoch that may still be validated; empty if no row is begun"""
         self._seconds = 0.0
-        self._mark = ""
+        """Duration of the training of that epoch"""
+        self._mark_of_best = ""
+        """Word for the best validation so far; '' if that of the row is not the best"""
         self.lr: float | None = None
         self.rate: float | None = None
         """Images per second, of the last report"""
@@ -177,9 +202,12 @@ class EpochTable:
         self._print_header()
 
     def begin_row(self, epoch: str, seconds: float = 0.0, train_loss: float | None = None) -> None:
-        """Begin the row of an epoch with the metrics of its training. It is printed after the validation, if any."""
+        """Begin the row of an epoch with the metrics of its training.
+
+        A validation adds its metrics and prints the row; without one, the next update prints it.
+        """
         self._seconds = seconds
-        self._mark = ""
+        self._mark_of_best = ""
         self._row = {
             "epoch": f"{epoch}/{self._epochs}",
             "train loss": _cell(LOSS, train_loss),
@@ -194,14 +222,14 @@ class EpochTable:
             self.begin_row(epoch)
         self._row["time"] = clock(self._seconds + seconds)
         self._row["val loss"] = _cell(LOSS, metrics[PLAIN].loss)
-        for heading, (which, metric) in self._metrics.items():
-            if which in metrics:
-                self._row[heading] = _cell(metric, metrics[which].value(metric.name))
-        self._mark = mark
+        for heading, (weight_set, metric) in self._metrics.items():
+            if weight_set in metrics:
+                self._row[heading] = _cell(metric, metrics[weight_set].value(metric.name))
+        self._mark_of_best = mark
         self.print_row()
 
     def print_row(self) -> None:
-        """Print the row that was begun, if one was."""
+        """Print the row that was begun, if one was. Its end notes the best validation, and skipped updates."""
         if not self._row:
             return
         row = self._row
@@ -209,10 +237,13 @@ class EpochTable:
         if self._brief.lines - self._header_line >= LINES_PER_HEADER:
             self._print_header()
         text = GAP.join(row.get(name, NOTHING).rjust(width) for name, width in self._widths.items())
-        mark = self._mark
+
+        # "best" is green; "best (as good as guessing)" is not, even if there is no room for the words in brackets.
+        mark = self._mark_of_best
+        is_green = mark == "best"
         if len(text + GAP + mark) > terminal_width():
-            mark = mark.split(" (")[0]  # without the words in brackets
-        if mark == self._mark == "best":
+            mark, _, _ = mark.partition(" (")
+        if is_green:
             mark = self._brief.coloured(mark, GREEN)
         notes = [mark]
         if self.skipped > self.skipped_before:

@@ -45,39 +45,48 @@ FAR = 15.0
 
 FEW = 100
 """With fewer validation images than this, folds are advised"""
-COMPUTED = f"`{tool('evaluate')}` computes its interval"
+INTERVAL_BY_TOOL = f"`{tool('evaluate')}` computes its interval"
+"""Words in place of an interval, if the predictions that it depends on are not known here"""
 
 
 def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
-    """Say what the best validation is worth, what is strange about its predictions, and what can be done next.
+    """Say at the end of a run what its best validation is worth, what looks wrong, and what can be done next.
 
-    Returns sentences, some of which may be '', and the block of commands at last.
+    Returns sentences for the log, some of which may be ''. The last one is the block of commands to copy.
     """
     ready = trainer.ready
     config = trainer.config
     folder = trainer.folder
     best = trainer.best
-    by = metric_named(best.by)
+    deciding_metric = metric_named(best.by)
     labels = ready.val_set.sample_labels()
     groups = ready.val_set.groups()
 
-    # What the best metric is worth. Its predictions are known if this start of the run has measured it.
+    # The best metric, with its interval. The predicted classes are known if this start of the run has measured it.
     metrics = trainer.best_metrics
-    best_guesses = metrics.predictions.get("guess") if metrics and metrics.value(by.name) == best.figure else None
-    context = in_context(by, best.figure, trainer.guess, labels, best_guesses, groups)
+    best_guesses = None
+    if metrics and metrics.value(deciding_metric.name) == best.figure:
+        best_guesses = metrics.predictions.get("guess")
+    context = in_context(deciding_metric, best.figure, trainer.guess, labels, best_guesses, groups)
     sentences = [context]
-    sentences_on_copies = [copies_in_words(folder, advice=False)]
-    if config.MODEL.starts_at_probe:
-        from engine.evaluation.start import gained
 
-        sentences.append(gained(by, history, folder, best, trainer.position.update))
+    # What training gained over the probe that it began with.
+    if config.MODEL.starts_at_probe:
+        from engine.evaluation.start import gained  # only now: other runs do not need it
+
+        sentences.append(gained(deciding_metric, history, folder, best, trainer.position.update))
+
+    # Why the best metric may be too high, and how to measure a better one. What copies of training images in validation
+    # do to it comes last, after the sentences below.
+    sentences_on_copies = [copies_in_words(folder, advice=False)]
     if context and best.figure is not None:
-        sentences_on_copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
         sentences.append(flatters(len(history.of("val")), folder, splits))
-        sentences.append(in_folds_instead(len(labels), folder, config.DATA, splits))
+        sentences.append(advise_folds(len(labels), folder, config.DATA, splits))
+        sentences_on_copies.append(favoured(folder, history, config.MODEL.starts_at_probe))
     on_copies = " ".join(sentences_on_copies).strip()
 
-    # What is strange about the best predictions, or else those of the last validation, as far as there is room.
+    # What looks wrong with the images, by the best predictions, or else by those of the last validation: as many of
+    # these sentences as there is room for.
     guesses = best_guesses
     if guesses is None:
         table = read_predictions(folder, trainer.position.update) or {}
@@ -86,8 +95,10 @@ def at_end(trainer: Trainer, splits: Splits, history: History) -> list[str]:
         names = ready.val_set.classes or []
         in_folds = ready.choices.get(FOLDS)
         problems = strange(labels.astype(int), guesses.astype(int), names, in_folds, trainer.probe, groups)
-        room = MOST - len(list(filter(None, [*sentences, on_copies])))
+        written = list(filter(None, [*sentences, on_copies]))
+        room = MOST - len(written)
         sentences += problems[:room]
+
     sentences.append(on_copies)
     sentences.append(next_commands(trainer.run, trainer.position, best, folder, trainer.paused))
     return sentences
@@ -103,25 +114,28 @@ def in_context(
 ) -> str:
     """Say how far noise may have moved a metric, and what always guessing would reach; '' if neither applies.
 
-    `value`: of the metric; None without a validation. `guess`: percent that guessing the most frequent class reaches;
-    None if that means nothing. `labels`, `guesses`, `groups`: of each image; `guesses` is None if they are not known,
-    as for a validation before the run was resumed.
+    `value`: value of the metric; None without a validation. `guess`: accuracy in percent of always guessing the most
+    frequent class; None if that means nothing. `labels`, `guesses`, `groups`: class, predicted class and group of each
+    validation image. `guesses` is None if the predictions are not known, as for a validation before the run was
+    resumed; `groups` is empty without groups.
     """
+    predicted = guesses  # of each image, unlike `guess`
     parts = list[str]()
     on_groups = ""
-    by_class = metric in BY_CLASS
-    if (metric.counts_images or by_class) and value is not None:
-        if by_class:
-            interval = _interval_by_class(metric, labels, guesses, groups)
-        elif groups and (guesses is None or metric is not TOP1):
-            # Images of a group count less, and how much depends on the predictions.
-            interval = f": {COMPUTED}"
+    is_mean_of_classes = metric in BY_CLASS
+    if value is not None and (metric.counts_images or is_mean_of_classes):
+        if is_mean_of_classes:
+            interval = _words_on_classes(metric, labels, predicted, groups)
+        elif groups and (predicted is None or metric is not TOP1):
+            # Images of a group resemble each other, so they count as fewer. How many depends on which images are right,
+            # and the predicted classes say that for top-1 alone.
+            interval = f": {INTERVAL_BY_TOOL}"
         else:
-            images = len(labels) if guesses is None else effective_images(guesses == labels, groups)
+            images = len(labels) if predicted is None else effective_images(predicted == labels, groups)
             interval = f": 95 % interval {wilson(value, images).words()}"
         parts.append(f"{metric.words} {metric.number(value)} on {counted(len(labels), 'image')}{interval}")
         on_groups = of_groups(groups)
-    if guess is not None and not by_class:
+    if guess is not None and not is_mean_of_classes:
         parts.append(always_guessing(guess, value if metric == TOP1 else None))
     if not parts:
         return ""
@@ -129,21 +143,23 @@ def in_context(
     return f"{words[0].upper()}{words[1:]}. {on_groups}".rstrip()
 
 
-def _interval_by_class(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None, groups: Sequence[str]) -> str:
-    """Write the interval of balanced accuracy or macro F1, which depends on the smallest class, for `in_context`.
+def _words_on_classes(metric: Metric, labels: np.ndarray, guesses: np.ndarray | None, groups: Sequence[str]) -> str:
+    """Continue the sentence "<metric> <value> on 100 images" for a metric that is a mean over classes.
 
-    With balanced accuracy, also what guessing would reach.
+    Returns words that begin with ", of which": the size of the smallest class, on which the interval depends most, and
+    the interval. For balanced accuracy, also the accuracy of always guessing one class. `guesses`: predicted classes;
+    None if they are not known.
     """
     sizes = np.bincount(labels)
-    present = sizes[sizes > 0]
-    interval_words = COMPUTED
+    sizes = sizes[sizes > 0]
+    interval_words = INTERVAL_BY_TOOL
     if guesses is not None:
         interval_of, _ = BY_CLASS[metric]
         classes = int(max(labels.max(), guesses.max())) + 1
         interval = interval_of(labels, guesses, classes, groups)
         interval_words = f"95 % interval {interval.words()}" if interval else "too few images per class for an interval"
-    guessing = f"; always guessing one class: {100 / len(present):.1f} %" if metric is BALANCED else ""
-    return f", of which the smallest of {len(present)} classes has {present.min()}: {interval_words}{guessing}"
+    guessing = f"; always guessing one class: {100 / len(sizes):.1f} %" if metric is BALANCED else ""
+    return f", of which the smallest of {len(sizes)} classes has {sizes.min()}: {interval_words}{guessing}"
 
 
 def of_groups(groups: Sequence[str]) -> str:
@@ -185,18 +201,23 @@ def flatters(validations: int, run: Path, splits: Splits) -> str:
 
 
 def favoured(folder: Path, history: History, of_probe: bool) -> str:
-    """Say that copies of training images in validation favour some checkpoints; '' if there are none, or no choice.
+    """Say that copies of training images in the validation split favour some checkpoints.
 
-    `of_probe`: training began with a linear probe, which they favour too.
+    Returns '' if there are no such copies, or if a single validation left no choice among checkpoints. `of_probe`:
+    training began with a linear probe, which copies favour too.
     """
-    if len(history.of("val")) < 2 or not known_to_training(read_data(folder)):
+    validations = len(history.of("val"))
+    if validations < 2 or not known_to_training(read_data(folder)):
         return ""
     probe = "the probe, which works like nearest neighbours, and " if of_probe else ""
     return f"Copies in validation favour {probe}checkpoints that remember them: on new images, others may be better."
 
 
-def in_folds_instead(images: int, run: Path, data: DataConfig, splits: Splits) -> str:
-    """Advise folds if the validation split is too small to judge by; '' if it is not, or folds cannot help."""
+def advise_folds(images: int, run: Path, data: DataConfig, splits: Splits) -> str:
+    """Advise to train on folds if the validation split is too small to judge by; '' if it is not, or they cannot help.
+
+    `images`: number of validation images.
+    """
     if images >= FEW or data.FOLD is not None or not splits.unsplit:
         return ""
     words = shlex.join(["-cfg", str(run / CONFIG), "-folds", "5", "-output", f"{run}-folds"])
@@ -213,27 +234,34 @@ def strange(
     probe: np.ndarray | None = None,
     groups: Groups = (),
 ) -> list[str]:
-    """Say what looks wrong with the images rather than with the model, and name classes that are never recognised.
+    """Say what looks wrong with the validation images rather than with the model, the most important sentences first.
 
-    Labels and predictions are of the validation images, the most important sentences come first. `in_folds`: top-1 in
-    percent that a linear probe reached in cross-validation on the training images; None if it was not measured.
-    `probe`: predictions of that probe, which are compared with it, since training may have lowered top-1.
+    `labels`, `guesses`: class and predicted class of each validation image. `names`: of the classes; those that lack
+    one are named by their numbers. `in_folds`: top-1 in percent that a linear probe reached in cross-validation on the
+    training images; None if it was not measured. `probe`: classes that this probe predicts for the validation images;
+    None if unknown, then the `guesses` are compared with `in_folds`. `groups`: of each image, if there are any.
     """
     sentences = list[str]()
     right = labels == guesses
-    right_by_probe = labels == (guesses if probe is None else probe)
-    top1 = 100 * float(right_by_probe.mean())
-    independent = effective_images(right_by_probe, groups)
 
     def name_of(label: int) -> str:
         return names[label] if label < len(names) else str(label)
 
+    # Top-1 far below that in folds of the training images. That was measured with the probe, so the probe's top-1 here
+    # is compared with it: training may have lowered top-1 since.
+    compared_right = labels == (guesses if probe is None else probe)
+    top1 = 100 * float(compared_right.mean())
+    independent = effective_images(compared_right, groups)
     if in_folds is not None and wilson(top1, independent).high < in_folds - FAR:
         sentences.append(
             f"Only {top1:.1f} % of these images are recognised, and {in_folds:.1f} % in folds of the training images: "
             "these images may be from another source, or their class folders swapped."
         )
+
+    # Classes whose images are nearly all taken for another class.
     sentences += _describe_mistaken_classes(labels, guesses, name_of)
+
+    # Classes of which not one image is recognised.
     images = np.bincount(labels)
     recognised = np.bincount(labels[right], minlength=len(images)) > 0
     never = np.flatnonzero((images > 0) & ~recognised).tolist()
@@ -266,9 +294,12 @@ def _describe_mistaken_classes(labels: np.ndarray, guesses: np.ndarray, name_of:
         words = f"{count} of {images[label]} images of {name_of(label)} are taken for {name_of(guess)}"
         guess_taken_for, count_back = taken_for.get(guess, (None, 0))
         is_swapped = guess_taken_for == label
-        if is_swapped and label < guess:  # one sentence for both
-            sentences.append(f"{words}, and {count_back} the other way: are their folders swapped?")
-        elif not is_swapped and np.count_nonzero(images) > 2 and right[labels != label].mean() > 0.5:
+        if is_swapped:
+            if label < guess:  # one sentence for both
+                sentences.append(f"{words}, and {count_back} the other way: are their folders swapped?")
+            continue
+        # Only if the model recognises most images of the other classes, of which there must be two or more.
+        if np.count_nonzero(images) > 2 and right[labels != label].mean() > 0.5:
             sentences.append(f"{words}: are they of that class, or from another source?")
     return sentences
 
@@ -283,27 +314,32 @@ def next_commands(run: Run, position: Position, best: Best, folder: Path, paused
     if run.config.USE:  # the user's own code, which has just been executed
         run_words += " -trust"
     train = run.config.TRAIN
-    longer = ""
-    if best.is_given_up(train.PATIENCE):
-        longer += " TRAIN.PATIENCE=null"
-    if position.epoch > train.NUM_EPOCHS:
-        longer += f" TRAIN.NUM_EPOCHS={2 * (position.epoch - 1)}"
-    if train.MAX_UPDATES is not None and position.update >= train.MAX_UPDATES:
-        longer += f" TRAIN.MAX_UPDATES={2 * position.update}"
-    commands = {
-        "evaluate": f"{tool('evaluate')} {run_words}",
-        "predict": f"{tool('predict')} {run_words} IMAGE.jpg",
-        "export": f"{tool('export')} {run_words} -to onnx -out {shlex.quote(str(folder / 'model.onnx'))}",
-    }
+
+    # Commands that use the model.
+    title = "Next:"
     if run.config.task == NO_LABELS:
         recipe = f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {run_words}"
         commands = {"finetune": start_again(run.world, recipe)}
-    title = "Next:"
-    if "export" in commands and run.config.DATA.is_plain:
-        title = "Next (export -with_resize: a file that does the preprocessing, too):"
+    else:
+        commands = {
+            "evaluate": f"{tool('evaluate')} {run_words}",
+            "predict": f"{tool('predict')} {run_words} IMAGE.jpg",
+            "export": f"{tool('export')} {run_words} -to onnx -out {shlex.quote(str(folder / 'model.onnx'))}",
+        }
+        if run.config.DATA.is_plain:  # -with_resize does not take images of other channels or bits
+            title = "Next (export -with_resize: a file that does the preprocessing, too):"
     commands["report"] = f"{tool('report')} {run_words}"
+
+    # The command that resumes training. A run that has reached one of its limits needs a new one.
+    limits = ""
+    if best.is_given_up(train.PATIENCE):
+        limits += " TRAIN.PATIENCE=null"
+    if position.epoch > train.NUM_EPOCHS:
+        limits += f" TRAIN.NUM_EPOCHS={2 * (position.epoch - 1)}"
+    if train.MAX_UPDATES is not None and position.update >= train.MAX_UPDATES:
+        limits += f" TRAIN.MAX_UPDATES={2 * position.update}"
     if train.NUM_EPOCHS:
-        changes = "" if paused else longer
+        changes = "" if paused else limits
         commands["resume"] = start_again(run.world, f"-resume {run_words}{changes}")
     lines = [title]
     for name, command in commands.items():

@@ -35,15 +35,17 @@ class Reporter:
     def __init__(
         self, config: Config, per_epoch: int, folder: Path | None, start: Position, tracked: Sequence[TrackedRun] = ()
     ) -> None:
-        """`folder` None: write no files, and show no progress on the terminal. `start`: position of this start.
+        """`per_epoch`: updates per epoch. `start`: the position at which this start of the run begins.
 
+        `folder`: the run's; None to write no files, and show no progress on the terminal.
         `tracked`: the run at services such as Weights & Biases, which get the same metrics.
         """
         self.config = config
         self.per_epoch = per_epoch
         self.folder = folder
-        self._fleet = config.LOG_STYLE == "fleet"
-        if self._fleet:
+        self._counts_from_0 = config.LOG_STYLE == "fleet"
+        """Whether log lines count epochs and batches from 0, as those of Paddle's Fleet do"""
+        if self._counts_from_0:
             log.info(
                 "LOG_STYLE fleet: epoch and batch lines count from 0, all other output (best, metrics.jsonl) from 1."
             )
@@ -53,11 +55,12 @@ class Reporter:
         self._last_verdict: Bottleneck | None = None
         self._first_update = start.update
         self._epochs_before = start.epoch - 1 + start.step / max(per_epoch, 1)
+        """Epochs that earlier starts of the run have trained, with the fraction of the last one"""
         # Seconds and epochs at the first report, from which the time left is estimated.
         self._pace_start: tuple[float, float] | None = None
         if folder:
             with os_errors_as_user_errors(folder):
-                self._metrics = MetricsFile(folder, partial(_is_repeated, start))
+                self._metrics = MetricsFile(folder, repeats=partial(_is_repeated, start))
             # Points up to the checkpoint stay: they were flushed before it was saved.
             self._board = Board(folder / "tensorboard", start.update + 1)
         self.live: Live | None = None
@@ -81,9 +84,10 @@ class Reporter:
     def _log_verdict(self, verdict: Bottleneck | None) -> None:
         """Log the bottleneck of the training's speed, unless it is None or logged already."""
         if verdict is not None and verdict != self._last_verdict:
-            same_bound = self._last_verdict is not None and verdict.bound == self._last_verdict.bound
-            # As a detail, if it is not new, or if training waits for computing alone, as it should.
-            extra = DETAIL if same_bound or verdict.bound == COMPUTE else None
+            # Only as a detail of the log, if the same stage limits the speed as before, or if it is the computation, as
+            # it should be.
+            same_stage = self._last_verdict is not None and verdict.bound == self._last_verdict.bound
+            extra = DETAIL if same_stage or verdict.bound == COMPUTE else None
             log.info("Where the time went: %s", verdict.text, extra=extra)
             self._last_verdict = verdict
 
@@ -93,18 +97,9 @@ class Reporter:
         """Report the metrics of an update, the speed, and the time left. `figures`: those of the run's callbacks."""
         metrics_now = reading.update
         figures = figures or {}
+        left = self._seconds_left(position, perf.seconds)
 
-        # The time left, at the mean pace since the first report, validation and saving included. The first report says
-        # nothing of the pace: workers were started until then, and kernels chosen or compiled.
-        epochs = self._epochs_before + (position.update - self._first_update) / self.per_epoch
-        epochs_at_end = epochs + updates_left(self.config, position, self.per_epoch) / self.per_epoch
-        self._pace_start = self._pace_start or (perf.seconds, epochs)
-        seconds_at_start, epochs_at_start = self._pace_start
-        before, done, all_work = work_until(self.config, (epochs_at_start, epochs, epochs_at_end))
-        left = None
-        if done > before:
-            left = (perf.seconds - seconds_at_start) * (all_work - done) / (done - before)
-
+        # The log.
         time_left = "" if left is None else f", Left: {clock(left)}"
         health = (
             f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
@@ -112,7 +107,7 @@ class Reporter:
             f"Time: {clock(perf.seconds)}{time_left}{perf.words()}"
         )
         health += "".join(f", {figure.words}" for figure in figures.values())
-        if self._fleet:
+        if self._counts_from_0:
             log.info(f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {metrics_now.fleet()}")
             log.info("Lr: %.6e, %s", reading.lr, health)
         else:
@@ -122,6 +117,8 @@ class Reporter:
                 f"Loss: {metrics_now.loss:.4f} ({reading.epoch.loss:.4f}), {reading.epoch.average()}, {health}",
                 extra=DETAIL,
             )
+
+        # The terminal, metrics.jsonl, TensorBoard and trackers.
         if self.live:
             self.live.reported(reading, perf, left)
         metrics = {
@@ -135,6 +132,22 @@ class Reporter:
         self.event("train", position, perf.as_dict(), step=position.step, update=position.update, **metrics)
         self._plot("train", {**metrics, "images_per_second": perf.images_per_second, **perf.extra()}, position.update)
 
+    def _seconds_left(self, position: Position, seconds: float) -> float | None:
+        """Estimate the seconds until the run ends; None if no pace is known yet. `seconds`: since the run began.
+
+        The pace is the mean since the first report, with validation and saving. The time before that says nothing of
+        the pace: workers were started then, and kernels chosen or compiled.
+        """
+        epochs = self._epochs_before + (position.update - self._first_update) / self.per_epoch
+        epochs_at_end = epochs + updates_left(self.config, position, self.per_epoch) / self.per_epoch
+        self._pace_start = self._pace_start or (seconds, epochs)  # at the first report
+        first_seconds, first_epochs = self._pace_start
+        # Work in epochs on full images: epochs on smaller ones are less work.
+        first_work, work, work_at_end = work_until(self.config, (first_epochs, epochs, epochs_at_end))
+        if work <= first_work:
+            return None
+        return (seconds - first_seconds) * (work_at_end - work) / (work - first_work)
+
     def epoch(self, position: Position, means: Metrics, seconds: float, verdict: Bottleneck | None = None) -> None:
         """Report the mean metrics of an epoch that has ended, its duration, and the bottleneck, if given."""
         self.summary("Train", position, means, seconds)
@@ -146,11 +159,15 @@ class Reporter:
     def validation(
         self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str = ""
     ) -> None:
-        """Report the metrics of a validation, by set of weights. `mark`: word for the best so far; '' for another."""
+        """Report the metrics of a validation, by set of weights.
+
+        `mark`: word for the best validation so far; '' if this is not the best.
+        """
         fields: dict[str, float | None] = {}
-        for which, means in metrics.items():
-            fields |= {f"{which.prefix}{name}": value for name, value in means.fields().items()}
-            self.summary("Validation", position, means, seconds, f" ({which.mark})" if which.mark else "")
+        for weight_set, means in metrics.items():
+            fields |= {f"{weight_set.prefix}{name}": value for name, value in means.fields().items()}
+            label = f" ({weight_set.mark})" if weight_set.mark else ""  # " (EMA)", or '' for the trained weights
+            self.summary("Validation", position, means, seconds, label)
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
         if self.live:
@@ -159,17 +176,21 @@ class Reporter:
     def summary(self, phase: str, position: Position, means: Metrics, seconds: float, weights: str = "") -> None:
         """Log the metrics of an epoch, of its part up to the end of the run, or of a validation.
 
-        `phase`: Train or Validation. `weights`: mark of the set of weights; '' for the trained ones.
+        `phase`: Train or Validation. `weights`: label of the set of weights, such as " (EMA)"; '' for the trained ones.
         """
-        epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:0>3}], "  # with -eval perhaps auto
-        if self.config.EVAL and not position.update:  # the evaluated weights are not of a run
+        if self.config.EVAL and not position.update:  # the evaluated weights are not those of a run
             epoch = ""
-        elif self._fleet:
+        elif self._counts_from_0:
             epoch = f"Epoch {position.epoch - 1}, "
+        else:
+            # The number of epochs is padded as a text, since with -eval it may be "auto".
+            epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:0>3}], "
         more = "".join(f", {metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
-        resumed_within = phase == "Train" and position.update - position.step < self._first_update
+        update_before_epoch = position.update - position.step
+        resumed_within = phase == "Train" and update_before_epoch < self._first_update
         since = " since the resume" if resumed_within else ""
-        line = f"----- {epoch}{means.summary(phase)}, time: {seconds:.2f}{since}{means.after_time()}{more}{weights}"
+        metrics_after_time = means.after_time()
+        line = f"----- {epoch}{means.summary(phase)}, time: {seconds:.2f}{since}{metrics_after_time}{more}{weights}"
         log.info(line, extra=DETAIL)
 
     def flush(self) -> None:
@@ -215,14 +236,17 @@ class Board:
         self._writer: SummaryWriter | None = None
         self.ended = False
         """Whether a point could not be written; later ones are left out."""
+
+        # Disk errors of TensorBoard's own thread are ignored, since nobody can catch them there. This stays so for the
+        # rest of the process: the thread may fail at any time.
         previous_hook = threading.excepthook
 
-        def hook(args: threading.ExceptHookArgs) -> None:
-            """Ignore disk errors of TensorBoard's own thread, where nobody can catch them."""
-            if not (type(args.thread).__name__ == "_AsyncWriterThread" and issubclass(args.exc_type, OSError)):
+        def ignore_disk_errors(args: threading.ExceptHookArgs) -> None:
+            is_of_tensorboard = type(args.thread).__name__ == "_AsyncWriterThread"
+            if not (is_of_tensorboard and issubclass(args.exc_type, OSError)):
                 previous_hook(args)
 
-        threading.excepthook = hook
+        threading.excepthook = ignore_disk_errors
 
     def add(self, name: str, value: float, update: int) -> None:
         self._attempt(self._add, name, value, update)
@@ -266,18 +290,23 @@ def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:
 
 
 def _is_repeated(start: Position, line: Line) -> bool:
-    """Whether a run that is resumed at `start` will write a line of metrics.jsonl again, which is then removed.
+    """Whether a run that is resumed at `start` will write this line of metrics.jsonl again.
 
-    A damaged line is removed too.
+    Such a line is removed before the run resumes. True for a damaged line, so that it is removed, too.
     """
     try:
         event = line["event"]
         update = line["update"]
+        # Lines after the checkpoint are written again, those before it are not.
         if update != start.update:
             return update > start.update
+        # At the update of the checkpoint: a validation is repeated unless it was complete, and the line of an epoch
+        # unless the position is in the next epoch already. Others are repeated only by a run that starts over.
         if event == "val":
-            return start.validated != update
-        # A run that is resumed at update 0 starts over.
-        return line["epoch"] >= start.epoch if event == "epoch" else update == 0
+            is_complete = start.validated == update
+            return not is_complete
+        if event == "epoch":
+            return line["epoch"] >= start.epoch
+        return update == 0
     except (KeyError, TypeError):
         return True

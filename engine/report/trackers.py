@@ -51,8 +51,8 @@ def check_project(key: str, name: str) -> None:
     """
     package = key.lower()
     # The installed packages are listed, not imported: an import would take a folder "wandb", which wandb makes, for the
-    # package.
-    if not versions(package, f"{package}-skinny"):  # the smaller package of MLflow sends to a server
+    # package. mlflow-skinny, the smaller package of MLflow, can send metrics to a server, too.
+    if not versions(package, f"{package}-skinny"):
         raise UserError(
             f"{key} {name}: the package {package} is not installed. Run: pip install {package}   or leave {key} out."
         )
@@ -63,9 +63,11 @@ def check_project(key: str, name: str) -> None:
         )
 
 
-def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[str, Any]) -> wandb.Run:
-    """Begin a run at Weights & Biases, or resume the one whose id is `name`. `settings`: to be shown there."""
-    if sys.modules.get("wandb", sys) is None:  # hidden at the start (engine/entry.py)
+def _begin_wandb(config: Config, folder: Path, run_id: str | None, settings: dict[str, Any]) -> wandb.Run:
+    """Begin a run at Weights & Biases, or resume the one with the id `run_id`. `settings`: to be shown there."""
+    # At the start, engine/entry.py hides the package by an entry None, which must go before it can be imported.
+    is_hidden = "wandb" in sys.modules and sys.modules["wandb"] is None
+    if is_hidden:
         del sys.modules["wandb"]
     import wandb
 
@@ -75,7 +77,7 @@ def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[
     run = wandb.init(
         project=config.WANDB,
         dir=folder,
-        id=name,
+        id=run_id,
         name=folder.name,
         resume="allow",
         config=settings,
@@ -107,7 +109,8 @@ def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[
 class MlflowRun:
     """A run at MLflow, with the methods that a run of Weights & Biases has."""
 
-    def __init__(self, config: Config, folder: Path, name: str | None, settings: dict[str, Any]) -> None:
+    def __init__(self, config: Config, folder: Path, run_id: str | None, settings: dict[str, Any]) -> None:
+        """Begin a run, or resume the one with the id `run_id`. `settings`: `precision` among them becomes a tag."""
         for key, value in MLFLOW_DEFAULTS.items():
             os.environ.setdefault(key, value)
         mlflow = importlib.import_module("mlflow")
@@ -118,17 +121,17 @@ class MlflowRun:
             logging.getLogger(package).setLevel(logging.WARNING)  # they log how tables of a new store are made
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         self._client = mlflow.MlflowClient(uri)
-        self.summary = SimpleNamespace(update=self._log_best)
-        if name:
-            self.id = name
-            self._client.update_run(name, status="RUNNING")
+        self.summary = SimpleNamespace(update=self._log_best)  # a run of Weights & Biases has `summary.update`
+        if run_id:
+            self.id = run_id
+            self._client.update_run(run_id, status="RUNNING")
         else:
             existing = self._client.get_experiment_by_name(project)
             experiment = existing.experiment_id if existing else self._client.create_experiment(project)
             tags = {"precision": settings["precision"], "tag": config.TAG or ""}
             self.id: str = self._client.create_run(experiment, tags=tags, run_name=folder.name).info.run_id
             parameters = [parameter(key, redacted(str(value))) for key, value in values_by_key(config).items()]
-            # The parameters are those of the first start, since MLflow does not allow to change them.
+            # They are sent only now: a resumed run may have other values, but MLflow does not allow to change them.
             for start in range(0, len(parameters), MOST_PARAMETERS):
                 self._client.log_batch(self.id, params=parameters[start : start + MOST_PARAMETERS])
         log.info("MLflow: the metrics go to the experiment %s in %s", project, redacted(uri))
@@ -171,25 +174,30 @@ class TrackedRun:
     """The run at a service, which is the same for all starts of a run here. Only rank 0 has one."""
 
     def __init__(self, key: str, config: Config, folder: Path, precision: str) -> None:
-        """`key`: the setting that names the project, WANDB or MLFLOW."""
+        """Begin or resume the run at the service. If that fails, warn, and send nothing.
+
+        `key`: the setting that names the project, WANDB or MLFLOW.
+        """
         # Earlier starts of this run have sent the updates up to the last one in metrics.jsonl.
         history = History.of_run(folder)
-        self._sent = dict[str, int]()
-        for kind in ("train", "val"):
-            self._sent[kind] = max((line.get("update", -1) for line in history.of(kind)), default=-1)
+        self._last_sent = dict[str, int]()
+        """Last update whose metrics were sent, by their group: train or val"""
+        for group in ("train", "val"):
+            self._last_sent[group] = max((line.get("update", -1) for line in history.of(group)), default=-1)
         self._run: wandb.Run | MlflowRun | None = None
         self._service = SERVICES[key]
         self._succeeded = False
-        self._attempt(f"cannot be used{self._service.instead}", self._begin, key, config, folder, precision)
+        failure = f"cannot be used{self._service.instead}"
+        self._attempt(failure, self._begin, key, config, folder, precision)
 
     def _begin(self, key: str, config: Config, folder: Path, precision: str) -> None:
         """Begin the run at the service, or resume it there by its id, which a file in the run's folder keeps."""
         id_file = folder / f"{key.lower()}.json"
         try:
             run_id = str(parse_json(read_regular(id_file))["id"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):  # the service does not have this run yet
             run_id = None
-            self._sent = {}
+            self._last_sent = {}  # earlier starts had no service, so nothing was sent
         settings = {**redacted_values(config.model_dump(mode="json")), "precision": precision}
         run = self._service.begin(config, folder, run_id, settings)
         if run_id is None:
@@ -198,7 +206,7 @@ class TrackedRun:
 
     def add(self, group: str, values: dict[str, float], update: int) -> None:
         """Send the finite values, unless they were sent before: a resumed run repeats some updates."""
-        if self._run is not None and update > self._sent.get(group, -1):
+        if self._run is not None and update > self._last_sent.get(group, -1):
             finite = {f"{group}/{name}": value for name, value in values.items() if math.isfinite(value)}
             self._attempt("no longer answers", self._run.log, {"update": update, **finite})
 

@@ -59,11 +59,11 @@ class Call:
         return self.inputs[0].shape[-2]
 
     def run(self, kind: str) -> None:
-        """Run forward and backward by this kind alone. RuntimeError if it does not support this call."""
+        """Run the layer forward and backward by one kind of attention. RuntimeError if it cannot compute this call."""
         previous = self.layer.fused_attn
         self.layer.fused_attn = kind != PLAIN
         try:
-            with self._only(kind):
+            with self._only_kind(kind):
                 with self.precision.autocast(training=False):
                     output: Tensor = self.layer(*self.inputs, **self.keywords)
                 leaves = list(self.layer.parameters())
@@ -73,28 +73,31 @@ class Call:
         finally:
             self.layer.fused_attn = previous
 
-    def _only(self, kind: str) -> AbstractContextManager[Any]:
-        """Return a context in which attention raises RuntimeError where this kind cannot compute it."""
+    def _only_kind(self, kind: str) -> AbstractContextManager[Any]:
+        """Return a context in which attention is computed by this kind, or raises RuntimeError if that cannot."""
         if kind == PACKED:
             from engine.speed.packed_attention import packed_only
 
             features: Tensor = self.inputs[0]
+            # With O1 and O2, autocast casts the features. With O0 it is off, and with O3 they are in half precision.
             is_cast = self.precision.level not in ("O0", "O3")
             dtype = self.precision.choice.dtype if is_cast else features.dtype
             return packed_only(self.layer, self.tokens, dtype=dtype, device=features.device)
         from torch.nn.attention import sdpa_kernel
 
+        # Without fallbacks (`strictly`); [] lets torch choose.
         backends = backends_of(kind, strictly=True, left_out=self.left_out)
         return sdpa_kernel(backends) if backends else nullcontext()
 
 
 def race_attention(built: BuiltModel) -> Choice:
-    """Choose a kind of attention by trying it on this GPU.
+    """Choose a kind of attention by trying the kinds on this GPU.
 
-    With a kind that SPEED asks for, UserError if it does not work here. Under `auto`, the kind of the resumed run if it
-    works here, else the fastest.
+    If SPEED asks for a kind, that one is chosen; UserError if it does not work here. Under `auto`, the kind of the
+    resumed run is chosen if it works here, else the fastest one.
     """
-    wanted = built.config.attention
+    wanted = built.config.attention  # a kind, or "auto"
+    is_auto = wanted == "auto"
     previous = built.before.get("attention")
     precision = built.precision
     data = built.config.DATA
@@ -102,21 +105,22 @@ def race_attention(built: BuiltModel) -> Choice:
     random = torch.Generator(device).manual_seed(built.config.SEED)
     size = (data.BATCH_SIZE,) + data.shape
     images = built.inputs(torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random))
-    # Autograd has its own thread per GPU, and CUDA initialises a thread with its first kernel. cuBLAS, with which an
-    # attention layer's backward pass begins, checks for that before it starts a kernel, and would warn.
+    # A first backward pass with a small kernel, to avoid a warning: Autograd has its own thread per GPU, and CUDA
+    # initialises a thread with its first kernel. If an attention layer came first, its backward pass would begin with
+    # cuBLAS, which warns in a thread that is not initialised.
     torch.ones((), device=device, requires_grad=True).square().backward()
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         call = first_call(built.model, images, precision, built.left_out)
-        candidates = [kind for kind in KINDS["cuda"] if built.config.wants(kind) is not False]
+        candidates = [kind for kind in KINDS["cuda"] if built.config.wants(kind) is not False]  # not left out by SPEED
         if PACKED in candidates and not packed_is_possible(built.listed):
             candidates.remove(PACKED)
-        if wanted == "auto" and previous in candidates and _works(call, previous):
+        if is_auto and previous in candidates and _works(call, previous):
             return Choice(previous, "as before the resume")
         working = [kind for kind in candidates if _works(call, kind)]
         if not working:
             call.run(FUSED)  # raises the error that stopped all kinds: out of memory
-        if wanted == "auto":
-            if call.tokens > MAX_TOKENS_OF_PLAIN and PLAIN in working:
+        if is_auto:
+            if call.tokens > MAX_TOKENS_OF_PLAIN and PLAIN in working:  # for its memory
                 working.remove(PLAIN)
             return winner(race(call.run, working, _time_by_events))
     if wanted not in working:
@@ -130,7 +134,8 @@ def race_attention(built: BuiltModel) -> Choice:
 def first_call(model: nn.Module, images: Tensor, precision: Precision, left_out: Sequence[str] = ()) -> Call:
     """Record the call of the model's first attention layer, by a forward pass that ends there.
 
-    It is the largest: later layers have as many tokens or fewer.
+    It is the largest: later layers have as many tokens or fewer. `left_out`: torch's own kernels of attention that
+    SPEED leaves out.
     """
     calls: list[Call] = []
 
@@ -142,7 +147,7 @@ def first_call(model: nn.Module, images: Tensor, precision: Precision, left_out:
     def record(layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> NoReturn:
         leaves = tuple(as_leaf(value) for value in inputs)
         calls.append(Call(layer, inputs=leaves, keywords=keywords, precision=precision, left_out=left_out))
-        raise _LayerReached
+        raise _LayerReached  # to end the forward pass
 
     # In eval mode: layers before attention must not update running statistics.
     with ExitStack() as hooks, torch.no_grad(), precision.autocast(), in_eval_mode(model), suppress(_LayerReached):

@@ -8,10 +8,12 @@ from engine.speed.speedup import BuiltModel, Choice, Speedup, mix_in
 from models.parts import is_convolutional, overlapping_convolutions
 from utils.errors import UserError
 
-MODULE = "patch_embed.proj"
+PATCH_PROJECTION = "patch_embed.proj"
+"""Name of the convolution of the patch embedding, in a model or in a part of it"""
 LARGE_PATCH = 16
 """Patches of this size and larger gain nothing in fp32 on a CPU; see docs/dev/kernels.md."""
 LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"})
+"""Names of convolutions and linear layers on AMP's lists, which may cast one of the two and not the other."""
 
 
 class PatchesAsProduct(nn.Module):
@@ -31,10 +33,12 @@ class PatchesAsProduct(nn.Module):
             return super().forward(images)
         rows = height // down
         columns = width // across
+        # Patches x the pixels of each: batch x rows x columns x channels x down x across, then flattened.
         patches = images.reshape(batch, channels, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
         pixels = patches.reshape(batch, rows * columns, channels * down * across)
         tokens = F.linear(pixels, self.weight.flatten(1), self.bias)
-        # The shape that a convolution returns. The model flattens it again, which needs no copy.
+        # The shape that a convolution returns: batch x features x rows x columns. The model flattens rows and columns
+        # again, and none of this copies.
         return tokens.transpose(1, 2).unflatten(2, (rows, columns))
 
 
@@ -53,9 +57,12 @@ class LinearPatches(Speedup):
                     f"SPEED +linear_patches: {built.name} has no embedding of non-overlapping patches; leave it out."
                 )
             return Choice(True)
+        # Under auto. If AMP's lists name one of these operators, they may treat a convolution unlike a product.
         if not convolutions or LISTED & built.listed:
             return Choice(False)
-        return Choice(built.precision.level != "O0" or max(convolutions[0].kernel_size) < LARGE_PATCH)
+        # It was faster in half precision, and in fp32 with small patches.
+        is_half = built.precision.level != "O0"
+        return Choice(is_half or max(convolutions[0].kernel_size) < LARGE_PATCH)
 
     def apply(self, built: BuiltModel, value: bool) -> None:
         for convolution in _patch_convolutions(built.model):
@@ -67,9 +74,10 @@ def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
     return [
         module
         for name, module in model.named_modules()
-        if f".{name}".endswith(f".{MODULE}")
+        if f".{name}".endswith(f".{PATCH_PROJECTION}")  # the whole name, or after a dot
         and isinstance(module, nn.Conv2d)
-        and module.stride == module.kernel_size != (1, 1)
+        and module.stride == module.kernel_size
+        and module.kernel_size != (1, 1)
         and module.padding in ((0, 0), "valid")
         and module.dilation == (1, 1)
         and module.groups == 1
@@ -96,8 +104,11 @@ class ChannelsLast(Speedup):
             obstacle = "DIST.STRATEGY fsdp does not support it"
         if obstacle and wanted:
             raise UserError(f"SPEED +channels_last: {obstacle}; leave it out.")
-        if obstacle or wanted:
-            return Choice(not obstacle)
+        if obstacle:
+            return Choice(False)
+        if wanted:
+            return Choice(True)
+        # Under auto: a speed-up that SPEED leaves out is not asked to choose (`speedups`).
         gains = built.precision.device.type != "cpu" or is_convolutional(built.model)
         return Choice(built.before.get(self.key, gains))
 

@@ -65,7 +65,9 @@ class FusedMlps(Speedup):
         obstacle_in_model = _obstacle(built)
         obstacle = obstacle_in_model or _why_kernels_fail(built.precision)
         # Under auto, only what a user would not expect is logged: adapters, and kernels that fail.
-        if wanted is None and obstacle and obstacle_in_model in ("", ADAPTED):
+        is_auto = wanted is None
+        kernels_fail = obstacle and not obstacle_in_model
+        if is_auto and (kernels_fail or obstacle_in_model == ADAPTED):
             log.info("SPEED auto leaves out fused_mlp: %s", obstacle)
         if obstacle and wanted:
             raise UserError(f"SPEED +fused_mlp: {obstacle}; leave it out.")

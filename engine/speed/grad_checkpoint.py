@@ -26,19 +26,22 @@ class Recomputed(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Compute the block, with activation checkpointing if gradients are needed."""
+        # A frozen block is in eval mode, and needs gradients if layers before it train.
         needs_gradients = self.training or (self.frozen and inputs[0].requires_grad)
         if not (self.recomputed and needs_gradients and torch.is_grad_enabled()):
             return super().forward(*inputs, **keywords)
-        # Not in compiled code: torch.compile cannot trace these contexts, and its own recomputation does not update
-        # the running statistics again.
+        # Batch norms must not update their running statistics once more in the recomputation. In compiled code they
+        # do not, and torch.compile cannot trace the contexts that prevent it.
         if not torch.compiler.is_compiling() and any(isinstance(module, BATCH_NORM) for module in self.modules()):
-            keywords["context_fn"] = self._contexts
-        return checkpoint(self._eager_forward, *inputs, use_reentrant=False, **keywords)
+            keywords["context_fn"] = self._contexts_of_passes
+        return checkpoint(self._own_forward, *inputs, use_reentrant=False, **keywords)
 
-    def _eager_forward(self, *inputs: Any, **keywords: Any) -> Any:
+    def _own_forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Compute the block by its own forward, without this mixin."""
         return super().forward(*inputs, **keywords)
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def _contexts_of_passes(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return a context for the forward pass, and one for its recomputation."""
         return nullcontext(), _running_statistics_kept(self)
 
 
@@ -54,7 +57,8 @@ class RecomputedBlocks(Speedup):
                 f"TRAIN.GRAD_CHECKPOINT {wanted}: {built.name} has no sequence of equal blocks to recompute; set it to "
                 "none."
             )
-        checkpointed = len(range(0, count, _interval(wanted)))
+        first_of_each_interval = range(0, count, _interval(wanted))
+        checkpointed = len(first_of_each_interval)
         return Choice(wanted, f"{checkpointed} of {count} blocks")
 
     def apply(self, built: BuiltModel, value: str | int) -> None:
@@ -75,7 +79,10 @@ def _interval(wanted: str | int) -> int:
 
 @contextmanager
 def _running_statistics_kept(block: nn.Module) -> Iterator[None]:
-    """Let batch norms update copies of their running statistics: the first pass has updated the real ones already."""
+    """Let batch norms update copies of their running statistics inside this context, for the recomputation of a block.
+
+    The forward pass has updated the real statistics already.
+    """
     norms = [module for module in block.modules() if isinstance(module, BATCH_NORM)]
     real_buffers = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, real_buffers, strict=True):

@@ -34,7 +34,11 @@ class PackedAttention(nn.Module):
     proj_drop: nn.Module
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, **others: Any) -> Tensor:
-        """Compute attention by packed kernels, else by torch's operator; with a mask or dropout, as timm does."""
+        """Compute attention of the tokens `x` (batch x tokens x width) by packed kernels.
+
+        Tensors that the kernels do not support are computed by torch's operator. With a mask, with dropout, or if the
+        layer's `packed` is off, timm's own forward computes. If `strict`, both are a RuntimeError.
+        """
         drops = self.training and self.attn_drop.p > 0
         if not self.packed or attn_mask is not None or any(others.values()) or drops:
             self._raise_if_strict("dropout or a mask")
@@ -44,6 +48,7 @@ class PackedAttention(nn.Module):
             output, _ = packed_attention(qkv, self.num_heads)
         else:
             self._raise_if_strict(f"{tuple(qkv.shape)} {qkv.dtype}")
+            # Each batch x heads x tokens x width of a head.
             q, k, v = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
             output = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return self.proj_drop(self.proj(output))
@@ -59,13 +64,17 @@ def supports_call(qkv: Tensor, heads: int) -> bool:
 
 
 def can_be_packed(layer: Any) -> bool:
-    """Return whether this is timm's own attention layer, with nothing between its products and attention."""
+    """Return whether this is timm's own attention layer, and attention gets its queries, keys and values unchanged.
+
+    A norm of queries and keys, a gate, or another scale than the usual one would change the result.
+    """
     if type(layer).forward not in (TimmAttention.forward, PackedAttention.forward):
         return False
     norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm", "norm")]
     has_no_norm = all(norm is None or isinstance(norm, nn.Identity) for norm in norms)
     has_no_gate = getattr(layer, "gate", None) is None
-    return has_no_norm and has_no_gate and layer.scale == cast(int, layer.head_dim) ** -0.5
+    usual_scale = cast(int, layer.head_dim) ** -0.5
+    return has_no_norm and has_no_gate and layer.scale == usual_scale
 
 
 def use_packed(layer: nn.Module) -> None:
@@ -87,7 +96,8 @@ def packed_only(layer: Any, tokens: int, dtype: torch.dtype, device: torch.devic
     previous_class = type(layer)
     was_packed = getattr(layer, "packed", False)
     mix_in(layer, PackedAttention)
-    layer.packed = layer.strict = True
+    layer.packed = True
+    layer.strict = True  # where a kernel does not work, raise RuntimeError
     try:
         yield
     finally:

@@ -82,10 +82,11 @@ class Speedup(ABC):
 
 
 def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Let a module's methods be those of the class `mixin`, which may call the module's own by `super()`.
+    """Change the module's class, in place, to a subclass of `mixin` and of its present class.
 
-    Weights, names in the state dict and the class name do not change. Whatever wraps the module later
-    (AMP.FP32_MODULES, FSDP, a compiled call) finds the new forward where it looks for it: in the class.
+    So the methods of `mixin` replace the module's own, which they may call by `super()`. Weights, names in the state
+    dict and the class name do not change. Whatever wraps the module later (AMP.FP32_MODULES, FSDP, a compiled call)
+    finds the new forward where it looks for it: in the class.
     """
     if not isinstance(module, mixin):
         module.__class__ = _mixed_class(mixin, type(module))
@@ -128,7 +129,9 @@ def backends_of(kind: str, strictly: bool = False, left_out: Sequence[str] = ())
     `strictly`: only the backend of this kind. Else others follow as fallbacks: flash and cuDNN do not support fp32, in
     which a run may validate. `left_out`: kinds that torch's own choice (FUSED) must not take.
     """
-    if kind not in (FLASH, EFFICIENT, CUDNN) and not (kind == FUSED and left_out):
+    has_own_backend = kind in (FLASH, EFFICIENT, CUDNN)
+    limits_torchs_choice = kind == FUSED and len(left_out) > 0
+    if not has_own_backend and not limits_torchs_choice:
         return []
     from torch.nn.attention import SDPBackend
 

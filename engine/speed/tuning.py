@@ -52,8 +52,10 @@ class AttentionKernel(Speedup):
             return by_rule
         if wanted == "auto" and built.config.DETERMINISTIC:
             return Choice(FUSED, "torch's choice; not timed, since timing could choose another kind in the next run")
-        # Rank 0 decides for all; times depend on the batch size, which may still be unknown.
-        if not built.world.first or not isinstance(built.config.DATA.BATCH_SIZE, int):
+        # Other ranks choose anything: the choice of rank 0 replaces theirs. And without a number as batch size, such as
+        # before `auto` has found one, the kinds cannot be timed yet.
+        is_timed_here = built.world.first and isinstance(built.config.DATA.BATCH_SIZE, int)
+        if not is_timed_here:
             return Choice(FUSED if wanted == "auto" else wanted)
         from engine.speed.attention_race import race_attention
 
@@ -61,14 +63,17 @@ class AttentionKernel(Speedup):
 
     def apply(self, built: BuiltModel, value: str) -> None:
         """Use the kind `value` for every pass of this process, recomputation and validation included."""
+        # PLAIN: attention is computed as products and a softmax. OWN: the model has no layers to choose for.
+        uses_fused_operator = value not in (PLAIN, OWN)
         for layer in attention_layers(built.model):
-            layer.fused_attn = value not in (PLAIN, OWN)
+            layer.fused_attn = uses_fused_operator
             if value == PACKED:
                 from engine.speed.packed_attention import use_packed
 
                 use_packed(layer)
             elif getattr(layer, "packed", False):
                 layer.packed = False
+        # torch's choice of kernel is set for the whole process: end that of a model before, and set this one.
         _sdpa_kernel.close()
         backends = backends_of(value, left_out=built.left_out)
         if backends:
@@ -82,11 +87,15 @@ class AttentionKernel(Speedup):
 
 
 def attention_by_rule(built: BuiltModel) -> Choice | None:
-    """Choose a kind of attention without timing; None if kernels must be timed or tried on this GPU."""
+    """Choose a kind of attention without timing; None if kernels must be timed or tried on this GPU.
+
+    FUSED is torch's own choice of kernel, PLAIN computes products and a softmax, PACKED is a kernel of this program,
+    and OWN stands for a model that has no layers to choose for.
+    """
     config = built.config
     previous = built.before.get("attention")
     device = built.precision.device.type
-    wanted = config.attention
+    wanted = config.attention  # a kind, or "auto"
     kinds = KINDS.get(device, KINDS_ELSEWHERE)
     if wanted not in ("auto", PLAIN):
         _check_forced(wanted, built, kinds)
@@ -94,15 +103,22 @@ def attention_by_rule(built: BuiltModel) -> Choice | None:
         return Choice(OWN)
     if INSIDE_FUSED & built.listed:
         return Choice(PLAIN, "so that AMP's lists take effect")
-    if wanted != "auto":  # a GPU has some kinds for some models only
-        must_try = device == "cuda" and (wanted == PACKED or backends_of(wanted))
+
+    # A kind that SPEED asks for. A GPU must try it first if it is a certain kernel, which may not support this model.
+    if wanted != "auto":
+        is_certain_kernel = wanted == PACKED or backends_of(wanted)
+        must_try = device == "cuda" and is_certain_kernel
         return None if must_try else Choice(wanted, "as asked for")
-    # A previous choice is kept, unless it is PACKED, which must be tried on this GPU, or SPEED now leaves it out.
-    if previous in kinds and previous != PACKED and config.wants(str(previous)) is not False:
+
+    # The kind of the resumed run, unless it is PACKED, which must be tried on this GPU, or SPEED now leaves it out.
+    is_left_out = config.wants(str(previous)) is False
+    if previous in kinds and previous != PACKED and not is_left_out:
         return Choice(previous, "as before the resume")
+
+    # Under auto, a GPU times the kinds. On a CPU, the fastest in measurements from 17 to 197 tokens is chosen; see
+    # docs/dev/kernels.md.
     if device == "cuda":
         return None
-    # The fastest in measurements from 17 to 197 tokens; see docs/dev/kernels.md.
     if device != "cpu":
         return Choice(FUSED, "torch's choice")
     if built.precision.level != "O0":
@@ -111,20 +127,25 @@ def attention_by_rule(built: BuiltModel) -> Choice | None:
 
 
 def _check_forced(wanted: str, built: BuiltModel, kinds: Sequence[str]) -> None:
-    """Raise UserError if SPEED asks for a kind of attention that this model or device does not support."""
+    """Raise UserError if SPEED asks for a kind of attention that this model or device does not support.
+
+    `wanted`: the kind. `kinds`: those of this device.
+    """
     setting = f"SPEED +{wanted}"
-    listed = built.listed
+    listed = built.listed  # operators on AMP's lists
     device = built.precision.device.type
     if not attention_layers(built.model):
         raise UserError(f"{setting}: {built.name} has no attention layer whose kernel can be chosen; leave it out.")
     if wanted not in kinds:
         raise UserError(f"{setting}: {device} supports only {' and '.join(kinds)}; leave it out.")
+    # A fused kernel contains products and a softmax, which are no operators of their own then.
     without_effect = ", ".join(sorted(INSIDE_FUSED & listed))
     if without_effect:
         raise UserError(
             f"{setting}: AMP's lists would have no effect on {without_effect} inside a fused operator; use -fused, or "
             "leave it out."
         )
+    # The packed kernel is no operator of torch, so AMP's lists have no effect even on its whole.
     if wanted == PACKED and not packed_is_possible(listed):
         operators = ", ".join(sorted(FUSED_OPERATOR & listed))
         reason = "it needs the package triton, which is not installed"
@@ -147,11 +168,11 @@ def speedups(config: Config, precision: Precision) -> Iterator[Speedup]:
     half_on_gpu = precision.device.type == "cuda" and precision.level != "O0"
 
     def may_be_chosen(name: str, suits_device: bool) -> bool:
-        wanted = config.wants(name)
+        wanted = config.wants(name)  # None: SPEED neither asks for it nor leaves it out
         is_auto = wanted is None
         return suits_device if is_auto else wanted
 
-    yield AttentionKernel()
+    yield AttentionKernel()  # every model with attention has some kernel
     if may_be_chosen("linear_patches", on_cpu or half_on_gpu):
         from engine.speed.convolutions import LinearPatches
 
@@ -175,17 +196,18 @@ def speed_up(
 ) -> tuple[dict[str, Any], str]:
     """Choose the speed-ups of a model and apply them to it. A collective call.
 
-    Returns the choices, for run.json and for checkpoints, from which a resumed run reads them, and a line for the
-    banner. `previous`: choices of the run that is resumed; they do not count on another kind of device or in another
-    precision.
+    Returns the choices by name, for run.json and for checkpoints, from which a resumed run reads them, and a line for
+    the banner. `previous`: choices of the run that is resumed. They are ignored if it computed on another kind of
+    device or in another precision.
     """
     computed_in = f"{precision.device.type} {precision.name.replace('-', ' ')}"  # a blank, as in the oldest checkpoints
     if previous.get("computed_in") != computed_in:
         previous = {}
     built = BuiltModel(config, model, inputs, precision, world, previous)
     possible = list(speedups(config, precision))
+    # Every rank chooses, so that errors are raised together, and the choices of rank 0 count.
     chosen = broadcast(on_every_rank(world, lambda: [speedup.choose(built) for speedup in possible]), world)
-    values: dict[str, Any] = dict.fromkeys(RECORDED, False)
+    values: dict[str, Any] = dict.fromkeys(RECORDED, False)  # those that are not chosen stay False
     words: list[str] = []
     for speedup, choice in zip(possible, chosen, strict=True):
         if choice.value is False:

@@ -40,9 +40,10 @@ class Metrics:
 
         Fields that every task has, such as top-1, are None where the task does not measure them.
         """
-        not_metrics = ("thresholds", "more", "predictions")
-        measured = {name: value for name, value in vars(self).items() if name not in not_metrics}
-        return dict.fromkeys(OF_EVERY_TASK) | measured | dict(self.more)
+        not_single_values = ("thresholds", "more", "predictions")
+        measured = {name: value for name, value in vars(self).items() if name not in not_single_values}
+        of_every_task: dict[str, float | None] = dict.fromkeys(OF_EVERY_TASK)
+        return of_every_task | measured | dict(self.more)  # `more` has metrics of its own by name
 
     def value(self, name: str) -> float:
         """Return the metric of this name, which must have been measured."""

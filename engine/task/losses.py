@@ -24,8 +24,9 @@ def class_weights(classes: int, labels: np.ndarray) -> np.ndarray:
     """
     counts = images_of_classes(labels, classes)
     has_images = counts > 0
-    # Classes without images get 1: label smoothing alone ever asks for their weight.
-    return np.where(has_images, counts.sum() / (has_images.sum() * np.maximum(counts, 1)), 1.0)
+    weights = counts.sum() / (has_images.sum() * np.maximum(counts, 1))
+    # Classes without images get 1. Their weight matters only with label smoothing, which gives them a probability.
+    return np.where(has_images, weights, 1.0)
 
 
 class BinaryCrossEntropy(nn.Module):
@@ -39,13 +40,17 @@ class BinaryCrossEntropy(nn.Module):
     positive_weights: Tensor | None
 
     def __init__(self, train: TrainConfig, outcomes: int, positive_weights: Tensor | None = None) -> None:
+        """`outcomes`: number of classes with one label per image, 2 with several labels. `positive_weights`: by class.
+
+        UserError for a BCE_TARGET_THRESH that all smoothed targets exceed, or none.
+        """
         super().__init__()
         self.outcomes = outcomes
         self.smoothing = train.SMOOTHING
         self.threshold = train.BCE_TARGET_THRESH
         self.register_buffer("positive_weights", positive_weights)
-        lowest = self.smoothing / outcomes
-        highest = 1 - self.smoothing + lowest
+        lowest = self.smoothing / outcomes  # smoothed target of a class that an image does not have
+        highest = 1 - self.smoothing + lowest  # of a class that it has
         if self.threshold is not None and not lowest <= self.threshold < highest:
             raise UserError(
                 f"TRAIN.BCE_TARGET_THRESH {self.threshold:g}: with TRAIN.SMOOTHING {self.smoothing:g}, targets are "
@@ -140,4 +145,4 @@ def loss_named(name: str) -> Loss:
         assert own_loss is not None  # checked with the settings
         return own_loss.made()
 
-    return Loss(build, lambda _train: f"loss {name}, of your own", "nothing")
+    return Loss(build, lambda _train: f"loss {name}, of your own", weighs="nothing")

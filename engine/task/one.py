@@ -85,42 +85,53 @@ class _Accuracy(Tally):
         self._samples = samples
         # Loss, images right by top-1, images right by top-5, images.
         self._sums = torch.zeros(4, dtype=sum_type_of(device), device=device)
-        # Rows as in `ClassCounts`. Not in the same tensor as the sums: a longer all-reduce may add the losses of
-        # several ranks in another order.
+        # Rows as in `ClassCounts`. A tensor of their own: in one all-reduce with them, the losses of the ranks might be
+        # added in another order, and round differently.
         self._class_counts = torch.zeros(len(ClassCounts._fields), classes, dtype=self._sums.dtype, device=device)
-        # Per image: twice the predicted class, plus 1 if the label is in the top 5; 0 for images of other ranks.
+        # Per image: 2 x predicted class + (1 if the label is in the top 5, else 0). Images that another rank validates
+        # stay 0, so that the sum over ranks has all.
         self._answers = torch.zeros(samples, dtype=torch.int32, device=device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
+        """Add the losses, hits and predictions of a batch to the sums, all on the device."""
         hits, guesses = _hits(logits, batch.labels)
-        in_top1 = hits[:, 0]
-        in_top5 = hits.any(dim=-1)
-        real = batch.indices >= 0  # False for samples that only pad the batch
+        is_real = batch.indices >= 0  # False for samples that only pad the batch
+        in_top1 = hits[:, 0] & is_real
+        in_top5 = hits.any(dim=-1) & is_real
+
+        # Sums over all images
         losses = F.cross_entropy(logits, batch.labels, reduction="none").to(self._sums.dtype)
-        losses = losses.where(real, 0.0)  # not a product: 0 times an infinite loss is NaN
-        self._sums += torch.stack((losses.sum(), (in_top1 & real).sum(), (in_top5 & real).sum(), real.sum()))
+        losses = losses.where(is_real, 0.0)  # not a product: 0 times an infinite loss is NaN
+        self._sums += torch.stack((losses.sum(), in_top1.sum(), in_top5.sum(), is_real.sum()))
+
+        # Counts by class: views of the rows, which are changed in place. Unlike bincount, index_add_ does not wait for
+        # the device.
         right, labelled, predicted = self._class_counts
-        # index_add_ does not wait for the device, unlike bincount.
-        right.index_add_(0, batch.labels, (in_top1 & real).to(right.dtype))
-        labelled.index_add_(0, batch.labels, real.to(right.dtype))
-        predicted.index_add_(0, guesses, real.to(right.dtype))
-        answers = (2 * guesses + in_top5).where(real, 0).to(self._answers.dtype)
-        # Padding has index -1. It adds 0 to the first image.
+        right.index_add_(0, batch.labels, in_top1.to(right.dtype))
+        labelled.index_add_(0, batch.labels, is_real.to(right.dtype))
+        predicted.index_add_(0, guesses, is_real.to(right.dtype))
+
+        # The answer for each image. Padding has index -1 and the answer 0, which it adds to the first image.
+        answers = (2 * guesses + in_top5).where(is_real, 0).to(self._answers.dtype)
         self._answers.index_add_(0, batch.indices.clamp(0, self._samples - 1), answers)
 
     def metrics(self, world: World) -> ValidationMeans:
+        """Return the metrics of all ranks together, and the prediction for each image. A collective call."""
         loss, top1, top5, counted = sum_over_ranks(self._sums, world).tolist()
         check_count(counted, self._samples)
         counts = ClassCounts(*sum_over_ranks(self._class_counts, world).long().tolist())
         answers = sum_over_ranks(self._answers, world).cpu().numpy()
-        smallest_type = np.min_scalar_type(len(counts.right))
+        guesses = answers >> 1  # an answer is 2 x predicted class + (1 if the label is in the top 5)
+        in_top5 = answers & 1
+        classes = len(counts.right)
+        smallest_type = np.min_scalar_type(classes)
         return ValidationMeans(
             loss=loss / self._samples,
             acc1=100 * top1 / self._samples,
             acc5=100 * top5 / self._samples,
             balanced_acc=100 * counts.balanced_accuracy(),
             macro_f1=100 * counts.macro_f1(),
-            predictions={"guess": (answers >> 1).astype(smallest_type), "in_top5": (answers & 1).astype(np.uint8)},
+            predictions={"guess": guesses.astype(smallest_type), "in_top5": in_top5.astype(np.uint8)},
         )
 
 
@@ -133,8 +144,8 @@ def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def _hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Compare each sample's top 5 predictions with its label.
 
-    Returns B x 5 booleans, of which at most one per sample is True (B x C with fewer classes), and the top-1 prediction
-    of each sample.
+    Returns two tensors: booleans, B x 5 (B x C if there are fewer than 5 classes), of which at most one per sample is
+    true; and the top-1 prediction of each sample. `logits`: B x C, or B x 2 x C of two classifiers.
     """
     logits = _mean_of_classifiers(logits)
     guesses = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
@@ -170,11 +181,8 @@ class ClassCounts(NamedTuple):
 
         A class that is predicted but has no image counts with an F1 of 0.
         """
-        return _mean(
-            2 * right / (images + predicted)
-            for right, images, predicted in zip(*self, strict=True)
-            if images or predicted
-        )
+        by_class = zip(self.right, self.labelled, self.predicted, strict=True)
+        return _mean(2 * right / (images + predicted) for right, images, predicted in by_class if images or predicted)
 
 
 def _mean(values: Iterable[float]) -> float:

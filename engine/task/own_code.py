@@ -40,12 +40,14 @@ class WithOwnMetrics(Tally):
         self._table.add(torch.cat((self._task.probabilities(logits), labels), dim=1), batch.indices)
 
     def metrics(self, world: World) -> Metrics:
+        """Return the metrics of the tally and the user's own, the same on all ranks. A collective call."""
         metrics = self._tally.metrics(world)
         rows = self._table.on_rank_0(world)
         # Rank 0 computes the user's metrics. If one fails there, all ranks raise its error.
         values: dict[str, float] = {}
         problem: str | None = None
         if world.first:
+            # As in `add`, a row has the probabilities of all classes, then the label, or a label per class.
             probabilities = rows[:, : self._task.classes]
             labels = rows[:, self._task.classes :].long()
             if self._task.kind == ONE_LABEL:
@@ -97,17 +99,18 @@ def _describe(value: object) -> str:
 
 SAMPLES = 4
 """Images on which a loss and a model are tried"""
-FOR_METRICS = 64
-"""Fewest images on which metrics are tried"""
+FEWEST_FOR_METRICS = 64
+"""Images on which metrics are tried, if there are few classes"""
 MOST_FOR_METRICS = 2048
 
 
 def try_own_code(config: Config) -> None:
     """Try the user's own loss, augmentations, model and metrics on made-up data, before the run starts.
 
-    Raises UserError, with the line of the user's file, for what fails.
+    Raises UserError for what fails, with the line of the user's file; or with the file and name of the code, if the
+    error was raised elsewhere.
     """
-    tried = ", ".join(config.own_files)
+    tried = ", ".join(config.own_files)  # the code that is tried now, for errors
     has_labels = not config.MODEL.MAE_PRETRAIN
     with fork_host_rng():
         try:
@@ -137,13 +140,13 @@ def _try_loss(config: Config, tried: str) -> None:
     task = task_of(config)
     loss = task.loss(config.TRAIN, None)
     labels = task.example(SAMPLES, torch.device("cpu"))
-    weights = loss.parameters() if isinstance(loss, nn.Module) and not config.EVAL else ()
-    if any(weight.requires_grad for weight in weights):
+    if isinstance(loss, nn.Module) and not config.EVAL and any(weight.requires_grad for weight in loss.parameters()):
         problem = "weights that nothing trains; train them in a model, or freeze them: requires_grad_(False)"
         raise UserError(f"{tried} has {problem}.")
     targets = labels
     if config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None:  # then targets are rows of probabilities
-        targets, _ = task.mixed(labels, torch.full((SAMPLES, 1), 0.7))
+        fraction_of_image = torch.full((SAMPLES, 1), 0.7)  # the rest is of the image that it is mixed with
+        targets, _ = task.mixed(labels, fraction_of_image)
     value = loss(torch.randn(SAMPLES, task.classes, requires_grad=True), targets)
     if not isinstance(value, Tensor) or value.ndim:
         raise UserError(f"{tried} returned {_describe(value)}; it must return the mean as a scalar.")
@@ -163,8 +166,8 @@ def _try_augmentations(config: Config) -> None:
 def _try_metrics(config: Config) -> None:
     """Compute the user's metrics once, of random predictions."""
     task = task_of(config)
-    # All classes are among the labels, unless there are very many.
-    images = min(max(FOR_METRICS, 2 * task.classes), MOST_FOR_METRICS)
+    # Two images of each class, but not very few or very many images
+    images = min(max(FEWEST_FOR_METRICS, 2 * task.classes), MOST_FOR_METRICS)
     labels = torch.arange(images) % task.classes
     if task.kind != ONE_LABEL:
         labels = F.one_hot(labels, task.classes)

@@ -64,7 +64,8 @@ class SeveralLabels(Task):
         labels = val_set.sample_labels()
         names: list[object] = list(val_set.classes or ())
         names += range(len(names), labels.shape[1])  # a class without a name is shown by its number
-        untuned = np.flatnonzero(labels.sum(0, dtype=np.int64) < ENOUGH)
+        images_of_class = labels.sum(0, dtype=np.int64)
+        untuned = np.flatnonzero(images_of_class < ENOUGH_TO_TUNE)
         words = describe_untuned(untuned, names)
         return {"thresholds": words} if words else {}
 
@@ -84,11 +85,13 @@ class SeveralLabels(Task):
     def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return numerator and denominator of micro F1 at a threshold of 0.5: 2 x right / (predicted + true) labels.
 
-        A mixed image counts with the labels of the image that has the larger weight, as for top-1 accuracy.
+        `labels`: rows of zeros and ones. For a mixed image, `mixed` has chosen those of the image with the larger
+        weight, as for top-1 accuracy.
         """
         predicted = logits >= 0  # a logit of 0 is a probability of 0.5
         truth = labels > 0
-        return 2 * (predicted & truth).sum().to(sum_type), (predicted.sum() + truth.sum()).to(sum_type)
+        right = (predicted & truth).sum()
+        return 2 * right.to(sum_type), (predicted.sum() + truth.sum()).to(sum_type)
 
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> F1Means:
         numerator, denominator = counts
@@ -117,10 +120,15 @@ class _ScoreTable(Tally):
         self._table.add(torch.cat((logits, batch.labels), dim=1), batch.indices)
 
     def metrics(self, world: World) -> LabelMetrics:
+        """Return the metrics of all ranks together; only rank 0, which has all rows, adds the predictions.
+
+        A collective call.
+        """
         rows = self._table.on_rank_0(world)
         metrics = None
         # Rank 0 computes them for all, so that the last digits are the same and the ranks agree on the best validation.
         if world.first:
+            # As in `add`, a row has the logits of all classes, then the labels.
             logits = rows[:, : self._classes].double()
             labels = rows[:, self._classes :].double()
             scores = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0)
@@ -144,13 +152,13 @@ class _ScoreTable(Tally):
 # Metrics of several labels per sample, from the scores of a whole split: mAP, AUROC, F1 and exact match.
 #
 # Classes without a positive sample have no average precision: means over classes leave them out. The mean AUROC also
-# leaves out classes without a negative sample. Classes with few positives (ENOUGH) keep a threshold of 0.5. In
+# leaves out classes without a negative sample. Classes with few positives (ENOUGH_TO_TUNE) keep a threshold of 0.5. In
 # simulations with calibrated scores, thresholds from 1 to 10 positives had a lower F1 on other images than 0.5 in 14 %
 # to 54 % of the cases; from 20 positives, in 5 % to 9 %.
 
 HALF = 0.5
 """Threshold of a class without one of its own."""
-ENOUGH = 20
+ENOUGH_TO_TUNE = 20
 """Validation images that a class needs for a threshold of its own."""
 MOST_NAMED = 10
 
@@ -183,13 +191,14 @@ def scores_of(probabilities: np.ndarray, truth: np.ndarray) -> Scores:
     """Compute all metrics from the scores of a split. `probabilities`: float64, N x C. `truth`: bool, N x C."""
     ranked = [rank(probabilities[:, label], truth[:, label]) for label in range(truth.shape[1])]
     precisions, best_thresholds, aurocs = np.array(ranked, dtype=np.float64).T
-    thresholds = np.where(truth.sum(0) < ENOUGH, HALF, best_thresholds)
+    thresholds = np.where(truth.sum(0) < ENOUGH_TO_TUNE, HALF, best_thresholds)
     predicted = probabilities >= HALF
-    _, micro, macro = f1(predicted, truth)
+    _, micro, macro = f1(predicted, truth)  # without the F1 of each class
     _, tuned_micro, tuned_macro = f1(probabilities >= thresholds, truth)
+    truth_where_auroc_is_defined = truth & ~truth.all(0)  # as if classes without negatives had no positives either
     return Scores(
         map=_mean(precisions, truth),
-        auroc=_mean(aurocs, truth & ~truth.all(0)),
+        auroc=_mean(aurocs, truth_where_auroc_is_defined),
         f1_micro=micro,
         f1_macro=macro,
         exact_match=float((predicted == truth).all(1).mean()),
@@ -211,43 +220,51 @@ def describe_untuned(untuned: Sequence[int] | np.ndarray, names: Sequence[object
     untuned_names = some_of([names[label] for label in untuned], MOST_NAMED)
     return (
         f"{len(untuned)} of {len(names)} classes keep a threshold of {HALF}, with fewer than "
-        f"{counted(ENOUGH, 'validation image')}: {untuned_names}"
+        f"{counted(ENOUGH_TO_TUNE, 'validation image')}: {untuned_names}"
     )
 
 
 def rank(scores: np.ndarray, truth: np.ndarray) -> tuple[float, float, float]:
-    """Rank the samples by their scores for one class, and see how well this tells those of the class from the others.
+    """Rank the samples by their scores for one class, and measure how well that separates it from the others.
 
     Returns the average precision as scikit-learn defines it, the threshold with the highest F1, and the AUROC. A metric
     that is not defined is NaN; then the threshold is HALF.
     """
     positives = int(truth.sum())
-    if not positives or np.isnan(scores).any():
+    if positives == 0 or np.isnan(scores).any():
         return np.nan, HALF, np.nan
 
-    # From the highest score on: if a sample is predicted, so are all with the same or a higher score. `thresholds` are
-    # the different scores. At each, `hits` of `predicted` samples have the class.
+    # Each different score is a possible threshold: samples with this or a higher score are predicted to have the class.
+    # For each threshold, from the highest on, `predicted` is their number, and `hits` the number of them that have it.
     order = np.argsort(-scores, kind="stable")
     in_order = scores[order]
     last_of_equals = np.flatnonzero(np.append(in_order[1:] != in_order[:-1], True))
     thresholds = in_order[last_of_equals]
     hits = np.cumsum(truth[order])[last_of_equals]
-    predicted = last_of_equals + 1
+    predicted = last_of_equals + 1  # samples up to this one, which are counted from 0
+
+    # Average precision: the mean over all positives of the precision at the positive's own score.
     new_hits = np.diff(hits, prepend=0)
-    average = float((new_hits * (hits / predicted)).sum() / positives)
+    precision = hits / predicted
+    average = float((new_hits * precision).sum() / positives)
 
-    # The best threshold is halfway to the next lower score, because other samples score a little lower or higher.
+    # The threshold with the highest F1. It is put halfway to the next lower score (0 below the lowest), because other
+    # samples score a little lower or higher. Rounded, that may be the lower score itself: then it stays at the higher.
     best = int(np.argmax(2 * hits / (predicted + positives)))
-    below = float(thresholds[best + 1]) if best + 1 < len(thresholds) else 0.0
-    between = (float(thresholds[best]) + below) / 2
-    threshold = between if between > below else float(thresholds[best])  # if no number is between them
+    best_score = float(thresholds[best])
+    next_lower = float(thresholds[best + 1]) if best + 1 < len(thresholds) else 0.0
+    halfway = (best_score + next_lower) / 2
+    threshold = halfway if halfway > next_lower else best_score
 
-    # The area under the ROC curve through these counts of true and false positives.
+    # Area under the ROC curve: the fraction of all pairs of a positive and a negative in which the positive has the
+    # higher score. Pairs of equal score count half.
     misses = predicted - hits
+    negatives = misses[-1]
     auroc = np.nan
-    if misses[-1]:
-        heights = hits - new_hits / 2  # a positive and a negative of equal score count as half right
-        auroc = float((heights * np.diff(misses, prepend=0)).sum() / (hits[-1] * misses[-1]))
+    if negatives > 0:
+        new_misses = np.diff(misses, prepend=0)
+        positives_above = hits - new_hits / 2
+        auroc = float((positives_above * new_misses).sum() / (hits[-1] * negatives))
     return average, threshold, auroc
 
 
@@ -283,7 +300,7 @@ class Gathered:
 
     def add(self, rows: Tensor, indices: Tensor) -> None:
         """Keep the rows of a batch, one per sample. Samples that only pad the batch (index below 0) are left out."""
-        # A further column counts how often a sample was seen, see `on_rank_0`.
+        # A last column of ones. Summed over the ranks, it counts how often each sample was seen, which must be once.
         counted_rows = torch.cat((rows, torch.ones_like(rows[:, :1])), dim=1).cpu()
         host_indices = indices.cpu()
         real = host_indices >= 0
@@ -293,8 +310,8 @@ class Gathered:
     def on_rank_0(self, world: World) -> Tensor:
         """Return all rows on rank 0, in the order of the split; on other ranks, no rows. A collective call.
 
-        A chunk of the table at a time, each rank fills in its own rows, and zeros for the other ranks' rows; their sum
-        has all rows. Raises AllRanksError if a sample was not seen exactly once.
+        The table is gathered in chunks. In each, a rank fills in its own rows and leaves the others zero, so the sum
+        over the ranks has all rows. Raises AllRanksError if a sample was not seen exactly once.
         """
         indices = torch.cat(self._indices)
         rows = torch.cat(self._rows)
@@ -308,6 +325,7 @@ class Gathered:
             summed = sum_over_ranks(chunk.to(self._device), world)
             if world.first:
                 table[start:end] = summed.cpu()
-        seen_once = int((table[:, -1] == 1).sum())
+        times_seen = table[:, -1]  # the last column, which `add` has appended
+        seen_once = int((times_seen == 1).sum())
         check_count(broadcast(seen_once, world), self._samples)
         return table[:, :-1]

@@ -72,7 +72,8 @@ class Trained:
     def logits(self, images: Tensor) -> Tensor:
         """Return logits in fp32 of uint8 images (B x C x S x S), computed as in validation.
 
-        With `flip` or `others`, they are the logits of the mean of several predictions' probabilities.
+        With `flip`, or in an ensemble, several predictions are made, and the logits are those of their mean
+        probabilities.
         """
         with self.computing(len(images)):
             images = images.to(self.precision.device)
@@ -83,8 +84,8 @@ class Trained:
             logits = outputs[0] if len(outputs) == 1 else self.task.averaged(outputs)
         if not self.others:
             return logits
-        logits_of_all = [logits] + [model.logits(images) for model in self.others]
-        return self.task.averaged(logits_of_all)
+        logits_of_ensemble = [logits] + [model.logits(images) for model in self.others]
+        return self.task.averaged(logits_of_ensemble)
 
     @contextlib.contextmanager
     def computing(self, images: int) -> Iterator[None]:
@@ -115,13 +116,14 @@ class Trained:
         They are B x D; with `pool` "patches", which keeps N patches apart, B x N x D. `pool`: see vitamp/pooling.py.
         """
         with self.computing(len(images)):
+            # POOLED stands for the pooling that the model's own classifier sees, which may be another than timm's.
             pooling = pool_of(self.model) if pool == POOLED else pool
             return pooled_features(self.model, self.inputs(images.to(self.precision.device)), pooling)
 
     def thresholds(self) -> tuple[list[float], str]:
-        """With several labels per image: return the threshold of each class, and a sentence for the log about them.
+        """Return the threshold of each class, for several labels per image, and a sentence for the log about them.
 
-        An ensemble has no thresholds of its own: all its classes get 0.5.
+        All classes get 0.5 if no thresholds were tuned: in an ensemble, or if the weights have none for these classes.
         """
         from engine.task.several import HALF, describe_untuned
 
@@ -171,14 +173,19 @@ def load_trained(
     needs_labels: bool = True,
     world: World = ALONE,
 ) -> Trained:
-    """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
-    that scripts/checkpoint.py or scripts/export.py wrote.
+    """Load a trained model in evaluation mode on its device.
 
-    `weights`: a value of -weights; auto: the set that validated better. `device`: None: the run's, if this machine has
-    it. `amp`: a value of -amp, or `on`; None: the precision in which the run validates. `given`: settings that override
-    the run's. `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
-    `needs_labels`: refuse a model that learned without labels. `world`: processes of a launcher, each with its device.
+    `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights that
+    scripts/checkpoint.py or scripts/export.py wrote.
+    `weights`: a value of -weights; auto stands for the set that validated better.
+    `device`: a value of -device; None stands for the run's device, or the best one if this machine lacks that.
+    `amp`: a value of -amp, or `on`; None stands for the precision in which the run validates.
+    `given`: settings that override the run's.
+    `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
+    `needs_labels`: refuse a model that learned without labels.
+    `world`: processes of a launcher, each with its device.
     """
+    # The weights, and the settings of their run.
     place = located(Path(path).expanduser())
     chosen = chosen_at(place, weights)
     config = _settings_of(chosen, device, amp, given)
@@ -188,23 +195,29 @@ def load_trained(
             f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "
             f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {path} (docs/pretraining.md)."
         )
+
+    # The user's own code: files that the run has used, or files of -use.
     if config.USE or allowed.files:
         from engine.trained.own_code import use_of_weights
 
-        use_of_weights(noted_of(chosen.meta.get(FIELD), place), config, run_folder_of(place))
+        files_of_run = noted_of(chosen.meta.get(FIELD), place)
+        use_of_weights(files_of_run, config, run_folder_of(place))
+
     if device or "DEVICE" in overridden:
         picked = pick_device(device or config.DEVICE, world)
     else:
         picked = _device_of_run(config, world)
 
-    # What the run forced to speed it up may not exist on another type of device or in another precision.
-    run_computed_alike = amp is None and str(chosen.choices.get("computed_in", "")).startswith(picked.type)
+    # A speed-up that the run forced (SPEED +name) may not exist on another type of device or in another precision.
+    device_of_run = str(chosen.choices.get("computed_in", ""))  # the device's type, and the precision
+    run_computed_alike = amp is None and device_of_run.startswith(picked.type)
     if not run_computed_alike and "SPEED" not in overridden:
         not_forced = [word for word in config.SPEED if not word.startswith("+")]
         config = config.changed(SPEED=not_forced or ["auto"])
 
     with unheard(logging.WARNING):  # lines about building belong to training: "freshly initialised" would mislead
         trained = _built(config, picked, world, chosen)
+    # With O1 and O2, the run may have found that some modules need fp32.
     in_fp32 = fp32_modules(chosen) if trained.precision.level in ("O1", "O2") else []
     if in_fp32:
         force_fp32(trained.model, in_fp32, picked.type)
@@ -231,9 +244,10 @@ def _device_of_run(config: Config, world: World) -> torch.device:
 
 
 def together(paths: Sequence[Path | str], load: Callable[[Path | str], Trained], flip: bool) -> Trained:
-    """Load the models at all paths as an ensemble: the first one, which averages its probabilities with the others'.
+    """Load the models at all paths as an ensemble, which predicts the mean of their probabilities.
 
-    `flip`: each model also averages over the mirror image. Raises UserError if the models have other classes or input.
+    Returns the first model, with the others as its members. `load`: loads a model. `flip`: each model also averages
+    over the mirror image. Raises UserError if the models differ in classes or input.
     """
     first, *others = [load(path) for path in paths]
     for path, other in zip(paths[1:], others, strict=True):
@@ -278,7 +292,7 @@ def _built(config: Config, device: torch.device, world: World, chosen: Chosen) -
 
 
 VALIDATED = 5
-"""Highest logits that validation looks at."""
+"""Number of highest logits that validation looks at, for top-5."""
 
 
 def guesses(logits: Tensor, count: int = 1) -> Tensor:
@@ -288,12 +302,13 @@ def guesses(logits: Tensor, count: int = 1) -> Tensor:
     takes the first of the five that `topk` returns.
     """
     classes = logits.shape[-1]
-    first = logits.topk(min(VALIDATED, classes), dim=-1).indices
+    first_labels = logits.topk(min(VALIDATED, classes), dim=-1).indices
     if count <= VALIDATED:
-        return first[:, :count]
-    # topk of more may order equal logits otherwise. So those first ones get higher values, in their order.
+        return first_labels[:, :count]
+    # More than five: `topk` of another number may order equal logits otherwise. So the first five get new logits, from
+    # 5 above the maximum down to 1 above it, and stay the first in their order.
     raised = logits.amax(dim=-1, keepdim=True) + torch.arange(VALIDATED, 0, -1, device=logits.device)
-    with_raised = logits.scatter(-1, first, raised[:, : first.shape[1]])
+    with_raised = logits.scatter(-1, first_labels, raised[:, : first_labels.shape[1]])
     return with_raised.topk(min(count, classes), dim=-1).indices
 
 
@@ -311,10 +326,10 @@ def batches_of(
     loader = ValLoader(dataset, data.val_batch, rank=0, world=1, workers=worker_count, device=device)
     try:
         for batch in loader:
-            real = batch.indices != PADDING
+            real = batch.indices != PADDING  # others only pad the last batch
             yield trained.logits(batch.images)[real], batch.labels[real], batch.indices[real]
         if loader.broken is not None:
-            loader.broken.raise_together(ALONE)
+            loader.broken.raise_together(ALONE)  # if any image could not be read; there are no other ranks
     finally:
         loader.close()
 

@@ -48,24 +48,27 @@ class WeightFiles:
 
 
 def locate(source: str, download: bool = True) -> WeightFiles | None:
-    """Find weights by a path or by timm's name, and download those that are only on the hub. UserError without them.
+    """Find weights by a path or by timm's name, and download them if they are only on the hub. UserError without them.
 
-    Without `download`, the result is None if the hub has them.
+    With `download` false, weights that the hub has are not downloaded, and the result is None.
     """
     return local_weights(source) or _on_hub(source, download)
 
 
 def weights_of_name(name: str, source: str) -> str | None:
-    """Return the name of timm's weights for the model `name`, if `source` names timm's weights of another model.
+    """Correct a PRETRAINED `source` that names timm's weights of another model than `name`: name weights of this model.
 
-    None if they are of the same model, or if one of the two names is not timm's.
+    They are called MODEL.TAG, as in vit_base_patch16_224.augreg_in21k. None if `source` names weights of this model, or
+    if one of the two names is not timm's.
     """
     if not is_timm_name(name) or not is_timm_name(source):
         return None
     if name.partition(".")[0] == source.partition(".")[0]:
         return None
-    tag = getattr(timm_weights(name), "tag", None)
-    return f"{name}.{tag}" if tag and "." not in name else name
+    if "." in name:  # the name has a tag
+        return name
+    default_tag = getattr(timm_weights(name), "tag", None)
+    return f"{name}.{default_tag}" if default_tag else name
 
 
 def _saved(file: Path, field: str) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def model_of_run(file: Path) -> ModelConfig | None:
 def size_of_run(file: Path) -> ImageSize | None:
     """Return the size of the images that these weights were trained on; None if nothing beside or inside them says it.
 
-    UserError for a size that is none.
+    UserError if the saved value is no valid image size.
     """
     size = _saved(file, "input").get("image_size")
     if size is None:
@@ -97,7 +100,10 @@ def size_of_run(file: Path) -> ImageSize | None:
 
 
 def check_file(path: Path) -> None:
-    """Raise UserError unless a file's extension, its first bytes and the directory inside it are those of weights."""
+    """Raise UserError unless a file's extension, its first bytes and the directory inside it are those of weights.
+
+    Tensors are not read.
+    """
     if not path.name.endswith(ENDINGS):
         raise UserError(f"Pretrained weights {path}: unknown kind of file; known extensions: {', '.join(ENDINGS)}.")
     try:
@@ -108,15 +114,17 @@ def check_file(path: Path) -> None:
                 f"Pretrained weights {path}: this is a Git LFS pointer, not the weights; run `git lfs pull`."
             )
         if path.name.endswith(".safetensors"):
-            with safe_open(str(path), framework="pt"):
+            with safe_open(str(path), framework="pt"):  # raises an error if the header is damaged
                 return
-        # torch's current format and .npz are zip files; torch's older format is a pickle, which begins with 0x80.
-        if start.startswith(b"PK"):
+        is_zip = start.startswith(b"PK")  # torch's current format and .npz
+        is_pickle = start.startswith(b"\x80")  # torch's older format and Paddle's
+        must_be_zip = path.name.endswith(".npz")
+        if is_zip:
             with zipfile.ZipFile(path) as archive:
                 entries = len(archive.filelist)
             if entries > MOST_TENSORS:  # torch would take a minute to read them
                 raise UserError(f"Pretrained weights {path}: {entries:,} entries, more than any model has tensors.")
-        elif path.name.endswith(".npz") or not start.startswith(b"\x80"):
+        elif must_be_zip or not is_pickle:
             raise UserError(unreadable(path, "wrong first bytes"))
     except (PermissionError, NotRegular) as error:
         raise UserError(f"Pretrained weights {path}: {error.strerror}.") from None
@@ -138,7 +146,7 @@ def _checked(*files: Path, description: str = "") -> WeightFiles:
 def local_weights(source: str) -> WeightFiles | None:
     """Find and check the weights at a path; None if `source` is one of timm's names. UserError if it is neither.
 
-    The path may be a file, or a folder such as that of a run.
+    The path may be a file, or a folder such as that of a run. A path that exists takes precedence over timm's name.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -150,11 +158,14 @@ def local_weights(source: str) -> WeightFiles | None:
     paddle_file = path.with_name(path.name + PADDLE)
     if paddle_file.exists():  # PaddleViT's command lines omit the extension
         return _checked(paddle_file)
+
+    # There are no such weights. The error suggests what may have been meant.
     for ending in ENDINGS:
         candidate = path.with_name(path.name + ending)
         if candidate.exists():
             raise UserError(f"Pretrained weights {path}: no such file, but there is {candidate.name}.")
-    if path.name == source and not path.name.endswith(ENDINGS):
+    is_bare_name = path.name == source and not path.name.endswith(ENDINGS)
+    if is_bare_name:  # neither folder nor extension, so a name of timm's may have been meant
         suggestion = similar_models(source, timm.list_pretrained())
         raise UserError(f"MODEL.PRETRAINED '{source}': not a file or folder, and not a timm model.{suggestion}")
     folder = path.absolute().parent
@@ -164,9 +175,9 @@ def local_weights(source: str) -> WeightFiles | None:
 
 
 def _in_folder(path: Path) -> WeightFiles:
-    """Find and check the weights in a folder: that of a run, whose best checkpoint is used, or of a checkpoint.
+    """Find and check the weights in a folder: of a run, whose best checkpoint is used, of a checkpoint, or of timm.
 
-    The folder may also be one that timm saved for the hub. UserError if it has no weights.
+    timm saves such a folder for the hub. UserError if the folder has no weights.
     """
     folder = path
     if (path / CHECKPOINTS).is_dir() or checkpoints_in(path):
@@ -174,11 +185,12 @@ def _in_folder(path: Path) -> WeightFiles:
     file_names = [entry.name for entry in folder.iterdir() if entry.is_file()]
     available_sets = [weight_set for weight_set in SETS if files_of(weight_set.file, file_names)]
     if available_sets:
-        meta = unchecked_meta(folder)  # not checked, since a folder with weights alone will do
-        weight_set, words = choose_weights(meta, available_sets, BETTER)
+        # The meta.json says which set validated better. It may be missing: weights alone will do.
+        meta = unchecked_meta(folder)
+        weight_set, words = choose_weights(meta, available_sets, wanted=BETTER)
         files = [folder / name for name in files_of(weight_set.file, file_names)]
         return _checked(*files, description=f"{folder.name}, {words}" if meta else "")
-    _, timms_file = HUB_FILES
+    _, timms_file = HUB_FILES  # the first one is among the files of SETS
     if timms_file in file_names:  # timm saved it for the hub
         return _checked(folder / timms_file)
     raise UserError(
@@ -189,7 +201,8 @@ def _in_folder(path: Path) -> WeightFiles:
 def _on_hub(name: str, download: bool) -> WeightFiles | None:
     """Find timm's weights of this name in the hub's cache, or download them. UserError if that is not possible.
 
-    Without `download`, the result is None if the hub has them.
+    With `download` false, the hub is only asked whether it has weights that are not in the cache, and the result for
+    these is None.
     """
     config = timm_weights(name)
     if config is None or not config.has_weights:
@@ -204,17 +217,21 @@ def _on_hub(name: str, download: bool) -> WeightFiles | None:
     revision = tag or None
     files = (config.hf_hub_filename,) if config.hf_hub_filename else HUB_FILES
     label_offset = config.label_offset or 0
+
+    # Weights in the cache need no network.
     for file in files:
         cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision)
         if isinstance(cached, str):
             return WeightFiles((Path(cached),), label_offset)
+
+    # Other weights are asked for at the hub, which may have the file under either name.
     hub = huggingface_hub.constants
     for file in files:
         url = huggingface_hub.hf_hub_url(repo, file, revision=revision)
         try:
             huggingface_hub.get_hf_file_metadata(url, timeout=PROBE_SECONDS)
             if not download:
-                return None
+                return None  # the hub has the file
             fetched = Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
             return WeightFiles((fetched,), label_offset)
         except EntryNotFoundError:

@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,14 +38,17 @@ COUNTER = ".num_batches_tracked"
 MOST_NAMED = 5
 """Tensors of each kind that an error names"""
 FRESH = "freshly initialised"
-OTHER_SIZE = "timm cannot resize the position embedding of this kind of model; use the DATA.IMAGE_SIZE of the weights"
-BY_PATCH = "pos_embed|patch_pos|attention_bias"
+CANNOT_RESIZE = (
+    "timm cannot resize the position embedding of this kind of model; use the DATA.IMAGE_SIZE of the weights"
+)
+"""Reason in an error about weights for another grid of patches"""
+GRID_WEIGHTS = "pos_embed|patch_pos|attention_bias"
 """Pattern in the names of weights that depend on the grid of patches"""
-STARTS = {"zero": "starts at zeros", "probe": "is replaced by a linear probe"}
+NEW_HEAD_WORDS = {"zero": "starts at zeros", "probe": "is replaced by a linear probe"}
 """MODEL.NEW_CLASSIFIER -> words for how a new classifier begins; with other values, it stays freshly initialised"""
-REPLACED = f"{{}} {FRESH} ({{}} classes in the file, {{}} in the model)"
+REPLACED_HEAD = f"{{}} {FRESH} ({{}} classes in the file, {{}} in the model)"
 
-MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+MISFIT_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that timm's readers raise for weights of another model"""
 
 Weights = dict[str, Tensor]
@@ -71,13 +74,14 @@ def load_pretrained(
     `new_classifier`: MODEL.NEW_CLASSIFIER; if it is set, the model keeps its own classifier instead of the file's.
     `complete`: refuse weights that leave a classifier freshly initialised, as evaluation needs.
     """
-    start = f"left as {FRESH}"
+    new_head_words = f"left as {FRESH}"
     if not complete:
-        start = STARTS.get(str(new_classifier), start)
+        new_head_words = NEW_HEAD_WORDS.get(str(new_classifier), new_head_words)
     files = locate(source)
     assert files is not None  # downloaded, or an error was raised
     new_heads = classifiers(module) if new_classifier else ()
-    if new_classifier and not new_heads and not isinstance(module, MaskedAutoencoder):
+    has_classifier = not isinstance(module, MaskedAutoencoder)
+    if new_classifier and not new_heads and has_classifier:
         raise UserError(
             f"MODEL.NEW_CLASSIFIER: {type(module).__name__}'s classifier is unknown; get_classifier must return it."
         )
@@ -87,13 +91,14 @@ def load_pretrained(
         loaded = _load_npz(module, files.file, name)
         module.load_state_dict(own_heads, strict=False)
         if new_heads:
-            loaded.changes.append(f"{', '.join(new_heads)} {start}")
+            loaded.changes.append(f"{', '.join(new_heads)} {new_head_words}")
     else:
-        new_parts = {prefix: f"{prefix} {start} (MODEL.NEW_CLASSIFIER)" for prefix in new_heads}
+        new_parts = {prefix: f"{prefix} {new_head_words} (MODEL.NEW_CLASSIFIER)" for prefix in new_heads}
         loaded = _load_tensors(module, files, name, new_parts)
     phrases = [f"{loaded.words} from {files.file}"] + loaded.changes
     sentence = f"Pretrained weights: {'; '.join(phrases)}"
-    if complete and (loaded.is_partly_new or new_heads):
+    has_untrained_classifier = bool(loaded.is_partly_new or new_heads)
+    if complete and has_untrained_classifier:
         raise UserError(
             f"{sentence}. -eval trains nothing, so its accuracy would be that of an untrained classifier: "
             "set MODEL.NUM_CLASSES to the number of classes in the file, evaluate on data with these classes, and "
@@ -105,13 +110,17 @@ def load_pretrained(
 
 
 def _zero_classifiers(model: nn.Module) -> None:
-    """Set the last layer of each classifier to zeros."""
+    """Set the last layer of each classifier to zeros. Earlier layers stay: with zeros there, nothing would learn.
+
+    A classifier may have several last layers, whose outputs are averaged, as in CrossViT. They are those with as many
+    outputs as the last one.
+    """
     for head in map(model.get_submodule, classifiers(model)):
         layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
         for layer in layers:
-            # Only last layers, because behind a layer of zeros nothing would learn. CrossViT averages the outputs of
-            # several last layers, which are equally wide.
-            if len(layer.weight) == len(layers[-1].weight):
+            outputs = len(layer.weight)
+            outputs_of_last = len(layers[-1].weight)
+            if outputs == outputs_of_last:
                 for weight in layer.parameters():
                     nn.init.zeros_(weight)
 
@@ -119,34 +128,44 @@ def _zero_classifiers(model: nn.Module) -> None:
 def _load_tensors(module: nn.Module, files: WeightFiles, name: str, new_parts: dict[str, str]) -> Loaded:
     """Load weights by the names of tensors, all or none. UserError lists the tensors that do not fit.
 
-    `new_parts`: parts of the model that keep their own weights, each with its phrase for the log. A decoder that the
-    file lacks is added.
+    `new_parts`: parts of the model that keep their initial weights, each with its phrase for the log. If the file lacks
+    the decoder of a masked autoencoder, the decoder is added to `new_parts`.
     """
     in_file = _read(files.files)
     target = module.state_dict()
-    # A masked autoencoder has no classifier, and other models seldom have a decoder.
+
+    # Leave out the part of the file that such a model does not have: a masked autoencoder has no classifier, and other
+    # models seldom have a decoder.
     is_masking = isinstance(module, MaskedAutoencoder)
     unused = "head" if is_masking else DECODER
-    given = {key: value for key, value in in_file.items() if not key.startswith(f"{unused}.") or key in target}
+    given: Weights = {}
+    for key, value in in_file.items():
+        is_unused = key.startswith(f"{unused}.") and key not in target
+        if not is_unused:
+            given[key] = value
     changes: list[str] = []
     if len(given) < len(in_file):
         changes.append(f"{len(in_file) - len(given)} tensors of its {unused} left out")
 
+    # Resize position embeddings, patches and input channels to those of the model.
     shapes_in_file = {key: tuple(value.shape) for key, value in given.items()}
-    weights = _adapt_channels(module, _filter(module, given, files.file, name))
+    weights = _adapt_channels(module, _converted_by_timm(module, given, files.file, name))
     for key, value in weights.items():
         shape = tuple(value.shape)
         if shapes_in_file.get(key, shape) != shape:
             changes.append(f"{key} resized from {_shape(shapes_in_file[key])} to {_shape(shape)}")
+
+    # Leave out classifiers that do not fit; the model's stay.
     if is_masking and not any(key.startswith(DECODER) for key in weights):
         new_parts[DECODER] = f"the {DECODER} stays {FRESH}"
     heads = names_in_cfg(module, "classifier") or classifiers(module)
-    fresh_tensors, replacements = _replace_classifier(heads, weights, target, files.label_offset, new_parts)
+    fresh_tensors, replaced_heads = _replace_classifier(heads, weights, target, files.label_offset, new_parts)
 
     lines = _mismatches(weights, shapes_in_file, target, fresh_tensors)
     if lines:
-        only_positions = all(re.match(r" +\S*pos_embed\S*: ", line) for line in lines[1:])
-        reason = OTHER_SIZE if only_positions else ""
+        _, *tensor_lines = lines  # after the title 'differ (2):'; titles of further kinds match no pos_embed
+        only_positions = all(re.match(r" +\S*pos_embed\S*: ", line) for line in tensor_lines)
+        reason = CANNOT_RESIZE if only_positions else ""
         if not heads:
             lines.append(
                 f"  {type(module).__name__}'s classifier is unknown; if get_classifier returns it, one with other "
@@ -155,9 +174,9 @@ def _load_tensors(module: nn.Module, files: WeightFiles, name: str, new_parts: d
         title = f"{_misfit(module, given, files.file, name, reason)}:"
         raise UserError("\n".join([title] + lines))
     module.load_state_dict(weights, strict=False)
-    changes += replacements
+    changes += replaced_heads
     changes += new_parts.values()
-    is_partly_new = bool(replacements or new_parts)
+    is_partly_new = bool(replaced_heads or new_parts)
     return Loaded(f"{len(weights)} of {len(target)} tensors", changes, is_partly_new)
 
 
@@ -166,18 +185,23 @@ def _read(files: Sequence[Path]) -> Weights:
 
     Raises UserError if a file is damaged, holds code, or holds no tensors. Adapters are merged into their base weights.
     """
-    file = files[0]
+    file = files[0]  # names all shards in messages
     for shard in files:
-        seal = seal_of(shard)
+        seal = seal_of(shard)  # size and hash that a run saved with the file; None for other files
         if isinstance(seal, dict) and sha256_of(shard) != seal.get("sha256"):
             raise UserError(f"Pretrained weights {shard}: damaged, its contents are not what was written.")
     if file.suffix == PADDLE:
         return _read_paddle(file)
-    # Log that timm loads the EMA of a checkpoint that has one. Only keys are read here; errors are left to the loading.
+    # timm loads the EMA of a checkpoint that has one; `keys_of_weights` logs this. The result is not needed here, and
+    # errors are left to the loading below. With mmap, no tensors are read.
     with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
         keys_of_weights(torch.load(file, map_location="cpu", weights_only=True, mmap=True), file)
+    tensors: Mapping[str, Any]
     try:
-        tensors: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards(list(files))
+        if len(files) == 1:
+            tensors = load_state_dict(str(file), weights_only=True)
+        else:
+            tensors = JoinedShards(list(files))
         weights = dict(tensors)
         weights.pop("n_averaged", None)  # a counter of torch's AveragedModel, the EMA of torchvision's checkpoints
     except Exception as error:  # a damaged pickle can raise anything
@@ -196,10 +220,10 @@ def _read(files: Sequence[Path]) -> Weights:
 
 
 def _read_paddle(file: Path) -> Weights:
-    """Read a file of PaddleViT, with timm's names for its tensors.
+    """Read a file of PaddleViT, and return its tensors by timm's names.
 
-    Tensors without a place in timm's model keep their names, so that `_mismatches` reports them with all others. Those
-    of a classifier are left out.
+    Tensors that timm's model does not have keep their names, so that an error reports them with all other mismatches.
+    Only if they are of a classifier, they are left out, because timm's model may lack it.
     """
     arrays = read_pdparams(file)
     converted = convert(arrays, file)
@@ -227,7 +251,7 @@ def _merged(weights: Weights, file: Path) -> Weights:
     return dict(Merged(load_state_dict(str(base)) | weights, meta[LORA]["factor"]))
 
 
-def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weights:
+def _converted_by_timm(module: nn.Module, weights: Weights, file: Path, name: str) -> Weights:
     """Convert weights by timm's function for this kind of model, which resizes position embeddings and patches.
 
     It also renames the tensors of other layouts. UserError if the weights do not fit the model.
@@ -238,22 +262,26 @@ def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weigh
     parameters = inspect.signature(convert).parameters
     # DeiT III's first files name their layer scale gamma_1; for other files the option has no effect.
     options = {"adapt_layer_scale": True} if "adapt_layer_scale" in parameters else {}
+    # The size of the images of training: a number for squares, else (height, width). timm's function looks it up in
+    # this attribute, and would take the patches for a square grid without it.
     trained_size = size_of_run(file)
-    if trained_size is not None:  # timm looks it up there: the weights' grid of patches may be no square
+    if trained_size is not None:
         vars(module)["pretrained_model_args"] = {"img_size": trained_size}
+    takes_model = len(parameters) > 1
     try:
-        converted = dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
-    except MISFITS as error:
+        converted = dict(convert(weights, module, **options) if takes_model else convert(weights))
+    except MISFIT_ERRORS as error:
         reason = str(error) or type(error).__name__
         raise UserError(f"{_misfit(module, weights, file, name)}: {reason}.") from None
-    if isinstance(trained_size, tuple) and trained_size == _image_size(module):
-        # timm may have resized a table, taking it for that of a square, although it fits as it is.
+    is_same_rectangle = isinstance(trained_size, tuple) and trained_size == _image_size(module)
+    if is_same_rectangle:
+        # The weights fit as they are. timm may have resized a table that it took for the table of a square: undo that.
         target = module.state_dict()
         for key in converted.keys() & weights:
             if weights[key].shape == target[key].shape:
                 converted[key] = weights[key]
-    if _keeps_other_grid(module, weights, converted, trained_size):
-        raise UserError(f"{_misfit(module, weights, file, name, OTHER_SIZE)}.")
+    if _is_left_for_other_grid(module, weights, converted, trained_size):
+        raise UserError(f"{_misfit(module, weights, file, name, CANNOT_RESIZE)}.")
     return converted
 
 
@@ -270,21 +298,29 @@ def _timms_filter(module: nn.Module) -> Callable[..., Any] | None:
     return None
 
 
-def _keeps_other_grid(module: nn.Module, weights: Weights, converted: Weights, trained_size: ImageSize | None) -> bool:
-    """Tell whether timm left weights unchanged that depend on the grid of patches, although the model has another grid.
+def _is_left_for_other_grid(
+    module: nn.Module, weights: Weights, converted: Weights, trained_size: ImageSize | None
+) -> bool:
+    """Tell whether weights depend on another grid of patches than the model's, and timm left them as they were.
 
-    Most of its models only compare the numbers of patches, and 14 x 14 are as many as 7 x 28. `trained_size`: of the
-    images that the weights were trained on; None: timm's size for the model.
+    For most models, timm only compares the numbers of patches: it does not resize weights for 14 x 14 patches to
+    7 x 28, which are as many. `converted`: what timm made of `weights`. `trained_size`: size of the images that the
+    weights were trained on; None: timm's size for the model.
     """
     model_size = _image_size(module)
     if model_size is None:
         return False
-    timms_size = pretrained_cfg(module).get("input_size", (0, *model_size))[1:]
-    high, wide = sides(trained_size or timms_size)
-    if (high, wide) == model_size or high * wide != math.prod(model_size):
+    _, *timms_size = pretrained_cfg(module).get("input_size", (0, *model_size))  # channels, height, width
+    trained_high_and_wide = sides(trained_size or tuple(timms_size))
+    # Images of equal area have equally many patches.
+    has_equal_area = math.prod(trained_high_and_wide) == math.prod(model_size)
+    if trained_high_and_wide == model_size or not has_equal_area:
         return False
-    grid_keys = [key for key in weights if re.search(BY_PATCH, key) and weights[key].ndim in (2, 3)]
-    return isinstance(module, MlpMixer) or any(weights[key] is converted.get(key) for key in grid_keys)
+    if isinstance(module, MlpMixer):  # its layers that mix patches depend on the grid, and timm resizes none of them
+        return True
+    # Tables of positions have 2 or 3 dimensions. timm returns the same tensor object if it changed nothing.
+    tables = [key for key in weights if re.search(GRID_WEIGHTS, key) and weights[key].ndim in (2, 3)]
+    return any(weights[key] is converted.get(key) for key in tables)
 
 
 def _image_size(module: nn.Module) -> tuple[int, int] | None:
@@ -318,38 +354,42 @@ def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
 def _replace_classifier(
     heads: tuple[str, ...], weights: Weights, target: Weights, label_offset: int, new_parts: Collection[str]
 ) -> tuple[set[str], list[str]]:
-    """Remove from `weights` a classifier with another number of classes, and the parts that the model keeps.
+    """Remove from `weights` what the model must not load: `new_parts`, and classifiers with other numbers of classes.
 
     `heads`: names of the model's classifiers. `target`: the model's tensors. `label_offset`: leading classes of the
-    file that are skipped, such as a background class. Returns the names of tensors that stay freshly initialised, and
-    phrases for the log about classifiers that do.
+    file that are skipped, such as a background class. `new_parts`: modules that keep their initial weights. Returns the
+    names of the tensors that stay freshly initialised, and a phrase for the log about each classifier among them that
+    `new_parts` does not list.
     """
-    fresh = {key for key in target if is_inside(key, new_parts)}
+    fresh_tensors = {key for key in target if is_inside(key, new_parts)}
     for key in list(weights):
         if is_inside(key, new_parts):
             del weights[key]
-    changes: list[str] = []
+    phrases: list[str] = []
     for prefix in heads:
-        keys = [key for key in (f"{prefix}.weight", f"{prefix}.bias") if key in target]
-        if fresh.issuperset(keys):
+        head_keys = [key for key in (f"{prefix}.weight", f"{prefix}.bias") if key in target]
+        is_in_new_parts = fresh_tensors.issuperset(head_keys)
+        if is_in_new_parts:
             continue
-        given = weights.get(keys[0])
-        if given is None:
-            fresh.update(keys)
-            changes.append(f"the file has no {prefix}; the model's {prefix} stays {FRESH}")
+        weight_key = head_keys[0]
+        weight_in_file = weights.get(weight_key)
+        if weight_in_file is None:
+            fresh_tensors.update(head_keys)
+            phrases.append(f"the file has no {prefix}; the model's {prefix} stays {FRESH}")
             continue
-        given_classes = given.shape[0]
-        classes = target[keys[0]].shape[0]
-        if label_offset and given_classes == classes + label_offset:
-            for key in keys:
+        classes_in_file = weight_in_file.shape[0]
+        classes = target[weight_key].shape[0]
+        has_leading_classes = label_offset > 0 and classes_in_file == classes + label_offset
+        if has_leading_classes:  # skip them: their rows come first
+            for key in head_keys:
                 if key in weights:
                     weights[key] = weights[key][label_offset:]
-        elif given_classes != classes:
-            for key in keys:
+        elif classes_in_file != classes:
+            for key in head_keys:
                 weights.pop(key, None)
-            fresh.update(keys)
-            changes.append(REPLACED.format(prefix, given_classes, classes))
-    return fresh, changes
+            fresh_tensors.update(head_keys)
+            phrases.append(REPLACED_HEAD.format(prefix, classes_in_file, classes))
+    return fresh_tensors, phrases
 
 
 def _misfit(module: nn.Module, weights: Weights, file: Path, name: str, reason: str = "") -> str:
@@ -361,19 +401,24 @@ def _misfit(module: nn.Module, weights: Weights, file: Path, name: str, reason: 
     model_sizes = sizes_of(module)
     model_sizes["POOL"] = vars(module).get(OWN_POOL)
     model_sizes["INIT_VALUES"] = vars(module).get(OWN_SCALE)
+
+    # Find the sizes of the weights: from the settings of the run that saved them, or else from their shapes. That fails
+    # for other models than ViT and Swin, and for names of another program. Then the sizes are empty.
     run = None
     weights_sizes: dict[str, Any] = {}
-    with contextlib.suppress(UserError, LookupError, ValueError):  # no ViT or Swin, or names of another program
+    with contextlib.suppress(UserError, LookupError, ValueError):
         run = model_of_run(file)
         if run:
             weights_sizes = sizes_in(run)
         else:
             family = "swin" if any(key.startswith("layers.") for key in weights) else "vit"
             weights_sizes = sizes_of_weights(Converted(family, tensors=weights))
+
     differing: dict[str, Any] = {}
     for key, value in weights_sizes.items():
-        is_known = run is not None or value is not None
-        if key not in RESIZED and is_known and value != model_sizes.get(key, value):
+        value_of_model = model_sizes.get(key, value)
+        is_known = run is not None or value is not None  # None means unknown in shapes, but off in a run's settings
+        if key not in RESIZED and is_known and value != value_of_model:
             differing[key] = value
     if not reason:
         phrases = [
@@ -384,9 +429,13 @@ def _misfit(module: nn.Module, weights: Weights, file: Path, name: str, reason: 
     text = f"Pretrained weights {file} do not fit {name}: {reason}"
     if run is None:
         return text
-    if model_sizes.keys() != weights_sizes.keys():  # a model of another kind
-        differing = {"TYPE": run.TYPE, "NAME": run.NAME} | given_sizes(run)
-    words = " ".join(f"MODEL.{key}={shlex.quote(one_line(value))}" for key, value in differing.items())
+
+    # What to add to the command for the run's model: sizes, or for a model of another kind its type and name, too.
+    settings_to_add = differing
+    is_other_kind = model_sizes.keys() != weights_sizes.keys()
+    if is_other_kind:
+        settings_to_add = {"TYPE": run.TYPE, "NAME": run.NAME} | given_sizes(run)
+    words = " ".join(f"MODEL.{key}={shlex.quote(one_line(value))}" for key, value in settings_to_add.items())
     return f"{text}. For the model of the run, add {words} to the command" if words else text
 
 
@@ -395,13 +444,15 @@ def _mismatches(
 ) -> list[str]:
     """List the tensors that differ in shape, are missing, or are unknown to the model, as lines of an error.
 
-    `shapes_in_file`: the shapes before anything was resized. `fresh`: tensors that may be missing.
+    `shapes_in_file`: the shapes before anything was resized. `target`: the model's tensors. `fresh`: tensors that may
+    be missing, because they stay freshly initialised.
     """
     differing = []
     missing = []
     for key, tensor in target.items():
         if key not in weights:
-            if key not in fresh and not key.endswith(COUNTER):
+            may_be_missing = key in fresh or key.endswith(COUNTER)  # older files have no counters of batch norms
+            if not may_be_missing:
                 missing.append(key)
         elif weights[key].shape != tensor.shape:
             shape_in_file = shapes_in_file.get(key, tuple(weights[key].shape))
@@ -412,8 +463,8 @@ def _mismatches(
         if tensors:
             lines.append(f"  {title} ({len(tensors)}):")
             lines += [f"    {line}" for line in tensors[:MOST_NAMED]]
-        if len(tensors) > MOST_NAMED:
-            lines.append(f"    ... and {len(tensors) - MOST_NAMED} more")
+            if len(tensors) > MOST_NAMED:
+                lines.append(f"    ... and {len(tensors) - MOST_NAMED} more")
     return lines
 
 
@@ -421,6 +472,8 @@ def _load_npz(module: Any, file: Path, name: str) -> Loaded:
     """Load Google's ViT weights (AugReg and earlier) with timm's reader. UserError if they do not fit."""
     if not hasattr(module, "load_pretrained"):
         raise UserError(f"Pretrained weights {file}: .npz files are for ViTs; {name} is a {type(module).__name__}.")
+
+    # Read the names and two shapes, by which the changes are described.
     position_shape = None
     head_shape = None
     try:
@@ -441,29 +494,32 @@ def _load_npz(module: Any, file: Path, name: str) -> Loaded:
             f"{len(module.blocks)} in the model (MODEL.DEPTH)."
         )
 
+    # Describe what timm's reader will change.
     changes: list[str] = []
     embedding = getattr(module, "pos_embed", None)
     model_shape = tuple(embedding.shape) if isinstance(embedding, Tensor) else None
     if position_shape and model_shape and position_shape != model_shape:
         changes.append(f"pos_embed resized from {_shape(position_shape)} to {_shape(model_shape)}")
-    has_new_head = head_shape is None or head_shape[-1] != module.num_classes
+    has_new_head = True
     if head_shape is None:
         changes.append(f"the file has no head; the model's head stays {FRESH}")
-    elif has_new_head:
-        changes.append(REPLACED.format("head", head_shape[-1], module.num_classes))
+    elif head_shape[-1] != module.num_classes:
+        changes.append(REPLACED_HEAD.format("head", head_shape[-1], module.num_classes))
+    else:
+        has_new_head = False
 
+    # Load. The patches of such files form a square. timm's reader resizes the position embedding if the model has
+    # another number of patches; a rectangle of equally many is resized here.
     try:
         module.load_pretrained(str(file))
         grid = module.patch_embed.grid_size
         if position_shape and position_shape == model_shape and grid[0] != grid[1]:
-            # timm's reader resizes only to another number of patches. The patches of such files form a square, those of
-            # this model do not.
             prefix_tokens = position_shape[1] - math.prod(grid)
             module.pos_embed.data = resample_abs_pos_embed(
                 module.pos_embed.data, list(grid), num_prefix_tokens=prefix_tokens
             )
             changes.append(f"pos_embed resized to {in_pixels(grid)} patches")
-    except MISFITS as error:
+    except MISFIT_ERRORS as error:
         raise UserError(f"Pretrained weights {file} do not fit {name}: {error}.") from None
     return Loaded(f"{len(names)} arrays", changes, is_partly_new=has_new_head)
 

@@ -47,9 +47,10 @@ def read_pdparams(path: Path) -> dict[str, np.ndarray]:
 
 
 def keys_of_weights(content: Mapping[Any, Any], where: object) -> list[str]:
-    """List the keys of a checkpoint that hold weights, first the one to use; empty if none does.
+    """List the keys of a checkpoint under which it has weights; the first is the one to use. Empty if it has none.
 
-    If that is an EMA beside other weights, it is logged; `where` begins the line.
+    EMA weights take precedence, as in timm. If there are other weights beside them, a log line says so; `where`, the
+    checkpoint's name, begins the line.
     """
     keys = [key for key in WEIGHTS_KEYS if content.get(key) is not None]
     if len(keys) > 1 and keys[0] in EMA_KEYS:
@@ -60,16 +61,17 @@ def keys_of_weights(content: Mapping[Any, Any], where: object) -> list[str]:
 def _arrays(content: Any, file_size: int) -> dict[str, np.ndarray]:
     """Find the arrays in the content of a file, by name, and join those that are stored in pieces.
 
-    Raises ValueError if there are none, and Refused if they are larger than the file (`file_size` bytes).
+    Raises ValueError if there are none, and Refused if they are larger than the file (`file_size` bytes). Paddle's
+    table of arrays in pieces is {name: {"slices": names of the pieces, "OriginShape": shape}}.
     """
     keys = keys_of_weights(content, "The checkpoint") if isinstance(content, dict) else []
-    entries = content[keys[0]] if keys else content
+    entries = content[keys[0]] if keys else content  # without such a key, the file is a dict of arrays itself
     if not isinstance(entries, dict):
         raise ValueError(f"it holds a {type(entries).__name__} instead of a dict of arrays by name")
     arrays: dict[str, np.ndarray] = {}
     for name, value in entries.items():
         array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # some are (name, array)
-        if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":  # numbers
+        if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":  # bool, int, unsigned, float
             arrays[str(name)] = array
     # Many names for the same bytes would take much more memory once they are converted.
     if sum(array.nbytes for array in arrays.values()) > file_size:
@@ -124,7 +126,10 @@ class FamilyRules:
         return families()[self.family].title
 
     def timm_names(self, name: str) -> list[str]:
-        """Return timm's name for a tensor, or several names for the parts of a fused layer."""
+        """Return timm's name for a tensor, or several names for the parts of a fused layer.
+
+        A replacement may contain a calculation with a matched number, such as <2*2+1>, which becomes 5 in the end.
+        """
         for pattern, parts in self.split:
             if re.search(pattern, name):
                 return [re.sub(pattern, part, name) for part in parts]
@@ -143,6 +148,7 @@ class FamilyRules:
         if self.refused:
             raise UserError(f"{where}: weights of PaddleViT's {self.title} cannot be converted: {self.refused}.")
         remaining = {name: array for name, array in arrays.items() if not re.search(self.computed, name)}
+        # Two tensors that are one in timm's model must be equal. The replacement makes one's name from the other's.
         for pattern, replacement in self.equal:
             for name in _matching(pattern, remaining):
                 twin = re.sub(pattern, replacement, name)
@@ -151,6 +157,7 @@ class FamilyRules:
                         f"{where}: {name} differs from {twin}, but timm's {self.title} has one tensor for both, so "
                         "the weights cannot be converted."
                     )
+        # A bias that timm's layer lacks goes into the mean of the batch norm behind the layer.
         for pattern, replacement in self.folded:
             for bias in _matching(pattern, remaining):
                 mean = re.sub(pattern, replacement, bias)
@@ -239,24 +246,32 @@ def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Conver
     rules = rules_of(arrays)
     remaining = rules.prepared(arrays, where)
     converted = Converted(rules.family, rules.closed)
+
+    # Note the arrays left out: biases that a batch norm has taken up, and tensors that timm computes.
     for name in arrays:
         if name not in remaining:
-            is_folded = any(re.search(bias, name) for bias, _ in rules.folded)
-            names_left_out = converted.folded if is_folded else converted.computed
+            is_bias_in_batch_norm = any(re.search(bias, name) for bias, _ in rules.folded)
+            names_left_out = converted.folded if is_bias_in_batch_norm else converted.computed
             names_left_out.append(name)
+
+    # Rename the others. A fused layer has several of timm's names, one per part.
     for name, array in remaining.items():
         timm_names = rules.timm_names(name)
-        is_known = any(re.search(pattern, name) for pattern, _ in rules.names)
-        if rules.closed and (not is_known or timm_names[0] in converted.tensors):
+        matches_rule = any(re.search(pattern, name) for pattern, _ in rules.names)
+        is_taken = timm_names[0] in converted.tensors  # by another array, so this one would overwrite it
+        covers_all = rules.closed  # else the names that no rule matches are timm's already
+        if covers_all and (not matches_rule or is_taken):
             converted.unused.append(name)
             continue
         converted.used[name] = timm_names[0]
         tensor = _tensor(array, transposed=is_transposed(name, array))
         parts = tensor.tensor_split(len(timm_names))
         converted.tensors |= dict(zip(timm_names, parts, strict=True))
+
+    # timm's batch norms count batches; Paddle's do not.
     for name in list(converted.tensors):
         if name.endswith(".running_mean"):
-            counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"  # which Paddle does not count
+            counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"
             converted.tensors[counter] = torch.tensor(0)
     return converted
 
@@ -275,10 +290,10 @@ def _tensor(array: np.ndarray, transposed: bool) -> Tensor:
 
 
 def sizes_of_weights(converted: Converted) -> dict[str, Any]:
-    """Find the sizes of a ViT or Swin by the shapes of its tensors, by their keys in the MODEL section.
+    """Infer the sizes of a ViT or Swin from the shapes of its tensors, and return them by key of the settings.
 
-    IMAGE_SIZE and IMAGE_CHANNELS, which are keys of DATA, are among them. A size that no shape shows is None. KeyError
-    if one of the first tensors is missing.
+    The keys are those of the MODEL section, and DATA's IMAGE_SIZE and IMAGE_CHANNELS. A size that no shape shows, such
+    as the number of heads of an unpublished ViT, is None. KeyError if one of the first tensors is missing.
     """
     tensors = converted.tensors
     is_swin = converted.family == "swin"
@@ -314,7 +329,7 @@ def _sizes_of_swin(tensors: dict[str, Tensor], patch: int) -> dict[str, Any]:
     table_shapes: dict[tuple[int, int], torch.Size] = {}  # by (stage, block)
     for name, tensor in tensors.items():
         if name.endswith("relative_position_bias_table"):
-            _, stage, _, block, *_ = name.split(".")
+            _, stage, _, block, *_ = name.split(".")  # such as layers.2.blocks.5.attn.relative_position_bias_table
             table_shapes[int(stage), int(block)] = tensor.shape
     depths: list[int] = []
     heads: list[int] = []
@@ -346,4 +361,5 @@ def timm_name(converted: Converted, sizes: dict[str, Any]) -> str | None:
         size, _ = VIT_SIZES.get((width, sizes["DEPTH"]), (None, None))
         distilled = "_distilled" if "dist_token" in converted.tensors else ""
         name = f"{converted.family}_{size}{distilled}_patch{patch}_{side}"
-    return name if size and is_timm_name(name) else None
+    is_published_size = size is not None  # otherwise `name` means nothing
+    return name if is_published_size and is_timm_name(name) else None

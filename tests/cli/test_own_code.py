@@ -30,7 +30,7 @@ from tools.common.comparison import judged_by
 from tools.common.run_metrics import metrics_of
 from utils.config import TrainConfig, config_of_run, load_config
 from utils.errors import UserError
-from utils.own_code import execute, executed
+from utils.own_code import execute, executed_own_files
 from utils.record.run_folder import read_about
 from vitamp import registry
 
@@ -194,7 +194,7 @@ def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, fi
     assert "kappa of the best checkpoint" in page
     assert ">near<" in page
     judged = judged_by("near", "model", [config_of_run(run)])
-    assert judged.of(metrics_of(run)) == metrics(run, "val")[-1]["near"]
+    assert judged.last_value(metrics_of(run)) == metrics(run, "val")[-1]["near"]
     words = ("-resume", run, "-use", "kappa.py", "TRAIN.NUM_EPOCHS=3", "TRAIN.MAX_UPDATES=89")
     assert "kappa has changed" not in vitamp(*words, cwd=tmp_path, code=0).text
     for updates in (90, 91):  # with another setting, and with another file
@@ -373,7 +373,7 @@ def nothing_registered() -> Iterator[None]:
     """For tests that execute files in this process."""
     yield
     registry.registered.clear()
-    executed.clear()
+    executed_own_files.clear()
 
 
 @pytest.mark.usefixtures("nothing_registered")
@@ -410,7 +410,7 @@ def test_an_augmentation_can_be_sent_to_a_process_that_is_spawned(files: Path) -
     bind(["square.probability=1", "square.size=8"], ["square"], all_files=True)
     sent = pickle.dumps(OwnChange("square"))
     registry.registered.clear()
-    executed.clear()
+    executed_own_files.clear()
     changed = pickle.loads(sent)(Image.new("L", (9, 9), 255))  # noqa: S301
     assert np.count_nonzero(np.asarray(changed) == 0) == 64
 

@@ -18,7 +18,7 @@ from PIL import Image
 import vitamp
 from tests.program import ROOT, TINY_DIGITS, Vitamp, train_tiny
 from tests.waiting import until
-from vitamp.processes import Loaded, Prediction, _failed, _path_of, _Predictor, _run, words_of
+from vitamp.processes import Loaded, Prediction, _exception_of_failure, _path_of, _Predictor, _run, words_of
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +96,10 @@ def test_flags_are_typed_as_on_the_command_line() -> None:
 
 
 def test_a_failed_process_is_an_exception_with_its_last_words() -> None:
-    assert repr(_failed(2, "a note\nerror: -x: no such flag.\n")) == "ValueError('-x: no such flag.')"
-    assert repr(_failed(1, "internal error: 3\nerror: disk full\n")) == "RuntimeError('disk full')"
-    assert str(_failed(-9, "epoch 1")) == "the process was ended by signal 9"
-    assert str(_failed(1, "Traceback")) == "Traceback"
+    assert repr(_exception_of_failure(2, "a note\nerror: -x: no such flag.\n")) == "ValueError('-x: no such flag.')"
+    assert repr(_exception_of_failure(1, "internal error: 3\nerror: disk full\n")) == "RuntimeError('disk full')"
+    assert str(_exception_of_failure(-9, "epoch 1")) == "the process was ended by signal 9"
+    assert str(_exception_of_failure(1, "Traceback")) == "Traceback"
 
 
 def test_a_relative_path_means_the_current_folder(

@@ -201,9 +201,9 @@ def test_interrupted_tool_lists_what_it_wrote(
         pass
     assert tool(interrupted)([]) == EXIT_INTERRUPTED
     assert "interrupted; no result was written" in capsys.readouterr().err
-    from tools.export import formats
+    from tools.export import check
 
-    really, files = formats.compare, []
+    really, files = check.compare, []
 
     def compare(*given: object) -> object:
         files.append(given)
@@ -211,7 +211,7 @@ def test_interrupted_tool_lists_what_it_wrote(
             raise KeyboardInterrupt
         return really(*given)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(formats, "compare", compare)
+    monkeypatch.setattr(check, "compare", compare)
     words = [str(digits_run), "-to", "torch,safetensors", "-out", str(tmp_path / "vit")]
     assert export.main(words) == EXIT_INTERRUPTED
     log.handlers.clear()

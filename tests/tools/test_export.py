@@ -31,7 +31,8 @@ from tests.predicted import validation_predictions
 from tests.program import ROOT, Vitamp, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, pictures_of
 from tools.export import command
-from tools.export.formats import FORMATS, CheckImages, compare
+from tools.export.check import compare
+from tools.export.formats import FORMATS, CheckImages
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 from vitamp.weights import read_header

@@ -21,7 +21,8 @@ from tests.predicted import validation_predictions
 from tests.program import Result, change_settings
 from tests.tools.browser import View, views_of
 from tools.export import command, int8
-from tools.export.formats import CheckImages, compare, times_as_fast
+from tools.export.check import compare
+from tools.export.formats import CheckImages, times_as_fast
 from utils.errors import TrainingError
 from utils.statistics.paired import agresti_min
 

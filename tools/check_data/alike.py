@@ -48,29 +48,38 @@ MOST_SHOWN = 100
 class Images:
     """The images of all splits, numbered through, with their labels and features.
 
-    `features` are directions from the mean of training's: the product of two is how similar the images are. `limit` is
-    how similar images are to their edited copies. Split i has the numbers from begins[i] to begins[i + 1].
+    `features` are directions from the mean of training's: the product of two is how similar the images are.
+    `similarity_of_copies` is how similar images are to their edited copies. Split i has the numbers from begins[i] to
+    begins[i + 1]; training, the first split, ends before `training_end`.
     """
 
     def __init__(self, config: Config, splits: Sequence[Split]) -> None:
+        """Compute the features of all images of `splits`: training, validation, and test if there is one.
+
+        They are features by the pretrained model of the settings, with its usual pooling.
+        """
         self.data = config.DATA
         self.splits = splits
         trained = pretrained(config, ALONE)
         pool = pool_of(trained.model)
         batch = config.DATA.val_batch
-        self.sets = list[ImageDataset]()
-        tables = list[np.ndarray]()
+        self.datasets = list[ImageDataset]()
+        features_of_splits = list[np.ndarray]()  # images x features
         for split in splits:
             data = config.DATA.changed(PART=PARTS[split.title])
-            dataset = open_dataset(data, False, ANY_LABEL, config.SEED, torch.device("cpu"))
-            with trained.computing(data.val_batch):
-                tables.append(np.asarray(features_of(trained, config, dataset, data).of(pool)))
-            self.sets.append(dataset)
-        self.begins = np.cumsum([0, *map(len, tables)])
-        mean = tables[0].mean(0)
-        self.features = directions(np.concatenate(tables), mean)
+            dataset = open_dataset(
+                data, train=False, num_classes=ANY_LABEL, seed=config.SEED, device=torch.device("cpu")
+            )
+            with trained.computing(batch):
+                features_of_splits.append(np.asarray(features_of(trained, config, dataset, data).of(pool)))
+            self.datasets.append(dataset)
+        self.begins = np.cumsum([0, *map(len, features_of_splits)])
+        self.training_end = int(self.begins[1])
+        mean_of_training = features_of_splits[0].mean(0)
+        self.features = directions(np.concatenate(features_of_splits), mean_of_training)
+        validation = self.datasets[1]
         with trained.computing(batch):
-            self.limit = similarity_of_edited(trained, self.sets[1], mean, batch)
+            self.similarity_of_copies = similarity_of_edited(trained, validation, mean_of_training, batch)
         self.labels = np.concatenate([split.samples.labels for split in splits])
         self.classes = distinct_names(splits[0].samples.classes or range(int(self.labels.max()) + 1))
 
@@ -84,7 +93,7 @@ class Images:
     def shown(self, number: int) -> dict[str, Any]:
         """The values of the page about one image: its picture, its split and its label."""
         split, index = self._split_and_index(number)
-        values = pictured(self.sets[split], index, self.data)
+        values = pictured(self.datasets[split], index, self.data)
         return {**values, "title": self.splits[split].title, "label": self.label(number)}
 
     def _split_and_index(self, number: int) -> tuple[int, int]:
@@ -93,7 +102,7 @@ class Images:
         return split, number - int(self.begins[split])
 
     def near_pairs(self) -> np.ndarray:
-        """Find pairs of images of all splits that are nearly the same, as `near_pairs` gives them."""
+        """Find pairs of images that are nearly the same: pairs x 2 numbers of images, the first below the second."""
         scans = chain.from_iterable(split.scans for split in self.splits)
         return near_pairs(thumbnails_of(list(scans)))
 
@@ -107,39 +116,45 @@ class Images:
         groups = np.arange(count)
         given_groups = list(chain.from_iterable(split.samples.groups or () for split in self.splits))
         if given_groups:
-            groups = np.unique(given_groups, return_inverse=True)[1]
+            _, groups = np.unique(given_groups, return_inverse=True)
+
+        # Pairs of possible copies, in blocks of two rows: the numbers of the one images, and those of the others.
         blocks = [self.near_pairs().T]
         for first in range(0, count, AT_ONCE):
-            row, other = np.nonzero(self.features[first : first + AT_ONCE] @ self.features.T >= self.limit)
+            is_alike = self.features[first : first + AT_ONCE] @ self.features.T >= self.similarity_of_copies
+            row, other = np.nonzero(is_alike)
             blocks.append(np.stack([first + row, other]))
+
+        # Each pair links the groups of its two images. Groups that are linked, also by way of others, become one.
         for image, other in blocks:
             links = csr_array((np.ones(len(image), bool), (groups[image], groups[other])), (count, count))
-            group_joined = connected_components(links, directed=False)[1]
-            groups = group_joined[groups]
-        return np.unique(groups, return_inverse=True)[1]
+            _, joined_group_of = connected_components(links, directed=False)
+            groups = joined_group_of[groups]
+        _, consecutive_numbers = np.unique(groups, return_inverse=True)
+        return consecutive_numbers
 
 
 def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
-    """Write a page of the most similar images of two splits, and a table or list that keeps them out of one of them.
+    """Write a page of images that look like one of another split, and a table or list that keeps such images apart.
 
-    Returns how many images may be copies. 0 also if they look like too many images to be copies, or often like those of
-    other labels; then only the page is written.
+    Returns how many images may be copies of one in another split. The result is 0, and only the page is written, if
+    they are probably no copies: if each looks like many others, or if such pairs often have two labels.
     """
     if len(splits) < 2:
         raise UserError(f"-alike compares two splits whose images are files; {source_of(config.DATA)} has not two.")
     images = Images(config, splits)
-    training = int(images.begins[1])
+    # Compare the images of each split after training with those of all splits before it.
     blocks = []
-    for begin, end in pairwise(images.begins[1:].tolist()):  # each split, among those before it
-        blocks.append(nearest(images.features[begin:end], images.features[:begin], images.limit))
+    for begin, end in pairwise(images.begins[1:].tolist()):
+        blocks.append(nearest(images.features[begin:end], images.features[:begin], images.similarity_of_copies))
     nearest_images = joined(blocks)
-    counts = nearest_images.counted(images.labels[training:], images.labels)
-    alike, _, alike_to_each, *_ = counts
+    counts = nearest_images.counted(images.labels[images.training_end :], images.labels)
+    possible_copies, _, others_like_each, _, _ = counts
     words = alike_in_words(counts, "images look like one of another split")
     found = f"{words or 'No image looks like one of another split as edited copies do'}."
     about_limit = (
-        f"The median similarity of validation images to edited copies ({EDITS}) is {images.limit:.2f}; half of such "
-        "copies are less similar, so look further down the page."
+        f"The median similarity of validation images to edited copies ({EDITS}) is {images.similarity_of_copies:.2f}; "
+        "half of such copies are less similar, so look further down the page."
     )
     log.info("%s %s", found, about_limit)
     _write_page(images, nearest_images, folder / "alike.html", found, about_limit)
@@ -147,42 +162,50 @@ def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
     if copies_unknown(counts):
         log.info("No list is written: it would leave out images, or join them, that may be no copies.")
         return 0
-    if alike_to_each >= MANY:
+    if others_like_each >= MANY:
         log.info("No list is written: it would leave out too many images, or join them to a few groups.")
         return 0
+    if possible_copies == 0:
+        return 0
     # Groups help where the split is made by vitamp, of files with one label each. Elsewhere, images are left out.
-    one_label = images.labels.ndim == 1 and has_labels(images.data)
-    if alike and one_label and comes_unsplit(images.data) and splits[0].samples.stored == "files":
+    has_one_label = images.labels.ndim == 1 and has_labels(images.data)
+    if has_one_label and comes_unsplit(images.data) and splits[0].samples.stored == "files":
         _write_groups(images, folder / "groups.csv")
-    elif alike:
+    else:
         _write_list(images, folder / "exclude.txt")
-    return alike
+    return possible_copies
 
 
 def _write_page(images: Images, nearest_images: Nearest, page: Path, found: str, about_limit: str) -> None:
     """Write the page, with pictures of the most similar pairs of an image and one of a split before its own.
 
-    `nearest_images`: of all images but those of training. `found`, `about_limit`: sentences at its top.
+    `nearest_images`: the most similar image for each image, except for those of training, which come first in `images`.
+    `found`, `about_limit`: sentences at the top of the page.
     """
     with writing(page, "-alike"):
         page.parent.mkdir(parents=True, exist_ok=True)
-    training = int(images.begins[1])
-    order = np.argsort(-nearest_images.similar, kind="stable")
+    most_similar_first = np.argsort(-nearest_images.similar, kind="stable")
     pairs = []
-    for row in progress_bar(order[:MOST_SHOWN].tolist(), "pictures"):
-        both = [images.shown(training + row), images.shown(int(nearest_images.place[row]))]
-        pairs.append((nearest_images.similar[row], both))
+    for row in progress_bar(most_similar_first[:MOST_SHOWN].tolist(), "pictures"):
+        image = images.training_end + row
+        nearest_image = int(nearest_images.place[row])
+        pairs.append((nearest_images.similar[row], [images.shown(image), images.shown(nearest_image)]))
     title = f"Images of {source_of(images.data)} that look like one of another split"
-    values = {"title": title, "found": found, "about": about_limit, "pairs": pairs, "limit": images.limit}
+    limit = images.similarity_of_copies
+    values = {"title": title, "found": found, "about": about_limit, "pairs": pairs, "limit": limit}
     write_template("alike.html", page, "-alike", **values)
     log.info("Look at them: %s", page)
 
 
 def _write_groups(images: Images, table: Path) -> None:
-    """Write a table of all images, with their groups, which a split keeps whole; none if one group would have most."""
+    """Write a CSV table of all images and their groups, for a new split that keeps each group in one of its splits.
+
+    Images that look alike are a group. No table is written if one group has too many of the images.
+    """
     groups = images.groups()
     largest = int(np.bincount(groups).max())
-    if largest > max(MANY, len(groups) / MANY):
+    largest_allowed = max(MANY, len(groups) / MANY)  # 10 images, or a tenth of all
+    if largest > largest_allowed:
         log.info(
             "No table is written. It would put images that look alike into one group, which a split does not divide. "
             "Here one group would have %s of %s images: each looks like the next, though the first need not look like "
@@ -195,28 +218,32 @@ def _write_groups(images: Images, table: Path) -> None:
     data_path = Path(images.data.DATA_PATH or "").expanduser()
     root = data_path if data_path.is_dir() else data_path.parent
     columns = ["path", "target", "group"]
-    first_test = len(groups)
-    has_test = len(images.splits) > 2
+    test_begin = len(groups)
+    has_test = len(images.splits) > 2  # training, validation, test
     if has_test:
         columns.append("split")
-        first_test = images.begins[2]
-    # Where the data keeps its test split, training images that look like its images are in no split.
-    like_test = np.isin(groups[:first_test], groups[first_test:])
+        test_begin = images.begins[2]
+
+    # The test split stays as it is. Training and validation are split anew from TRAIN, without images like test images.
+    like_test = np.isin(groups[:test_begin], groups[test_begin:])
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(columns)
-    written = Counter[int]()
+    images_in_group = Counter[int]()
     for number, group in enumerate(groups.tolist()):
-        if number < first_test and like_test[number]:
+        is_test = number >= test_begin
+        if not is_test and like_test[number]:
             continue
-        written[group] += 1
+        images_in_group[group] += 1
         row = [os.path.relpath(images.name(number), root), images.label(number), group]
         if has_test:
-            row.append(TEST if number >= first_test else TRAIN)
+            row.append(TEST if is_test else TRAIN)
         rows.writerow(row)
     with writing(table, "-alike"):
         write_atomically(table, text.getvalue())
-    size = counted(max(written.values()), "image")
+
+    # Log what the table is for, and the flags that use it.
+    size = counted(max(images_in_group.values()), "image")
     flags = f"-dataset {shlex.quote(f'csv:{table}')} -data_path {shlex.quote(str(root))} DATA.GROUP=group"
     log.info("%s: similar images are a group, the largest of %s, to be kept on one side of a split:", table, size)
     if has_test:
@@ -227,20 +254,27 @@ def _write_groups(images: Images, table: Path) -> None:
 
 
 def _write_list(images: Images, list_file: Path) -> None:
-    """Write a list for DATA.EXCLUDE: the training images that look like one of another split, or are nearly the same.
+    """Write a list for DATA.EXCLUDE: the training images that may be copies of an image in another split.
 
-    Each line has the image that it looks like as its comment.
+    They are nearly the same pixel for pixel, or as similar by their features as edited copies. The comment of each line
+    names the image of the other split.
     """
-    training = int(images.begins[1])
-    nearest_others = nearest(images.features[:training], images.features[training:], images.limit)
-    like = nearest_others.place
+    training_end = images.training_end
+    features = images.features
+    limit = images.similarity_of_copies
+
+    # For each training image, the most similar image of another split: by pixels if these are nearly the same.
+    nearest_others = nearest(features[:training_end], features[training_end:], limit)
+    other_of = training_end + nearest_others.place
     pairs = images.near_pairs()
-    pairs = pairs[(pairs[:, 0] < training) & (pairs[:, 1] >= training)]
-    near_copies = pairs[:, 0]
-    like[near_copies] = pairs[:, 1] - training
+    is_across_splits = (pairs[:, 0] < training_end) & (pairs[:, 1] >= training_end)
+    near_copies, near_originals = pairs[is_across_splits].T
+    other_of[near_copies] = near_originals
+
+    similar_images = np.flatnonzero(nearest_others.similar >= limit)
     lines = []
-    for number in np.union1d(np.flatnonzero(nearest_others.similar >= images.limit), near_copies).tolist():
-        other_name = images.name(training + int(like[number]))
+    for number in np.union1d(similar_images, near_copies).tolist():
+        other_name = images.name(int(other_of[number]))
         lines.append(line_of(images.name(number), f"like {other_name}", images.data))
     with writing(list_file, "-alike"):
         write_atomically(list_file, text_of_list(lines, images.data))

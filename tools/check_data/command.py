@@ -96,7 +96,10 @@ def main(argv: list[str]) -> int:
 
 
 def _check(config: Config, asked: Asked, world: World) -> int:
-    """Scan all images, report the findings, and return the exit code. All ranks scan; rank 0 reports."""
+    """Scan all images, report the findings, and return the exit code. All ranks scan; rank 0 reports.
+
+    The exit code says whether there are defects. Images that only look like others (-alike) do not count.
+    """
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import auto_workers
     from datasets.examine.findings import UNLIKE
@@ -116,14 +119,16 @@ def _check(config: Config, asked: Asked, world: World) -> int:
     if asked.json is not None:
         with writing(asked.json, "-json"):
             write_atomically(asked.json, json.dumps(redacted_values(as_json(findings)), indent=1) + "\n")
+
+    # The result in words
     result = "No defects." if findings.clean else "There are defects."
     if asked.alike is not None:
         from tools.check_data.alike import write_alike
 
-        possible_copies = write_alike(config, splits, asked.alike)
-        if possible_copies:
-            others = "no other defects" if findings.clean else "there are others"
-            result = f"Defects: {counted(possible_copies, 'image')} may be copies; {others}."
+        possible_copies = write_alike(config, splits, asked.alike)  # number of images
+        if possible_copies > 0:
+            other_defects = "no other defects" if findings.clean else "there are others"
+            result = f"Defects: {counted(possible_copies, 'image')} may be copies; {other_defects}."
     in_rare_format = findings.by_kind[UNLIKE]
     if in_rare_format:
         result += f" Look at {counted(len(in_rare_format), 'image')} in another format: perhaps placeholders."
@@ -148,6 +153,7 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
     from datasets.examine.headers import remark_on_crop
     from tools.check_data.report import exclude_list, report_text
 
+    # Sizes of the images, for images of bands alone, and what the crop of training leaves of them
     scans = chain.from_iterable(split.scans for split in splits)
     headers = [scan.header for scan in scans]
     if not data.is_plain:
@@ -158,7 +164,7 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
     if crop:
         log.info("%s", crop)
 
-    # The list is made even without -fix, to say what it would exclude.
+    # Advice. The list is made even without -fix, to say what it would exclude.
     excluded = exclude_list(findings, splits, data, asked.near)
     advice = list[str]()
     if excluded.images:
@@ -171,6 +177,7 @@ def _report(findings: Findings, splits: list[Split], data: DataConfig, asked: As
         advice.append(f"{counted(excluded.images, 'image')} to exclude{usage}")
     advice += _advice_on_other_defects(findings, asked)
 
+    # Remarks on names: many files belong to others, as masks do, or images of one group are in several splits.
     if findings.companions:
         log.warning("%s.", findings.companions)
     if findings.series and data.GROUP is not None:
@@ -184,7 +191,8 @@ def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
     """Open the splits whose images can be checked.
 
     Returns their samples by title (training, validation, test), and whether there is a test split that could not be
-    opened. A split in memory is left out, and so is the validation split if there are too few images to split.
+    opened. A split in memory has no files to check, and is left out. If there are too few images for a validation
+    split, it is left out too, and all images are in the training split.
     """
     import torch
 
@@ -197,12 +205,18 @@ def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
     for title in ("training", "validation"):
         try:
             # With any label, so that labels out of range are reported with all other defects.
-            dataset = open_dataset(data, title == "training", ANY_LABEL, config.SEED, torch.device("cpu"))
+            dataset = open_dataset(
+                data,
+                train=title == "training",
+                num_classes=ANY_LABEL,
+                seed=config.SEED,
+                device=torch.device("cpu"),
+            )
         except TooFewToSplit as error:
             log.warning("%s Here all images are checked as training images.", error)
             continue
         samples = dataset.single_images()
-        if samples is None:
+        if samples is None:  # all images are in one array
             log.info("The %s split of %s is held in memory: there are no files to check.", title, data.DATASET)
         else:
             samples_of[title] = samples
@@ -213,7 +227,8 @@ def _open_splits(config: Config) -> tuple[dict[str, Samples], bool]:
     warn_of_splits(data, training, samples_of.get("validation"))
     if training is not None:
         warn_alike_names(training.classes or (), source_of(data))
-    test_is_unread = test is None and has_test(data) and data.PART in (AUTO, "val")  # `open_test` has warned why
+    # `open_test` has warned why. If DATA.PART names the test split, it was opened above in place of validation.
+    test_is_unread = test is None and has_test(data) and data.PART in (AUTO, "val")
     return samples_of, test_is_unread
 
 

@@ -29,11 +29,11 @@ from utils.config.data import DataConfig
 
 
 def find_problems(splits: Sequence[Split], num_classes: int, data: DataConfig) -> Findings:
-    """Return all defects of the scanned splits, and all notes on them. The training split comes first."""
+    """Return all defects of the scanned splits, and all notes on them. The training split comes first in `splits`."""
     samples_of = {split.title: split.samples for split in splits}
     findings = Findings.of(samples_of, data, unnamed="", num_classes=num_classes)
 
-    # Of labels and classes
+    # Findings about labels and classes. `Findings.of` has computed some; the report reads them from `by_kind`.
     for title, samples in samples_of.items():
         if samples.labels.ndim == 2:
             findings.unlabelled[title] = int((samples.labels.sum(1) == 0).sum())
@@ -42,7 +42,7 @@ def find_problems(splits: Sequence[Split], num_classes: int, data: DataConfig) -
     findings.by_kind[UNVALIDATED] = findings.unvalidated
     findings.by_kind[TINY] = [f"{name} ({count})" for name, count in class_sizes.items() if 0 < count < FEW]
 
-    # Of single images, then of images beside each other
+    # Findings about single images, then about images in comparison with each other
     images = list(chain.from_iterable(split.images() for split in splits))
     for image in images:
         _add_defects(findings, image, num_classes)
@@ -57,11 +57,12 @@ def _add_defects(findings: Findings, image: Image, num_classes: int) -> None:
     """Add the defects of one image: it is unreadable or damaged, or its label is out of range."""
     scan = image.scan
     label = image.split.samples.labels[image.index_in_split]
-    if scan.problem:
-        findings.add(UNREADABLE, image, scan.reason, scan.problem)
-    if scan.damage:
-        findings.add(DAMAGED, image, scan.damage)
-    if np.ndim(label) == 0 and not 0 <= label < num_classes:
+    if scan.problem:  # its kind in a word; the reason is the message about it
+        findings.add(UNREADABLE, image, description=scan.reason, problem=scan.problem)
+    if scan.damage:  # the decoder could read the image, but warned of damage
+        findings.add(DAMAGED, image, description=scan.damage)
+    is_one_label = np.ndim(label) == 0  # else it is a row of 0 and 1, which cannot be out of range
+    if is_one_label and not 0 <= label < num_classes:
         allows = f"MODEL.NUM_CLASSES {num_classes} allows 0 to {num_classes - 1}"
         findings.add(LABELS, image, f"label {label}; {allows}")
 
@@ -69,7 +70,8 @@ def _add_defects(findings: Findings, image: Image, num_classes: int) -> None:
 def _add_near(findings: Findings, splits: Sequence[Split]) -> None:
     """Add the images that are nearly the same, though not pixel for pixel, and those almost of one colour.
 
-    The last split comes first, so that an image of the training split is reported as a copy of one in validation.
+    In a pair, the image that comes later is reported as a copy of the earlier one. The images of the last split come
+    first here, so that a training image is reported as a copy of a validation image, not the other way round.
     """
     # Of images with equal pixels, only the first is compared.
     by_pixels = dict[bytes, Image]()

@@ -38,8 +38,9 @@ PAIRS = 1 << 20
 """Pairs held in memory at once"""
 AT_ONCE = 4096
 """Images, or pairs, whose pixels are held in memory at once"""
-PIXELS_OF_EACH = (1, 2, 3)
-"""Axes over which the mean of each image is taken"""
+# Axes of images x channels x height x width
+ALL_BUT_IMAGES = (1, 2, 3)
+HEIGHT_AND_WIDTH = (2, 3)
 
 
 class Thumbnails:
@@ -49,53 +50,63 @@ class Thumbnails:
     """
 
     def __init__(self, pixels: np.ndarray, sides: np.ndarray) -> None:
+        """Compute the properties of each thumbnail, AT_ONCE images at a time.
+
+        `flat`: whether it is almost of one colour. `looks`: what is compared, computed as if all images had the same
+        brightness and contrast. `codes`: 64 bits by which similar looks are looked up.
+        """
         count, channels = pixels.shape[:2]
         self.sides = sides
         self.flat = np.zeros(count, bool)
         self.brightness = np.zeros(count, np.float32)
         self.contrast = np.zeros(count, np.float32)
-        # Lightness of all blocks, then lightness and colour of all squares of 2 x 2 blocks, as if all images had the
-        # same brightness and contrast. Each value is divided by its limit above.
+        # Lightness of all blocks, then lightness and colour of all squares of 2 x 2 blocks. Each value is divided by
+        # the most by which near copies differ in it, so that one limit holds for all.
         width = BLOCKS**2 + (1 + channels) * (BLOCKS // 2) ** 2
         self.looks = np.zeros((count, width), np.float16)
         # Each bit of a code says on which side of a random plane the looks are. So similar looks have similar codes.
         self.codes = np.zeros(count, np.uint64)
-        directions = np.random.default_rng(0).standard_normal((width, BITS)).astype(np.float32)
+        normals_of_planes = np.random.default_rng(0).standard_normal((width, BITS)).astype(np.float32)
         lightness_weights = LIGHTNESS.get(channels, np.full(channels, 1 / channels, np.float32))
         for first in range(0, count, AT_ONCE):
             part = slice(first, first + AT_ONCE)
-            planes = pixels[part].astype(np.float32)
-            blocks = _means_of_squares(planes, SIDE // BLOCKS)
-            brightness = blocks.mean(PIXELS_OF_EACH)
+            planes = pixels[part].astype(np.float32)  # images x channels x height x width
+            blocks = _means_of_squares(planes, side=SIDE // BLOCKS)
+            brightness = blocks.mean(ALL_BUT_IMAGES)
             # The contrast of blocks, since resizing takes contrast from thin lines.
-            contrast = np.maximum(np.sqrt(blocks.var((2, 3)).mean(1)), 1.0)
+            contrast = np.maximum(np.sqrt(blocks.var(HEIGHT_AND_WIDTH).mean(1)), 1.0)
             colour = (blocks - brightness[:, None, None, None]) / contrast[:, None, None, None]
             lightness = np.einsum("nchw,c->nhw", colour, lightness_weights)[:, None]
             properties = (
                 lightness / IN_BLOCKS,
-                _means_of_squares(lightness, 2) / IN_AREAS,
-                _means_of_squares(colour, 2) / IN_COLOUR,
+                _means_of_squares(lightness, side=2) / IN_AREAS,
+                _means_of_squares(colour, side=2) / IN_COLOUR,
             )
             looks = np.concatenate([values.reshape(len(planes), -1) for values in properties], axis=1)
-            self.flat[part] = np.sqrt(planes.var((2, 3)).mean(1)) < FLAT
+            self.flat[part] = np.sqrt(planes.var(HEIGHT_AND_WIDTH).mean(1)) < FLAT
             self.brightness[part] = brightness
             self.contrast[part] = contrast
             self.looks[part] = looks
-            self.codes[part] = np.packbits(looks @ directions > 0, axis=1).view(np.uint64)[:, 0]
+            bits = looks @ normals_of_planes > 0  # images x 64: 8 bytes, which are one uint64
+            self.codes[part] = np.packbits(bits, axis=1).view(np.uint64)[:, 0]
 
     def nearly_same(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Compare pairs of images, given by the indices of their first and second ones: a mask of the near copies."""
-        smaller = np.minimum(self.sides[first], self.sides[second])
-        larger = np.maximum(self.sides[first], self.sides[second])
-        # Images that are both enlarged to thumbnails lose nothing by that.
-        side = np.where(larger < SIDE, SIDE, smaller.clip(SMALLEST, LARGEST))
+        """Tell which pairs of images are near copies, as a mask. The images `first[i]` and `second[i]` are a pair."""
+        smaller_side = np.minimum(self.sides[first], self.sides[second])
+        larger_side = np.maximum(self.sides[first], self.sides[second])
+        # The thumbnail of a larger image averages over more pixels, so near copies differ less: the limit is 1 for
+        # images of SIDE pixels, and shrinks as 1 / side. For smaller images it grows, but not if both are enlarged to
+        # thumbnails, which loses nothing.
+        side = np.where(larger_side < SIDE, SIDE, smaller_side.clip(SMALLEST, LARGEST))
+        most_difference = SIDE / side
+        # The largest difference in any property. The looks are in units of the contrast; times the contrast, they are
+        # in units of the limits in shades.
         low_contrast = np.minimum(self.contrast[first], self.contrast[second])
         high_contrast = np.maximum(self.contrast[first], self.contrast[second])
-        # The largest difference in any property, in the contrast that the images have.
         difference = np.abs(self.looks[first] - self.looks[second]).max(1) * low_contrast.clip(FAINT)
         brighter = np.abs(self.brightness[first] - self.brightness[second])
-        similar_contrast = high_contrast < MOST_CONTRAST * low_contrast
-        return (difference < SIDE / side) & (brighter < MOST_BRIGHTER) & similar_contrast
+        has_similar_contrast = high_contrast < MOST_CONTRAST * low_contrast
+        return (difference < most_difference) & (brighter < MOST_BRIGHTER) & has_similar_contrast
 
 
 def _means_of_squares(planes: np.ndarray, side: int) -> np.ndarray:
@@ -105,52 +116,57 @@ def _means_of_squares(planes: np.ndarray, side: int) -> np.ndarray:
 
 def near_pairs(thumbnails: Thumbnails) -> np.ndarray:
     """Find the pairs of images that are nearly the same: pairs x 2, the first index below the second."""
+    # Images almost of one colour have no near copies.
     not_flat = np.flatnonzero(~thumbnails.flat)
-    found = [np.empty((0, 2), np.int64)]
+    near = [np.empty((0, 2), np.int64)]
     for candidates in _candidates(thumbnails.codes[not_flat]):
-        pairs = not_flat[candidates]
+        pairs = not_flat[candidates]  # candidates are indices in `not_flat`
         for begin in range(0, len(pairs), AT_ONCE):
             part = pairs[begin : begin + AT_ONCE]
-            found.append(part[thumbnails.nearly_same(part[:, 0], part[:, 1])])
-    return np.unique(np.concatenate(found), axis=0)
+            near.append(part[thumbnails.nearly_same(part[:, 0], part[:, 1])])
+    return np.unique(np.concatenate(near), axis=0)
 
 
 def _candidates(codes: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield pairs of codes that differ in few bits, some of them several times; the first index below the second.
+    """Yield pairs of codes that differ in few bits: arrays of pairs x 2 indices, the first index below the second.
 
-    If two codes differ in at most 7 bits, one of their 4 bands differs in at most one bit; so do most that differ in 8.
-    So each band is looked up as it is and with each of its bits changed, in the list of images sorted by that band. No
-    image is compared with all others.
+    A code is 64 bits that describe an image. No image is compared with all others. Instead a code is cut into 4 bands
+    of 16 bits. If two codes differ in at most 7 bits, they differ in at most one bit in some band, because 2 bits in
+    each of 4 bands would be 8. So each band of each image is looked up, as it is and with each of its bits changed,
+    among the same bands of all images. A pair may be yielded several times.
     """
     width = BITS // BANDS
-    changes = [0] + [1 << bit for bit in range(width)]
+    changes = [0] + [1 << bit for bit in range(width)]  # none, or a single bit
     for band in range(BANDS):
         values = (codes >> np.uint64(band * width)).astype(np.int64) & ((1 << width) - 1)
+        # All images sorted by this band. Those with the value v are in `order` from begins[v] to begins[v + 1].
         order = np.argsort(values, kind="stable")
-        # The images with the value v are in `order` from begins[v] to begins[v + 1].
         begins = np.searchsorted(values[order], np.arange((1 << width) + 1))
         counts = np.diff(begins)
         for change in changes:
-            wanted = values ^ change
-            for first, place in _places_of_images(begins[wanted], counts[wanted]):
+            values_to_find = values ^ change
+            for first, place in _each_with_its_places(begins[values_to_find], counts[values_to_find]):
                 second = order[place]
-                near = (first < second) & (np.bitwise_count(codes[first] ^ codes[second]) <= MOST_BITS)
+                different_bits = np.bitwise_count(codes[first] ^ codes[second])
+                near = (first < second) & (different_bits <= MOST_BITS)
                 yield np.stack([first[near], second[near]], axis=1)
 
 
-def _places_of_images(begins: np.ndarray, counts: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield each image with each of its places, as two arrays of about PAIRS numbers at once.
+def _each_with_its_places(begins: np.ndarray, counts: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield pairs of an image and a place, as two arrays: for image i the places from begins[i], counts[i] of them.
 
-    Each image has as many places as `counts` says, one after another from the one in `begins` on.
+    For begins [5, 8] and counts [2, 1], the images are [0, 0, 1], and the places [5, 6, 8]. To save memory, about PAIRS
+    pairs are yielded at once: those of as many whole images as fit, at least one.
     """
-    ends = np.cumsum(counts)
+    pairs_up_to = np.cumsum(counts)  # of this image and all before it
     first = 0
     while first < len(counts):
-        pairs_before = ends[first - 1] if first else 0
-        end = max(first + 1, int(np.searchsorted(ends, pairs_before + PAIRS, side="right")))
+        pairs_before = pairs_up_to[first - 1] if first > 0 else 0
+        end_that_fits = int(np.searchsorted(pairs_up_to, pairs_before + PAIRS, side="right"))
+        end = max(first + 1, end_that_fits)
         part = slice(first, end)
         images = np.repeat(np.arange(first, end), counts[part])
-        first_pair_of_image = np.repeat(ends[part] - counts[part] - pairs_before, counts[part])
+        first_pair_of_image = np.repeat(pairs_up_to[part] - counts[part] - pairs_before, counts[part])
         number_of_place = np.arange(len(images)) - first_pair_of_image  # from 0 for each image
         yield images, begins[images] + number_of_place
         first = end

@@ -35,8 +35,9 @@ def report_text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
 
     Names of images are shortened by the path of the data set.
     """
-    defects_then_notes = findings.of_kinds(defects=True) | findings.of_kinds(defects=False)
-    by_kind = {kind: of_kind for kind, of_kind in defects_then_notes.items() if of_kind}
+    # Kind of finding -> findings of this kind: first the defects, then the notes.
+    all_kinds = findings.of_kinds(defects=True) | findings.of_kinds(defects=False)
+    by_kind = {kind: of_kind for kind, of_kind in all_kinds.items() if of_kind}
     summary = []
     for split, class_sizes in findings.classes.items():
         line = f"{split.capitalize()} split: {findings.images[split]:,} images in {len(class_sizes):,} classes"
@@ -45,10 +46,10 @@ def report_text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
             line += f", with {sum(class_sizes.values()):,} labels; {unlabelled}"
         summary.append(line)
 
-    # If most images are small, the whole data set is, so a single line says it.
+    # If more than half of the images are small, one line says so, and the small images are not listed.
     small_images = len(by_kind.get(SMALL, ()))
     all_images = sum(findings.images.values())
-    if 2 * small_images > all_images:
+    if small_images > all_images / 2:
         del by_kind[SMALL]
         summary.append(f"note: {small_images:,} of {all_images:,} images are {SMALL.heading}, which adds no detail")
 
@@ -76,7 +77,10 @@ def _count_in_words(findings: Sequence[str | Finding]) -> str:
 
 
 def _class_table(classes: dict[str, dict[str, int]]) -> list[str]:
-    """Return a table of the images per class in each split, with the smallest and the largest classes."""
+    """Return lines of a table of the images per class in each split, with the smallest and the largest classes.
+
+    `classes`: title of each split -> name of each class -> number of images.
+    """
     rows = []
     for name in dict.fromkeys(itertools.chain.from_iterable(classes.values())):
         rows.append(([class_sizes.get(name, 0) for class_sizes in classes.values()], name))
@@ -92,7 +96,7 @@ def _class_table(classes: dict[str, dict[str, int]]) -> list[str]:
 def _finding_lines(findings: Sequence[str | Finding], prefix: str) -> list[str]:
     """Return lines on the first findings of a kind, and how many more there are. `prefix` is cut off names.
 
-    Both of two copies may be in `findings`, for -json and -fix; here one line names both.
+    A pair of copies may be two findings, A as a copy of B and B as a copy of A. One line names both.
     """
     lines: dict[str | frozenset[str], str] = {}
 
@@ -101,9 +105,9 @@ def _finding_lines(findings: Sequence[str | Finding], prefix: str) -> list[str]:
         if isinstance(finding, str):
             lines[finding] = f"    {finding}"
             continue
-        both = frozenset({finding.name, finding.copy_of})
+        pair = frozenset({finding.name, finding.copy_of})
         description = finding.description.replace(finding.copy_of, finding.copy_of.removeprefix(prefix))
-        lines.setdefault(both, f"    {finding.name.removeprefix(prefix)}: {description}")
+        lines.setdefault(pair, f"    {finding.name.removeprefix(prefix)}: {description}")
     shown = list(lines.values())[:SHOWN]
     if len(lines) > SHOWN:
         shown.append(f"    ... and {len(lines) - SHOWN:,} more; -json FILE lists all")
@@ -111,13 +115,13 @@ def _finding_lines(findings: Sequence[str | Finding], prefix: str) -> list[str]:
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """Return the content of the -json file."""
+    """Return the content of the -json file: `clean` (no defects), class sizes, and all findings by their kind."""
     content: dict[str, Any] = {"clean": findings.clean, "classes": findings.classes}
     if findings.unlabelled:
         content["images_without_label"] = findings.unlabelled
-    for name, defects in (("defects", True), ("notes", False)):
-        by_kind = findings.of_kinds(defects)
-        content[name] = {kind.name: list(map(_finding_as_json, of_kind)) for kind, of_kind in by_kind.items()}
+    kinds = {"defects": findings.of_kinds(defects=True), "notes": findings.of_kinds(defects=False)}
+    for key, by_kind in kinds.items():
+        content[key] = {kind.name: list(map(_finding_as_json, of_kind)) for kind, of_kind in by_kind.items()}
     return content
 
 
@@ -160,13 +164,14 @@ def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near
     """
     images_to_exclude = _images_to_exclude(findings, splits, near)
     lines = []
-    counts = Counter[tuple[str, Kind, bool]]()
-    for kind, image in images_to_exclude:
+    counts = Counter[tuple[str, Kind, bool]]()  # by split, kind of defect, and whether it is a copy in other bytes
+    for kind_of_defect, image in images_to_exclude:
         line = line_of(image.name, image.description, data)
         if image.kind == "storage":
             line = f"# {line}"
         else:
-            counts[image.split, kind, image.kind == PIXELS] += 1
+            in_other_bytes = image.kind == PIXELS
+            counts[image.split, kind_of_defect, in_other_bytes] += 1
         lines.append(line)
     storage_errors = len(images_to_exclude) - counts.total()
     if storage_errors:
@@ -174,8 +179,8 @@ def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near
             "Images not excluded, because of storage errors: %d. Check again when the storage is back.", storage_errors
         )
     summary = []
-    for (split, kind, in_other_bytes), count in counts.items():
-        reason = REASONS[kind]
+    for (split, kind_of_defect, in_other_bytes), count in counts.items():
+        reason = REASONS[kind_of_defect]
         if in_other_bytes:
             reason = f"{reason.removesuffix(', byte for byte')} (the same pixels in other bytes)"
         summary.append(f"  {count:>7,} {split} images: {reason}")
@@ -183,21 +188,27 @@ def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near
 
 
 def _images_to_exclude(findings: Findings, splits: Sequence[Split], near: bool) -> list[tuple[Kind, Finding]]:
-    """Return the images to exclude, each once, with its first kind of defect. `near` as in `exclude_list`."""
+    """Return the images to exclude, each once, with its first kind of defect.
+
+    Unreadable and damaged images are excluded from all splits, copies only from training. `near`: also exclude training
+    images that are nearly the same as one of another split.
+    """
     chosen: dict[tuple[str, str], tuple[Kind, Finding]] = {}
     images_of_other_splits = itertools.chain.from_iterable(split.images() for split in splits[1:])
     names_in_other_splits = {image.name for image in images_of_other_splits}
     for kind in REASONS:
         if kind == NEAR_OVERLAP and not near:
             continue
-        broken = kind in (UNREADABLE, DAMAGED)
+        is_broken = kind in (UNREADABLE, DAMAGED)
         for image in findings.by_kind.get(kind, ()):
             in_training = image.split == "training"
-            # One file may be listed twice in a table. A line in the list would remove it in both places.
-            listed_twice = image.name == image.copy_of or (in_training and image.name in names_in_other_splits)
-            if listed_twice and not broken:
+            # A table may list one file twice, in one split or in two. A line in the exclude list names the file, so it
+            # would remove both.
+            twice_in_split = image.name == image.copy_of
+            in_two_splits = in_training and image.name in names_in_other_splits
+            if (twice_in_split or in_two_splits) and not is_broken:
                 log.warning("%s: is listed twice; correct the table, which DATA.EXCLUDE cannot.", image.name)
-            elif broken or in_training:
+            elif is_broken or in_training:
                 chosen.setdefault((image.split, image.name), (kind, image))
     return list(chosen.values())
 

@@ -43,21 +43,22 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int, wor
     """
     all_chunks = [np.arange(begin, min(begin + CHUNK, len(samples))) for begin in range(0, len(samples), CHUNK)]
     chunks = all_chunks[world.rank :: world.size]
-    plan = Plan()
+    uses_processes = bool(workers and chunks)
+    plan = Plan()  # sampler of the loader; gets its batches below, once the processes can begin
     loader = DataLoader(
         _Scanner(samples, data),
         batch_sampler=plan,
         num_workers=min(workers, len(chunks)),
-        prefetch_factor=PREFETCH if workers and chunks else None,
+        prefetch_factor=PREFETCH if uses_processes else None,
         collate_fn=list,
-        generator=torch.Generator(),
-        persistent_workers=bool(workers and chunks),
+        generator=torch.Generator(),  # its own: the loader draws a seed, and torch's generator stays as it is
+        persistent_workers=uses_processes,
     )
     scanned_chunks: list[list[Scan]] = []
     bar = Progress(None, sum(map(len, chunks)), "images", title, world.first)
     with warnings.catch_warnings(action="ignore"), bar:
-        processes = LoadingProcesses(loader) if loader.num_workers else None
-        plan.begin((0, chunk) for chunk in chunks)
+        processes = LoadingProcesses(loader) if uses_processes else None
+        plan.begin((0, chunk) for chunk in chunks)  # as (epoch, samples); a scan has no epochs
         try:
             if processes is not None:
                 processes.begin()
@@ -65,10 +66,11 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int, wor
                 scanned_chunks.append(scans)
                 bar.update(len(scans))
         except TrainingError as death:
-            # A process died at an image of the chunk that is awaited, or of one that is loaded ahead.
+            # A process died at an image of the chunk that is awaited, or of one that is loaded ahead, by any rank.
             awaited_chunk = chunks[len(scanned_chunks)]
             first_name = samples.name(int(awaited_chunk[0]))
-            suspects = f"{first_name} or one of the next {CHUNK * workers * PREFETCH * world.size - 1} images"
+            images_in_progress = CHUNK * workers * PREFETCH * world.size
+            suspects = f"{first_name} or one of the next {images_in_progress - 1} images"
             raise TrainingError(f"{death} If an image caused this, it is {suspects} of the {title} split.") from None
         finally:
             if processes is not None:
@@ -94,8 +96,9 @@ class _Scanner(Dataset[Any]):
         # And they are resized whole, to the thumbnails that are compared with each other.
         self.pixels = Pixels(data.changed(CROP="none", IMAGE_SIZE=SIDE), train=False)
         self.by_simplejpeg = decoding.decoder_of_jpeg() == "simplejpeg"
+        # Buffer into which each image is resized, one after another.
         self.small_image = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=dtype_of(data))
-        self.storage_failures = 0  # in a row
+        self.storage_failures = 0  # images in a row that could not be read from storage
 
     def __getitems__(self, keys: list[Key]) -> list[Scan]:
         """Scan a chunk of images. A key is an epoch, which has no effect here, and the index of an image."""
@@ -105,10 +108,12 @@ class _Scanner(Dataset[Any]):
 
     def _scan(self, index: int) -> Scan:
         """Decode an image, and return what the checks need of it: its problem, or hashes, header and thumbnail."""
+        # Retried after errors of the storage, unless many images in a row had such errors.
         decoded = failure_or(lambda: self._decode(index), self.storage_failures)
         if isinstance(decoded, Failure):
             if decoded.kind == "storage":
                 self.storage_failures += 1
+            # The decoder's message tells more exactly what is wrong.
             problems = [kind for kind, message in KINDS.items() if message in decoded.reason]
             problem = problems[0] if problems else decoded.kind
             return Scan(decoding.Header("", (0, 0)), problem, decoded.reason)
@@ -120,22 +125,24 @@ class _Scanner(Dataset[Any]):
         if self.by_simplejpeg and isinstance(encoded, bytes) and encoded.startswith(decoding.JPEG_START):
             damage = decoding.damage_of(encoded)
 
-        # Images of one colour have equal pixels without being copies, so these are compared by their bytes.
-        digest = digest_of(encoded)
-        same = digest
-        if (pixels != pixels[0, 0]).any():
+        # Images are the same if their pixels are. But images of one colour have equal pixels without being copies, so
+        # these are compared by their bytes.
+        digest_of_bytes = digest_of(encoded)
+        same = digest_of_bytes
+        has_several_colours = (pixels != pixels[0, 0]).any()
+        if has_several_colours:
             same = hashlib.blake2b(pixels.tobytes(), digest_size=16, key=str(pixels.shape).encode()).digest()
 
         header = decoding.header_of(encoded, self.data)
-        thumbnail = self.small_image
+        thumbnail = self.small_image  # `_decode` has resized the image into it
         if not self.data.is_plain:
             blank = [str(number) for number, band in enumerate(self.small_image, 1) if band.min() == band.max()]
             if blank:
                 header = header._replace(mode=f"blank: band {', '.join(blank)}")
-            # Normalised before it becomes 8 bits: else all images of 12 of 16 bits would be dark, and look the same.
+            # Normalised before it becomes 8 bits: else images that use 12 of 16 bits would all be dark, and look alike.
             normalised = self.inputs(self.small_image[None])[0]
             thumbnail = (normalised * SHADES + 128).round().clamp(0, 255).byte()
-        return Scan(header, digest=digest, same=same, damage=damage, thumbnail=thumbnail.numpy().tobytes())
+        return Scan(header, digest=digest_of_bytes, same=same, damage=damage, thumbnail=thumbnail.numpy().tobytes())
 
     def _decode(self, index: int) -> tuple[Encoded, np.ndarray]:
         """Read an image, write it into `small_image`, resized, and return the stored image and its pixels."""

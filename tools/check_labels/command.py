@@ -53,6 +53,7 @@ TOOL = Tool("check_labels.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPO
 
 @tool
 def main(argv: list[str]) -> int:
+    """Read the command line, search the labels that it describes, and return the exit code."""
     line = TOOL.read(argv)
     asked = line.asked
     out = results_folder(asked.output)
@@ -61,7 +62,9 @@ def main(argv: list[str]) -> int:
     from tools.check_labels.search import OutOfTimeError  # imports torch; a wrong command fails at once
 
     # A recipe counts its classes in the data; a run or checkpoint has its own number.
-    settings = {"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {}
+    settings = {}  # each as its value and who gives it
+    if asked.path is None:
+        settings["MODEL.NUM_CLASSES"] = ("auto", "check_labels.py")
     loaded = line.load(settings)
     check_one_training(loaded, "check_labels.py")
     log_lines((*loaded.notes, *loaded.warnings))
@@ -71,10 +74,11 @@ def main(argv: list[str]) -> int:
     if asked.prove and config.DATA.FOLD:
         raise UserError("DATA.FOLD: a search reads all folds, and -prove needs images that it did not; leave it out.")
     has_weights = asked.path or config.MODEL.PRETRAINED
-    by_features = bool(has_weights and not asked.folds)
-    if asked.budget_min and by_features and not asked.prove:
+    by_features = bool(has_weights and not asked.folds)  # else the recipe is trained once per fold
+    trains_something = asked.prove or not by_features
+    if asked.budget_min and not trains_something:
         raise UserError(f"-budget_min {asked.budget_min:g}: nothing is trained; it is for -folds and -prove.")
-    if_interrupted.append("the same command resumes")
+    if_interrupted.append("the same command resumes")  # logged after Ctrl-C
     try:
         return _search(line, config, by_features, out)
     except OutOfTimeError as error:
@@ -102,7 +106,10 @@ def _search(line: ToolLine, config: Config, by_features: bool, out: Path) -> int
     asked = line.asked
     if by_features:
         method = ByFeatures.of(line, config)
-        config = config_to_search(method.trained, line, config) if asked.path else method.trained.config
+        if asked.path:  # a run: its model, with the images of the command line
+            config = config_to_search(method.trained, line, config)
+        else:  # the recipe, with settings that loading its weights has changed
+            config = method.trained.config
     else:
         method = ByTraining(line, asked.folds or FOLDS, out / "folds")
         if not asked.folds:
@@ -114,7 +121,7 @@ def _search(line: ToolLine, config: Config, by_features: bool, out: Path) -> int
     unsplit = comes_unsplit(config.DATA)
     images = open_images(config, "all" if unsplit else "train")
     result = find_suspects(images, method, config.SEED)
-    if_interrupted.clear()
+    if_interrupted.clear()  # all trainings have ended, so there is nothing to resume
     write_results(images, result, out / SUSPECTS)
     if not unsplit:
         # The validation split may have no image of the last classes.
@@ -135,14 +142,18 @@ def _check(line: ToolLine, out: Path) -> None:
         raise UserError(f"{out / SUSPECTS} may have decisions of yours; name another -output, or give -overwrite.")
     if "seeds" in line.given and not asked.prove:
         raise UserError(f"-seeds {asked.seeds}: only for -prove; a search has one seed, SEED.")
-    settings = {*line.run.flags, *line.run.words}
-    names_model = asked.path or line.run.cfg is not None or "MODEL.NAME" in settings or "MODEL.PRETRAINED" in settings
-    if not names_model:
+    settings_on_command_line = {*line.run.flags, *line.run.words}
+    names_model = not settings_on_command_line.isdisjoint(("MODEL.NAME", "MODEL.PRETRAINED"))
+    has_recipe = line.run.cfg is not None
+    if not (asked.path or has_recipe or names_model):
         raise UserError("Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE.")
 
 
 def _check_with_model(line: ToolLine) -> None:
-    """Raise UserError for flags that do not go with a run or checkpoint, which gives features and has its settings."""
+    """Raise UserError for flags that do not go with a run or checkpoint.
+
+    Its model gives features. It has the settings of its own training, so a recipe (-cfg) is only for -prove to train.
+    """
     asked = line.asked
     has_recipe = line.run.cfg is not None
     if asked.prove and not has_recipe:

@@ -32,7 +32,8 @@ SURER = (0.8, 0.95)
 REDRAWN = 19
 """How often all labels are redrawn; so the largest count of labels that look wrong is a bound of 95 %"""
 CLEARLY = 2
-"""Times as many labels as that, and one, must look wrong, since no classifier is calibrated exactly"""
+"""More than this many times as many labels as that plus one must look wrong, since no classifier is calibrated exactly;
+so at least three, where none would by chance"""
 AGREED = 0.5
 """Fraction of the labels that look wrong in which the nearest images must agree: of hard images, they often do not"""
 DOUBTFUL = 20
@@ -82,7 +83,7 @@ class Verdict(NamedTuple):
     mean_if_right: float
     """Mean of the numbers of which that is the largest"""
     calibrations: list[Calibration]
-    """One; with several labels per image, one for each class"""
+    """A single one for all classes together; with several labels per image, one for each class"""
     changed: int = 0
     """Labels that were changed to see how many of these would look wrong"""
     changed_found: int = 0
@@ -92,11 +93,15 @@ class Verdict(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether so many labels look wrong, at `WRONG` or a surer probability, that chance does not explain them."""
-        levels = [(self.look_wrong, self.agreed, self.most_if_right), *self.surer]
+        """Whether so many labels look wrong that chance does not explain them.
+
+        One level of probability suffices: `WRONG`, or a surer one, at which hard images are fewer. There, both views
+        must agree on more labels than by chance, and on a good part of those that look wrong to the models.
+        """
+        counts_by_level = [(self.look_wrong, self.agreed, self.most_if_right), *self.surer]
         return any(
             agreed > CLEARLY * (most_if_right + 1) and agreed >= AGREED * look_wrong
-            for look_wrong, agreed, most_if_right in levels
+            for look_wrong, agreed, most_if_right in counts_by_level
         )
 
     @property
@@ -117,15 +122,15 @@ def nearest(features: np.ndarray, related: Sequence[np.ndarray]) -> Tensor:
     """Find the most similar images of each image: their indices, images x `NEIGHBOURS`.
 
     `related`: arrays of one number per image. Images that share a number in any of them, such as copies or a group, are
-    no neighbours of each other.
+    no neighbours of each other. So an image is no neighbour of itself.
     """
-    directions = torch.from_numpy(features).float()
-    numbers = torch.from_numpy(np.stack(related))
-    directions = F.normalize(directions - directions.mean(0))
+    features_of_images = torch.from_numpy(features).float()
+    numbers = torch.from_numpy(np.stack(related))  # arrays x images
+    directions = F.normalize(features_of_images - features_of_images.mean(0))
     neighbours = []
     for first in range(0, len(directions), AT_ONCE):
         block = slice(first, first + AT_ONCE)
-        similarities = directions[block] @ directions.T
+        similarities = directions[block] @ directions.T  # images of the block x all images
         are_related = (numbers[:, block, None] == numbers[:, None]).any(0)
         similarities[are_related] = -2.0  # less than any
         neighbours.append(similarities.topk(min(NEIGHBOURS, len(directions)), 1).indices)
@@ -137,51 +142,60 @@ def find_wrong(
 ) -> Verdict:
     """Judge which labels are wrong, one label per image, by logits of models that did not see the image.
 
-    `logits`: images x classes. `known`: the calibration of other images, which is used in place of one that is fitted
-    to these. `near`: the neighbours of each image, of `nearest`; without them the logits are the only view.
+    `logits`: images x classes. `labels`: those that the images have. `known`: the calibration of other images, which is
+    used in place of one that is fitted to these. `near`: the neighbours of each image, as `nearest` returns them;
+    without them the logits are the only view.
     """
-    given = torch.from_numpy(labels)
+    given_labels = torch.from_numpy(labels)
     classes = logits.shape[1]
-    of_models = torch.from_numpy(logits).double()
+    logits_of_models = torch.from_numpy(logits).double()
 
-    # Fit each view of the images; the first one is that of the models.
-    views = [(of_models, known)]
+    # Fit each view of the images. The first one is that of the models. The second one says how frequent each class is
+    # among the labels of the neighbours; logarithms of frequencies serve as its logits.
+    views = [(logits_of_models, known)]
     if near is not None:
-        smoothed_counts = F.one_hot(given[near], classes).sum(1).double() + 1 / classes
+        smoothed_counts = F.one_hot(given_labels[near], classes).sum(1).double() + 1 / classes
         views.append((smoothed_counts.log(), None))
-    fits = [_fit(view, given, calibration) for view, calibration in views]
+    fits = [_fit(view, given_labels, calibration) for view, calibration in views]
     fit_of_models = fits[0]
 
-    # With two views, surer probabilities are tried, too, and labels of classes that were not learnt do not count.
+    # Labels are counted that look wrong at each level of probability (levels x 1). With two views, surer levels are
+    # tried, too, and labels of classes that the models did not learn do not count.
     levels = torch.tensor([WRONG])[:, None]
-    class_counts = torch.ones(classes)
+    is_learnt = torch.ones(classes)  # 1 for each class whose labels count, else 0
     if near is not None:
         levels = torch.tensor([WRONG, *SURER])[:, None]
-        recognised = given[of_models.argmax(1) == given].bincount(minlength=classes)
-        class_counts = (recognised >= LEARNT * given.bincount(minlength=classes)).double()
+        recognised = given_labels[logits_of_models.argmax(1) == given_labels].bincount(minlength=classes)
+        is_learnt = (recognised >= LEARNT * given_labels.bincount(minlength=classes)).double()
+
+    def count_by_level(wrong_probability: Tensor) -> Tensor:
+        return (wrong_probability >= levels).sum(1)  # levels x images, summed over the images
 
     # Redraw the labels as if all were right, and count those that look wrong then.
-    cumulative = torch.stack([fitted.class_probabilities for fitted in fits]).mean(0).cumsum(1)
+    cumulative_probabilities = torch.stack([fitted.class_probabilities for fitted in fits]).mean(0).cumsum(1)
     generator = generator_of(seed, "labels")
-    redrawn_counts = []
+    counts_of_draws = []
     for _ in Progress(range(REDRAWN), REDRAWN, "times", "redrawn labels"):
-        draws = torch.from_numpy(generator.random((len(given), 1)))
-        redrawn = (draws > cumulative).sum(1).clamp(max=classes - 1)
+        draws = torch.from_numpy(generator.random((len(given_labels), 1)))
+        redrawn = (draws > cumulative_probabilities).sum(1).clamp(max=classes - 1)
         wrong = _wrong_by_all([_fit(view, redrawn, calibration) for view, calibration in views])
-        redrawn_counts.append((wrong * class_counts[redrawn] >= levels).sum(1))
-    if_right = torch.stack(redrawn_counts)
+        counts_of_draws.append(count_by_level(wrong * is_learnt[redrawn]))
+    if_right = torch.stack(counts_of_draws)  # draws x levels
 
-    agreed = (_wrong_by_all(fits) * class_counts[given] >= levels).sum(1)
-    changed, changed_found = _change_labels(of_models, known, given, seed)
-    look_wrong = (fit_of_models.wrong_probability >= levels).sum(1)
-    at_wrong, *surer = zip(look_wrong.tolist(), agreed.tolist(), if_right.amax(0).tolist(), strict=True)
+    # Count the given labels that look wrong to the models, and those that look wrong to both views.
+    agreed_by_level = count_by_level(_wrong_by_all(fits) * is_learnt[given_labels])
+    changed, changed_found = _find_changed_labels(logits_of_models, known, given_labels, seed)
+    look_wrong_by_level = count_by_level(fit_of_models.wrong_probability)
+    (look_wrong, agreed, most_if_right), *surer = zip(
+        look_wrong_by_level.tolist(), agreed_by_level.tolist(), if_right.amax(0).tolist(), strict=True
+    )
     return Verdict(
         wrong_probability=fit_of_models.wrong_probability.numpy(),
         class_probabilities=fit_of_models.class_probabilities.numpy(),
         proposed=fit_of_models.proposed.numpy(),
-        look_wrong=at_wrong[0],
-        agreed=at_wrong[1],
-        most_if_right=at_wrong[2],
+        look_wrong=look_wrong,
+        agreed=agreed,
+        most_if_right=most_if_right,
         mean_if_right=float(if_right[:, 0].double().mean()),
         calibrations=[fit_of_models.calibration],
         changed=changed,
@@ -190,25 +204,27 @@ def find_wrong(
     )
 
 
-def _change_labels(logits: Tensor, known: Calibration | None, given: Tensor, seed: int) -> tuple[int, int]:
-    """Change labels at random, some at a time; return how many were changed, and how many of these look wrong then.
+def _find_changed_labels(logits: Tensor, known: Calibration | None, given_labels: Tensor, seed: int) -> tuple[int, int]:
+    """Change some labels at random, to see how many of these wrong labels the search finds.
 
-    The logits stay as they are: models that had learnt from the few changed labels would hardly differ.
+    Returns how many were changed, and how many of them look wrong then. A few labels are changed at a time. The models
+    are not trained anew with them, because so few would hardly change the logits. `known`: see `_fit`.
     """
-    present = given.unique()
+    labels_in_use = given_labels.unique()  # sorted
     found = 0
     generator = generator_of(seed, "changed labels")
-    if len(present) < 2:
+    if len(labels_in_use) < 2:
         return 0, 0
-    at_a_time = max(1, round(CHANGED * len(given)))
-    chosen = torch.from_numpy(generator.permutation(len(given))[: DRAWS * at_a_time])
-    for rows in chosen.split(at_a_time):
-        # A step of 1 to len(present) - 1 in the cycle of the labels that occur leads to another label.
-        steps = torch.from_numpy(generator.integers(1, len(present), len(rows)))
-        labels = given.clone()
-        labels[rows] = present[(torch.searchsorted(present, given[rows]) + steps) % len(present)]
-        found += int((_fit(logits, labels, known).wrong_probability[rows] >= WRONG).sum())
-    return len(chosen), found
+    at_a_time = max(1, round(CHANGED * len(given_labels)))
+    images_to_change = torch.from_numpy(generator.permutation(len(given_labels))[: DRAWS * at_a_time])
+    for images in images_to_change.split(at_a_time):
+        # Go on by 1 to len - 1 places in the list of labels, which is a cycle, so each gets another label.
+        steps = torch.from_numpy(generator.integers(1, len(labels_in_use), len(images)))
+        places = torch.searchsorted(labels_in_use, given_labels[images])
+        labels = given_labels.clone()
+        labels[images] = labels_in_use[(places + steps) % len(labels_in_use)]
+        found += int((_fit(logits, labels, known).wrong_probability[images] >= WRONG).sum())
+    return len(images_to_change), found
 
 
 class Fit(NamedTuple):
@@ -224,55 +240,70 @@ class Fit(NamedTuple):
 
 
 def _wrong_by_all(fits: Sequence[Fit]) -> Tensor:
-    """The smallest probability of any view that each label is wrong; 0 where views propose different classes."""
+    """Return the smallest probability of any view that each label is wrong; 0 where views propose different classes."""
     proposed = torch.stack([fitted.proposed for fitted in fits])
     views_agree = (proposed == proposed[0]).all(0)
     return torch.stack([fitted.wrong_probability for fitted in fits]).amin(0) * views_agree
 
 
 def _fit(logits: Tensor, given: Tensor, known: Calibration | None = None) -> Fit:
-    """Fit the calibration and Q to the given labels, in turn, until these are hardly more probable.
+    """Fit two models to the given labels, alternating: a calibration of the logits, and the labels' errors Q.
 
-    `known`: a calibration that is used in place of a fitted one.
+    Q[i, j] is the probability that an image of the right class i is given the label j. The fit ends when the given
+    labels become hardly more probable. `known`: a calibration that is used in place of a fitted one.
     """
     images, classes = logits.shape
-    same = torch.eye(classes, dtype=torch.float64)
-    other = (1 - same) / max(classes - 1, 1)
-    q = 0.98 * same + 0.02 * other  # at first, 2 % of the labels are wrong
-    likelihood_before = -np.inf
-    scales, offsets = known or (torch.zeros(classes, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    right = torch.eye(classes, dtype=torch.float64)
+    wrong = (1 - right) / max(classes - 1, 1)
+    q = 0.98 * right + 0.02 * wrong  # at first, 2 % of the labels are wrong
+    if known is None:
+        log_scales = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
+        offsets = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
+    else:
+        log_scales, offsets = known
 
     def calibrated() -> Tensor:
-        return (logits * scales.exp() + offsets).softmax(1)
+        return (logits * log_scales.exp() + offsets).softmax(1)
 
-    def loss(q: Tensor) -> Tensor:
-        """The negative log-likelihood of the given labels per image, with its gradients for the calibration."""
-        scales.grad = None
+    def joint_with_labels(class_probabilities: Tensor, q: Tensor) -> Tensor:
+        """Return the probability of each right class together with the given label, images x right classes."""
+        return class_probabilities * q[:, given].T
+
+    def log_likelihood(joint: Tensor) -> Tensor:
+        """Return the logarithm of the probability of all given labels."""
+        return joint.sum(1).clamp(min=1e-300).log().sum()
+
+    def loss_with_gradients(q: Tensor) -> Tensor:
+        """Return the loss of the calibration per image, and set its gradients: likely labels, and similar scales."""
+        log_scales.grad = None
         offsets.grad = None
-        likelihood = (calibrated() * q[:, given].T).sum(1).clamp(min=1e-300).log().sum()
-        total = (EQUAL_SCALES * (scales - scales.mean()).square().sum() - likelihood) / images
-        total.backward()
-        return total
+        likelihood = log_likelihood(joint_with_labels(calibrated(), q))
+        spread_of_scales = (log_scales - log_scales.mean()).square().sum()
+        loss = (EQUAL_SCALES * spread_of_scales - likelihood) / images
+        loss.backward()
+        return loss
 
     class_probabilities = calibrated()
-    joint = calibrated()
+    joint = class_probabilities
+    likelihood_before = -np.inf
     for _ in range(ROUNDS):
         if known is None:
-            optimizer = torch.optim.LBFGS([scales, offsets], 1, STEPS, line_search_fn="strong_wolfe")
-            optimizer.step(partial(loss, q))
+            optimizer = torch.optim.LBFGS([log_scales, offsets], 1, STEPS, line_search_fn="strong_wolfe")
+            optimizer.step(partial(loss_with_gradients, q))
         with torch.no_grad():
             class_probabilities = calibrated()
             for _ in range(UPDATES):
                 # Expectation: the probability of each right class, given the label
-                joint = class_probabilities * q[:, given].T
+                joint = joint_with_labels(class_probabilities, q)
                 joint /= joint.sum(1, keepdim=True)
-                # Maximisation: images by right class and label, drawn to errors that all classes share
+                # Maximisation: count images by right class (rows) and given label (columns). To each class, add
+                # EQUAL_ERRORS images with the error rate of all classes, so that a class of few images is like others.
                 counts = torch.zeros_like(q).index_add_(0, given, joint).T + 1e-9
                 error_rate = 1 - counts.diagonal().sum() / counts.sum()
-                counts = counts + EQUAL_ERRORS * ((1 - error_rate) * same + error_rate * other)
+                counts = counts + EQUAL_ERRORS * ((1 - error_rate) * right + error_rate * wrong)
                 q = counts / counts.sum(1, keepdim=True)
-            joint = class_probabilities * q[:, given].T
-            likelihood = float(joint.sum(1).clamp(min=1e-300).log().sum())
+            joint = joint_with_labels(class_probabilities, q)
+            likelihood = float(log_likelihood(joint))
         if likelihood - likelihood_before < 0.05:  # hardly more probable
             break
         likelihood_before = likelihood
@@ -282,5 +313,5 @@ def _fit(logits: Tensor, given: Tensor, known: Calibration | None = None) -> Fit
         wrong_probability=1 - joint.gather(1, given_column)[:, 0],
         class_probabilities=class_probabilities,
         proposed=joint.scatter(1, given_column, -1.0).argmax(1),
-        calibration=(scales.detach(), offsets.detach()),
+        calibration=(log_scales.detach(), offsets.detach()),
     )

@@ -33,7 +33,11 @@ MOST_PAIRS = 20
 
 
 def write_results(images: Images, result: SearchResult, table: Path) -> None:
-    """Write suspects.csv to `table`, exclude.txt and report.html beside it, and log what was found and how to go on."""
+    """Write suspects.csv to `table`, exclude.txt and report.html beside it, and log the result and how to go on.
+
+    All suspects are dropped in training, if more labels look wrong than chance explains (`verdict.clear`). Otherwise,
+    the only ones dropped are copies of the same bytes with different labels: one label is wrong, unknown which.
+    """
     exclude_list = table.with_name("exclude.txt")
     page = table.with_name("report.html")
     table.parent.mkdir(parents=True, exist_ok=True)
@@ -44,6 +48,7 @@ def write_results(images: Images, result: SearchResult, table: Path) -> None:
     decision = "drop" if drops_all else "keep"
     dropped = [suspect for suspect in result.suspects if suspect.same_bytes_disagree or drops_all]
 
+    # Write the files. exclude.txt begins with the lines of the list in use (DATA.EXCLUDE).
     lines_in_use = text_of(images.data).rstrip("\n")
     exclude_lines = [lines_in_use] if lines_in_use else []
     exclude_lines += map(images.exclude_line, dropped)
@@ -53,6 +58,7 @@ def write_results(images: Images, result: SearchResult, table: Path) -> None:
             write_atomically(file, content)
     _write_page(images, result, page, decision=decision, lines_in_use=lines_in_use)
 
+    # Log the result, and what to do next: validation, training with images to drop, training without any.
     log.info("%s\n", "\n".join(result.words()))
     for (given, proposed), count in confused(result).most_common(5):
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
@@ -70,19 +76,21 @@ def write_results(images: Images, result: SearchResult, table: Path) -> None:
 def _write_page(images: Images, result: SearchResult, page: Path, decision: str, lines_in_use: str) -> None:
     """Write report.html.
 
-    `decision`: about suspects of which no copy has another label. `lines_in_use`: those of the list that DATA.EXCLUDE
-    names, which the new list may have replaced.
+    `decision`: about suspects of which no copy has another label. `lines_in_use`: the lines of the list in use
+    (DATA.EXCLUDE), which the new list has, too.
     """
     verdict = result.verdict
     label_names = np.array([images.label_words(label) for label in images.labels])
 
-    # The page's script writes both files anew from these: a row that ends before its decision, and a line.
+    # Where people change a decision, the page's script writes suspects.csv and exclude.txt anew. It needs, for each
+    # suspect: its row of the table up to the decision, the decision, and its line of the list.
     decisions = {}
     for suspect in result.suspects:
-        row = table_of_suspects(images, [suspect], "").partition("\n")[2]  # without the heading
-        row_to_decide = row.rpartition(",")[0] + ","
+        _heading, _, row = table_of_suspects(images, [suspect], decision="").partition("\n")
+        row_before_decision, comma, _ = row.rpartition(",")
         decided = "drop" if suspect.same_bytes_disagree else decision
-        decisions[images.name(suspect.image)] = row_to_decide, decided, images.exclude_line(suspect)
+        exclude_line = images.exclude_line(suspect)
+        decisions[images.name(suspect.image)] = row_before_decision + comma, decided, exclude_line
     shown = []
     for suspect, values in _with_pictures(images, result, label_names):
         shown.append({**values, "row": decisions.pop(images.name(suspect.image), None)})
@@ -108,7 +116,7 @@ def _write_page(images: Images, result: SearchResult, page: Path, decision: str,
         more_pairs=max(0, len(pairs) - MOST_PAIRS),
         shown=shown,
         left_out=len(result.suspects) - len(shown),
-        unseen=decisions.values(),
+        unseen=decisions.values(),  # what remains: suspects without pictures
         heading=table_of_suspects(images, [], "").rstrip("\n"),
         before=lines_in_use,
         clear=verdict.clear,
@@ -136,8 +144,10 @@ def _with_pictures(
     for suspect in progress_bar(result.suspects[:MOST_SHOWN], "pictures"):
         similarities = features @ features[suspect.image]
         of_same_thing, label_remark = images.images_of_same_thing(suspect.image, similarities, result.limit)
-        # A copy of the image says nothing of its label. Images of the same thing with other labels are shown.
-        hidden = looks_wrong | (images.distinct_row == images.distinct_row[suspect.image])
+        # A copy of the image says nothing of its label, so it is hidden. But if images of the same thing have several
+        # labels (`label_remark`), all of them are shown, copies and suspects too.
+        is_copy = images.distinct_row == images.distinct_row[suspect.image]
+        hidden = looks_wrong | is_copy
         if label_remark:
             hidden &= ~of_same_thing
         similarities[hidden] = -np.inf

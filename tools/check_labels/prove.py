@@ -52,6 +52,7 @@ DECISIONS = {WITHOUT: "drop", RELABELLED: "relabel", RANDOM: "drop"}
 def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     """Search with each seed, train all arms, and log whether it helped. Returns the exit code.
 
+    An arm is one way to use the labels: all of them, without the suspects, relabelled, or without random images.
     Results and runs are written to `out`, as compare.py writes its own.
     """
     seeds = read_seeds(line.asked.seeds)
@@ -60,33 +61,37 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     if not tables:
         log.info("No search found wrong labels beyond chance: there is nothing to prove.")
         return EXIT_DONE
+    # Judge the labels of the validation split, too, by the models of the last seed's search, which still has them.
     # The validation split may have no image of the last classes.
     val_images = replace(open_images(config, "val"), classes=images.classes)
     val_logits = method.logits_of_unsearched(val_images)
-    val_suspects, _ = judge_labels(val_images, val_logits, seeds[-1], np.empty(0, np.int64))
+    val_suspects, _ = judge_labels(val_images, val_logits, seeds[-1], not_judged=np.empty(0, np.int64))
     val_wrong = [suspect for suspect in val_suspects if suspect.wrong_probability >= WRONG]
 
+    # Train, and write the comparison after each run.
     plan = plan_of(line, seeds, tables, out)
     script = "scripts/check_labels.py"
     trained = train_all(plan, lambda so_far: write(plan, so_far, out, script), method.budget)
     comparison = write(plan, trained, out, script)
-    predicted = report(comparison, out)
+    predictions_by_folder = report(comparison, out)
     if trained.failed:
         return EXIT_FAILED
     if trained.left_out:
         return EXIT_DONE
     log_what_helped(comparison["verdicts"])
-    if len(seeds) > 1 and len(predicted) == len(plan.runs):
-        write_json(out / "compare.json", {**comparison, "at_best": at_best(plan, predicted)})
+    have_all_predictions = len(predictions_by_folder) == len(plan.runs)
+    if len(seeds) > 1 and have_all_predictions:
+        write_json(out / "compare.json", {**comparison, "at_best": at_best(plan, predictions_by_folder)})
     if plan.judged.metric is TOP1 and val_wrong:
-        log_without(plan, val_wrong, len(val_images.labels))
+        log_without_suspects(plan, val_wrong, len(val_images.labels))
     return EXIT_DONE
 
 
 def search_each_seed(images: Images, method: Method, seeds: Sequence[int], out: Path) -> dict[tuple[str, int], Path]:
     """Search once per seed, and write the tables of DATA.RELABEL into the folder `out`.
 
-    Returns the tables by arm and seed. A seed whose search found nothing has none, nor has the arm of all labels.
+    Returns the tables by arm (what is done with the suspects) and seed. There are none for the arm that trains with all
+    labels, and for a seed whose search found no more suspects than by chance.
     """
     tables = dict[tuple[str, int], Path]()
     out.mkdir(parents=True, exist_ok=True)
@@ -108,12 +113,12 @@ def plan_of(line: ToolLine, seeds: tuple[int, ...], tables: Mapping[tuple[str, i
     """Plan the trainings of all arms and seeds. For a seed whose search found nothing, all arms have all labels."""
     runs = []
     for seed, arm in alternating_order(ARMS, seeds):
-        given: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
+        settings: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}  # each as its value and who gives it
         if (arm, seed) in tables:
-            given["DATA.RELABEL"] = (f"{tables[arm, seed]}", "-prove")
-        runs.append(Run(arm, seed, load_with(line, given), out / f"{arm.replace(' ', '_')}-{seed}"))
+            settings["DATA.RELABEL"] = (f"{tables[arm, seed]}", "-prove")
+        runs.append(Run(arm, seed, load_with(line, settings), out / f"{arm.replace(' ', '_')}-{seed}"))
     check_runs(runs)
-    judged = judged_by(None, None, [run.config for run in runs])
+    judged = judged_by(name=None, weights=None, configs=[run.config for run in runs])
     device = pick_device(runs[0].config.DEVICE, ALONE)
     return Plan(
         contenders=ARMS,
@@ -121,7 +126,7 @@ def plan_of(line: ToolLine, seeds: tuple[int, ...], tables: Mapping[tuple[str, i
         folds=None,
         runs=tuple(runs),
         device=describe_device(device),
-        many=False,
+        several_processes=False,
         remarks=(),
         varied=("DATA.RELABEL",),
         budget_min=line.asked.budget_min,
@@ -136,6 +141,7 @@ def log_what_helped(verdicts: Sequence[Mapping[str, Any]]) -> None:
     higher = []
     for verdict in verdicts:
         difference = verdict["accuracy"]
+        # A difference is seen if its confidence interval does not contain 0.
         if verdict["against"] == ALL and difference and difference["seen"] and difference["value"] > 0:
             higher.append(verdict["mode"])
     if RANDOM in higher:
@@ -144,10 +150,11 @@ def log_what_helped(verdicts: Sequence[Mapping[str, Any]]) -> None:
     log.info(f"It helped: {helped}." if helped else "It was not shown to help.")
 
 
-def log_without(plan: Plan, val_wrong: Sequence[Suspect], val_images: int) -> None:
-    """Log top-1 of each arm on the validation images that are no suspects.
+def log_without_suspects(plan: Plan, val_wrong: Sequence[Suspect], val_images: int) -> None:
+    """Log top-1 of each arm after the last epoch, on the validation images that are no suspects.
 
-    `val_wrong`: suspects of the validation split. `val_images`: number of all its images.
+    It flatters the models, because suspects are those on which models fail. `val_wrong`: suspects of the validation
+    split. `val_images`: number of all its images.
     """
     remaining = np.setdiff1d(np.arange(val_images), [suspect.image for suspect in val_wrong])
     log.info(
@@ -167,26 +174,29 @@ def log_without(plan: Plan, val_wrong: Sequence[Suspect], val_images: int) -> No
         log.info("  %s: top-1 %s %%", arm, spread(accuracies) if accuracies else "unknown")
 
 
-def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
-    """Compare the checkpoints that a user gets: the best, and of their weights those that validated better.
+def at_best(plan: Plan, predictions_by_folder: Mapping[Path, Any]) -> list[dict[str, Any]]:
+    """Compare the best checkpoints of all runs, each with its plain or EMA weights, whichever validated better.
 
-    `predicted`: the predictions of each run's folder, of `report`, which evaluated these checkpoints. Logs one line per
-    arm, and returns the verdicts of each against all labels, for compare.json.
+    `predictions_by_folder`: for each run's folder, labels and columns of predictions of these checkpoints, as `report`
+    returns them. An arm is one way to use the labels. Logs one line per arm, and returns the verdicts of each against
+    the arm with all labels, for compare.json.
     """
     log.info("At each run's best checkpoint, which these very images chose:")
     values_by_arm = dict[str, np.ndarray]()  # seeds x images
-    groups = next(iter(predicted.values()))[1][GROUPS]
+    _, columns_of_first_run = next(iter(predictions_by_folder.values()))
+    groups = columns_of_first_run[GROUPS]  # all runs predict the same images
     for arm in ARMS:
         folders = [run.folder for run in plan.runs if run.contender == arm]
-        values_by_run = (values_of_images(plan.judged.metric, *predicted[folder]) for folder in folders)
+        values_by_run = (values_of_images(plan.judged.metric, *predictions_by_folder[folder]) for folder in folders)
         values_by_arm[arm] = np.stack([values for values in values_by_run if values is not None])
-    means = np.stack([values.mean(1) for values in values_by_arm.values()])
+    means = np.stack([values.mean(1) for values in values_by_arm.values()])  # arms x seeds
     baseline = values_by_arm[ALL]
+    other_arms = (WITHOUT, RELABELLED, RANDOM)
     verdicts = list[dict[str, Any]]()
-    for arm in (WITHOUT, RELABELLED, RANDOM):
+    for arm in other_arms:
         values = values_by_arm[arm]
         difference = float(values.mean() - baseline.mean())
-        interval = crossed_interval(difference, values, baseline, means, groups, len(ARMS) - 1)
+        interval = crossed_interval(difference, values, baseline, means, groups, comparisons=len(other_arms))
         verdicts.append({"mode": arm, "against": ALL, **asdict(interval)})
         verdict = "within noise"
         if interval.seen:
@@ -208,13 +218,14 @@ def at_best(plan: Plan, predicted: Mapping[Path, Any]) -> list[dict[str, Any]]:
 def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[Suspect]:
     """Choose as many other images as there are suspects, at random, of each given label.
 
-    With several labels per image, they are chosen from all images. Each is returned as a suspect with its own label.
+    With several labels per image, they are chosen from all images. Each image is returned in place of a suspect, with
+    its own label. The other fields stay those of the suspect; they mean nothing, since the images are only dropped.
     """
     generator = np.random.default_rng(seed)
     chosen = []
     labels = images.labels
     if labels.ndim > 1:
-        labels = np.zeros(len(labels))
+        labels = np.zeros(len(labels))  # as if all had the same label
     not_suspected = np.setdiff1d(np.arange(len(labels)), [suspect.image for suspect in suspects])
     for label in np.unique(labels):
         suspects_of_label = [suspect for suspect in suspects if labels[suspect.image] == label]

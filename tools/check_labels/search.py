@@ -104,12 +104,14 @@ class Images:
     def group_numbers(self) -> np.ndarray:
         """One number per image, equal for the images of a group (DATA.GROUP).
 
-        Without groups, or if most groups have several labels and so say nothing about them, no two numbers are equal.
+        No two numbers are equal without groups, or if at least half of the groups with several images have several
+        labels: then a group says nothing about labels.
         """
         if self.samples.groups:
-            groups = np.unique(self.samples.groups, return_inverse=True)[1]
-            group_per_label = np.unique(np.stack([groups, self.label_numbers]), axis=1)[0]
-            with_several_labels = (np.bincount(group_per_label) > 1).sum()
+            _, groups = np.unique(self.samples.groups, return_inverse=True)
+            # Each different pair of a group and a label once, so a group is in as many pairs as it has labels.
+            groups_in_pairs, _ = np.unique(np.stack([groups, self.label_numbers]), axis=1)
+            with_several_labels = (np.bincount(groups_in_pairs) > 1).sum()
             with_several_images = (np.bincount(groups) > 1).sum()
             if with_several_labels < with_several_images / 2:
                 return groups
@@ -118,24 +120,25 @@ class Images:
     def images_of_same_thing(self, image: int, similarities: np.ndarray, limit: float) -> tuple[np.ndarray, str]:
         """Find the images that show the same thing as one image, and count their labels if these differ.
 
-        `similarities`: of all images to this one. Those from `limit` on count as its copies, unless they are many:
-        then the model hardly tells such images apart. If all copies have one label, the image's group is tried.
+        `similarities`: of all images to this one. Those from `limit` on count as its copies, unless at least 10 are so
+        similar: then the model hardly tells such images apart. If all copies have one label, the image's group is
+        tried.
 
         Returns a mask over all images, and a sentence that these have several labels; '' if they have one.
         """
-        alike = self.distinct_row == self.distinct_row[image]
-        similar = similarities >= limit
-        if similar.sum() < MANY:
-            alike = alike | similar
+        is_copy = self.distinct_row == self.distinct_row[image]
+        is_similar = similarities >= limit
+        if is_similar.sum() < MANY:
+            is_copy = is_copy | is_similar
         in_group = self.group_numbers == self.group_numbers[image]
         for mask, sentence in (
-            (alike, "these {} images look alike and have {} labels"),
+            (is_copy, "these {} images look alike and have {} labels"),
             (in_group, "the {} images of its group have {} labels"),
         ):
             label_count = len(np.unique(self.label_numbers[mask]))
             if label_count > 1:
                 return mask, sentence.format(mask.sum(), label_count)
-        return alike, ""
+        return is_copy, ""
 
     def exclude_line(self, suspect: Suspect) -> str:
         """A line of exclude.txt that leaves this image out, with the reason as its comment."""
@@ -151,8 +154,8 @@ def _labels_differ(labels: np.ndarray, others: np.ndarray) -> np.ndarray:
     return (labels != others).reshape(len(labels), -1).any(1)
 
 
-OF_INPUT = ("IMAGE_SIZE", "IMAGE_CHANNELS", "CROP", "CROP_PCT", "CROP_MODE", "INTERPOLATION")
-OF_INPUT += ("IMAGENET_MEAN", "IMAGENET_STD", "EXIF_ROTATE", "BACKGROUND")
+INPUT_SETTINGS = ("IMAGE_SIZE", "IMAGE_CHANNELS", "CROP", "CROP_PCT", "CROP_MODE", "INTERPOLATION")
+INPUT_SETTINGS += ("IMAGENET_MEAN", "IMAGENET_STD", "EXIF_ROTATE", "BACKGROUND")
 """Settings of DATA that decide how an image becomes the input of a model"""
 
 
@@ -163,10 +166,11 @@ def config_to_search(trained: Trained, line: ToolLine, recipe: Config) -> Config
     """
     config = trained.config
     if line.asked.prove:
-        data = recipe.DATA.changed(**{key: getattr(config.DATA, key) for key in OF_INPUT})
+        data = recipe.DATA.changed(**{key: getattr(config.DATA, key) for key in INPUT_SETTINGS})
     else:
         all_images = config.changed(DATA={"PART": "all"})
-        data, _ = data_for_evaluation(all_images, trained.chosen, {*line.run.flags, *line.run.words})
+        settings_on_command_line = {*line.run.flags, *line.run.words}
+        data, _ = data_for_evaluation(all_images, trained.chosen, settings_on_command_line)
     return config.changed(DATA=data)
 
 
@@ -195,12 +199,13 @@ def open_images(config: Config, part: Part) -> Images:
             raise UserError(f"{samples.name(image)}: cannot be read ({scan.reason}); leave it out by DATA.EXCLUDE.")
 
     # Copies with equal bytes
-    first_with_digest: dict[bytes, int] = {}
-    first_with_bytes = np.array([first_with_digest.setdefault(scan.digest, image) for image, scan in enumerate(scans)])
+    image_by_digest: dict[bytes, int] = {}  # the first image of each
+    first_with_bytes = np.array([image_by_digest.setdefault(scan.digest, image) for image, scan in enumerate(scans)])
     contradicting = int(_labels_differ(labels, labels[first_with_bytes]).sum())
-    copies = f"{len(samples) - len(first_with_digest):,} copies of others, {contradicting:,} of them with another label"
+    copies = f"{len(samples) - len(image_by_digest):,} copies of others, {contradicting:,} of them with another label"
 
-    # Nearly the same images with different labels count as copies, too: no model that judges one may have seen another.
+    # Nearly the same images with different labels count as copies, too. Copies share a fold, so that a model that
+    # judges one has not seen another.
     original_of = first_with_bytes.copy()
     if labels.ndim == 1:
         pairs = near_pairs(thumbnails_of(scans))
@@ -208,12 +213,15 @@ def open_images(config: Config, part: Part) -> Images:
         second = pairs[:, 1]
         pairs = pairs[(labels[first] != labels[second]) & (original_of[first] != original_of[second])]
         for image, near_copy in pairs.tolist():
+            # All copies of the second image's original become copies of the first image's original.
             original_of[original_of == original_of[near_copy]] = original_of[image]
         if len(pairs):
             copies += f"; {counted(len(pairs), 'pair')} nearly the same, with different labels"
 
+    # The distinct images, and for each image the place of its original among these.
     distinct, distinct_row = np.unique(original_of, return_inverse=True)
-    classes = distinct_names(dataset.classes or range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1))
+    class_count = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
+    classes = distinct_names(dataset.classes or range(class_count))
     number = f"{len(samples):,}"
     log.info("%s: %s images (%s), %d classes; %s", source_of(data), number, TITLES[part], len(classes), copies)
     return Images(
@@ -229,9 +237,10 @@ def open_images(config: Config, part: Part) -> Images:
 
 
 def table_of_suspects(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
-    """The text of suspects.csv, a table as DATA.RELABEL takes it: a heading, and one row per image.
+    """Return the text of suspects.csv, a table as DATA.RELABEL takes it: a heading, and one row per image.
 
-    `decision`: for all suspects but those of which a copy of the same bytes has another label; these are dropped.
+    `decision`: keep, drop or relabel, for each row. But suspects that have a copy of the same bytes with another label
+    are dropped in any case.
     """
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
@@ -259,15 +268,19 @@ class ByFeatures:
 
     @classmethod
     def of(cls, line: ToolLine, config: Config) -> ByFeatures:
-        """Load the run or checkpoint that the command line names, else the weights of the recipe `config`."""
-        if line.asked.path:
-            trained = load_trained(line.asked.path, given=line.run, needs_labels=False)
-            log.info("%s: %s", line.asked.path, trained.chosen.words)
+        """Load the run or checkpoint that the command line names, else the weights of the recipe `config`.
+
+        Features are pooled by -pool, or else as the model usually does.
+        """
+        asked = line.asked
+        if asked.path:
+            trained = load_trained(asked.path, given=line.run, needs_labels=False)
+            log.info("%s: %s", asked.path, trained.chosen.words)
             log.info("If it was trained on these very images, it may have memorised wrong labels, and hides them.")
         else:
             trained = pretrained(config, ALONE)
-        check_pool(trained.model, line.asked.pool or POOLED)
-        return cls(trained, line.asked.pool or pool_of(trained.model))
+        check_pool(trained.model, asked.pool or POOLED)  # POOLED is the name of the usual pooling, which each model has
+        return cls(trained, asked.pool or pool_of(trained.model))
 
     def _features(self, images: Images) -> Features:
         trained = self.trained
@@ -275,28 +288,33 @@ class ByFeatures:
             return features_of(trained, trained.config, images.dataset, images.data)
 
     def logits(self, images: Images, seed: int) -> np.ndarray:
-        """Compute logits of the distinct images: of each, by the classifier that was fitted without its fold."""
+        """Compute logits of the distinct images: of each, by the classifier that was fitted without its fold.
+
+        The features of all images and the classifier of all folds are kept for later: see the class's fields.
+        """
         self.features = self._features(images).of(self.pool)
         labels = images.labels[images.distinct]
         labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
         data = images.data.changed(SPLIT_SEED=seed)
-        fold_of, words = folds_of(images.dataset, labels, data, images.distinct)
-        table = np.ascontiguousarray(self.features[images.distinct])
-        self.classifier, logits = fit(table, labels, fold_of, len(images.classes), self.trained.precision.device)
-        width = table.shape[1]
+        fold_of, about_folds = folds_of(images.dataset, labels, data, images.distinct)
+        features = np.ascontiguousarray(self.features[images.distinct])  # images x features
+        self.classifier, logits = fit(features, labels, fold_of, len(images.classes), self.trained.precision.device)
+        width = features.shape[1]
         strength = self.classifier.strength
-        log.info("A linear classifier of %d features (%s), strength %.2g. %s", width, self.pool, strength, words)
+        log.info("A linear classifier of %d features (%s), strength %.2g. %s", width, self.pool, strength, about_folds)
         return logits
 
     def similarity_of_edited(self, images: Images) -> float:
         """Measure how similar images are to their edited copies by these features, for `SearchResult.limit`.
 
-        Infinite where that is unknown: edited copies are compared by the model's usual pooling alone.
+        The result is infinite with another pooling than the model's usual one, because it is measured for that alone.
         """
-        if self.features is None or self.pool != pool_of(self.trained.model):
+        has_usual_pool = self.pool == pool_of(self.trained.model)
+        if self.features is None or not has_usual_pool:
             return np.inf
         batch = self.trained.config.DATA.val_batch
         with self.trained.computing(batch):
+            # The function of engine/evaluation/alike.py, not this method
             return similarity_of_edited(self.trained, images.dataset, np.asarray(self.features).mean(0), batch)
 
     def logits_of_unsearched(self, images: Images) -> np.ndarray:
@@ -330,13 +348,17 @@ class ByTraining:
                 f"{source_of(images.data)} comes with its own validation split, and -folds makes its own: name the "
                 "folder of the training images alone, or give weights (-pretrained), with which -folds is not needed."
             )
-        # Trainings leave out copies, and images that are set aside.
+        # Trainings leave out copies, and images that are set aside: all but the distinct images of this split. List
+        # them as in DATA.EXCLUDE, and after them the lines of the list in use.
         every_image = open_dataset(images.data.changed(PART="all"), False, ANY_LABEL, 0, torch.device("cpu"))
         samples = every_image.single_images()
         row_of_name = {images.name(image): row for row, image in enumerate(images.distinct.tolist())}
         assert samples is not None
-        names = [samples.name(image) for image in range(len(samples))]
-        lines = [line_of(name, "", images.data) for name in names if path_in_list(name, images.data) not in row_of_name]
+        lines = []
+        for image in range(len(samples)):
+            name = samples.name(image)
+            if path_in_list(name, images.data) not in row_of_name:
+                lines.append(line_of(name, remark="", data=images.data))
         if images.data.EXCLUDE:
             lines.append(text_of(images.data))
 
@@ -349,13 +371,14 @@ class ByTraining:
         write_atomically(left_out, "\n".join([*lines, ""]))
         self._train(seed, out, left_out)
 
+        # Each run predicts the images of its fold, its validation split.
         logits = np.full((len(images.distinct), len(images.classes)), np.nan)
-        for trained in map(trained_last, self.runs):
+        for trained in map(with_last_weights, self.runs):
             dataset = split_of_run(trained)
             fold = dataset.single_images()
             assert fold is not None
             for batch_logits, _, indices in batches_of(trained, dataset):
-                # Named below the folder that the run's own settings have, which may be a link's target.
+                # Names are relative to DATA_PATH in the run's settings. In `images.data`, it may be a link to that.
                 batch_names = [path_in_list(fold.name(index), trained.config.DATA) for index in indices.tolist()]
                 rows = [row_of_name[name] for name in batch_names]
                 logits[rows] = batch_logits.double().cpu().numpy()[:, : len(images.classes)]
@@ -373,20 +396,22 @@ class ByTraining:
         for number in range(1, self.folds + 1):
             fold = Fold(number, self.folds)
             settings["DATA.FOLD"] = str(fold)
-            given = {key: (value, "check_labels.py") for key, value in settings.items()}
-            self.runs.append(Run("recipe", seed, load_with(self.line, given), out / f"fold{number}", fold))
+            value_and_source = {key: (value, "check_labels.py") for key, value in settings.items()}
+            config = load_with(self.line, value_and_source)
+            self.runs.append(Run("recipe", seed, config, out / f"fold{number}", fold))
         check_runs(self.runs)
         plan = Plan(
             contenders=("recipe",),
-            judged=judged_by(None, None, [run.config for run in self.runs]),
+            judged=judged_by(name=None, weights=None, configs=[run.config for run in self.runs]),
             folds=self.folds,
             runs=tuple(self.runs),
-            device="",
-            many=False,
+            device="",  # only for a report, and there is none
+            several_processes=False,
             remarks=(),
             budget_min=self.line.asked.budget_min,
         )
-        done = train_all(plan, lambda _: None, self.budget)
+
+        done = train_all(plan, lambda _: None, self.budget)  # nothing is written after each run, only after all
         self.budget = done.budget
         if done.failed:
             raise TrainingError(f"A training failed: {next(iter(done.failed.values()))}")
@@ -400,7 +425,7 @@ class ByTraining:
     def logits_of_unsearched(self, images: Images) -> np.ndarray:
         """Compute logits of images that were not searched: the mean over the runs of all folds."""
         logits_by_run = []
-        for trained in map(trained_last, self.runs):
+        for trained in map(with_last_weights, self.runs):
             logits_by_run.append(torch.cat([logits for logits, _, _ in batches_of(trained, images.dataset)]))
         return torch.stack(logits_by_run).mean(0).double().cpu().numpy()[:, : len(images.classes)]
 
@@ -411,15 +436,15 @@ Method = ByFeatures | ByTraining
 def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:
     """Load the recipe of the command line with other settings: `given`, each as a value and who gives it.
 
-    They win over the command line. MAX_TIME is removed, as a training that it ends early would only pause.
+    They win over the command line. MAX_TIME is removed: a training that it ends is unfinished, waiting to be resumed.
     """
     given = {**given, "MAX_TIME": (None, "check_labels.py")}
     words = {key: text for key, text in line.run.words.items() if key not in given}
     return replace(line, run=replace(line.run, words=words)).load(given).config
 
 
-def trained_last(run: Run) -> Trained:
-    """Load the weights after the run's last epoch: the EMA, if the run has one."""
+def with_last_weights(run: Run) -> Trained:
+    """Load a run's model with the weights after its last epoch: those of the EMA, if the run has one."""
     root = run.folder / "checkpoints"
     weights = AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN
     return load_trained(root / read_index(root)["last"], weights.name)
@@ -457,70 +482,83 @@ class SearchResult:
         contradicted = sum(suspect.copy_disagrees for suspect in self.suspects)
         if contradicted:
             have = "has" if contradicted == 1 else "have"
-            likelier = "a copy, or nearly one, with another, likelier label; none is known to be right"
-            lines.append(f"{counted(contradicted, 'image')} {have} {likelier}.")
+            lines.append(
+                f"{counted(contradicted, 'image')} {have} a copy, or nearly one, with another, likelier label; none is "
+                "known to be right."
+            )
         verdict = self.verdict
         if verdict.changed and not verdict.clear:
-            changed = f"Of {verdict.changed:,} labels that were changed on purpose, {100 * CHANGED:.0f} % at a time"
-            lines.append(f"{changed}, {verdict.changed_found:,} look wrong to this search.")
+            lines.append(  # CHANGED is the fraction of the labels that are changed at a time
+                f"Of {verdict.changed:,} labels that were changed on purpose, {100 * CHANGED:.0f} % at a time, "
+                f"{verdict.changed_found:,} look wrong to this search."
+            )
         return [*lines, self._verdict_in_words()]
 
     def _verdict_in_words(self) -> str:
-        """Say how many labels look wrong, and how many would if all were right."""
+        """Say how many labels look wrong, and how many would if all were right.
+
+        Labels are judged by up to two views of the images: the models' logits, and the labels of the nearest images.
+        """
         verdict = self.verdict
-        look = "looks" if verdict.look_wrong == 1 else "look"
-        count = f"{counted(verdict.look_wrong, 'label')} {look} wrong"
-        chance = f"up to {verdict.most_if_right} would"
-        has_two_views = bool(verdict.surer)
-        if has_two_views:
-            chance = f"{verdict.agreed} of them by their nearest images, too, where {chance}"
-        if verdict.clear:
-            return f"{count}; {chance} if all were right. How many of them are wrong, and not hard, is unknown."
         if not verdict.look_wrong:
             return (
                 "Nothing found: no label looks wrong, which does not prove that all are right. Images of none of the "
                 "classes are not found this way."
             )
-        few = "Too few to tell from chance"
-        hard = ""
+        look = "looks" if verdict.look_wrong == 1 else "look"
+        count = f"{counted(verdict.look_wrong, 'label')} {look} wrong"
+        count_if_right = f"up to {verdict.most_if_right} would if all were right"
+        has_two_views = bool(verdict.surer)
+        if has_two_views:
+            count_if_right = f"{verdict.agreed} of them by their nearest images, too, where {count_if_right}"
+        if verdict.clear:
+            return f"{count}; {count_if_right}. How many of them are wrong, and not hard, is unknown."
+
+        # There are more by both views than by chance, if `beyond_chance`, but too few of those that look wrong by one.
+        too_few = "Too few to tell from chance"
+        reason = ""
         if verdict.beyond_chance:
-            few = "Too few by both"
-            hard = ", as hard images look so, too"
+            too_few = "Too few by both"
+            reason = ", as hard images look so, too"
         return (
-            f"{few}: {count}; {chance} if all were right, about {verdict.mean_if_right:.1f} on average. Some of them "
-            f"may be wrong, and all may be right{hard}."
+            f"{too_few}: {count}; {count_if_right}, about {verdict.mean_if_right:.1f} on average. Some of them may be "
+            f"wrong, and all may be right{reason}."
         )
 
 
 def find_suspects(images: Images, method: Method, seed: int) -> SearchResult:
     """Search the labels of a split: predict each image by a model that did not see it, and judge its label by that."""
+    # Models predict the distinct images; a copy has the logits of its original.
     distinct_logits = method.logits(images, seed)
     logits = distinct_logits[images.distinct_row]
-    labels = images.labels[images.distinct]
-    accuracy = _accuracy(distinct_logits, labels, method.folds)
+    distinct_labels = images.labels[images.distinct]
+    accuracy = _accuracy(distinct_logits, distinct_labels, method.folds)
 
     # A class is judged only if the models of all folds saw other images of it: not if it has few, or all in one group.
-    counts = images_of_classes(labels, len(images.classes))
-    is_few = (counts > 0) & (counts < method.folds)
+    counts = images_of_classes(distinct_labels, len(images.classes))
+    is_unjudged = (counts > 0) & (counts < method.folds)
     if images.samples.groups:
         group_of = np.array(images.samples.groups)[images.distinct]
         for label in np.flatnonzero(counts):
-            has_label = labels[:, label] > 0 if labels.ndim == 2 else labels == label
+            has_label = distinct_labels[:, label] > 0 if distinct_labels.ndim == 2 else distinct_labels == label
             if len(np.unique(group_of[has_label])) == 1:
-                is_few[label] = True
-    few = np.flatnonzero(is_few)
-    suspects, verdict = judge_labels(images, logits, seed, few, features=method.features)
+                is_unjudged[label] = True
+    unjudged = np.flatnonzero(is_unjudged)
+    suspects, verdict = judge_labels(images, logits, seed, unjudged, features=method.features)
 
+    # Classes of which the models recognise few images
     not_learnt = []
-    if labels.ndim == 1:
-        hits = np.bincount(labels[distinct_logits.argmax(1) == labels], minlength=len(counts))
-        for label in np.flatnonzero((hits < LEARNT * counts) & ~is_few):
-            not_learnt.append(f"{images.classes[label]} ({hits[label]} of {counted(int(counts[label]), 'image')})")
+    if distinct_labels.ndim == 1:
+        is_recognised = distinct_logits.argmax(1) == distinct_labels
+        recognised = np.bincount(distinct_labels[is_recognised], minlength=len(counts))
+        for label in np.flatnonzero((recognised < LEARNT * counts) & ~is_unjudged):
+            count = counted(int(counts[label]), "image")
+            not_learnt.append(f"{images.classes[label]} ({recognised[label]} of {count})")
     return SearchResult(
         suspects,
         verdict,
         accuracy,
-        not_judged=[images.classes[label] for label in few],
+        not_judged=[images.classes[label] for label in unjudged],
         not_learnt=not_learnt,
         features=logits if method.features is None else np.asarray(method.features),
         limit=method.similarity_of_edited(images),
@@ -544,10 +582,11 @@ def judge_labels(
     calibrations: Sequence[Calibration | None] = (),
     features: np.ndarray | None = None,
 ) -> tuple[list[Suspect], Verdict]:
-    """Judge the labels of all images by their logits; return the suspects, and the verdict that they are listed by.
+    """Judge the labels of all images by their logits; return the suspects, and the verdict.
 
-    `not_judged`: classes whose labels are left out. `calibrations`: those of a search of other images, for
-    `find_wrong`; without them, they are fitted to these labels. `features`: of all images, for a second view of images
+    Suspects are copies whose label is less likely than that of another copy, then as many other images as the verdict
+    says (`Verdict.listed`). `not_judged`: classes whose labels are left out. `calibrations`: of the logits, by a search
+    of other images; empty: they are fitted to these labels. `features`: of all images, for a second view of images
     with one label each.
     """
     calibrations = calibrations or [None] * len(images.classes)
@@ -564,27 +603,30 @@ def judge_labels(
         if images.samples.groups:
             related.append(np.unique(np.array(images.samples.groups)[judged], return_inverse=True)[1])
         neighbours = nearest(np.asarray(features)[judged], related)
+    # With one label per image, a single calibration holds for all classes.
     verdict = find_wrong(logits[judged], labels, seed, calibrations[0], neighbours)
 
-    # Of copies with several labels, those are suspects that do not have the likeliest one.
-    label_of_copies = dict[int, int]()
+    # Among copies with several labels, suspects are those that do not have the likeliest one of these labels.
+    likeliest_label_of = dict[int, int]()  # by row, of such suspects
     for contradicted in images.contradicted_rows:
         copies = np.flatnonzero(distinct_row == contradicted)
         if len(copies):
             given_labels = labels[copies]
             likeliest = given_labels[verdict.class_probabilities[copies[0], given_labels].argmax()]
             for row in copies[given_labels != likeliest].tolist():
-                label_of_copies[row] = int(likeliest)
+                likeliest_label_of[row] = int(likeliest)
 
-    # They come first, then the labels that are most probably wrong. Of equal ones, the least probable label is first.
+    # The copies come first, then the labels that are most probably wrong; among equally probable ones, first the label
+    # that is least probable by the pixels.
     given_probabilities = verdict.class_probabilities[np.arange(len(judged)), labels]
     doubtful = np.lexsort((given_probabilities, -verdict.wrong_probability))[: verdict.listed].tolist()
     suspects = []
-    for row in dict.fromkeys([*label_of_copies, *doubtful]):
+    for row in dict.fromkeys([*likeliest_label_of, *doubtful]):
         image = int(judged[row])
         given = int(labels[row])
-        copy_disagrees = row in label_of_copies
-        proposed = label_of_copies.get(row, int(verdict.proposed[row]))
+        copy_disagrees = row in likeliest_label_of
+        proposed = likeliest_label_of.get(row, int(verdict.proposed[row]))
+        # Of copies with equal bytes, one label is wrong. Of nearly the same images, each label may be right.
         labels_of_same_bytes = images.labels[images.first_with_bytes == images.first_with_bytes[image]]
         suspects.append(
             Suspect(
@@ -608,7 +650,11 @@ def _judge_each_class(
     not_judged: np.ndarray,
     calibrations: Sequence[Calibration | None],
 ) -> tuple[list[Suspect], Verdict]:
-    """Judge images with several labels: for each class by itself, whether an image has it. See `judge_labels`."""
+    """Judge images with several labels: for each class by itself, whether an image has it. See `judge_labels`.
+
+    Here a label is a class of an image that the image has (1) or has not (0). Counts in the verdict are sums over the
+    classes that are judged.
+    """
     verdicts = []
     has_class = images.labels.T.astype(np.int64)
     for column, has, calibration in zip(logits.T, has_class, calibrations, strict=True):
@@ -618,19 +664,20 @@ def _judge_each_class(
     together = Verdict(
         wrong_probability=np.stack([verdict.wrong_probability for verdict in verdicts], 1),
         class_probabilities=np.stack([verdict.class_probabilities[:, 1] for verdict in verdicts], 1),
-        proposed=1 - images.labels,
+        proposed=1 - images.labels,  # the opposite of each
         look_wrong=sum(verdict.look_wrong for verdict in judged),
         agreed=sum(verdict.agreed for verdict in judged),
         most_if_right=sum(verdict.most_if_right for verdict in judged),
         mean_if_right=sum(verdict.mean_if_right for verdict in judged),
-        calibrations=[verdict.calibrations[0] for verdict in verdicts],
+        calibrations=[verdict.calibrations[0] for verdict in verdicts],  # each verdict has a single one
         changed=sum(verdict.changed for verdict in judged),
         changed_found=sum(verdict.changed_found for verdict in judged),
     )
-    wrong_probability = together.wrong_probability
-    wrong_probability[:, not_judged] = -1  # listed after all labels that are judged
+    wrong_probability = together.wrong_probability  # images x classes
+    wrong_probability[:, not_judged] = -1  # below any probability, so that they come last in the list
 
     # Collect the most doubtful labels by image: of each image the most doubtful one, and others if they look wrong.
+    # They are sorted by the probability of being wrong; equal ones by the probability of the given label by pixels.
     given_probabilities = np.where(images.labels, together.class_probabilities, 1 - together.class_probabilities)
     most_doubtful = np.lexsort((given_probabilities.ravel(), -wrong_probability.ravel()))[: together.listed]
     doubted_labels: dict[int, list[int]] = {}
@@ -665,16 +712,17 @@ def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int) -> str:
     """
     models = f"Models of {folds} folds, on the images that each did not see"
     if labels.ndim == 2:
-        reached = scores_of(1 / (1 + np.exp(-logits)), labels > 0).map * 100
+        probabilities = 1 / (1 + np.exp(-logits))
+        reached = scores_of(probabilities, labels > 0).map * 100
         guessing = 100 * float(labels.mean())
-        lower_bound = reached / 1.1  # mAP must be a tenth above guessing
+        must_exceed_guessing = reached / 1.1  # mAP must be a tenth above guessing
         words = f"mAP {reached:.1f} %; ordering at random: {guessing:.1f} %"
     else:
         reached = 100 * float((logits.argmax(1) == labels).mean())
         guessing = 100 * float(np.bincount(labels).max()) / len(labels)
-        lower_bound = wilson(reached, len(labels)).low
+        must_exceed_guessing = wilson(reached, len(labels)).low  # lower end of the confidence interval
         words = f"top-1 {reached:.1f} % of the labels as given; always guessing the largest class: {guessing:.1f} %"
-    if lower_bound <= guessing:
+    if must_exceed_guessing <= guessing:
         raise UserError(
             f"{models}: {words}. Their probabilities say too little of the labels: train longer, give weights "
             "(-pretrained) that know such images, or look whether the labels belong to the images."

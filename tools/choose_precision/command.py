@@ -114,11 +114,12 @@ class Measured:
     """Reasons not to recommend it, whatever its speed."""
 
     def read(self, folder: Path) -> None:
-        """Take over what the run in `folder` measured; without a report of it, set `failed`."""
+        """Take over what the run in `folder` measured. If it reported nothing, set `failed`, the reason for that."""
         history = History.of_run(folder)
-        lines = history.of("train")
-        if self.failed or not lines:
-            self.failed = self.failed or "it reported no update in its part of -budget_min"
+        lines = history.of("train")  # one per report
+        if not lines and not self.failed:
+            self.failed = "it reported no update in its part of -budget_min"
+        if self.failed:
             return
         self.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
         self.images_per_second = history.images_per_second or 0.0
@@ -127,7 +128,8 @@ class Measured:
         self.data_wait_percent = statistics.median(line["perf"]["data_wait_percent"] for line in after_first)
         self.peak_memory_gb = history.peak_memory_gb or 0.0
         self.scale = lines[-1]["scale"]
-        self.updates = max(line.get("update", 0) for line in history.lines)  # the last one may not be reported
+        # Other lines, such as those of checkpoints, name the last update, too, for which there may be no report.
+        self.updates = max(line.get("update", 0) for line in history.lines)
 
 
 class Runs(NamedTuple):
@@ -167,7 +169,7 @@ class Baseline:
         return {
             "images_per_second": self.images_per_second,
             "speed_noise": self.speed_noise,
-            "seed_noise": self.seed_noise(len(self.runs[0].losses)),
+            "seed_noise": self.seed_noise(reports=len(self.runs[0].losses)),  # over whole curves
             "runs": [asdict(run) for run in self.runs],
         }
 
@@ -186,42 +188,47 @@ def largest_difference(first: list[float], second: list[float]) -> float:
 
 
 def judge(mode: Measured, base: Baseline, updates: int, slow: str = "") -> None:
-    """Compare a mode with fp32: fill its speed, memory and loss differences, and the reasons against it.
+    """Compare a mode (a precision) with fp32: fill its speed, memory, loss differences, and `against`.
 
-    `updates`: the number asked for. `slow`: why its speed must not count, '' if it may.
+    `against`: reasons not to recommend the mode. `updates`: the number of updates asked for. `slow`: why the mode's
+    speed must not count, such as that this device only emulates it; '' if it counts.
     """
     if mode.failed:
         mode.against = [mode.failed]
         return
+    fp32_of_same_seed = base.runs[0]
     mode.against = [slow] if slow else []
     if mode.skipped > max(SKIPS_TO_FIND_THE_SCALE, MAX_SKIPPED * mode.updates):
         mode.against.append(f"{mode.skipped} of {mode.updates} updates were skipped")
-    if 2 * mode.updates < min(updates, base.runs[0].updates):  # less than half of them
+    if mode.updates < min(updates, fp32_of_same_seed.updates) / 2:
         mode.against.append(f"only {mode.updates} updates were trained")
-    mode.difference = largest_difference(base.runs[0].losses, mode.losses)
-    mode.noise = base.seed_noise(len(mode.losses))
-    # One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
-    # seeds do, in either direction. So harm is a curve that rises above those of all three.
-    smoothed = _smooth([mode.losses] + [run.losses for run in base.runs])
-    rise = smoothed[0] - np.fmax.reduce(smoothed[1:])
+
+    # A mode does harm if its loss rises above those of all three fp32 runs, by more than these differ. Comparing with
+    # one of them would not do: in the end its curve and the mode's differ, up or down, as much as those of two seeds.
+    mode.difference = largest_difference(fp32_of_same_seed.losses, mode.losses)
+    mode.noise = base.seed_noise(reports=len(mode.losses))
+    curve, *fp32_curves = _smooth([mode.losses] + [run.losses for run in base.runs])
+    rise = curve - np.fmax.reduce(fp32_curves)
     mode.excess = float(np.nan_to_num(rise, nan=math.inf).max())
     if mode.excess > mode.noise:
         seeds = f"all fp32 seeds, which differ by {mode.noise:.2g} among themselves"
         mode.against.append(f"its loss is up to {mode.excess:.2g} above {seeds}")
+
     mode.speed = None if slow else mode.images_per_second / base.images_per_second
-    mode.memory = mode.peak_memory_gb / base.runs[0].peak_memory_gb
+    mode.memory = mode.peak_memory_gb / fp32_of_same_seed.peak_memory_gb
 
 
 def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[str, str]:
     """Choose the precision to recommend, and return its name, its flags and a sentence.
 
-    It is a sound mode that is faster than fp32, the first one about as fast as the fastest. If none is faster, it is
-    the mode with the least memory; if none saves memory either, fp32.
-    `modes`: in order of preference between equally fast ones.
+    A mode is sound if there are no reasons against it. If sound modes are faster than fp32, it is the fastest of them,
+    or one that is about as fast and comes before it in `modes`, which are in order of preference. If none is faster, it
+    is the one with the least memory that is not slower. If none saves memory either, it is fp32.
     """
     sound = [mode for mode in modes if not mode.against]
     noise_factor = 1 + base.speed_noise
     fast = [mode for mode in sound if (mode.speed or 0) > max(FASTER, noise_factor)]
+    # A mode with less memory is not slower if noise can explain that its speed is below fp32's.
     small = [mode for mode in sound if (mode.memory or 1) <= SMALLER and (mode.speed or 0) * noise_factor >= 1]
     if fast:
         enough = ALIKE * max(mode.speed or 0 for mode in fast)
@@ -238,15 +245,21 @@ def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[st
     return {"mode": FP32, "flags": fp32_flags, "sentence": sentence}
 
 
-def _advice(chosen: Measured, gains: str) -> dict[str, str]:
-    """Return name, flags and sentence of the recommended mode. `gains`: words on its speed, before those on memory."""
-    percent = round(100 * ((chosen.memory or 1) - 1))
+def _advice(chosen: Measured, speed_words: str) -> dict[str, str]:
+    """Return name, flags and sentence of the recommended mode.
+
+    The sentence is '-amp bf16: 2x faster, 30 % less memory; its loss ...', where `speed_words` are '2x faster,'.
+    """
+    memory_relative_to_fp32 = chosen.memory or 1
+    percent = round(100 * (memory_relative_to_fp32 - 1))
     memory = "the same memory"
     if abs(percent) >= 2:
         direction = "less" if percent < 0 else "more"
         memory = f"{abs(percent)} % {direction} memory"
-    loss = f"its loss differs from fp32's by at most {chosen.difference:.2g}; two fp32 seeds differ by"
-    sentence = f"{chosen.flags}: {gains} {memory}; {loss} {chosen.noise:.2g}."
+    loss = (
+        f"its loss differs from fp32's by at most {chosen.difference:.2g}; two fp32 seeds differ by {chosen.noise:.2g}"
+    )
+    sentence = f"{chosen.flags}: {speed_words} {memory}; {loss}."
     return {"mode": chosen.name, "flags": chosen.flags, "sentence": sentence}
 
 
@@ -284,19 +297,23 @@ def main(argv: list[str]) -> int:
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
     _log_remarks(config, left_out, on_gpu=device.type == "cuda")
 
+    # Train all runs, each in a folder of its own.
     began = time.monotonic()
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
     runs = _plan(config, modes, asked.updates, folder)
     if_interrupted.append(f"with -output {folder}, without -overwrite, the same command resumes")
-    measured_in = _train(runs.in_order, 60 * asked.budget_min, bool(asked.overwrite))
-    base = Baseline([measured_in[run.folder] for run in runs.fp32])
-    measured_modes = [measured_in[run.folder] for run in runs.others]
+    measured_by_folder = _train(runs.in_order, seconds=60 * asked.budget_min, again=bool(asked.overwrite))
+
+    # Compare each mode with fp32, and examine its gradients if it has a dtype below fp32.
+    base = Baseline([measured_by_folder[run.folder] for run in runs.fp32])
+    measured_modes = [measured_by_folder[run.folder] for run in runs.others]
     for mode, run, measured in zip(modes, runs.others, measured_modes, strict=True):
         measured.flags = mode.flags(config.AMP)
         if mode.dtype and not measured.failed:
             _examine(run, measured)
-        judge(measured, base, asked.updates, emulated(mode, device))
+        judge(measured, base, asked.updates, slow=emulated(mode, device))
 
+    # Log and write the results.
     advice = recommend(measured_modes, base, "-amp off AMP.TF32=false" if config.AMP.TF32 else "-amp off")
     log.info("\n%s\n", "\n".join(in_columns(_rows(measured_modes, base))))
     log_lines(details(measured_modes, base, on_gpu=device.type == "cuda"))
@@ -307,10 +324,10 @@ def main(argv: list[str]) -> int:
         "left_out": left_out,
         "fp32": base.as_json(),
         "modes": [asdict(measured) for measured in measured_modes],
-        "runs": [path.name for path in measured_in],
+        "runs": [path.name for path in measured_by_folder],
     }
-    if_interrupted.clear()
-    _write(folder, about, [path for path, measured in measured_in.items() if not measured.failed])
+    if_interrupted.clear()  # there is nothing to resume
+    _write(folder, about, [path for path, measured in measured_by_folder.items() if not measured.failed])
     log.info("\n%s\nFlags: %s\nReport: %s", advice["sentence"], advice["flags"], folder)
     return EXIT_DONE
 
@@ -335,16 +352,17 @@ def _plan(config: Config, modes: Sequence[Mode], updates: int, folder: Path) -> 
     from tools.common.precisions import REFERENCE
     from tools.compare.runs import Run
 
-    compiled = "none" if config.TRAIN.COMPILE == "auto" else config.TRAIN.COMPILE  # auto could compile fp32 alone
+    # `auto` could compile some modes and not others, which would then differ in more than precision.
+    compiled = "none" if config.TRAIN.COMPILE == "auto" else config.TRAIN.COMPILE
     train = {"MAX_UPDATES": updates, "COMPILE": compiled}
     short = config.changed(TRAIN=train, REPORT_FREQ=max(1, updates // POINTS), OUTPUT=None)
 
     def run_of(mode: Mode, seed: int) -> Run:
-        amp = mode.amp(config.AMP).changed(AUTO_FP32=False)
+        amp = mode.amp(config.AMP).changed(AUTO_FP32=False)  # the AMP settings, in this precision
         return Run(mode.name, seed, short.changed(AMP=amp, SEED=seed), folder / f"{mode.name}-{seed}")
 
-    fp32 = [run_of(REFERENCE, config.SEED + number) for number in range(3)]
-    return Runs(fp32, [run_of(mode, config.SEED) for mode in modes])
+    fp32_runs = [run_of(REFERENCE, config.SEED + number) for number in range(3)]
+    return Runs(fp32_runs, others=[run_of(mode, config.SEED) for mode in modes])
 
 
 def _examine(run: Run, measured: Measured) -> None:
@@ -382,20 +400,21 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
     from tools.common.turns import progress_bar
     from tools.compare.runs import check_runs, terminating, train_run
 
-    check_runs(runs, again)
-    (runs[0].folder.parent / f"{NAME}.json").unlink(missing_ok=True)  # -overwrite has deleted the runs in it
-    measured_in: dict[Path, Measured] = {}
+    check_runs(runs, again)  # deletes the runs if `again`
+    # There is a report only with -overwrite, else the command has refused the folder. Its runs are deleted now.
+    (runs[0].folder.parent / f"{NAME}.json").unlink(missing_ok=True)
+    measured_by_folder: dict[Path, Measured] = {}
     end = time.monotonic() + seconds
     with terminating():
         for run in progress_bar(runs, "runs"):
             measured = Measured(run.contender)
             if not is_finished(run.folder):
-                runs_left = len(runs) - len(measured_in)
+                runs_left = len(runs) - len(measured_by_folder)
                 run_seconds = math.ceil(max(1.0, (end - time.monotonic()) / runs_left))
                 limit = f"MAX_TIME={run_seconds // 3600:02d}:{run_seconds // 60 % 60:02d}:{run_seconds % 60:02d}"
                 measured.failed = train_run(run, limit) or ""
             measured.read(run.folder)
-            measured_in[run.folder] = measured
+            measured_by_folder[run.folder] = measured
             if measured.failed and run.contender == FP32:
                 raise TrainingError(
                     f"fp32 failed, so nothing can be compared with it: {measured.failed}. Try a smaller -batch_size, "
@@ -404,18 +423,18 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
             late = "" if is_finished(run.folder) else ", cut short (-budget_min)"
             speed = f"{counted(measured.updates, 'update')}, {rounded(measured.images_per_second)} images/s{late}"
             log.info("  %s, seed %d: %s", run.contender, run.seed, measured.failed or speed)
-    return measured_in
+    return measured_by_folder
 
 
 def _rows(modes: list[Measured], base: Baseline) -> list[list[str]]:
-    """Return the rows of the table: the headings, fp32, and each mode."""
+    """Return the rows of the table: the headings, fp32, and each mode. Values that a row lacks are '-'."""
     fp32 = {
         "mode": FP32,
         "images/s": rounded(base.images_per_second),
         "speed": "1.00x",
         "memory": f"{base.runs[0].peak_memory_gb:.2f} GB",
         "of fp32's": "100 %",
-        "two seeds": _small(base.seed_noise(len(base.runs[0].losses))),
+        "two seeds": _in_words(base.seed_noise(reports=len(base.runs[0].losses))),  # over whole curves
     }
     rows = [COLUMNS]
     for cells in [fp32] + [_cells(mode) for mode in modes]:
@@ -424,7 +443,11 @@ def _rows(modes: list[Measured], base: Baseline) -> list[list[str]]:
 
 
 def _cells(mode: Measured) -> dict[str, str]:
-    """Return the cells of a mode in the table, by heading; headings of unknown values are missing."""
+    """Return the cells of a mode in the table, by heading; headings of unknown values are missing.
+
+    `loss`: largest difference from fp32's loss curve. `two seeds`: largest difference between two fp32 seeds. `of
+    fp32's`: memory. `headroom`: factor by which gradients could grow before one overflows; any if none can.
+    """
     if mode.failed:
         return {"mode": mode.name}
     cells = {
@@ -432,8 +455,8 @@ def _cells(mode: Measured) -> dict[str, str]:
         "images/s": rounded(mode.images_per_second),
         "memory": f"{mode.peak_memory_gb:.2f} GB",
         "of fp32's": f"{100 * (mode.memory or 0):.0f} %",
-        "loss": _small(mode.difference),
-        "two seeds": _small(mode.noise),
+        "loss": _in_words(mode.difference),
+        "two seeds": _in_words(mode.noise),
         "skipped": f"{mode.skipped}/{mode.updates}",
     }
     if mode.speed is not None:
@@ -453,13 +476,14 @@ def details(modes: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
     """
     lines: list[str] = []
     for mode in modes:
-        underflows = []
-        for layer in sorted(mode.layers, key=lambda layer: layer.underflow_share, reverse=True)[:SHOWN_LAYERS]:
+        layer_words = []
+        worst_first = sorted(mode.layers, key=lambda layer: layer.underflow_share, reverse=True)
+        for layer in worst_first[:SHOWN_LAYERS]:
             if layer.underflows:
-                underflows.append(f"{layer.name} {100 * layer.underflow_share:.2g} % ({layer.dtype})")
-        if underflows:
+                layer_words.append(f"{layer.name} {100 * layer.underflow_share:.2g} % ({layer.dtype})")
+        if layer_words:
             words = f"layers whose gradients underflow most, at scale {mode.scale:g}"
-            lines.append(f"{mode.name}: {words}: {', '.join(underflows)}")
+            lines.append(f"{mode.name}: {words}: {', '.join(layer_words)}")
         lines += [f"{mode.name}: {note}" for note in mode.notes]
         lines += [f"{mode.name}: not recommended: {reason}" for reason in mode.against]
     if not on_gpu:
@@ -477,7 +501,7 @@ def details(modes: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
     return lines
 
 
-def _small(value: float | None) -> str:
+def _in_words(value: float | None) -> str:
     """Format a difference of losses with two digits; '-' for None, and words for infinity, which stands for NaN."""
     if value is None:
         return "-"

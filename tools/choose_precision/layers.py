@@ -26,7 +26,7 @@ from vitamp.checkpoints import read_index
 if TYPE_CHECKING:
     from tools.compare.runs import Run
 
-SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e5m2: "e5m2", torch.float8_e4m3fn: "e4m3"}
+SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e5m2: "e5m2", torch.float8_e4m3fn: "e4m3"}
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,24 @@ class Layer:
         """Fraction of the values that underflow; 0 without values."""
         return self.underflows / self.values if self.values else 0.0
 
-    def add(self, gradient: Tensor, at: Scaled) -> None:
-        """Count how many values of an fp32 gradient would underflow in the dtype and at the scale `at`."""
-        info = torch.finfo(at.dtype)
+    def add(self, gradient: Tensor, precision: Scaled) -> None:
+        """Count how many values of an fp32 gradient would underflow in this dtype, at this scale.
+
+        Also note the factor by which the values could grow before one overflows (`headroom`).
+        """
+        info = torch.finfo(precision.dtype)
         gradient = gradient.detach().float()
-        if at.scale is None:
-            largest = gradient.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)  # not 0
+        if precision.scale is None:  # each tensor is scaled to its largest value
+            largest = gradient.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)  # never 0, to divide by it
             scaled = gradient * (info.max / largest)
         else:
-            scaled = gradient * at.scale
+            scaled = gradient * precision.scale
         is_nonzero = gradient != 0
         self.values += int(is_nonzero.sum())
         self.underflows += int(((scaled.abs() < info.tiny) & is_nonzero).sum())
         largest_scaled = float(scaled.abs().max())
-        if largest_scaled and at.scale is not None:  # a tensor scaled to its own largest value cannot overflow
+        can_overflow = precision.scale is not None  # else the largest value is the largest of the dtype
+        if largest_scaled and can_overflow:
             self.headroom = min(self.headroom, info.max / largest_scaled)
 
 
@@ -80,7 +84,8 @@ def layers_of(run: Run, scale: float) -> list[Layer]:
     `scale`: the loss scale.
     """
     root = run.folder / "checkpoints"
-    weights = str(root / (read_index(root)["last"] or "") / "model.safetensors")
+    last_checkpoint = read_index(root)["last"] or ""  # None without one; then no file is at this path
+    weights = str(root / last_checkpoint / "model.safetensors")
     config = run.config.changed(MODEL={"PRETRAINED": weights, "NEW_CLASSIFIER": False})
     with opened(config, compiled=False) as (ready, windows):  # eager modules can be hooked, with the same numerics
         first_micro_batch = next(iter(next(windows)))
@@ -90,38 +95,41 @@ def layers_of(run: Run, scale: float) -> list[Layer]:
 def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch, Batch], scale: float) -> list[Layer]:
     """Train one micro-batch in fp32 and examine the gradients of all layers that the precision runs below fp32.
 
-    `given`: the micro-batch, and its images and labels. `scale`: the loss scale.
+    `ready`: the model set up in that precision. `given`: the micro-batch, and its images and labels. `scale`: the loss
+    scale.
     """
     micro_batch, batch = given
     parts = ready.parts
-    precisions = _precisions_of_gradients(ready, batch.images[:2], scale)
+    few_images = batch.images[:2]  # enough to see the dtypes
+    precisions = _precisions_of_gradients(ready, few_images, scale)
     tuned = tuned_model(config.changed(AMP={"ENABLED": False, "TF32": False}), ready.precision.device)
-    reference = tuned.model
-    reference.load_state_dict(parts.model.state_dict())
-    layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
-    modules = dict(_leaves(reference))
+    fp32_model = tuned.model
+    fp32_model.load_state_dict(parts.model.state_dict())
+    layers = {name: Layer(name, SHORT_NAMES[precision.dtype]) for name, precision in precisions.items()}
+    modules = dict(_leaves(fp32_model))
 
-    # The gradient of each layer's output.
-    def examine_output(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+    # Examine the gradient of each layer's output: a hook in the forward pass adds a hook to the output, which gets the
+    # gradient in the backward pass.
+    def hook_output(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: layers[name].add(gradient, precisions[name]))
 
     for name in precisions:
-        modules[name].register_forward_hook(partial(examine_output, name))
+        modules[name].register_forward_hook(partial(hook_output, name))
     seed_all(config.SEED, "doctor")
-    loss = parts.criterion(reference(tuned.inputs(batch.images)), batch.labels) * micro_batch.weight
+    loss = parts.criterion(fp32_model(tuned.inputs(batch.images)), batch.labels) * micro_batch.weight
     loss.backward()
 
-    # The gradients of each layer's parameters.
-    norms_in_fp32 = ready.precision.level not in ("NAIVE", "O3")  # their gradients are in fp32, too
-    for name, at in precisions.items():
+    # Examine the gradients of each layer's parameters. Norms that run in fp32 have these gradients in fp32, too.
+    norms_in_fp32 = ready.precision.level not in ("NAIVE", "O3")
+    for name, precision in precisions.items():
         if norms_in_fp32 and isinstance(modules[name], NORMS):
             continue
-        # fp8 layers compute weight gradients as a product in bf16.
-        of_weights = at if at.scale is not None else Scaled(torch.bfloat16, scale)
+        is_fp8 = precision.scale is None  # fp8 layers compute weight gradients as a product in bf16
+        precision_of_weights = Scaled(torch.bfloat16, scale) if is_fp8 else precision
         for parameter in modules[name].parameters():
             if parameter.grad is not None:
-                layers[name].add(parameter.grad, of_weights)
+                layers[name].add(parameter.grad, precision_of_weights)
     return list(layers.values())
 
 
@@ -134,9 +142,11 @@ def _precisions_of_gradients(ready: ReadyToTrain, images: Tensor, scale: float) 
     precisions = dict[str, Scaled]()
 
     def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.dtype in SHORT:
-            # fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale.
-            fp8_cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
+        if isinstance(output, Tensor) and output.dtype in SHORT_NAMES:
+            # torchao's fp8 layers have this config; they cast the gradient of their output to 8 bits, each tensor with
+            # its own scale. Other layers have no config, or one without such a cast.
+            layer_config = getattr(module, "config", None)
+            fp8_cast = getattr(layer_config, "cast_config_grad_output", None)
             if fp8_cast is None:
                 precisions[name] = Scaled(output.dtype, scale)
             else:

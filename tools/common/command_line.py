@@ -132,7 +132,7 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     import_compiler_late()
     watch_standard_output()
     start_log(to_terminal=True)
-    # Both lists may still be filled by another tool that ran in this process.
+    # A tool that ran in this process before may have filled the lists of written files and of messages.
     written.clear()
     if_interrupted.clear()
     try:
@@ -158,10 +158,12 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
         discard_output()
         return EXIT_DONE
     except KeyboardInterrupt as error:
-        results = (
-            f"already written and complete: {', '.join(map(str, written))}" if written else "no result was written"
-        )
-        log.warning("interrupted; %s", if_interrupted[-1] if if_interrupted else results)
+        results = "no result was written"
+        if if_interrupted:  # the tool's own message
+            results = if_interrupted[-1]
+        elif written:
+            results = f"already written and complete: {', '.join(map(str, written))}"
+        log.warning("interrupted; %s", results)
         return getattr(error, "exit_code", EXIT_INTERRUPTED)  # SIGTERM has an exit code of its own
 
 
@@ -193,18 +195,19 @@ class Tool:
     folder: str = "scripts"
 
     def read(self, argv: Sequence[str]) -> ToolLine:
-        """Parse the words `argv`: the tool's own flags and positional arguments, and those of the entry scripts."""
-        parser = Parser(
-            f"{self.folder}/{self.name} {self.command}".rstrip(),
-            about_tool(self.about, self.name),
-            {"Flags of this tool" if self.settings else "Flags": self.flags + (HELP,)},
-            tuple(BY_NAME.values()) if self.settings else (),
-            self.places,
-            self.settings,
-        )
+        """Parse the words `argv`: the tool's own flags and positional arguments, and those of the entry scripts.
+
+        Raises UserError for unknown words, and for flags by which an entry script does something else than train.
+        """
+        program = f"{self.folder}/{self.name} {self.command}".rstrip()
+        flags_in_help = {"Flags of this tool" if self.settings else "Flags": self.flags + (HELP,)}
+        flags_not_in_help = tuple(BY_NAME.values()) if self.settings else ()  # those of the entry scripts
+        about = about_tool(self.about, self.name)
+        parser = Parser(program, about, flags_in_help, flags_not_in_help, self.places, self.settings)
         given, settings = parser.read(argv)
         allow(given.get("use"), "trust" in given)
 
+        # Flags and positional arguments of the tool itself; the other flags are those of the entry scripts.
         defaults = {place.name: None for place in self.places} | {flag.name: flag.default for flag in self.flags}
         own_values = {name: value for name, value in given.items() if name in defaults}
         of_entry_scripts = {name: value for name, value in given.items() if name not in own_values}
@@ -234,15 +237,17 @@ class ToolLine:
         """Load and check the settings of this command line, without initialising CUDA.
 
         `more`: further settings, key -> (value, source).
-        `resolved`: replace `auto` by what the data and the weights say (engine/preflight.py). A tool that reads
-        neither passes False: then an `auto` that only the data could resolve is an error.
+        `resolved`: replace `auto` by values that follow from the data and the weights (engine/preflight.py). A tool
+        that reads neither passes False: then an `auto` that needs the data is an error.
         """
         flags = {**self.run.flags, **(more or {})}
-        # With a path, -use names the file with the code of that run, which `read` has allowed; else it sets USE.
+        # With the path of a run, -use names a file with the code of that run, which `read` has allowed. Without a path,
+        # it is the setting USE.
         if getattr(self.asked, "use", None) and not self.asked.path:
             flags["USE"] = (self.asked.use, "-use")
         loaded = load_config(self.run.cfg, flags, self.run.words)
         config = loaded.config
+
         if config.DATA.BATCH_SIZE == AUTO:
             source = loaded.sources["DATA.BATCH_SIZE"]
             raise UserError(
@@ -251,8 +256,10 @@ class ToolLine:
         if config.USE:
             from engine.trained.own_code import use_own_code
 
-            use_own_code(config, loaded.sources["USE"].kind is not Kind.RUN, self.run.trust)
-        if self.one_label and config.task != ONE_LABEL:
+            is_from_user = loaded.sources["USE"].kind is not Kind.RUN  # and not from the settings of a run
+            use_own_code(config, is_from_user, self.run.trust)
+        needs_one_label = bool(self.one_label)
+        if needs_one_label and config.task != ONE_LABEL:
             key = "MODEL.MAE_PRETRAIN" if config.task == NO_LABELS else "DATA.MULTI_LABEL"
             raise UserError(f"{loaded.sources[key]}: {key} true: {self.one_label}.")
         if resolved:
@@ -260,6 +267,8 @@ class ToolLine:
 
             return fill_in(loaded, of_run=False)
 
+        # Range, mean and deviation of the pixels would be measured on the data. Any value does here, such as 0.5,
+        # because the tools that do not read the data measure speed.
         measured = [key for key in MEASURED if value_of(config, key) == AUTO and loaded.is_default(key)]
         loaded = loaded.with_values(dict.fromkeys(measured, 0.5), "not measured: no speed depends on it")
         for key in AUTO_BY_DATA:
@@ -284,10 +293,10 @@ class ToolLine:
         return flag
 
     def file(self, name: str, *endings: str) -> Path | None:
-        """Return the file given by the own flag `name`, after checking that it can be written; None without the flag.
+        """Return the file that the tool's flag `name` gives, after checking that it can be written; None without it.
 
-        `endings`: the file must have one of these suffixes, if any are listed.
-        If the tool has the flag -overwrite, an existing file is an error unless that flag is given.
+        `endings`: the file must have one of these suffixes, such as '.png', if any are listed. If the tool has the flag
+        -overwrite, an existing file is an error unless that flag is given. A tool without it overwrites files.
         """
         text = getattr(self.asked, name)
         flag = f"-{name}"
@@ -298,7 +307,8 @@ class ToolLine:
             stem = path.stem or "result"
             example = f"{stem}{endings[0]}"
             raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}, such as {example}.")
-        return check_output_file(path, flag, fresh=not getattr(self.asked, "overwrite", True))
+        may_overwrite = getattr(self.asked, "overwrite", True)
+        return check_output_file(path, flag, fresh=not may_overwrite)
 
 
 def first_word(argv: Sequence[str], tool: str, about: str | None, known: Mapping[str, str], kind: str) -> str:
@@ -335,31 +345,31 @@ def about_tool(about: str | None, tool: str) -> str:
 
 
 def about_one_device(loaded: Loaded) -> list[str]:
-    """Return the note that -ngpus has no effect in a tool that measures one device; none if it was not given."""
-    number = loaded.config.NGPUS
-    if number > 1 or (number == -1 and loaded.sources["NGPUS"] == "-ngpus"):
+    """Return the note that -ngpus has no effect in a tool that measures one device; none if it asks for one device."""
+    gpus = loaded.config.NGPUS
+    asks_for_all = gpus == -1 and loaded.sources["NGPUS"] == "-ngpus"  # -1 is also the default, without the flag
+    if gpus > 1 or asks_for_all:
         return [
-            f"-ngpus {number} has no effect: the tool sets the number of processes itself; each process has the full "
+            f"-ngpus {gpus} has no effect: the tool sets the number of processes itself; each process has the full "
             "DATA.BATCH_SIZE"
         ]
     return []
 
 
 def check_one_training(loaded: Loaded, tool: str) -> None:
-    """Raise UserError for settings that a training tool does not have, and for a launch in several processes.
+    """Raise UserError for settings that a tool that trains does not have, and for a launch in several processes.
 
-    The tool starts its own processes.
+    Such a tool starts its own processes. `tool`: its name, such as 'compare.py'.
     """
     config = loaded.config
-    for_resume = "give -pretrained RUN to start from its weights"
-    for setting, is_given, advice in (
-        ("EVAL", config.EVAL, "leave it out, since the tool trains"),
-        ("MODEL.RESUME", config.MODEL.RESUME, for_resume),
-        ("TRAIN.NUM_EPOCHS auto", config.TRAIN.NUM_EPOCHS == AUTO and tool != "compare.py", "give a number"),
+    auto_epochs = config.TRAIN.NUM_EPOCHS == AUTO and tool != "compare.py"  # which takes auto
+    for key, is_refused, words, advice in (
+        ("EVAL", config.EVAL, "EVAL", "leave it out, since the tool trains"),
+        ("MODEL.RESUME", config.MODEL.RESUME, "MODEL.RESUME", "give -pretrained RUN to start from its weights"),
+        ("TRAIN.NUM_EPOCHS", auto_epochs, "TRAIN.NUM_EPOCHS auto", "give a number"),
     ):
-        if is_given:
-            key = setting.removesuffix(" auto")
-            raise UserError(f"{loaded.sources[key]}: {tool} has no {setting}; {advice}.")
+        if is_refused:
+            raise UserError(f"{loaded.sources[key]}: {tool} has no {words}; {advice}.")
     check_one_process(tool)
 
 
@@ -367,7 +377,9 @@ def check_one_process(tool: str) -> None:
     """Raise UserError if a launcher started the tool in several processes: each would do all the work."""
     world = world_from_launcher()
     if world is not None and world.size > 1:
-        rank_variable = VARIABLES[world.launcher][0] if world.launcher in VARIABLES else "RANK"
+        rank_variable = "RANK"  # the environment variable by which the launcher gives the rank
+        if world.launcher in VARIABLES:
+            rank_variable, *_others = VARIABLES[world.launcher]
         raise UserError(
             f"{tool} is one process, but {rank_variable} says that this is one of {world.size} ({world.launcher}). "
             f"Start one; if this is the only one, put env -u {rank_variable} before the command."

@@ -111,19 +111,20 @@ class Evaluation:
         return sentences
 
     def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
-        """Return sentences on what looks wrong with the images, and on likely causes.
+        """Return sentences on what looks wrong with the images, and on likely causes; none with several labels.
 
-        `in_folds`: top-1 on training images that the classifier had not seen; None: that of the run's own probe.
+        `in_folds`: top-1 in percent that a linear probe reached in cross-validation on the training images; None: the
+        run's own probe, if it has one, is compared.
         """
         return []
 
     def _class_table(
         self, trained: Trained, worst: tuple[str, np.ndarray], cells: Callable[[int], dict[str, str]]
     ) -> list[str]:
-        """Return a table with one line per class; if there are many, of the worst classes only.
+        """Return the lines of a table with one row per class; if there are many classes, only of the worst ones.
 
-        `worst`: name and values of the metric that is lowest in the worst classes.
-        `cells`: returns the cells of a class by heading, beside its name and its number of images.
+        `worst`: name and values of the metric by which classes are the worst: those with its lowest values.
+        `cells`: returns the cells of a class by heading, except its name and its number of images.
         """
         labels = self.present
         head = "Each class:"
@@ -135,7 +136,7 @@ class Evaluation:
         for label in labels:
             row = {"class": shown(trained.name_of(label)), "images": f"{self.support[label]}", **cells(label)}
             if not rows:
-                rows.append(list(row))
+                rows.append(list(row))  # the headings
             rows.append(list(row.values()))
         return [head] + in_columns(rows) if rows else []
 
@@ -203,9 +204,10 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor) -> Rows:
-        """Compute the results of a batch."""
-        _, among_five = correct(logits, labels)  # on the device, so that ties are resolved as in validation
-        guess = guesses(logits)[:, 0].cpu()
+        """Compute the results of a batch from its logits and labels."""
+        # On the device, so that ties are resolved as in validation.
+        _guess_is_right, among_five = correct(logits, labels)
+        guess = guesses(logits)[:, 0].cpu()  # the most probable class
         losses = F.cross_entropy(logits, labels, reduction="none").cpu().double()
         logits = logits.cpu().double()
         labels = labels.cpu()
@@ -215,7 +217,7 @@ class Rows(NamedTuple):
             label=labels,
             guess=guess,
             among_five=among_five.cpu(),
-            confidence=probabilities.gather(1, guess[:, None])[:, 0],
+            confidence=probabilities.gather(1, guess[:, None])[:, 0],  # that of the guessed class
             nll=losses,
             brier=(probabilities - truth).square().sum(1),
         )
@@ -238,8 +240,12 @@ class OneLabel(Evaluation):
 
     @classmethod
     def of(cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()) -> OneLabel:
-        """Evaluate a model from its logits and the labels, batch by batch. `groups`: group of each image, if known."""
+        """Evaluate a model from (logits, labels) of each batch.
+
+        `groups`: the group of each image, which widens the intervals; empty without groups.
+        """
         batches = [Rows.of(logits, labels) for logits, labels in outputs]
+        # Each field of all batches becomes one tensor.
         rows = Rows._make(map(torch.cat, zip(*batches, strict=True)))
         images = len(rows.label)
         classes = int(trained.config.MODEL.NUM_CLASSES)
@@ -291,37 +297,41 @@ class OneLabel(Evaluation):
         return 100 * int(self.support.max()) / self.images
 
     def strange(self, trained: Trained, in_folds: float | None = None) -> list[str]:
+        """Return sentences on what looks wrong with the images: classes, and top-1 against that of a linear probe.
+
+        Without `in_folds`, also top-1 against that of the run's own validation. `in_folds`: top-1 in percent that a
+        probe reached in cross-validation on the training images; None: that of the run's own probe, if it has one.
+        """
         chosen = trained.chosen
-        # A run that selects by these metrics may give up top-1 for them, so a lower top-1 than the probe's is normal.
-        lowers_top1 = trained.config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
-        if in_folds is not None or lowers_top1:
-            of_probe = in_folds
-        else:
-            of_probe = chosen.choices.get(FOLDS)
+        top1_of_probe = in_folds
+        # A run that selects by these metrics may give up top-1 for them, so top-1 below that of its probe is normal.
+        gives_up_top1 = trained.config.SAVE_BEST_BY in (BALANCED.name, MACRO_F1.name)
+        if in_folds is None and not gives_up_top1:
+            top1_of_probe = chosen.choices.get(FOLDS)
         labels = self.rows.label.numpy()
         guesses = self.rows.guess.numpy()
-        sentences = strange(labels, guesses, trained.names(), of_probe, groups=self.groups)
+        sentences = strange(labels, guesses, trained.names(), top1_of_probe, groups=self.groups)
 
         validated = chosen.meta.get("metrics", {}).get(f"{chosen.which.prefix}{TOP1.name}")
         if in_folds is not None or validated is None:
             return sentences
-        # Older checkpoints do not store the number of their validation images.
-        images = (chosen.meta.get("val_images") or self.images, self.images)
+        # The interval of the top-1 of the run's validation minus the top-1 here.
+        validation_images = chosen.meta.get("val_images") or self.images  # older checkpoints do not store the number
         # Validation images are taken to be grouped like these.
         inflation = variance_inflation(labels == guesses, self.groups)
-        independent = [count / inflation for count in images]
+        independent = [validation_images / inflation, self.images / inflation]
         low, high = newcombe((validated, self.values[TOP1]), independent)
-        had = f"Validation had top-1 {validated:.1f} %,"
-        explained = "that here, more than chance explains:"
+        validation_had = f"Validation had top-1 {validated:.1f} %,"
+        that_here = "that here, more than chance explains:"
         if low > 0:
             sentences.append(
-                f"{had} {low:.1f} to {high:.1f} points above {explained} the best of several validations flatters; "
-                "those images may resemble the training images more than these do, as near copies or photographs "
-                "of one place (DATA.GROUP keeps such images together); or these are from another source."
+                f"{validation_had} {low:.1f} to {high:.1f} points above {that_here} the best of several validations "
+                "flatters; those images may resemble the training images more than these do, as near copies or "
+                "photographs of one place (DATA.GROUP keeps such images together); or these are from another source."
             )
-        if high < 0 and trained.config.DATA.PART not in MEMORISED:
+        if high < 0 and trained.config.DATA.PART not in MEMORISED:  # on training images, a higher top-1 is normal
             easier = "these images are easier, or training has seen them or near copies of them."
-            sentences.append(f"{had} {-high:.1f} to {-low:.1f} points below {explained} {easier}")
+            sentences.append(f"{validation_had} {-high:.1f} to {-low:.1f} points below {that_here} {easier}")
         return sentences
 
     def words(self) -> str:
@@ -339,8 +349,12 @@ class OneLabel(Evaluation):
 
     def cells(self) -> dict[str, str]:
         """Return the metrics as cells of a table, by name."""
+        # Those of a validation, except top-5 if it is always right.
+        of_validation = {
+            metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.shown.items()
+        }
         return {
-            **{metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.shown.items()},
+            **of_validation,
             "precision, macro": f"{self._macro(self.precision):.2f} %",
             "precision, weighted": f"{self._weighted(self.precision):.2f} %",
             "recall, weighted": f"{self._weighted(self.recall):.2f} %",
@@ -356,7 +370,7 @@ class OneLabel(Evaluation):
         def cells(label: int) -> dict[str, str]:
             return {**self._scores(label), "most often mistaken for": shown(self.mistaken_for(trained, label)) or "-"}
 
-        return self._class_table(trained, ("recall", self.recall), cells)
+        return self._class_table(trained, worst=("recall", self.recall), cells=cells)
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the JSON file; 'confusion' is None if there are too many classes."""
@@ -437,29 +451,36 @@ class SeveralLabels(Evaluation):
     def of(
         cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], groups: Sequence[str] = ()
     ) -> SeveralLabels:
-        """Evaluate a model from its logits and the labels, batch by batch. `groups`: group of each image, if known."""
+        """Evaluate a model from (logits, labels) of each batch.
+
+        `groups`: the group of each image, which widens the intervals; empty without groups.
+        """
         logits, labels = joined(outputs)
         logits = logits.double()
         labels = labels.double()
         probabilities = logits.sigmoid().numpy()
         truth = labels.numpy() > 0
-        thresholds = np.array(trained.thresholds()[0])
-        chosen = probabilities >= thresholds
-        scores = scores_of(probabilities, truth)
-        _, micro, macro = f1(chosen, truth)
-        exact = float((chosen == truth).all(1).mean())
-        at_half = _in_percent(scores.f1_micro, scores.f1_macro, scores.exact_match)
-        at_thresholds = _in_percent(micro, macro, exact)
 
-        right_at_half = (probabilities >= HALF) == truth
-        independent_at_half = effective_images(right_at_half.all(1), groups)
-        independent_at_thresholds = effective_images((chosen == truth).all(1), groups)
+        # F1 and exact match at the threshold of each class, and at 0.5.
+        class_thresholds, _sentence = trained.thresholds()
+        thresholds = np.array(class_thresholds)
+        predicted = probabilities >= thresholds
+        exact_at_thresholds = (predicted == truth).all(1)
+        _of_classes, micro, macro = f1(predicted, truth)
+        at_thresholds = _in_percent(micro, macro, float(exact_at_thresholds.mean()))
+        scores = scores_of(probabilities, truth)
+        exact_at_half = ((probabilities >= HALF) == truth).all(1)
+        at_half = _in_percent(scores.f1_micro, scores.f1_macro, scores.exact_match)
+
+        # Images of one group count as fewer independent images, which makes the intervals wider.
+        independent_at_half = effective_images(exact_at_half, groups)
+        independent_at_thresholds = effective_images(exact_at_thresholds, groups)
         map_interval, auroc_interval = ranking_intervals(probabilities, truth, groups)
         return cls(
             images=len(truth),
             support=truth.sum(0),
-            predicted=chosen.sum(0),
-            right=(chosen & truth).sum(0),
+            predicted=predicted.sum(0),
+            right=(predicted & truth).sum(0),
             values={MAP: 100 * scores.map, AUROC: 100 * scores.auroc},
             intervals={
                 MAP.name: map_interval,
@@ -486,23 +507,24 @@ class SeveralLabels(Evaluation):
     def cells(self) -> dict[str, str]:
         """Return the metrics as cells of a table, by name."""
         cells = {metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.values.items()}
-        both_thresholds = (("0.5", self.at_half, ""), ("class thresholds", self.at_thresholds, "_at_thresholds"))
-        for mean, key in (("micro", "f1_micro"), ("macro", "f1_macro")):
-            for threshold, values, _ in both_thresholds:
-                cells[f"F1 at {threshold}, {mean}"] = measured(values[key])
-        for threshold, values, ending in both_thresholds:
-            interval = self.intervals[f"exact_match{ending}"]
-            cells[f"exact match at {threshold}"] = measured(values["exact_match"], interval)
+        for mean in ("micro", "macro"):
+            cells[f"F1 at 0.5, {mean}"] = measured(self.at_half[f"f1_{mean}"])
+            cells[f"F1 at class thresholds, {mean}"] = measured(self.at_thresholds[f"f1_{mean}"])
+        interval = self.intervals["exact_match"]
+        cells["exact match at 0.5"] = measured(self.at_half["exact_match"], interval)
+        interval = self.intervals["exact_match_at_thresholds"]
+        cells["exact match at class thresholds"] = measured(self.at_thresholds["exact_match"], interval)
         return {**cells, LOSS.words: f"{self.loss:.4f}"}
 
     def class_table(self, trained: Trained) -> list[str]:
-        """Return a table of the classes; if there are many, of those with the lowest average precision."""
+        """Return the lines of a table of the classes; if there are many, of those with the lowest average precision."""
 
         def cells(label: int) -> dict[str, str]:
+            """Return the cells of a class by heading; `_scores` adds precision, recall and F1."""
             ranking = {"AP": f"{self.average_precision[label]:.1f} %", "AUROC": self.auroc_text(label)}
             return {**ranking, "threshold": f"{self.thresholds[label]:.3f}", **self._scores(label)}
 
-        return self._class_table(trained, ("average precision", self.average_precision), cells)
+        return self._class_table(trained, worst=("average precision", self.average_precision), cells=cells)
 
     def auroc_text(self, label: int) -> str:
         """Format the AUROC of a class; '-' if it is undefined."""
@@ -550,7 +572,8 @@ def evaluation_of(
 def on_known_groups(trained: Trained, dataset: ImageDataset, found: OneLabel | SeveralLabels) -> str:
     """Compare top-1 on images whose group (DATA.GROUP) is also in the training data with top-1 on the others.
 
-    Returns '' if there are no such images, and for data other than the run's.
+    `dataset`: the evaluated images. `found`: their evaluation. Returns '' if no image is of such a group, if training
+    images were evaluated, or if the data are not the run's.
     """
     groups = np.array(dataset.groups())
     data = trained.config.DATA
@@ -558,8 +581,9 @@ def on_known_groups(trained: Trained, dataset: ImageDataset, found: OneLabel | S
         return ""
     if whose_data(trained.config, trained.chosen) not in OF_RUN:
         return ""
-    training_data = data.changed(PART=AUTO)
-    training = open_dataset(training_data, True, ANY_LABEL, 0, torch.device("cpu"))  # 0: any seed
+    training_data = data.changed(PART=AUTO)  # as in training, which has no -part
+    for_training = True
+    training = open_dataset(training_data, for_training, ANY_LABEL, seed=0, device=torch.device("cpu"))
     is_known = np.isin(groups, training.groups())
     if not is_known.any():
         return ""
@@ -607,8 +631,10 @@ def measured(percent: float, interval: Interval | None = None) -> str:
 def calibration(confidence: Tensor, right: Tensor) -> tuple[float, list[Bin]]:
     """Compute the expected calibration error (ECE) in percent, and its bins of equal width.
 
-    `confidence`: 0 to 1, one per image. `right`: whether the guess is right. Each bin includes its upper edge.
+    `confidence`: 0 to 1, one per image. `right`: whether the guess is right. The error is the mean over the images of
+    the distance between accuracy and mean confidence in their bin.
     """
+    # Rounding up puts a confidence on the edge of two bins into the lower one.
     bin_of_image = (confidence.nan_to_num() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
 
     def sum_by_bin(values: Tensor) -> Tensor:
@@ -617,6 +643,7 @@ def calibration(confidence: Tensor, right: Tensor) -> tuple[float, list[Bin]]:
     images = sum_by_bin(torch.ones_like(confidence))
     confidences = sum_by_bin(confidence)
     hits = sum_by_bin(right.double())
+    # Sums instead of means weight each bin by its number of images.
     ece = 100 * float((confidences - hits).abs().sum() / len(confidence))
     at_least_one = images.clamp(min=1)
     means = zip(images, 100 * confidences / at_least_one, 100 * hits / at_least_one, strict=True)
@@ -629,25 +656,33 @@ class Part:
 
     dataset: ImageDataset
     title: str
-    to_models: Tensor | None
+    model_labels: Tensor | None
     """Model label of each data-set label; None if they are equal."""
     classes: int
     """Number of the model's classes"""
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Convert labels of the data set to those of the model: one per image, or rows of zeros and ones."""
-        if self.to_models is None:
+        """Convert labels of the data set to labels of the model, whose classes may be others or in another order.
+
+        `labels`: one per image; or rows of zeros and ones (images x classes), if images have several labels.
+        """
+        if self.model_labels is None:  # the classes are the same
             return labels
-        model_labels = self.to_models.to(labels.device)
+        model_labels = self.model_labels.to(labels.device)  # data-set label -> model label
         if labels.ndim == 1:
             return model_labels[labels]
+        # The rows of the data set may be longer than its classes: as long as the model's output.
+        labels_of_dataset = labels[:, : len(model_labels)]
         rows = labels.new_zeros(len(labels), self.classes)
-        rows[:, model_labels] = labels[:, : len(model_labels)]
+        rows[:, model_labels] = labels_of_dataset
         return rows
 
 
 def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
-    """Open the split to evaluate, without augmentation, and return it with notes on its choice."""
+    """Open the split to evaluate, without augmentation, and return it with notes on how it was chosen.
+
+    `given`: flags and settings of the command line.
+    """
     config = trained.config
     device = trained.precision.device
     classes = int(config.MODEL.NUM_CLASSES)
@@ -656,8 +691,9 @@ def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
         check_dataset(data, classes, train=False)
         dataset = open_dataset(data, False, classes, config.SEED, device)
     except UserError as error:
-        # The data may have classes that the model does not have. Open it with any labels: if model and data have names,
-        # `_to_models` raises a better error, with the names of these classes.
+        # The data may have classes that the model does not have. Then `_model_labels` below raises a better error, with
+        # the names of these classes, if both have names. So try to open the data with any labels; if that does not
+        # help, the first error stays.
         try:
             dataset = open_dataset(data, False, ANY_LABEL, config.SEED, device)
         except UserError:
@@ -667,13 +703,15 @@ def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
     title = title_of(data)
     if not len(dataset):
         raise UserError(f"{title}: the split has no images.")
-    return Part(dataset, title, _to_models(trained, dataset, title), classes), notes
+    return Part(dataset, title, _model_labels(trained, dataset, title), classes), notes
 
 
-def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:
-    """Return the model's label of each label of the data set, by matching names of classes.
+def _model_labels(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:
+    """Return the model's label for each label of the data set, by matching the names of classes.
 
-    Returns None, so that labels stay as they are, if one of the two has no names or if the names are equal.
+    Returns None, so that labels stay as they are, if model or data set has no names or if the names are equal.
+    Raises UserError for classes that the model does not have, or several of whose classes have one name.
+    `title`: of the split, for errors.
     """
     data_classes = dataset.classes
     model_classes = trained.chosen.classes
@@ -693,6 +731,7 @@ def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | 
             f"{title}: classes are matched by name, but the model has several classes named {some_of(repeated, 10)}. "
             "Use a data set with the classes of the training data, in the same order."
         )
+    # With one label per image, `OneLabel.remarks` reports predictions of such classes.
     absent = [name for name in model_classes if name not in data_classes]
     if absent and trained.config.DATA.MULTI_LABEL:
         log.warning("%s has no class %s: predictions of it count as mistakes.", title, some_of(absent, 10))

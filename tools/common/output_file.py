@@ -18,23 +18,24 @@ if_interrupted: list[str] = []
 
 
 def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "file") -> Path:
-    """Expand `path`, the value of `flag`, and check that a file can be written there.
+    """Expand `path`, the value of `flag`, and check that a file (or a new folder) can be written there.
 
-    Its folder must exist: a folder created by mistake is harder to find than an error.
-    `fresh`: an existing file is an error. `what`: 'file' or 'folder', as the error calls it.
+    Its parent folder must exist: a folder created by mistake is harder to find than an error. `fresh`: an existing file
+    is an error. `what`: 'file' or 'folder', the word for it in errors. Raises UserError if it cannot be written.
     """
     path = path.expanduser()
     parent = path.absolute().parent
     where = f"{flag} {path}".lstrip()
-    kind = kind_of_path(path)
+    kind = kind_of_path(path)  # None if nothing is there
+    exists = kind is not None
     parent_kind = kind_of_path(parent)
     if kind not in (None, "a file"):
         raise UserError(f"{where}: is {kind}; name a file.")
-    if kind is not None and (parent.name == CHECKPOINTS or (parent / META).is_file()):
+    if exists and (parent.name == CHECKPOINTS or (parent / META).is_file()):
         raise UserError(f"{where}: belongs to a checkpoint, which could not be used without it; name another file.")
-    if kind is not None and path.name in FILES_OF_A_RUN + (DATA,) and is_run_folder(parent):
+    if exists and path.name in FILES_OF_A_RUN + (DATA,) and is_run_folder(parent):
         raise UserError(f"{where}: belongs to the run in this folder, which needs it; name another file.")
-    if fresh and kind is not None:
+    if exists and fresh:
         raise UserError(f"{where}: already exists; name another file, or give -overwrite to replace it.")
     if parent_kind != "a folder":
         problem = f"the folder {path.parent} does not exist"
@@ -51,18 +52,20 @@ def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "f
 
 
 def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bool) -> Path:
-    """Expand `path`, the value of `flag`, and check that it can become a folder with these files.
+    """Expand `path`, the value of `flag`, and check that a folder with the files `files` can be written there.
 
-    `fresh`: an existing folder must be empty; otherwise only `files` in it are replaced.
+    `fresh`: an existing folder must be empty; otherwise only `files` in it are replaced. Raises UserError if it cannot
+    be written.
     """
     path = path.expanduser()
-    if path.name in ("", ".."):
+    if path.name in ("", ".."):  # '.' and '..' have no name of their own
         path = path.resolve()
     where = f"{flag} {path}"
-    kind = kind_of_path(path)
+    kind = kind_of_path(path)  # None if nothing is there
     if kind not in (None, "a folder"):
         raise UserError(f"{where}: is {kind}; name a folder.")
     if kind is None:
+        # Whether a folder can be made there is the same question as for a file.
         return check_output_file(path, flag, what="folder")
     if is_run_folder(path):
         raise UserError(f"{where}: is the folder of a run; name another, such as {path / 'hub'}.")

@@ -12,9 +12,9 @@ from utils.statistics.classes import balanced_accuracy_by_image, macro_f1_by_ima
 from utils.statistics.ranking import ranking_of
 from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, TOP1, TOP5, Metric, WeightSet, set_of
 
-FEWEST_MORE = 4
-"""AUROC needs this many images of a class's rarer kind, positives or negatives, beyond one per class: its variance is
-unknown with fewer."""
+FEWEST_BEYOND_ONE = 4
+"""AUROC needs this many images of the rarer kind, positives or negatives, beyond one per class, in all classes
+together: its variance is unknown with fewer."""
 
 
 class PerImage(NamedTuple):
@@ -36,8 +36,9 @@ def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | No
 
     Returns None if the run did not store its predictions, and for a metric that cannot be divided among images.
     """
-    last_validation = (History.of_run(folder).of("val") or [{}])[-1]
-    table = read_predictions(folder, last_validation.get("update", -1))
+    validations = History.of_run(folder).of("val")
+    last_update = validations[-1].get("update", -1) if validations else -1  # predictions of update -1 do not exist
+    table = read_predictions(folder, last_update)
     if table is None:
         return None
     names = table.pop("names")
@@ -45,9 +46,16 @@ def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | No
     groups = table.pop(GROUPS, np.empty(0, np.uint64))
     if not len(groups) and config_of_run(folder).DATA.GROUP is not None:
         return None  # an earlier version, which did not store the groups
-    of_weights = {name: column for name, column in table.items() if set_of(name)[0] is weights}
-    # A run without these weights is judged by its plain ones.
-    columns = {set_of(name)[1]: column for name, column in (of_weights or table).items()}
+    # The name of a column has the prefix of the weights that predicted it. A run without the weights `weights` is
+    # judged by its plain ones.
+    columns_of_weights = dict[str, np.ndarray]()
+    all_columns = dict[str, np.ndarray]()
+    for name, column in table.items():
+        column_weights, name_without_prefix = set_of(name)
+        all_columns[name_without_prefix] = column
+        if column_weights is weights:
+            columns_of_weights[name_without_prefix] = column
+    columns = columns_of_weights or all_columns
     values = values_of_images(metric, labels, columns)
     if values is None:
         return None
@@ -56,9 +64,10 @@ def per_image(folder: Path, metric: Metric, weights: WeightSet) -> PerImage | No
 
 
 def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.ndarray]) -> np.ndarray | None:
-    """Compute what each image adds to a metric; None for a metric that cannot be divided among images.
+    """Compute what each image adds to a metric, in percent; their mean is the metric.
 
-    `columns`: predictions of each image, under the names that predictions.safetensors uses.
+    `labels`: one per image, or rows of zeros and ones (images x classes). `columns`: predictions of each image, under
+    the names that predictions.safetensors uses. Returns None for a metric that cannot be divided among images.
     """
     if metric is TOP5:
         return 100.0 * columns["in_top5"]
@@ -69,26 +78,33 @@ def values_of_images(metric: Metric, labels: np.ndarray, columns: dict[str, np.n
         by_image = balanced_accuracy_by_image if metric is BALANCED else macro_f1_by_image
         return by_image(labels, guesses)
     if metric.name == "exact_match":
-        return 100.0 * ((columns["logits"] >= 0) == labels).all(1)
+        is_predicted = columns["logits"] >= 0  # a probability of at least 0.5
+        return 100.0 * (is_predicted == labels).all(1)
     if metric is AUROC and too_few_for_auroc(labels > 0):
         return None
     if metric in (MAP, AUROC):
         ranking = ranking_of(columns["logits"].astype(np.float32), labels > 0)
         if ranking is None:
             return None
-        # The metric, plus the image's influence on it times the number of images, so that the mean is the metric.
+        # `of_precision` and `of_area` are the influences of the images on the metric, whose sum is 0. The metric plus
+        # the influence times the number of images makes values whose mean is the metric.
         if metric is MAP:
-            return 100 * (ranking.precision + len(labels) * ranking.of_precision)
-        return 100 * (ranking.area + len(labels) * ranking.of_area)
+            return 100 * (ranking.precision + len(labels) * ranking.precision_influence)
+        return 100 * (ranking.area + len(labels) * ranking.area_influence)
     return None
 
 
 def too_few_for_auroc(truth: np.ndarray) -> bool:
-    """Whether classes have too few positives or negatives to compare two models by AUROC, a mean over classes.
+    """Whether classes have too few positives or negatives to compare two models by AUROC, the mean over classes.
 
-    The only positive of a class shows no variance, so its result would be taken for certain. `truth`: images x classes.
+    That is so if a class has a single positive or a single negative, whose result would be taken for certain because
+    one image shows no variance; or if all classes together have too few of them. Classes that no image or every image
+    has do not count, because they have no AUROC. `truth`: whether an image has a class, images x classes.
     """
     positives = truth.sum(0)
-    of_rarer_kind = np.minimum(positives, len(truth) - positives)
-    of_rarer_kind = of_rarer_kind[of_rarer_kind > 0]
-    return bool((of_rarer_kind == 1).any()) or int((of_rarer_kind - 1).sum()) < FEWEST_MORE
+    negatives = len(truth) - positives
+    rarer_kind = np.minimum(positives, negatives)
+    rarer_kind_of_counted = rarer_kind[rarer_kind > 0]
+    has_single_image = bool((rarer_kind_of_counted == 1).any())
+    beyond_one = int((rarer_kind_of_counted - 1).sum())
+    return has_single_image or beyond_one < FEWEST_BEYOND_ONE

@@ -40,9 +40,9 @@ class Mode:
         return self.settings.get("TF32", False)
 
     def amp(self, user: AmpConfig) -> AmpConfig:
-        """Return the user's AMP section with this precision.
+        """Return the AMP settings `user` with this precision in place of theirs.
 
-        Loss scaling and lists of modules stay; so does the dtype if this precision leaves it to the program (auto).
+        Loss scaling and lists of modules stay. So does the dtype if this precision is one whose dtype is `auto`.
         """
         changes = self.settings
         if self.dtype == "auto":
@@ -50,17 +50,21 @@ class Mode:
         return user.changed(**changes)
 
     def flags(self, user: AmpConfig) -> str:
-        """Return the flags that select this precision, given the user's other settings; they replace -amp."""
-        if not self.dtype:
-            words = ["-amp off"]
-            if self.tf32 or user.TF32:
+        """Return the flags that select this precision in a command that has the AMP settings `user`.
+
+        They replace -amp in that command. A setting is among them only if -amp alone would not give it.
+        """
+        words = []
+        if not self.dtype:  # fp32 or tf32
+            words.append("-amp off")
+            if self.tf32 or user.TF32:  # TF32 is to be turned on, or was turned on and is to be turned off
                 words.append(f"AMP.TF32={str(self.tf32).lower()}")
-        else:
-            words = [f"-amp {self.name}"]
-            if self.level == "O1" and user.LEVEL != "O1":  # -amp bf16 leaves the level to the other settings
-                words.append("AMP.LEVEL=O1")
-            if self.dtype == "auto" and user.DTYPE != "auto":  # `amp` keeps the user's dtype
-                words.append(f"AMP.DTYPE={user.DTYPE}")
+            return " ".join(words)
+        words.append(f"-amp {self.name}")
+        if self.level == "O1" and user.LEVEL != "O1":  # -amp bf16 would leave the level as it is
+            words.append("AMP.LEVEL=O1")
+        if self.dtype == "auto" and user.DTYPE != "auto":  # the method `amp` keeps the dtype that the user chose
+            words.append(f"AMP.DTYPE={user.DTYPE}")
         return " ".join(words)
 
 
@@ -74,11 +78,14 @@ BY_NAME = {mode.name.casefold(): mode for mode in MODES}
 def mode_of(word: str, amp: AmpConfig, device: torch.device, model: nn.Module | None = None) -> Mode | None:
     """Return the precision that `-amp WORD` selects for `model` on this device; None for an unknown word.
 
-    Names of precisions may be written with a colon: O2:bf16 is O2-bf16.
+    `word` is the name of a precision, such as O2-bf16, which may be written with a colon (O2:bf16) or with the default
+    level (O1-bf16 for bf16); or another value of -amp, such as off or auto. `amp`: the other AMP settings.
     """
     name = word.replace(":", "-").casefold().removeprefix("o1-")
     if name in BY_NAME:
         return BY_NAME[name]
+
+    # The other values of -amp are settings, from which the program chooses the precision.
     settings = amp_settings_of(name)
     if settings is None:
         return None
@@ -89,7 +96,7 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device, model: nn.Module | 
     chosen_dtype = choose(amp, device, model).dtype
     if chosen_dtype is torch.float32:  # a CPU without 16-bit arithmetic, or a model that it slows down
         return REFERENCE
-    dtype = "fp8" if amp.DTYPE == "fp8" else dtype_name(chosen_dtype)
+    dtype = "fp8" if amp.DTYPE == "fp8" else dtype_name(chosen_dtype)  # with fp8, the other operators have a 16-bit one
     full_name = dtype if amp.LEVEL == "O1" else f"{amp.LEVEL}-{dtype}"
     return BY_NAME[full_name.casefold()]
 
@@ -112,9 +119,10 @@ def modes_named(text: str, config: Config, device: torch.device) -> list[tuple[s
 
 
 def modes_to_measure(text: str | None, config: Config, device: torch.device) -> tuple[tuple[Mode, ...], dict[str, str]]:
-    """Return the precisions to compare with fp32, in order of preference, and why others are left out, by name.
+    """Return the precisions to compare with fp32, in order of preference; and name -> reason of each that is left out.
 
-    `text`: the value of -modes. With None, all precisions that are useful on this device are chosen.
+    `text`: the value of -modes, which lists precisions; then no reasons are given. With None, all precisions that are
+    useful on this device are compared.
     """
     if text is not None:
         listed = {mode for _, mode in modes_named(text, config, device)}
@@ -126,6 +134,7 @@ def modes_to_measure(text: str | None, config: Config, device: torch.device) -> 
             why_useless = "autocast with other operator lists"
         elif not why_useless and mode.level == "O3":
             why_useless = "keeps no fp32 master weights"
+        # That it cannot run is the stronger reason; a useless one can be measured if the user lists it.
         reason = cannot(mode, config, device)
         if not reason and why_useless:
             reason = f"{why_useless} (list it in -modes to measure it anyway)"

@@ -27,8 +27,8 @@ MISSING = object()
 def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator[World]:
     """Join the processes that a launcher started, and give this process's rank among them; leave them at the end.
 
-    An error in one of them ends them all. `argv`: words of the command, which must be equal on all ranks.
-    `given`: the flags -host, -port, -rank and -world_size.
+    Without a launcher, this process is alone. An error in one process ends all of them. `argv`: words of the command,
+    which must be equal on all ranks. `given`: the flags -host, -port, -rank and -world_size.
     """
     world = read_world(given) or ALONE
     if world.size == 1:
@@ -59,7 +59,8 @@ def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator
         raise
     except Exception as error:
         if group.watchdog is not None and group.caused_by_lost_rank(error):
-            # The watchdog ends this process with the reason while it sleeps.
+            # Communication failed because another process died. While this one sleeps, the watchdog finds out which one
+            # it was, logs that and ends this process; if it finds none, the error is raised below.
             group.watchdog.expect_lost_rank()
             time.sleep(SECONDS_TO_FIND_LOST_RANK)
         elif group.watchdog is not None:
@@ -73,13 +74,15 @@ def ranks_of_launcher(argv: Sequence[str], given: Mapping[str, Any]) -> Iterator
 def gather(items: Sequence[T], world: World) -> list[T]:
     """Collect the items of all ranks on rank 0, in their original order; the other ranks get an empty list.
 
-    It assumes that rank r of n has the items r, r + n, r + 2n, and so on.
+    It assumes that the items were dealt to the ranks in turn: rank r of n has the items r, r + n, r + 2n, and so on.
     """
     if world.size == 1:
         return list(items)
     import torch.distributed
 
-    by_rank: list[Sequence[T]] = [() for _ in range(world.size)]
-    torch.distributed.gather_object(items, by_rank if world.first else None, dst=0)
-    alternating = itertools.chain.from_iterable(itertools.zip_longest(*by_rank, fillvalue=MISSING))
-    return [item for item in alternating if item is not MISSING]  # pyright: ignore[reportReturnType]
+    items_by_rank: list[Sequence[T]] = [() for _ in range(world.size)]  # filled on rank 0
+    torch.distributed.gather_object(items, items_by_rank if world.first else None, dst=0)
+    # First the first item of each rank, then the second of each; some ranks have one item less than others.
+    rounds = itertools.zip_longest(*items_by_rank, fillvalue=MISSING)
+    in_order = itertools.chain.from_iterable(rounds)
+    return [item for item in in_order if item is not MISSING]  # pyright: ignore[reportReturnType]

@@ -37,8 +37,8 @@ def own_process() -> ProcessPoolExecutor:
 def _begin_process(start_method: str) -> None:
     """Prepare the process of a pool: only the parent ends it, also after Ctrl-C, and it never outlives the parent.
 
-    `start_method`: the method by which runs start their data loading processes. With the pool's own method, each of
-    them would import torch.
+    `start_method`: how this process is to start data loading processes, as a run does. The pool itself was started with
+    a fork server; with that, each data loading process would import torch.
     """
     multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -58,11 +58,11 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain, Iterator[Window]]]:
-    """Build everything that a run builds before its first update, and close it afterwards.
+    """Build everything that a run builds before its first update, so that updates can be measured; close it afterwards.
 
-    Gives what was built, and the windows of its updates, epoch after epoch, without end.
-    `compiled`: compile as TRAIN.COMPILE says; False: stay eager. With `auto`, nothing is compiled, because it might
-    compile one precision and not another.
+    Gives the built objects, and an endless iterator over the windows (the batches of one update each), epoch after
+    epoch. `compiled`: compile as TRAIN.COMPILE says; False: stay eager. TRAIN.COMPILE=auto compiles nothing either: it
+    might compile in one precision and not in another, and their measurements could not be compared.
     """
     train = config.TRAIN
     if train.COMPILE == "auto" or not compiled:
@@ -73,9 +73,10 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     threads = set_up_device(config, device, ALONE)
     with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
         run = Run(config, ALONE, device, threads)
-        ready = build_for_training(run, None, dry=True)  # updates are measured, so no pass for features comes before
+        # A dry run, which needs no pass over the data before its updates, such as one for features.
+        ready = build_for_training(run, None, dry=True)
         try:
-            ready.parts.assemble()
+            ready.parts.assemble()  # callbacks attach to the model
             yield ready, _windows(ready)
         finally:
             ready.train_loader.close()

@@ -68,6 +68,8 @@ SECTIONS = (
 """Beginnings of the names of the settings that the header gets"""
 PRIVATE = WITH_PATH.keys() - {"USE", DATASET} | {"teacher_model", "teacher"}
 """Settings and choices with private paths, which the header does not get; it gets a part of USE and of the data set."""
+PATH_IN_A_SETTING = re.compile(r"[\s=,\[('\"][~/]")
+"""Matches a setting whose value has a path, as in Net.root=/home/me: / or ~ at the start of a value or of an item"""
 
 
 def list_checkpoints(path: Path) -> int:
@@ -75,7 +77,7 @@ def list_checkpoints(path: Path) -> int:
     folders = checkpoints_at(path)
     index = read_index(folders[0].parent)
     sizes = [_size(folder) for folder in folders]
-    # meta.json of each checkpoint, or what is wrong with the checkpoint.
+    # The fields of meta.json of each checkpoint; for a damaged one, the reason as text.
     metas = list[dict[str, Any] | str]()
     for folder in folders:
         try:
@@ -83,10 +85,12 @@ def list_checkpoints(path: Path) -> int:
         except UserError as error:
             metas.append(str(error).removeprefix(f"{folder}: "))
 
-    # Columns: heading -> field of the metrics in meta.json, and the metric that formats it.
-    best = task_of(meta.get("metrics") or {} for meta in metas if isinstance(meta, dict)).best
+    # Columns for the loss, and for the task's main metric by each set of weights: heading -> name among the metrics of
+    # meta.json, and the metric, which formats the values.
+    task = task_of(meta.get("metrics") or {} for meta in metas if isinstance(meta, dict))
     columns = {LOSS.words: (LOSS.name, LOSS)}
-    columns |= {weights.marked(best.words): (weights.prefix + best.name, best) for weights in SETS}
+    for weights in SETS:
+        columns[weights.marked(task.best.words)] = (weights.prefix + task.best.name, task.best)
 
     rows = [["checkpoint", "epoch", "update"] + list(columns) + ["size", "written", ""]]
     for folder, meta, size in zip(folders, metas, sizes, strict=True):
@@ -121,7 +125,7 @@ def verify_checkpoints(paths: list[Path]) -> int:
         began = time.perf_counter()
         try:
             resumable(inspect(folder))
-        except OtherVersion as error:
+        except OtherVersion as error:  # intact, but this version cannot resume it
             log.info("%s", error)
         except (UserError, OSError) as error:
             if folder.exists():
@@ -153,8 +157,8 @@ def strip(path: Path, out: Path, weights: str) -> int:
 def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
     """Write the uniform average of the weights of several checkpoints to the file `out`.
 
-    `last`: average the last checkpoints of the run `paths[0]`, this many; None: the checkpoints that `paths` name.
-    `weights`: the value of -weights.
+    `last`: number of last checkpoints of the run `paths[0]` to average; None: the checkpoints in `paths` are averaged.
+    `weights`: the value of -weights, which chooses between plain weights and their EMA.
     """
     folders = _checkpoints_to_average(paths, last)
     sources = [chosen_at(folder, weights) for folder in folders]
@@ -163,6 +167,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
             raise UserError(f"{folder}: this file holds only weights; name runs or checkpoints.")
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
 
+    # Which weights to average: all checkpoints must give the same set.
     weight_set = sources[0].which
     reason = f"-weights {weights}"
     if weights == BETTER:
@@ -171,7 +176,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
 
     files = [open_tensors(checkpoint, weight_set.file) for checkpoint in checkpoints]
     _check_alike(checkpoints, files)
-    _warn_of_starts(sources)
+    _warn_of_other_starts(sources)
     mean = {}
     for key in progress_bar(list(files[0]), "tensors"):
         mean[key] = _mean([file[key] for file in files])
@@ -209,7 +214,11 @@ def _checkpoints_to_average(paths: list[Path], last: int | None) -> list[Path]:
 
 
 def _better_in_most(paths: list[Path], sources: list[Chosen]) -> tuple[WeightSet, str]:
-    """Choose the weights that validated better in most checkpoints, else the plain ones; also return the reason."""
+    """Choose the set of weights to average: one that validated better in most checkpoints, else the plain weights.
+
+    `paths`: what the command names. `sources`: the checkpoints, each with the set that validated better in it.
+    Also returns the reason for the log; '' if the checkpoints have only plain weights.
+    """
     votes = Counter(source.which for source in sources)
     winner = PLAIN
     reasons = []
@@ -217,18 +226,21 @@ def _better_in_most(paths: list[Path], sources: list[Chosen]) -> tuple[WeightSet
         if weight_set == PLAIN or not all(weight_set in source.sets for source in sources):
             continue
         reasons.append(f"{weight_set.words} is better in {votes[weight_set]} of {len(sources)} checkpoints")
-        if 2 * votes[weight_set] > len(sources):
+        if 2 * votes[weight_set] > len(sources):  # more than half, so there is one winner at most
             winner = weight_set
-    if any(path.is_file() and source.which != winner for path, source in zip(paths, sources, strict=False)):
-        raise UserError(f"average: a file of other weights than {winner.words} is named; choose by -weights.")
+    # A path may name the file of one set of weights. With -last, there is one path, the folder of a run.
+    for path, source in zip(paths, sources, strict=False):
+        if path.is_file() and source.which != winner:
+            raise UserError(f"average: a file of other weights than {winner.words} is named; choose by -weights.")
     return winner, "; ".join(reasons)
 
 
-def _warn_of_starts(sources: list[Chosen]) -> None:
+def _warn_of_other_starts(sources: list[Chosen]) -> None:
     """Warn if the checkpoints are from several runs that did not begin with the same pretrained weights."""
-    starts = {settings_of(source).get("MODEL.PRETRAINED") for source in sources}
+    pretrained = {settings_of(source).get("MODEL.PRETRAINED") for source in sources}
+    has_other_start = len(pretrained) > 1 or None in pretrained  # None: began with random weights, of its own seed
     runs = {run_folder_of(source.place) for source in sources}
-    if len(runs) > 1 and (len(starts) > 1 or None in starts):
+    if len(runs) > 1 and has_other_start:
         log.warning(
             "These runs did not begin with the same pretrained weights. Unless one was resumed from the other, the "
             "mean of their weights is most likely useless. `%s RUN RUN` and predict.py average their predictions.",
@@ -239,7 +251,8 @@ def _warn_of_starts(sources: list[Chosen]) -> None:
 def _check_alike(checkpoints: list[Checkpoint], files: Sequence[JoinedShards | Merged]) -> None:
     """Raise UserError if the average of a checkpoint and the first one would not be a valid model.
 
-    `files`: the tensors of each checkpoint.
+    Their tensors must have the same shapes, and they must agree in what `_facts_that_must_match` returns. `files`: the
+    tensors of each checkpoint.
     """
     first = checkpoints[0]
     first_shapes = {key: files[0].shape(key) for key in files[0]}
@@ -251,7 +264,8 @@ def _check_alike(checkpoints: list[Checkpoint], files: Sequence[JoinedShards | M
             words = f"the shape of {key} is {shapes.get(key, 'missing')} and {first_shapes.get(key, 'missing')}"
             raise UserError(f"{both} have different architectures and cannot be averaged: {words}.")
 
-        # Equal hashes of the training data show that the splits are equal, whatever their settings are.
+        # The models must be trained on the same split. Equal hashes of the training data show that, whatever the
+        # settings are; otherwise the settings that choose the split must match.
         data_hashes = {(each.meta.get("samples") or {}).get("data") for each in (checkpoint, first)}
         same_data = len(data_hashes) == 1 and None not in data_hashes
         split_settings = () if same_data else deciding("split", "random split")
@@ -263,10 +277,11 @@ def _check_alike(checkpoints: list[Checkpoint], files: Sequence[JoinedShards | M
 
 
 def _facts_that_must_match(meta: dict[str, Any], split_settings: tuple[str, ...]) -> dict[str, Any]:
-    """Collect from meta.json what makes models different even if their weights have the same shapes.
+    """Collect from meta.json what makes models different even if their weights have the same shapes: name -> value.
 
-    These are the pooling, the input, facts about timm, the classes, and `split_settings`: with another split, the
-    average would be validated on images that one of the models was trained on. What is unknown is left out.
+    That is the pooling, the input, timm's name and arguments, the names of the classes, and the settings in
+    `split_settings`: with another split, the average would be validated on images that one of the models was trained
+    on. Fields that meta.json lacks are left out; settings that it lacks have their default.
     """
     facts = {key: meta["settings"].get(key, default_of(key)) for key in ("MODEL.POOL",) + split_settings}
     for field in ("input", "timm"):
@@ -288,35 +303,40 @@ def _mean(tensors: list[Tensor]) -> Tensor:
 
 
 def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
-    """Build the header of a file of weights: fields of the checkpoint's meta.json, and where the weights are from.
+    """Build the header of a file of weights from fields of meta.json, the settings, and `origin`.
 
-    `averaged`: leave out what holds only for the weights that were validated.
+    `origin`: fields about where the weights are from. `averaged`: whether the weights are an average, which was not
+    validated itself: then metrics and thresholds are left out.
     """
     left_out = OF_VALIDATION if averaged else ()
     copied = {key: source.meta[key] for key in COPIED if key in source.meta and key not in left_out}
-    return {"format": "pt", **encoded(copied | needed_by_tools(source) | origin | {"made_by": MADE_BY})}
+    # If a field is in several, the last one counts.
+    fields = copied | needed_by_tools(source) | origin | {"made_by": MADE_BY}
+    return {"format": "pt", **encoded(fields)}
 
 
 def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
     """Return the settings and choices that predict.py and other tools need to rebuild the model from a file's header.
 
-    Settings are those of SECTIONS, without the paths of this machine.
+    Settings are those of SECTIONS. The file may be published, so paths of this machine are left out, and so are
+    settings that only work with files or code of this machine.
     """
     settings = settings_of(chosen)
     public = {key: value for key, value in settings.items() if key.startswith(SECTIONS) and key not in PRIVATE}
-    names_a_file = public.get(CLASS_WEIGHTS) not in (None, BALANCED)
-    if names_a_file:
+    class_weights_are_a_file = public.get(CLASS_WEIGHTS) not in (None, BALANCED)
+    if class_weights_are_a_file:
         del public[CLASS_WEIGHTS]
-    # A metric of the user's own code, or one that needs TRAIN.KNN.
+    # SAVE_BEST_BY is left out if it names a metric of the user's own code, or k-NN, which needs TRAIN.KNN.
     if public.get("SAVE_BEST_BY") not in METRICS.keys() - {KNN.name}:
         public.pop("SAVE_BEST_BY", None)
+    # USE has files, of which the name stays, and settings of their code.
     if settings.get("USE"):
         words = (word if OWN_SETTING.fullmatch(word) else Path(word).name for word in settings["USE"])
-        # A setting whose value is a path, as in Net.root=/home/me, is left out.
-        public["USE"] = [word for word in words if not re.search(r"[\s=,\[('\"][~/]", word)]
+        public["USE"] = [word for word in words if not PATH_IN_A_SETTING.search(word)]
+    # Of a data set that is named by a path, the kind stays. Without the key, the default would name another data set.
     dataset = str(public.get(DATASET))
     if dataset.startswith(HUB_PREFIX) and hub.is_path(dataset.removeprefix(HUB_PREFIX)):
-        public[DATASET] = HUB_PREFIX  # without the key, the default would name another data set
+        public[DATASET] = HUB_PREFIX
     if dataset.startswith(CSV_PREFIX):
         public[DATASET] = "csv"
     choices = {key: value for key, value in chosen.choices.items() if key not in PRIVATE}

@@ -44,13 +44,13 @@ from tools.common.comparison import (
     in_words,
     judge,
     judged_of,
-    number_of,
     of_rounds,
     paired_images,
+    run_number,
+    seed_or_fold_of,
     spread,
     times_as_fast,
     troubles,
-    unit,
     values_of,
     variation,
 )
@@ -114,7 +114,8 @@ def main(argv: list[str]) -> int:
 
     plan = make_plan(line, out)
     log_lines(plan.remarks)
-    names = ("; " if plan.varied else ", ").join(plan.contenders)
+    separator = "; " if plan.varied else ", "  # names of contenders have commas if several things vary
+    names = separator.join(plan.contenders)
     if plan.folds is None:
         noun = "seeds" if len(plan.seeds) > 1 else "seed"
         rounds = f"each with {noun} {', '.join(map(str, plan.seeds))}"
@@ -125,15 +126,17 @@ def main(argv: list[str]) -> int:
     if smallest_difference:
         log.info("%s", smallest_difference)
     if_interrupted.append(f"finished runs are in {out}, and the same command resumes")
-    trained = train_all(plan, lambda so_far: write(plan, so_far, out))
-    report(write(plan, trained, out), out)
+    trained = train_all(plan, after_each=lambda so_far: write(plan, so_far, out))
+    comparison = write(plan, trained, out)
+    report(comparison, out)
     return EXIT_FAILED if trained.failed else EXIT_DONE
 
 
 def power(plan: Plan) -> str:
     """Say which difference in the metric these seeds and images would show, before time is spent on training.
 
-    Returns '' where that is not known, such as for folds or for a metric that is not in percent.
+    Returns '' where that is not known, such as for folds, for a metric that is not in percent, or for a verdict on
+    these validation images alone.
     """
     number_of_seeds = len(plan.seeds)
     judged = plan.judged
@@ -159,7 +162,9 @@ def power(plan: Plan) -> str:
         )
         if data.groups():
             source += ", and images of a group are independent"
-    difference = noise.half_width(bonferroni_level(len(plan.contenders) - 1), POWER)
+    # A true difference of this size is outside the noise with the probability POWER, 80 %.
+    comparisons = len(plan.contenders) - 1
+    difference = noise.half_width(bonferroni_level(comparisons), POWER)
     seen = f"a difference in {judged.words} of {difference:.1f} points is seen 8 times of 10"
     return f"With {number_of_seeds} seeds and {noise.images:,} validation images, {seen} ({source})."
 
@@ -167,16 +172,17 @@ def power(plan: Plan) -> str:
 def _noise_of_finished(plan: Plan) -> Noise | None:
     """Measure the noise on the first contender that has two or more finished seeds in common with the baseline.
 
-    None if there is no such contender.
+    Returns the noise to expect with all seeds of the plan; None if there is no such contender.
     """
-    runs = by_name(_finished(plan))
+    runs = by_name(_finished(plan))  # contender -> seed -> run
     images = images_of(runs, plan.judged, plan.runs[0].folder.parent)
     baseline, *others = plan.contenders
     for name in others:
         common_seeds = runs.get(name, {}).keys() & runs.get(baseline, {}).keys()
         paired = paired_images(images, name, baseline, sorted(common_seeds))
-        if paired is not None and len(paired[0]) > 1:
-            return noise_of(*paired).planned(len(plan.seeds))
+        if paired is not None and len(common_seeds) > 1:
+            noise_of_finished = noise_of(*paired)
+            return noise_of_finished.planned(seeds=len(plan.seeds))
     return None
 
 
@@ -204,6 +210,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         if run.folder.name in trained.failed:
             reasons[run.contender].append(trained.failed[run.folder.name])
     runs = by_name(rows)
+    # With predictions of each image, the verdict holds for other images like these. It need not with -these_images.
     images = None if plan.these_images else images_of(runs, judged, out)
 
     # Accuracy and recall of each contender, over the images of all its runs
@@ -215,6 +222,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         if plan.folds is not None:
             all_folds[name] = _accuracy(hits)
 
+    # The content of the file, in the order in which people read it.
     comparison: dict[str, Any] = {"compared": names}
     if plan.varied:
         comparison["varied"] = list(plan.varied)
@@ -270,9 +278,11 @@ def in_all_runs(runs: ByName, judged: Judged, out: Path) -> dict[str, PerImage]:
     hits_of_contender = dict[str, PerImage]()
     hits_of_run = images_of(runs, replace(judged, metric=ONE_LABEL.best), out)
     for name, rounds in runs.items():
-        hits = of_rounds(hits_of_run, name, rounds)
-        if hits:
-            hits_of_contender[name] = PerImage._make(map(np.concatenate, zip(*hits, strict=True)))
+        hits_by_run = of_rounds(hits_of_run, name, rounds)
+        if hits_by_run:
+            # Join the runs field by field: values with values, labels with labels, and so on.
+            joined_fields = map(np.concatenate, zip(*hits_by_run, strict=True))
+            hits_of_contender[name] = PerImage._make(joined_fields)
     return hits_of_contender
 
 
@@ -286,16 +296,16 @@ def _accuracy(hits: PerImage) -> dict[str, float]:
 
 
 def recall(hits: PerImage, classes: Sequence[str] | None) -> dict[str, list[float]]:
-    """Return, for each class, the number of its recognised images and of all its images.
+    """Return, for each class, the number of its recognised images and the number of all its images.
 
-    If images are in groups, a third number says how many independent images they are worth. `classes` are the names;
-    without them, the keys are labels.
+    If images are in groups, a third number follows: how many independent images would tell as much. `classes`: names of
+    the classes; without them, the keys of the result are labels.
     """
     counts = dict[str, list[float]]()
     for label in np.unique(hits.labels).tolist():
         in_class = hits.labels == label
         name = str(classes[label] if classes else label)
-        hits_in_class = hits.values[in_class]
+        hits_in_class = hits.values[in_class]  # 100 for a recognised image, else 0
         counts[name] = [int((hits_in_class > 0).sum()), len(hits_in_class)]
         if len(hits.groups):
             counts[name].append(effective_images(hits_in_class, hits.groups[in_class]))
@@ -318,14 +328,15 @@ def recall_table(comparison: dict[str, Any]) -> list[list[str]]:
     def cell(contender: str, name: str) -> str:
         if name not in counts[contender]:
             return "-"
+        # The third number, that of independent images, is there only if images are in groups.
         hits, images, *independent_images = counts[contender][name]
         percent = 100 * hits / images
         # Folds have different images, seeds the same ones.
         different_images = images if folds else images / len(runs[contender])
-        low, high = wilson(percent, min(independent_images + [different_images]))
+        low, high = wilson(percent, min([different_images] + independent_images))
         return f"{percent:.1f} % ({low:.0f} to {high:.0f}; {hits} of {images})"
 
-    rows = [[f"recall, all {unit(comparison['runs'])}s (95 % interval)"] + list(counts)]
+    rows = [[f"recall, all {seed_or_fold_of(comparison['runs'])}s (95 % interval)"] + list(counts)]
     for name in classes:
         rows.append([name] + [cell(contender, name) for contender in counts])
     return rows
@@ -341,7 +352,8 @@ def report(comparison: dict[str, Any], out: Path) -> dict[Path, Any]:
     judged = judged_of(comparison)
     verdict = sentences(comparison)
     recall_rows = recall_table(comparison)
-    heading = "settings" if "varied" in comparison or len(comparison["compared"]) == 1 else "mode"
+    compares_modes_alone = "varied" not in comparison and len(comparison["compared"]) > 1
+    heading = "mode" if compares_modes_alone else "settings"
     lines = [""] + in_columns(table(by_name(comparison["runs"]), comparison["compared"], judged, heading)) + [""]
     if recall_rows:
         lines += in_columns(recall_rows) + [""]
@@ -362,10 +374,11 @@ def report(comparison: dict[str, Any], out: Path) -> dict[Path, Any]:
     if comparison["runs"]:
         from tools.common.report_page.page import write_report
 
-        rows = sorted(comparison["runs"], key=lambda row: (comparison["compared"].index(row["mode"]), number_of(row)))
+        rows = sorted(comparison["runs"], key=lambda row: (comparison["compared"].index(row["mode"]), run_number(row)))
         contender_of = {out / row["folder"]: row["mode"] for row in rows}
         try:
             contenders = Contenders(by_name(rows), comparison["compared"], judged, contender_of)
+            # The page adds the predictions that it computes to the dictionary `predictions`.
             more: Any = {"contenders": contenders, "predicted": predictions, "recall": recall_rows}
             page = write_report(list(contender_of), out / "report.html", "\n".join(verdict), **more)
             log.info("report: %s", page)
@@ -375,14 +388,21 @@ def report(comparison: dict[str, Any], out: Path) -> dict[Path, Any]:
 
 
 def table(runs: ByName, names: Sequence[str], judged: Judged, heading: str = "mode") -> list[list[str]]:
-    """Return a table of speed, memory and metrics with one row per contender. `heading` is that of their names."""
+    """Return a table of speed, memory and metrics: a row of headings, then one row per contender.
+
+    `names`: the contenders, the baseline first. `heading`: that of their names.
+    """
     from engine.measure.throughput import shown_rate
 
     # Where another metric decides, the usual metric of the task is shown too: it is what the winner may lose in.
-    measured = set[str]()
+    keys_of_metrics = set[str]()  # such as last_acc1, in any run
     for runs_of_contender in runs.values():
-        measured = measured.union(*runs_of_contender.values())
-    usual = [task.best for task in TASKS if f"last_{task.best.name}" in measured and task.best is not judged.metric]
+        keys_of_metrics = keys_of_metrics.union(*runs_of_contender.values())
+    usual = []
+    for task in TASKS:
+        is_measured = f"last_{task.best.name}" in keys_of_metrics
+        if is_measured and task.best is not judged.metric:
+            usual.append(task.best)
     head = [heading, "runs", "images/s", "s/epoch", "speed", "peak memory"]
     head += [f"last {judged.metric.heading}", f"best {judged.metric.heading}"]
     head += [f"last {metric.heading}" for metric in usual]
@@ -390,12 +410,14 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, heading: str = "mo
 
     rows = [head]
     digits = judged.digits + 1
+    baseline, *others = names
+    comparisons = max(len(others), 1)
     for name in names:
         metrics = list(runs.get(name, {}).values())
         if not metrics:
             rows.append([name, "0"] + ["-" for _ in head[2:]])
             continue
-        speed = times_as_fast(runs[name], runs.get(names[0], {}), max(len(names) - 1, 1))
+        speed = times_as_fast(runs[name], runs.get(baseline, {}), comparisons)
         row = [
             name,
             str(len(metrics)),
@@ -406,12 +428,12 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, heading: str = "mo
             _spread(judged.values(metrics), digits),
             _spread(values_of(metrics, f"best_{judged.metric.name}"), digits),
         ]
-        if name == names[0]:
+        if name == baseline:
             row[head.index("speed")] = "1"
         row += [_spread(replace(judged, metric=metric).values(metrics), 2) for metric in usual]
         row.append(str(sum(of_run["skipped"] for of_run in metrics)))
         rows.append(row)
-    if len(names) == 1:
+    if not others:  # there is nothing to compare the speed with
         speed_column = head.index("speed")
         for row in rows:
             del row[speed_column]
@@ -431,9 +453,9 @@ def sentences(comparison: dict[str, Any]) -> list[str]:
     lines = in_words(comparison["verdicts"])
     rows = comparison["runs"]
     judged = judged_of(comparison)
-    alone = len(comparison["compared"]) == 1
+    alone = len(comparison["compared"]) == 1  # a cross-validation of one recipe
     if alone and rows:
-        lines = of_all_folds(comparison)
+        lines = _words_on_only_contender(comparison)
 
     # If no contender is better than guessing, the comparison means nothing.
     guessing = values_of(rows, "largest_class_percent")
@@ -442,7 +464,8 @@ def sentences(comparison: dict[str, Any]) -> list[str]:
         values = judged.values(runs_of_contender.values())
         if values:
             means.append(statistics.fmean(values))
-    if judged.metric is ONE_LABEL.best and guessing and means and max(means) <= max(guessing):
+    is_guessing = bool(guessing and means) and max(means) <= max(guessing)
+    if judged.metric is ONE_LABEL.best and is_guessing:
         subject = "this is not" if alone else "none is"
         lines.append(
             f"{subject} better than always guessing the largest class, which has "
@@ -451,26 +474,28 @@ def sentences(comparison: dict[str, Any]) -> list[str]:
     return lines + comparison["troubles"] + comparison["data"]
 
 
-def of_all_folds(comparison: dict[str, Any]) -> list[str]:
+def _words_on_only_contender(comparison: dict[str, Any]) -> list[str]:
     """Say how good the only contender of a cross-validation is, by the images of all its folds."""
     (name,) = comparison["compared"]
     rows = comparison["runs"]
     folds = comparison["folds"]
     judged = judged_of(comparison)
     results = list[str]()
-    values = judged.values(rows)
+    # The accuracy over the images of all folds, unless predictions are missing or images have several labels.
     accuracy = comparison.get("all_folds", {}).get(name)
     if accuracy:
-        images = f"{accuracy['right']:,} of the {counted(accuracy['images'], 'image')}"
-        if len(rows) != folds:
-            images += f" of {len(rows)} of {folds} folds"
+        right = f"right on {accuracy['right']:,} of the {counted(accuracy['images'], 'image')}"
+        if len(rows) != folds:  # some folds are not trained
+            right += f" of {len(rows)} of {folds} folds"
         interval = Interval(accuracy["low"], accuracy["high"]).words()
-        results.append(f"accuracy {accuracy['acc1']:.2f} %, right on {images} (95 % interval {interval})")
+        results.append(f"accuracy {accuracy['acc1']:.2f} %, {right} (95 % interval {interval})")
+    # The metric that decides, by fold.
+    values = judged.values(rows)
     if values:
         lowest = judged.metric.number(min(values))
         highest = judged.metric.number(max(values))
         by_fold = f"{spread(values, judged.digits + 1)} ({lowest} to {highest})"
-        results.append(f"{judged.words}{judged.whose} from fold to fold {by_fold}")
+        results.append(f"{judged.words}{judged.weights_phrase} from fold to fold {by_fold}")
     training_part = f"{100 * (folds - 1) / folds:.0f} %"
     return [
         f"{name}: {'; '.join(results)}",
@@ -483,24 +508,26 @@ def of_all_folds(comparison: dict[str, Any]) -> list[str]:
 def notes(comparison: dict[str, Any]) -> list[str]:
     """Return notes on how the metrics were measured, and on their noise."""
     rows = comparison["runs"]
-    by = unit(rows)  # seed or fold
+    seed_or_fold = seed_or_fold_of(rows)
     rounds = comparison.get("folds") or len(comparison["seeds"])
     judged = judged_of(comparison)
     lines = [
-        f"images/s: median over a run's log lines except the first, then over the {by}s",
-        f"{judged.words}: after the last epoch{judged.whose}, mean ± standard deviation over the {by}s",
+        f"images/s: median over a run's log lines except the first, then over the {seed_or_fold}s",
+        f"{judged.words}: after the last epoch{judged.weights_phrase}, mean ± standard deviation "
+        f"over the {seed_or_fold}s",
         f"best {judged.metric.words}: over all validations of any of the weights that a run keeps",
     ]
     if comparison["device"].startswith("cpu"):
         lines.append("memory: peak of the whole process, libraries and data included, because there is no GPU")
     if len(comparison["compared"]) == 1:
         return lines
-    lines.insert(1, f"speed: geometric mean, over the {by}s, of the ratio to the baseline's images/s")
+    # Notes on comparisons. That on the speed follows the one on images/s.
+    lines.insert(1, f"speed: geometric mean, over the {seed_or_fold}s, of the ratio to the baseline's images/s")
     variations = [variation(repeated.values()) for repeated in by_name(rows).values() if len(repeated) > 1]
     if variations:
         lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (max(variations) - 1):.0f} %")
     if 1 < rounds < 5:
-        lines.append(f"{rounds} {by}s are few: only large differences in {judged.words} show")
+        lines.append(f"{rounds} {seed_or_fold}s are few: only large differences in {judged.words} show")
     if any(row["start_up_counted"] for row in rows):
         lines.append("some runs have only slow first updates: the verdict leaves their speed out")
     return lines

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "such as -vary DATA.SAMPLER=shuffle,balanced"
 DEFAULT_MODES = "fp32,auto"
-FOR_ONE = "judge one recipe with -folds 5, without -modes"
+TO_JUDGE_ONE_RECIPE = "judge one recipe with -folds 5, without -modes"
 SET_BY_MODE = {
     **dict.fromkeys(("AMP.ENABLED", "AMP.DTYPE", "AMP.LEVEL"), "list the precisions to compare in -modes"),
     "AMP.TF32": "list tf32 in -modes",
@@ -61,7 +61,9 @@ SET_PER_RUN = {
     "TRAIN.LAST_EPOCH": "leave it out, since every run starts at epoch 1",
 }
 """Settings that compare.py sets for each run -> what to give instead."""
-UNLESS_EPOCHS_AUTO = {"MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes; or give -epochs auto, too"}
+REFUSED_UNLESS_EPOCHS_AUTO = {
+    "MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes; or give -epochs auto, too"
+}
 """Settings that are refused unless TRAIN.NUM_EPOCHS is auto -> what to do instead."""
 SET_PER_FOLD = {
     "DATA.FOLD": "leave out DATA.FOLD to validate on each fold, or leave out -folds to validate only on this one"
@@ -69,7 +71,7 @@ SET_PER_FOLD = {
 """Settings that compare.py sets for each run with -folds -> what to give instead."""
 NOT_VARIED = (
     SET_PER_RUN
-    | UNLESS_EPOCHS_AUTO
+    | REFUSED_UNLESS_EPOCHS_AUTO
     | {
         "DATA.FOLD": "give -folds",
         "SAVE": "every run has a folder of its own",
@@ -128,23 +130,27 @@ class Contender:
         return re.sub(r"[^A-Za-z0-9.+-]+", "-", self.name.replace("_", "-")).strip("-.")
 
     def load(self, line: ToolLine, more: Mapping[str, tuple[Any, str]] | None = None) -> Loaded:
-        """Read its settings: those of the command line, those of its values, and `more`, with their sources."""
+        """Read the contender's settings: those of the command line, those of its values, and `more`.
+
+        `more`: key of a setting -> its value, and the flag or script that gives it.
+        """
         cfg = line.run.cfg
         flags = dict[str, tuple[Any, str]]()
-        words = dict(line.run.words)
+        words = dict(line.run.words)  # KEY=VALUE of the command line; the contender's come on top
         for value in self.values:
             cfg = value.cfg or cfg
             flags |= value.flags
             words |= value.words
-        run = replace(line.run, cfg=cfg, words=words)
-        return replace(line, run=run).load({**flags, **(more or {})})
+        settings_of_run = replace(line.run, cfg=cfg, words=words)
+        return replace(line, run=settings_of_run).load({**flags, **(more or {})})
 
     def run(self, line: ToolLine, out: Path, seed: int, fold: Fold | None, loaded: Loaded, metric: Metric) -> Run:
-        """Return its run with this seed and fold, in a folder below `out`.
+        """Return the run of this contender with this seed and fold, in a folder below `out`.
 
-        `loaded` are its settings as `load` returns them. `metric` is the one that decides the comparison; a metric that
-        can choose the best checkpoint does so, unless the settings name another one.
+        `loaded`: the contender's settings as `load` returns them. `metric`: the one that decides the comparison. If it
+        can choose the best checkpoint of a run, it does so, unless the settings name another metric for that.
         """
+        # Settings of this run alone, each as its value and who gives it.
         own_settings: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
         folder_ending = f"{seed}"
         if fold is not None:
@@ -154,9 +160,10 @@ class Contender:
             own_settings["MAX_TIME"] = (None, "compare.py")
         run = Run(self.name, seed, loaded.config, out / f"{self.file_name}-{folder_ending}", fold)
         if metric.decides and loaded.is_default(BEST_BY):
-            # A run that has begun keeps the metric by which it chooses its best checkpoint.
+            best_by = metric.name
             has_begun = run.settings_file.exists()
-            best_by = load_config(str(run.settings_file)).config.SAVE_BEST_BY if has_begun else metric.name
+            if has_begun:  # it keeps the metric by which it chooses its best checkpoint
+                best_by = load_config(str(run.settings_file)).config.SAVE_BEST_BY
             own_settings[BEST_BY] = (best_by, "-metric")
         return replace(run, config=self.load(line, own_settings).config)
 
@@ -211,10 +218,11 @@ def _parse_value(name: str, label: str, text: str) -> Value:
     flag = BY_NAME.get(name)
     if flag is not None and flag.keys:
         try:
-            given = [text] if flag.append else flag.kind(text)
+            flag_value = [text] if flag.append else flag.kind(text)  # flags that may be repeated collect a list
         except ValueError as error:
             raise UserError(f"-vary {name}={text}: {error}.") from None
-        value = Value(f"{label}={redacted(text)}", flags=command_line({name: given}, {}).flags)
+        settings_of_flag = command_line({name: flag_value}, {}).flags
+        value = Value(f"{label}={redacted(text)}", flags=settings_of_flag)
     elif name in settings():
         value = Value(f"{label}={redacted(text)}", words={name: text})
     elif name.isupper():
@@ -249,15 +257,18 @@ class Run:
 
     @property
     def title(self) -> str:
-        """First line of that file, with a hash of the lists of DATA.EXCLUDE and DATA.RELABEL.
+        """First line of the settings file, which ends with a hash of the lists of DATA.EXCLUDE and DATA.RELABEL.
 
         The hash shows that the content of a list has changed, although the settings name the same file.
         """
         from datasets.exclude import read_rows, text_of
 
         data = self.config.DATA
-        # Without scores and order, which change by themselves when a table of labels is written again
-        rows = data.RELABEL and sorted((name, *row[1:]) for name, row in read_rows(data)[0].items())
+        rows: Any = data.RELABEL
+        if data.RELABEL:
+            # The scores and the order of the rows do not count. They change when a search writes the table again.
+            row_of, _ = read_rows(data)
+            rows = sorted((name, row.given, row.proposed, row.decision) for name, row in row_of.items())
         digest = hashlib.sha256(repr((text_of(data), rows)).encode()).hexdigest()
         return f"# {self.name}; made by vitamp, lists {digest}"
 
@@ -276,7 +287,7 @@ class Plan:
     """In the order of training."""
     device: str
     """Name of the device."""
-    many: bool
+    several_processes: bool
     """Whether -ngpus was given, so that main_multi_gpu.py trains the runs."""
     remarks: tuple[str, ...]
     """Lines for the log, before training."""
@@ -298,7 +309,11 @@ def read_seeds(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     numbers = [int(part) for part in parts if part.isdecimal()]
     is_list = "," in text
-    seeds = tuple(numbers) if is_list else tuple(range(sum(numbers)))
+    if is_list:
+        seeds = tuple(numbers)
+    else:
+        number_of_seeds = sum(numbers)  # the only number, or 0 if the text is none
+        seeds = tuple(range(number_of_seeds))
     if not seeds or len(numbers) < len(parts):
         raise UserError(f"-seeds {text}: give a number of seeds, such as 3, or a list, such as 0,1,5.")
     if len(set(seeds)) < len(seeds):
@@ -319,7 +334,7 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
         if mode.name in given_name_of:
             raise UserError(
                 f"-modes {text}: {given_name_of[mode.name]} and {given_name} are both {mode.name} on this device; list "
-                f"others, such as -modes fp32,bf16, compare settings with -vary, or {FOR_ONE}."
+                f"others, such as -modes fp32,bf16, compare settings with -vary, or {TO_JUDGE_ONE_RECIPE}."
             )
         given_name_of[mode.name] = given_name
     return tuple(mode for _, mode in named_modes)
@@ -331,9 +346,9 @@ def read_rounds(line: ToolLine) -> list[tuple[int, Fold | None]]:
     Without -folds, a round is a seed, and its fold is None. With -folds, a round is a fold, and all have one seed.
     """
     asked = line.asked
-    folds = line.asked.folds
+    folds = asked.folds
     if folds is None:
-        return [(seed, None) for seed in read_seeds(asked.seeds)]
+        return [(seed, None) for seed in read_seeds(asked.seeds)]  # -seeds is 3 by default
     seeds = read_seeds(asked.seeds) if "seeds" in line.given else (0,)
     if len(seeds) != 1:
         raise UserError(
@@ -346,10 +361,9 @@ def read_rounds(line: ToolLine) -> list[tuple[int, Fold | None]]:
 
 
 def check_given(line: ToolLine, refused: Mapping[str, str]) -> None:
-    """Raise UserError if the command line has one of these settings.
+    """Raise UserError if the command line has one of the settings in `refused`: key -> what to do instead.
 
-    It would override a setting that varies or that compare.py sets for each run, or have no effect. `refused` says for
-    each key what to do instead.
+    A refused setting would have no effect, or it would override what varies or what compare.py sets for each run.
     """
     for key, instead in refused.items():
         given_by = line.given_by(key)
@@ -373,7 +387,10 @@ def load_all(contenders: Sequence[Contender], line: ToolLine) -> dict[str, Loade
 
 
 def make_plan(line: ToolLine, out: Path) -> Plan:
-    """Plan the runs. Every error that can be found before training is found here."""
+    """Plan the runs: what varies, all combinations of that as contenders, and a run for each contender and round.
+
+    Every error that can be found before training is found here.
+    """
     asked = line.asked
     given_axes = read_axes(asked.vary)
     rounds = read_rounds(line)
@@ -383,24 +400,25 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     from tools.common.sessions import own_process
     from utils.distributed.world import ALONE
 
-    # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU. So
-    # another process queries it.
+    # Query the device. A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the
+    # whole GPU. So another process queries it.
     device = pick_device(baseline.config.DEVICE, ALONE)
-    many = baseline.config.NGPUS != -1 or bool(line.given_by("NGPUS"))
+    several_processes = baseline.config.NGPUS != -1 or bool(line.given_by("NGPUS"))
     if device.type == "cuda":
         with own_process() as process:
-            device_facts = process.submit(_query, modes_text, baseline.config, device, many).result()
+            device_facts = process.submit(_query, modes_text, baseline.config, device, several_processes).result()
     else:
-        device_facts = _query(modes_text, baseline.config, device, many)
+        device_facts = _query(modes_text, baseline.config, device, several_processes)
 
     remarks = list(device_facts.remarks)
     varied_keys = set(given_axes)
-    for values in given_axes.values():
-        varied_keys |= values[0].keys
+    for first_value, *_ in given_axes.values():  # all values of an axis set the same keys
+        varied_keys |= first_value.keys
     if not varied_keys.isdisjoint(validation_keys(baseline.config) + ["DATA.PART", "cfg"]):
         remarks.append("what varies may change what is validated on: then the metrics cannot be compared")
 
-    # Modes are the first axis. If nothing varies, the only contender is named after the recipe or the run.
+    # Contenders are all combinations of the values of all axes. Modes are the first axis. If nothing varies, the only
+    # contender is named after the recipe or the run.
     axes = given_axes
     if device_facts.modes:
         axes = {"modes": tuple(map(Value.of_mode, device_facts.modes)), **given_axes}
@@ -408,29 +426,30 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
         recipe = Path(line.run.cfg or baseline.config.MODEL.NAME).absolute()
         axes = {"cfg": (Value(recipe.parent.name if recipe.name == CONFIG else recipe.stem),)}
     contenders = tuple(map(Contender, itertools.product(*axes.values())))
-    loaded = load_all(contenders, line)
-    judged = judged_by(asked.metric, asked.weights, [of_contender.config for of_contender in loaded.values()])
+    loaded_by_name = load_all(contenders, line)
+    judged = judged_by(asked.metric, asked.weights, [loaded.config for loaded in loaded_by_name.values()])
 
+    # Plan a run of each contender in each round.
     runs = []
     for (seed, fold), contender in alternating_order(contenders, rounds):
-        runs.append(contender.run(line, out, seed, fold, loaded[contender.name], judged.metric))
+        runs.append(contender.run(line, out, seed, fold, loaded_by_name[contender.name], judged.metric))
     check_runs(runs)
     best_by = ", ".join(dict.fromkeys(run.config.SAVE_BEST_BY for run in runs))
     if asked.metric or best_by != judged.metric.name:
         verdict = f"the verdict is of {judged.words} after the last epoch"
         remarks.append(f"{BEST_BY} {best_by}: chooses the best checkpoint of each run; {verdict}")
 
-    # What the settings of several contenders remark is logged once.
+    # A remark on the settings of several contenders is logged once.
     remarks_on_settings = dict[str, None]()
-    for of_contender in loaded.values():
-        remarks_on_settings |= dict.fromkeys(of_contender.notes + of_contender.warnings)
+    for loaded in loaded_by_name.values():
+        remarks_on_settings |= dict.fromkeys(loaded.notes + loaded.warnings)
     return Plan(
-        contenders=tuple(loaded),
+        contenders=tuple(loaded_by_name),
         judged=judged,
         folds=asked.folds,
         runs=tuple(runs),
         device=device_facts.name,
-        many=many,
+        several_processes=several_processes,
         remarks=tuple(remarks_on_settings) + tuple(remarks),
         varied=tuple(given_axes),
         budget_min=asked.budget_min,
@@ -439,10 +458,11 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
 
 
 def _load_baseline(line: ToolLine, axes: Axes) -> tuple[Loaded, str | None]:
-    """Return the settings of the baseline, which has the first value of each axis, and the text of -modes.
+    """Return the settings of the baseline, and the text of -modes; None if modes are not compared.
 
-    The text is DEFAULT_MODES if nothing else varies, and None if modes are not compared. Raises UserError for settings
-    on the command line that contradict what varies.
+    The baseline has the first value of each of `axes`, which are what -vary gives. Without -modes, -vary and -folds,
+    DEFAULT_MODES are compared. Raises UserError for settings on the command line that this comparison varies or sets
+    itself.
     """
     asked = line.asked
     if "cfg" in axes and line.run.cfg is not None:
@@ -450,8 +470,9 @@ def _load_baseline(line: ToolLine, axes: Axes) -> tuple[Loaded, str | None]:
     modes_text = asked.modes or (None if axes or asked.folds else DEFAULT_MODES)
     if modes_text and len([mode for mode in modes_text.split(",") if mode.strip()]) < 2:
         example = "such as fp32,bf16; the first is the baseline"
-        raise UserError(f"-modes {modes_text}: list at least two, {example}. Or {FOR_ONE}.")
+        raise UserError(f"-modes {modes_text}: list at least two, {example}. Or {TO_JUDGE_ONE_RECIPE}.")
 
+    # Refuse settings that each run, fold, mode or value of an axis sets.
     refused = dict(SET_PER_RUN)
     if asked.folds:
         refused |= SET_PER_FOLD
@@ -463,9 +484,10 @@ def _load_baseline(line: ToolLine, axes: Axes) -> tuple[Loaded, str | None]:
     check_given(line, refused)
 
     # Loading imports torch, so the command line is checked before.
-    baseline = Contender(tuple(values[0] for values in axes.values())).load(line)
+    first_values = tuple(values[0] for values in axes.values())
+    baseline = Contender(first_values).load(line)
     if baseline.config.TRAIN.NUM_EPOCHS != AUTO:
-        check_given(line, UNLESS_EPOCHS_AUTO)
+        check_given(line, REFUSED_UNLESS_EPOCHS_AUTO)
     check_one_training(baseline, "compare.py")
     return baseline, modes_text
 
@@ -481,8 +503,11 @@ class DeviceFacts(NamedTuple):
     """Name of the device"""
 
 
-def _query(modes_text: str | None, config: Config, device: torch.device, many: bool) -> DeviceFacts:
-    """Query the device. `modes_text` is that of -modes, or None; `many` as in `Plan`."""
+def _query(modes_text: str | None, config: Config, device: torch.device, several_processes: bool) -> DeviceFacts:
+    """Query the device: its name, the precisions that it supports of those in -modes, and remarks for the log.
+
+    `modes_text`: the text of -modes, or None. `several_processes`: whether main_multi_gpu.py trains the runs.
+    """
     from engine.machine.device import describe_device, visible_devices
     from tools.common.precisions import emulated
 
@@ -492,7 +517,7 @@ def _query(modes_text: str | None, config: Config, device: torch.device, many: b
         warning = emulated(mode, device)
         if warning:
             remarks.append(f"{mode.name}: {warning}")
-    if many:
+    if several_processes:
         processes = counted(visible_devices(config), "process")
         remarks.append(f"each run: {processes}, started by {started_as('main_multi_gpu.py')} (-ngpus)")
     return DeviceFacts(modes, remarks, describe_device(device))
@@ -501,7 +526,7 @@ def _query(modes_text: str | None, config: Config, device: torch.device, many: b
 def check_runs(runs: Sequence[Run], again: bool = False) -> None:
     """Raise UserError for settings that training would refuse, and for folders that have other runs.
 
-    `again` deletes the runs, so that they are trained anew.
+    With `again`, folders of earlier runs are first deleted, so that the runs are trained anew.
     """
     from engine.preflight import check
 
@@ -515,9 +540,10 @@ def check_runs(runs: Sequence[Run], again: bool = False) -> None:
         if run.settings_file.exists():
             earlier = load_config(str(run.settings_file)).config
             changed = [text for text in differences(earlier, run.config) if text.partition(":")[0] not in MAY_DIFFER]
-            # The title ends with a hash of the lists of images, unless an earlier version wrote it.
-            title = run.settings_file.read_text(encoding="utf-8").partition("\n")[0]
-            if ", lists " in title and title.split()[-1] != run.title.split()[-1]:
+            # The last word of the title is a hash of the lists of images, unless an earlier version wrote it.
+            title, _, _ = run.settings_file.read_text(encoding="utf-8").partition("\n")
+            has_hash = ", lists " in title
+            if has_hash and title.split()[-1] != run.title.split()[-1]:
                 changed.append("DATA.EXCLUDE or DATA.RELABEL: other lines")
             if changed:
                 raise UserError(
@@ -563,38 +589,40 @@ class Trained:
 def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budget | None = None) -> Trained:
     """Train all runs of a plan that are not finished, as long as the time limit allows.
 
-    `after_each` is called after each run, and at the end. `budget` is the time limit of an earlier plan, which this one
-    shares; without it, `plan.budget_min` sets a new one.
+    `after_each` is called after each run that has finished or failed, and at the end. `budget` is the time limit of an
+    earlier plan, which this one shares; without it, `plan.budget_min` sets a new one.
     """
     if budget is None and plan.budget_min:
         budget = Budget(60 * plan.budget_min)
     done = Trained(budget=budget)
-    seconds_of = dict[str, list[float]]()  # contender -> durations of its finished runs
+    durations = dict[str, list[float]]()  # contender -> seconds of its finished runs
     total = len(plan.runs)
     finished = [run for run in plan.runs if is_finished(run.folder)]
     for run in finished:
-        seconds_of.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
+        durations.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
     with terminating(), progress_bar(total, "runs") as bar:
         # Finished runs come first, and take none of the time that the bar divides by.
         bar.initial = len(finished)
-        for number, run in enumerate(sorted(plan.runs, key=lambda run: run not in finished), start=1):
+        finished_first = sorted(plan.runs, key=lambda run: run not in finished)
+        for number, run in enumerate(finished_first, start=1):
             bar.set_description_str(run.name)
-            bar.update(number - 1 - bar.n)
-            seconds_left = _seconds_left(run, seconds_of)
+            bar.update(number - 1 - bar.n)  # to number - 1: by 0, or from `initial` on by 1
+            seconds_left = _seconds_left(run, durations)
             if is_finished(run.folder):
                 log.info("%d of %d: %s: already finished", number, total, run.name)
             elif budget is not None and not budget.allows(seconds_left):
                 done.left_out.append(run.name)
-                if plan.budget_min and seconds_left > 60 * plan.budget_min:
+                takes_more_than_budget = plan.budget_min and seconds_left > 60 * plan.budget_min
+                if takes_more_than_budget:  # repeating the command would not help
                     done.advice = f"{run.name} takes about {clock(seconds_left)} more: give a larger -budget_min"
                 continue
             else:
                 began = time.monotonic()
-                failure = _train_to_end(run, plan.many)
+                failure = _train_to_end(run, plan.several_processes)
                 if failure is None:
                     metrics = metrics_of(run.folder)
-                    seconds_of.setdefault(run.contender, []).append(metrics["seconds"])
-                    last_value = plan.judged.of(metrics)
+                    durations.setdefault(run.contender, []).append(metrics["seconds"])
+                    last_value = plan.judged.last_value(metrics)
                     metric = plan.judged.metric
                     reached = "" if last_value is None else f"{metric.words} {metric.number(last_value)}, "
                     duration = clock(time.monotonic() - began)
@@ -607,39 +635,45 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
     return done
 
 
-def _seconds_left(run: Run, seconds_of: Mapping[str, list[float]]) -> float:
+def _seconds_left(run: Run, durations: Mapping[str, list[float]]) -> float:
     """Estimate how long a run will take, less the time it has trained already.
 
-    The estimate is the mean of finished runs: of this contender, of all if it has none, or 0 if there are none.
+    `durations`: seconds of the finished runs of each contender. The estimate is the mean of those of this contender; if
+    it has none, the mean of all; if there are none at all, 0.
     """
-    seconds = seconds_of.get(run.contender) or list(itertools.chain.from_iterable(seconds_of.values()))
+    seconds = durations.get(run.contender) or list(itertools.chain.from_iterable(durations.values()))
     mean = sum(seconds) / max(len(seconds), 1)
-    return max(0.0, mean - History.of_run(run.folder).seconds)
+    seconds_trained = History.of_run(run.folder).seconds
+    return max(0.0, mean - seconds_trained)
 
 
-def _train_to_end(run: Run, many: bool) -> str | None:
-    """Train one run until it has finished. Returns the reason if it has not, else None."""
-    failure = train_run(run, many=many)
+def _train_to_end(run: Run, several_processes: bool) -> str | None:
+    """Train one run until it has finished. Returns the reason if it has not, else None.
+
+    With TRAIN.NUM_EPOCHS auto, a run plans its epochs by MAX_TIME. If it is slower than planned, the time ends before
+    its last epoch; then it is resumed, and trains what is left beyond MAX_TIME.
+    """
+    failure = train_run(run, several_processes=several_processes)
     if failure is None and run.config.TRAIN.NUM_EPOCHS == AUTO and not is_finished(run.folder):
         log.warning("%s was slower than it had planned; beyond MAX_TIME, it trains what is left", run.name)
-        failure = train_run(run, many=many)
+        failure = train_run(run, several_processes=several_processes)
     if failure is None and not is_finished(run.folder):
         return "exit code 0, but it did not finish"
     return failure
 
 
-def train_run(run: Run, *arguments: str, many: bool = False) -> str | None:
+def train_run(run: Run, *arguments: str, several_processes: bool = False) -> str | None:
     """Train or resume one run. Returns the reason if it fails, else None.
 
-    `arguments` are added to its command line. `many` trains by main_multi_gpu.py.
+    `arguments` are added to its command line. `several_processes`: whether main_multi_gpu.py trains it.
     """
     if not run.settings_file.exists():  # `check_runs` of a later command compares its settings with this file
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(run.settings_file, redacted(f"{run.title}\n{to_yaml(run.config)}"))
-    script = "main_multi_gpu.py" if many else "main_single_gpu.py"
+    script = "main_multi_gpu.py" if several_processes else "main_single_gpu.py"
     command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
     command += arguments
-    # No file has the password of a URL, so each start gets such settings as the user gave them.
+    # The file has no passwords, which URLs may contain. So settings with a password are arguments of each start.
     texts = [f"{key}={one_line(value)}" for key, value in values_by_key(run.config).items()]
     command += [text for text in texts if redacted(text) != text]
     with tempfile.TemporaryFile() as output:
@@ -672,7 +706,10 @@ def _forward_signal(process: subprocess.Popen[bytes], signal_number: int) -> Non
 
 @contextlib.contextmanager
 def terminating() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM inside the context, so that the run in progress gets the signal too."""
+    """Raise `Terminated` on SIGTERM inside the context. It is a KeyboardInterrupt, as Ctrl-C raises.
+
+    `train_run`, which waits for the run in progress, catches it and forwards the signal to that run.
+    """
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         raise Terminated

@@ -153,8 +153,8 @@ def random_halves(images: int, groups: Sequence[str]) -> tuple[list[int], list[i
 def _keep(file: Path, chosen: Chosen, new: Fitted, gain: Difference, harm: Difference | None) -> str:
     """Keep the new temperature if it surely helps, remove an earlier one that surely harms, and say so in words.
 
-    `gain`: how much the new one lowers the NLL, by cross-fitting. `harm`: how much the earlier one raises it; None
-    without one.
+    `file`: the run's file of temperatures. `gain`: how much the new one lowers the NLL, by cross-fitting. `harm`: how
+    much the earlier one raises it; None if there is no earlier one.
     """
     helps = gain.seen and gain.value > 0
     harms = harm is not None and harm.seen and harm.value > 0
@@ -177,6 +177,8 @@ def _keep(file: Path, chosen: Chosen, new: Fitted, gain: Difference, harm: Diffe
     elif earlier and harm is not None:
         fate = "is removed, since it makes the NLL of these images higher, beyond chance" if harms else "stays"
         words += f" The earlier {earlier.words}, {fate}: it changes the NLL by {harm.value:+.4f}."
+
+    # Write the temperatures of all weights of the run. These weights are recognised by the hashes of their files.
     temperatures = read_calibrations(chosen.place)
     if helps or harms:
         temperatures = [fitted for fitted in temperatures if fitted.sha256 != chosen.hashes]
@@ -195,25 +197,28 @@ def about_calibration(trained: Trained, part: Part, evaluation: Evaluation) -> l
         return []
     by_chance = evaluation.chance.words(evaluation.ece)
     sentences = [by_chance] if by_chance else []
-    if trained.others:
+    if trained.others:  # the mean of several models has no temperature
         return sentences
 
-    fitted = trained.chosen.calibration
-    if trained.calibrated and isinstance(fitted, Fitted):
-        fitted_on_these = (fitted.data, fitted.images) == (part.title, len(part.dataset))
-        if fitted_on_these:
-            words = ""
+    # The metrics are too low if the temperature was fitted to these very logits: the same images, prepared and computed
+    # in the same way. A temperature of another kind, such as a published one, was fitted to other images.
+    temperature = trained.chosen.calibration
+    if trained.calibrated and isinstance(temperature, Fitted):
+        fitted_on_these_images = (temperature.data, temperature.images) == (part.title, len(part.dataset))
+        if fitted_on_these_images:
+            too_low = ""
             input_now = json.loads(json.dumps(input_of(trained.config.DATA)))  # tuples are lists, as in the run's file
-            if not trained.flip and (fitted.precision, fitted.input) == (trained.precision.name, input_now):
-                words = ", so calibration error and NLL are a little too low; cross-fitted, the NLL is {nll:.4f}"
-                words = words.format_map(fitted.crossfitted)
-            sentences.append(f"The temperature was fitted on these images{words}.")
+            if not trained.flip and (temperature.precision, temperature.input) == (trained.precision.name, input_now):
+                nll = temperature.crossfitted["nll"]
+                too_low = f", so calibration error and NLL are a little too low; cross-fitted, the NLL is {nll:.4f}"
+            sentences.append(f"The temperature was fitted on these images{too_low}.")
 
     # Propose -calibrate where it would not refuse, and the error is large and beyond chance.
     wrong = int((evaluation.rows.guess != evaluation.rows.label).sum())
+    # MEMORISED: splits that include training images
     accepted = evaluation.images >= FEWEST and wrong > 1 and trained.config.DATA.PART not in command_line.MEMORISED
-    large_ece = evaluation.ece > max(LARGE_ECE, evaluation.chance.percentile_95)
-    if accepted and large_ece and not fitted:
+    has_large_ece = evaluation.ece > max(LARGE_ECE, evaluation.chance.percentile_95)
+    if accepted and has_large_ece and not temperature:
         sentences += _propose_calibration(trained.config, evaluation)
     return sentences
 
@@ -223,19 +228,20 @@ def _propose_calibration(config: Config, evaluation: OneLabel) -> list[str]:
     confidence = 100 * float(evaluation.rows.confidence.mean())
     accuracy = evaluation.values[TOP1]
     how = "overconfident" if confidence > accuracy else "underconfident"
-    soft_labels = config.TRAIN.SMOOTHING or config.TRAIN.mixes
-    because = ", as label smoothing and mixing make it" if confidence < accuracy and soft_labels else ""
-    where = ", without -part," if config.DATA.PART == "test" else ""
+    has_soft_labels = config.TRAIN.SMOOTHING or config.TRAIN.mixes  # `mixes`: MixUp or CutMix
+    because = ", as label smoothing and mixing make it" if confidence < accuracy and has_soft_labels else ""
+    without_part = ", without -part," if config.DATA.PART == "test" else ""  # test images only measure
     return [
         f"The model is {how}{because}: mean confidence {confidence:.1f} %, top-1 {accuracy:.1f} %.",
-        f"-calibrate{where} fits a temperature, and keeps it if it surely helps.",
+        f"-calibrate{without_part} fits a temperature, and keeps it if it surely helps.",
     ]
 
 
 def _file_for(trained: Trained) -> Path:
-    """The file of the run in which the temperature is kept.
+    """Return the file of the run in which the temperature is kept.
 
-    Raises UserError, before images are read, if the model cannot be calibrated or the file cannot be written.
+    Raises UserError, before images are read, if the file cannot be written or the model cannot be calibrated: it has
+    several labels per image, or is not in the folder of a run.
     """
     place = trained.chosen.place
     if trained.task.kind != ONE_LABEL:
@@ -243,7 +249,7 @@ def _file_for(trained: Trained) -> Path:
             "-calibrate: needs one label per image. With several, each class has a threshold of its own, which belongs "
             "to the probabilities as they are."
         )
-    run = run_folder_of(place) if trained.chosen.checkpoint else None
+    run = run_folder_of(place) if trained.chosen.checkpoint else None  # a file of weights alone is in no run
     if run is None:
         raise UserError(f"-calibrate: {place} is not in a run's folder, where the temperature is kept; name the run.")
     try:
@@ -256,23 +262,23 @@ def _file_for(trained: Trained) -> Path:
 def fit_temperature(logits: Tensor, labels: Tensor, which: str = "these") -> float:
     """Find the temperature T with the lowest NLL, in double precision. The NLL has one minimum in log T.
 
-    `which`: of which images, for errors. Raises UserError if all are classified correctly, as then a smaller T always
-    has a lower NLL, and if the minimum is not between `SMALLEST` and `LARGEST`.
+    `which`: word for the images in errors, 'in these images'. Raises UserError if all are classified correctly, as then
+    a smaller T always has a lower NLL, and if the minimum is not between `SMALLEST` and `LARGEST`.
     """
     from scipy.optimize import minimize_scalar  # takes a while to import
 
     def nll(log_temperature: float) -> float:
         return float(F.cross_entropy(logits.double() / math.exp(log_temperature), labels))
 
-    bounds = math.log(SMALLEST), math.log(LARGEST)
-    minimum: Any = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
-    log_temperature = float(minimum.x)
     if bool((logits.argmax(1) == labels).all()):
         raise UserError(
             f"-calibrate: in {which} images, all are classified correctly. The surer the model, the lower their NLL, "
             "so no temperature is the best. Name more images, so that each half of them has some that are classified "
             "wrongly (-data_path DIR). The run's probabilities stay as they were."
         )
+    bounds = math.log(SMALLEST), math.log(LARGEST)
+    minimum: Any = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+    log_temperature = float(minimum.x)
     at_bound = min(abs(log_temperature - bound) for bound in bounds) < 1e-3
     if at_bound:
         raise UserError(

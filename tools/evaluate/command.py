@@ -88,7 +88,7 @@ OWN = (
 TOOL = command_line.Tool(
     "evaluate.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPOINT", "the model, or several", "*"),)
 )
-OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")
+CLASSIFIER_FLAGS = ("calibrate", "no_calibration", "tta")
 """Own flags about the classifier and its probabilities"""
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
 """Settings that say which model is evaluated, which the first argument does"""
@@ -96,8 +96,10 @@ REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CL
 
 @command_line.tool
 def main(argv: list[str]) -> int:
+    """Read the command line, evaluate the models that it names, write -json, and return the exit code."""
     line = TOOL.read(argv)
     asked = line.asked
+    # The command line may name several models. `path` becomes the first one, for what takes a single model.
     asked.models = asked.path or []
     asked.path = asked.models[0] if asked.models else None
     json_file = line.file("json", ".json")
@@ -109,17 +111,17 @@ def main(argv: list[str]) -> int:
     _check(line, features_flag)
     if line.given_by("NGPUS"):
         log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
-    flags = {**line.run.flags, "EVAL": (True, "evaluate.py")}
-    # For features the training images vote, so both splits are needed.
+    flags = {**line.run.flags, "EVAL": (True, "evaluate.py")}  # each as its value and who gives it
+    # For features the training images vote, so others are evaluated by default.
     part = asked.part or ("val" if features_flag else None)
     if part:
         flags["DATA.PART"] = (part, "-part")
     given = replace(line.run, flags=flags)
-    models = _listed(line, "MODEL.NAME")
+    names = _listed(line, "MODEL.NAME")  # -model A,B names models of timm
     if not features_flag:
         results = _evaluate_classifier(given, asked)
-    elif len(models) > 1:
-        results = _probe_models(line, given, models)
+    elif len(names) > 1:
+        results = _probe_models(line, given, names)
     else:
         results = _evaluate_features(line, given)
     if json_file is not None and results:
@@ -140,7 +142,7 @@ def _evaluate_classifier(given: CommandLine, asked: Namespace) -> dict[str, Any]
     # Torch takes seconds to import; a wrong command fails at once.
     from engine.trained.model import load_trained, together
 
-    calibrated = not (asked.no_calibration or asked.calibrate)
+    calibrated = not (asked.no_calibration or asked.calibrate)  # whether probabilities have the kept temperature
 
     def load(path: Path | str) -> Trained:
         return load_trained(path, asked.weights, given=given, calibrated=calibrated)
@@ -150,14 +152,15 @@ def _evaluate_classifier(given: CommandLine, asked: Namespace) -> dict[str, Any]
         return _log_metrics(trained, given, asked)
     from tools.evaluate.calibrate import calibrate
 
-    calibrate(trained, given, asked.models[0])
+    calibrate(trained, given, asked.path)  # a single model, as `_check` makes sure
     return {}
 
 
 def _evaluate_features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]:
     """Run -knn or -probe for a run, or for the weights and the model that flags name.
 
-    Returns the metrics for the JSON file. They are empty on all ranks but the first.
+    `line`: the command line. `given`: its settings, with the split to evaluate (DATA.PART). Returns the metrics for the
+    JSON file. They are empty on all ranks but the first.
     """
     asked = line.asked
     world = read_world({}) or ALONE
@@ -169,25 +172,28 @@ def _evaluate_features(line: command_line.ToolLine, given: CommandLine) -> dict[
     if asked.path:
         trained = load_trained(asked.path, asked.weights, given=given, needs_labels=False, world=world)
     else:
+        # Each setting as its value and who gives it
         loaded = line.load({"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")})
         if not loaded.config.MODEL.PRETRAINED:
             raise UserError("-probe: MODEL.PRETRAINED is not set; add -pretrained FILE_OR_NAME.")
         log_lines(loaded.notes)
-        trained = pretrained(loaded.config.changed(DATA={"PART": given.flags["DATA.PART"][0]}), world)
+        part, _ = given.flags["DATA.PART"]
+        trained = pretrained(loaded.config.changed(DATA={"PART": part}), world)
     return evaluate_features(trained, given, asked, world)
 
 
 def _listed(line: command_line.ToolLine, key: str) -> list[str]:
-    """The values that the flag of a setting lists, separated by commas; empty without the flag."""
-    given = line.run.flags.get(key, ("",))  # the value, and which flag gave it
-    return [word for word in str(given[0]).split(",") if word]
+    """Return the values that the flag of a setting lists, separated by commas; empty without the flag."""
+    value, *_ = line.run.flags.get(key, ("",))  # the value, and which flag gave it
+    return [word for word in str(value).split(",") if word]
 
 
 def _probe_models(line: command_line.ToolLine, given: CommandLine, names: list[str]) -> dict[str, Any]:
     """Run -probe for each of these models, and log one table of all.
 
-    A model that fails is logged, and the others are evaluated. Returns the metrics for the JSON file, with the errors
-    of those that failed; empty on all ranks but the first.
+    `names`: timm's names of the models. `line`, `given`: see `_evaluate_features`. A model that fails is logged, and
+    the others are evaluated. Returns the metrics for the JSON file, with the errors of those that failed; empty on all
+    ranks but the first.
     """
     from models.weights.find import local_weights
     from tools.common.evaluation import INTERVALS
@@ -215,6 +221,7 @@ def _probe_models(line: command_line.ToolLine, given: CommandLine, names: list[s
     if not models:
         return {"failed": failed} if failed else {}
 
+    # The best model is the one whose chosen probe is the most accurate in folds of the training images.
     best = max(models, key=lambda model: model["probes"][model["chosen"]]["folds"])["model"]
     rows = [["", "parameters", "in folds", "", "seconds"]]
     for model in models:
@@ -226,9 +233,9 @@ def _probe_models(line: command_line.ToolLine, given: CommandLine, names: list[s
 
 
 def _rows_of_model(model: dict[str, Any], is_best: bool) -> list[list[str]]:
-    """Rows of the table of several models: one per metric of the model's chosen probe.
+    """Return rows of the table of several models: one per metric of the model's chosen probe.
 
-    `model`: its metrics, as `_evaluate_features` returns them.
+    `model`: its metrics, as `_evaluate_features` returns them. `is_best`: whether it is the best of the models.
     """
     from tools.common.evaluation import measured
 
@@ -239,9 +246,11 @@ def _rows_of_model(model: dict[str, Any], is_best: bool) -> list[list[str]]:
     rows = []
     for metric in metrics:
         row = [f"{model['model']}{mark}, {metric.words}", f"{model['parameters']:,}"]
+        # Metrics in folds of the training images, then on the evaluated images.
         for values in (probe["in_folds"], probe):
-            interval = values["intervals"].get(metric.name)
-            row.append(measured(values[metric.name], interval and Interval._make(interval)))
+            bounds = values["intervals"].get(metric.name)
+            interval = Interval._make(bounds) if bounds else None
+            row.append(measured(values[metric.name], interval))
         rows.append(row + [f"{model['seconds']:.0f}"])
     return rows
 
@@ -258,7 +267,7 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
     config = trained.config
     data, notes = open_part(trained, given)
     models = trained.all
-    log.setLevel("INFO")
+    log.setLevel("INFO")  # it was higher while the models were built
     for path, model in zip(asked.models, models, strict=True):
         log.info("%s: %s", path, model.chosen.with_calibration(model.calibrated))
         warn_of_images(config, model.chosen, data.dataset)
@@ -276,23 +285,29 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
     groups = data.dataset.groups()
     batches = ((logits, data.labels(labels)) for logits, labels in with_bar(trained, data.dataset))
     evaluation = evaluation_of(trained, batches, groups)
-    thresholds = "" if trained.task.kind == ONE_LABEL else f"; {trained.thresholds()[1]}"
-    source: Any = f"{chosen.place}"
-    name = chosen.which.name
-    column_title = chosen.which.mark or name
-    evaluated = f"{config.MODEL.NAME} of {chosen.place}"
+    thresholds = ""
+    if trained.task.kind != ONE_LABEL:
+        _, words_on_thresholds = trained.thresholds()
+        thresholds = f"; {words_on_thresholds}"
+    source: Any
     if trained.others:
         source = [f"{model.chosen.place}" for model in models]
         name = "mean"
         column_title = "mean"
-        evaluated = f"Mean of the probabilities of these {len(models)} models"
-    lines = [f"{evaluated}, in {trained.precision.name}{thresholds}", f"{data.title}: {evaluation.words()}", ""]
+        model_words = f"Mean of the probabilities of these {len(models)} models"
+    else:
+        source = f"{chosen.place}"
+        name = chosen.which.name  # of the set of weights
+        column_title = chosen.which.mark or name
+        model_words = f"{config.MODEL.NAME} of {chosen.place}"
+    lines = [f"{model_words}, in {trained.precision.name}{thresholds}", f"{data.title}: {evaluation.words()}", ""]
     lines += table_of(evaluation, column_title)
     lines += about_calibration(trained, data, evaluation)
     lines += [""] + evaluation.class_table(trained)
     log.info("%s", "\n".join(lines))
 
-    # Log what may make the metrics too good or too bad.
+    # Log what may make the metrics too good or too bad: groups, the choice of the best of several validations, images
+    # that are unusual for the model, copies of training images (each remark once), and images prepared otherwise.
     validations = max(validations_of(config, model.chosen) for model in models)
     remarks = [
         of_groups(groups),
@@ -319,11 +334,13 @@ def _log_metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict
 def _settings_of_evaluation_alone(trained: Trained, given: CommandLine) -> str:
     """Remark that predict.py and export.py prepare images otherwise than this evaluation, and how to change that.
 
-    '' if no setting on the command line changes how images are prepared.
+    '' if no setting on the command line changes how images are prepared. Otherwise, the remark names the command that
+    makes a run with the same weights and these settings.
     """
     from engine.inputs.batches import input_of
     from utils.config.load import config_of_weights
 
+    # Find the settings on the command line that change the input of the run's model, each taken alone.
     data_of_run = config_of_weights(trained.chosen).DATA
     settings = []
     for key in given.keys:
@@ -348,13 +365,16 @@ def _settings_of_evaluation_alone(trained: Trained, given: CommandLine) -> str:
 def _check(line: command_line.ToolLine, features_flag: str) -> None:
     """Raise UserError for flags that do not go together.
 
-    `features_flag`: -probe or -knn, whichever is given; '' without them.
+    `features_flag`: -probe or -knn, whichever is given; '' without them. Arguments are runs, checkpoints or files of
+    weights: `asked.models`, of which `asked.path` is the first. Without an argument, flags name model and weights.
     """
     asked = line.asked
     part = line.run.words.get("DATA.PART", asked.part)
     flag_of_one_model = features_flag or ("-calibrate" if asked.calibrate else "")
     if flag_of_one_model and len(asked.models) > 1:
         raise UserError(f"{flag_of_one_model}: takes one model, but {len(asked.models)} are given.")
+
+    # Flags of -probe and -knn
     if features_flag:
         _check_features(line, features_flag, part)
     elif asked.pool is not None:
@@ -363,21 +383,27 @@ def _check(line: command_line.ToolLine, features_flag: str) -> None:
         raise UserError(f"-out {asked.out}: the run that -probe saves; give that too.")
     if asked.out and is_run_folder(Path(asked.out)):
         raise UserError(f"-out {asked.out}: this folder has a run, which is not overwritten; name another folder.")
-    several = len(_listed(line, "MODEL.NAME")) > 1
-    names_weights = line.run.cfg or several or line.given_by("MODEL.PRETRAINED")
-    if asked.path is None and not (features_flag and names_weights):
+
+    # The model. Several names of timm's models (-model A,B) also stand for their pretrained weights.
+    has_several_names = len(_listed(line, "MODEL.NAME")) > 1
+    flags_name_weights = line.run.cfg or has_several_names or line.given_by("MODEL.PRETRAINED")
+    if asked.path is None and not (features_flag and flags_name_weights):
         raise UserError(
             "RUN_OR_CHECKPOINT is missing: name a run, a checkpoint or a file of weights. -probe and -knn also take "
             "weights of another program: -model NAME -pretrained FILE_OR_NAME, or the -cfg of a recipe that has both."
         )
+
+    # Flags beside -calibrate
     if asked.calibrate:
-        why = "-{}: does not go with -calibrate, which only fits a temperature; leave it out."
-        line.refuse(("tta", "json", "no_calibration"), why)
-        if part in command_line.MEMORISED:
+        message = "-{}: does not go with -calibrate, which only fits a temperature; leave it out."
+        line.refuse(("tta", "json", "no_calibration"), message)  # with the name of the flag for {}
+        if part in command_line.MEMORISED:  # train or all
             raise UserError(
                 f"-part {part}: the model was trained on these images, and is surer of them than of others; "
                 "-calibrate needs val or test."
             )
+
+    # Settings beside a run, which has its own, and the files of the models
     if asked.path is not None:
         _check_settings(line)
     for path in asked.models:
@@ -385,20 +411,24 @@ def _check(line: command_line.ToolLine, features_flag: str) -> None:
 
 
 def _check_features(line: command_line.ToolLine, features_flag: str, part: str | None) -> None:
-    """Raise UserError for flags that do not go with `features_flag`, which is -knn or -probe."""
+    """Raise UserError for flags that do not go with `features_flag`, which is -knn or -probe.
+
+    `part`: value of -part, the split to evaluate; None if it is not given.
+    """
     asked = line.asked
-    why = f"-{{}}: does not go with {features_flag}, which leaves out the classifier of the model."
-    line.refuse(OF_CLASSIFIER, why)
+    # `refuse` fills the name of the flag in for {}.
+    message = "-{}: does not go with " + f"{features_flag}, which leaves out the classifier of the model."
+    line.refuse(CLASSIFIER_FLAGS, message)
     if asked.path is None and "weights" in line.given:
         raise UserError(f"-weights {asked.weights}: chooses among those of a run, and no run is named; leave it out.")
-    if part in command_line.MEMORISED:
+    if part in command_line.MEMORISED:  # train or all
         learns = f"{features_flag} learns from the training images"
         raise UserError(f"-part {part}: {learns}, so it needs others: val or test.")
     if asked.probe and asked.knn is not None:
         raise UserError("-knn: leave it out; -probe shows it too.")
     models = len(_listed(line, "MODEL.NAME"))
+    weights = len(_listed(line, "MODEL.PRETRAINED"))
     if models > 1:
-        weights = len(_listed(line, "MODEL.PRETRAINED"))
         if not asked.probe or asked.path or asked.out:
             raise UserError("-model: several models need -probe, and neither a run nor -out.")
         if weights not in (0, models):

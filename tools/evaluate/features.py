@@ -8,7 +8,7 @@ import shlex
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,30 +41,33 @@ from utils.statistics.proportions import wilson
 from vitamp.metrics import BALANCED, KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pool_of
 
-COUNT = 20
-"""Neighbours that vote, beside -probe"""
-NAMED_BY = "-dataset imagefolder -data_path DIR"
+NEIGHBOURS_BESIDE_PROBE = 20
+"""Neighbours that vote with -probe, which shows their accuracy, too"""
+FLAGS_FOR_LABELS = "-dataset imagefolder -data_path DIR"
 """Flags that name labelled images, for errors"""
 
 
 def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, world: World) -> dict[str, Any]:
     """Evaluate the features of a model by -knn or -probe, and log the accuracy.
 
-    Returns the metrics for the JSON file; empty on all ranks but the first. With -out, saves the best probe as a run.
+    -knn classifies each image by its nearest training images. -probe does so, too, and fits linear classifiers. Returns
+    the metrics for the JSON file; empty on all ranks but the first. With -out, saves the best probe as a run.
     """
     weight_set = trained.chosen.which
     config = trained.config
     model = trained.model
     check_pool(model, asked.pool or POOLED)
 
-    # Compute the features of the training images and of the evaluated ones.
+    # Open the images, and choose the folds of -probe. Without -probe, these are not used.
     data, train_set, val_set = _open(trained, given, asked, world)
     train_data = data.changed(PART="train")
-    neighbours = min(COUNT if asked.probe else asked.knn, len(train_set))
+    neighbours = min(NEIGHBOURS_BESIDE_PROBE if asked.probe else asked.knn, len(train_set))
     fold_of = np.empty(0)
     about_folds = ""
     if asked.probe:
         fold_of, about_folds = folds_of(train_set, train_set.sample_labels(), data)
+
+    # Compute the features of the training images and of the evaluated ones.
     with trained.computing(config.DATA.val_batch):
         training = features_of(trained, config, train_set, train_data, world)
     with trained.computing(config.DATA.val_batch):
@@ -72,11 +75,12 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     if not world.first:
         return {}
 
-    # Evaluate linear classifiers and neighbours; each adds rows to the table.
+    # Metrics for the JSON file; the bank is the training images, among which neighbours are searched.
     pools = _pools_to_evaluate(model, evaluated, asked)
+    total, _ = count_parameters(model)
     results: dict[str, Any] = {
         "model": config.MODEL.NAME,
-        "parameters": count_parameters(model)[0],
+        "parameters": total,
         "source": f"{trained.chosen.place}",
         "precision": trained.precision.name,
         "data": title_of(data),
@@ -87,30 +91,38 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     log.info("%s of %s, in %s", config.MODEL.NAME, trained.chosen.place, trained.precision.name)
     remarks: list[str] = []
     split = TITLES[part_of(data, False)]
-    title = weight_set.mark or weight_set.name
+    title = weight_set.mark or weight_set.name  # 'EMA', or the name of the plain weights
     table = [["", "strength", "in folds", f"{title}, {split}"]]
+
+    # Fit and evaluate linear classifiers of the classes in the data, which need not be those of the model.
     if asked.probe:
         log.info("%s", about_folds)
         meta = {**trained.chosen.meta, "classes": val_set.classes, "thresholds": {}}
         trained_for_data = replace(trained, chosen=replace(trained.chosen, meta=meta), config=config.changed(DATA=data))
-        probes, chosen_pool, remarks = _probes(trained_for_data, training, evaluated, pools, fold_of, table)
-        results |= {"probes": probes, "chosen": chosen_pool}
+        probes = _fit_probes(trained_for_data, training, evaluated, pools, fold_of)
+        table += probes.rows
+        remarks = probes.remarks
+        results |= {"probes": probes.results, "chosen": probes.chosen_pool}
+
+    # Classify by neighbours, which takes one label per image.
     if not data.MULTI_LABEL:
         results["largest_class_percent"] = 100 * float(np.bincount(evaluated.labels).max()) / len(val_set)
         log.info("%s", always_guessing(results["largest_class_percent"]))
-        by_pool = _neighbours(training, evaluated, pools, neighbours, trained.precision.device, table)
+        by_pool, rows = _classify_by_neighbours(training, evaluated, pools, neighbours, trained.precision.device)
+        table += rows
         if asked.knn is not None:
-            results |= {"pool": pools[0], "figures": {weight_set.name: by_pool[pools[0]]}}
+            (pool,) = pools
+            results |= {"pool": pool, "figures": {weight_set.name: by_pool[pool]}}
         results["neighbours"] = by_pool
 
-    # Log the table, and what may be wrong with it.
+    # Log the table, and what may be wrong with it: images that look like training images, unless the split has those.
     if asked.probe and data.PART not in MEMORISED and data.CHECK != "off" and val_set.single_images() is not None:
         with trained.computing(data.val_batch):
             counts = count_alike(trained, val_set, evaluated, training, pools[0], data)
         remarks.append(_look_alike(counts, split))
     remarks.append(of_groups(evaluated.groups))
     log.info("\n%s", "\n".join(in_columns(table) + [INTERVALS] + list(filter(None, remarks))))
-    if asked.out:
+    if asked.out:  # which goes with -probe alone
         save_probe(trained, data, results["chosen"], asked.out)
     return results
 
@@ -126,10 +138,10 @@ def _open(
     data, notes = _labelled_data(trained, given.keys)
     if asked.probe and not {"TRAIN.CLASS_WEIGHTS", "DATA.SAMPLER"}.isdisjoint(given.keys):
         notes.append(UNWEIGHTED)
-    neighbours = COUNT if asked.probe else asked.knn
+    neighbours = NEIGHBOURS_BESIDE_PROBE if asked.probe else asked.knn
     flag = "-probe" if asked.probe else "-knn"
     device = trained.precision.device
-    train_set, val_set = open_labelled(data, neighbours, config.SEED, device, flag, NAMED_BY, asked.probe)
+    train_set, val_set = open_labelled(data, neighbours, config.SEED, device, flag, FLAGS_FOR_LABELS, asked.probe)
     log.setLevel("INFO" if world.first else "WARNING")
     log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
     log_lines(f"{note}." for note in notes)
@@ -137,7 +149,7 @@ def _open(
 
 
 def _look_alike(counts: Sequence[int], split: str) -> str:
-    """A remark that images look like training images, if any do; '' otherwise. `counts`: of `count_alike`."""
+    """Return a remark that images look like training images, if any do; else ''. `counts`: of `count_alike`."""
     words = alike_in_words(counts, f"images of the {split} look like training images")
     if not words:
         return ""
@@ -151,7 +163,7 @@ def _labelled_data(trained: Trained, given: Collection[str]) -> tuple[DataConfig
     `given`: settings on the command line.
     """
     config = trained.config
-    names_data = not set(deciding("source")).isdisjoint(given)
+    names_data = any(key in given for key in deciding("source"))  # such as DATA.DATA_PATH
     if config.measures_knn and not names_data and not has_labels(config.DATA):
         data = labelled_data(config).changed(PART=config.DATA.PART)
         return data, [f"The run's images have no labels: those of TRAIN.KNN are taken, {source_of(data)}"]
@@ -161,38 +173,50 @@ def _labelled_data(trained: Trained, given: Collection[str]) -> tuple[DataConfig
 
 def _pools_to_evaluate(model: Any, features: Features, asked: Namespace) -> list[str]:
     """Choose the poolings: the one that -pool names; else for -knn the model's, and for -probe all that differ."""
-    if asked.pool or not asked.probe:
-        return [asked.pool or pool_of(model)]
+    if asked.pool:
+        return [asked.pool]
+    if not asked.probe:  # -knn
+        return [pool_of(model)]
     if hasattr(model, "head_dist"):  # a distilled model has two classifiers, which MODEL.POOL cannot replace
         return [POOLED]
+    # The model's own pooling is POOLED. In many ViTs, that is the class token.
     pools = list(features.pools)
     if "class" in pools and np.array_equal(features.of("class"), features.of(POOLED)):
         pools.remove("class")
     return pools
 
 
-def _probes(
-    trained: Trained,
-    training: Features,
-    evaluated: Features,
-    pools: list[str],
-    fold_of: np.ndarray,
-    table: list[list[str]],
-) -> tuple[dict[str, Any], str, list[str]]:
-    """Fit a linear classifier per pooling to the training images, and evaluate it; add a row per metric to `table`.
+class Probes(NamedTuple):
+    """Linear classifiers, one per pooling, and how good they are."""
 
-    Returns the results by pooling, the pooling that is best in folds of the training images, and remarks about it.
+    rows: list[list[str]]
+    """Rows of the table: one per pooling and metric"""
+    results: dict[str, Any]
+    """Metrics for the JSON file, by pooling"""
+    chosen_pool: str
+    """The pooling whose classifier is best in folds of the training images"""
+    remarks: list[str]
+    """Sentences for the log on the classifier of this pooling"""
+
+
+def _fit_probes(
+    trained: Trained, training: Features, evaluated: Features, pools: list[str], fold_of: np.ndarray
+) -> Probes:
+    """Fit a linear classifier per pooling to the training images, and evaluate it.
+
+    `trained`: the model, with the classes of these images in place of its own. `fold_of`: the fold of each training
+    image. A classifier is also evaluated in folds: on each training image by a classifier fitted to the other folds.
     """
-    # The classes are those of these images, not the model's.
     if trained.config.DATA.MULTI_LABEL:
         classes = training.labels.shape[1]
-    else:
+    else:  # named, or by the largest label
         classes = len(trained.chosen.classes or ()) or int(training.labels.max()) + 1
     trained = replace(trained, config=trained.config.changed(MODEL={"NUM_CLASSES": classes, "MAE_PRETRAIN": False}))
     metrics = [trained.task.kind.best]
     if not trained.config.DATA.MULTI_LABEL:
         metrics.append(BALANCED)
     keys_in_folds = ["images"] + [metric.name for metric in metrics] + ["intervals"]
+    rows = list[list[str]]()
     results = dict[str, Any]()
     remarks = dict[str, list[str]]()
     for pool in progress_bar(pools, "poolings"):
@@ -203,47 +227,45 @@ def _probes(
         evaluation = evaluation_of(trained, [outputs], evaluated.groups)
         logits = torch.from_numpy(logits_in_folds).split(AT_ONCE)
         labels = torch.from_numpy(training.labels).split(AT_ONCE)
-        in_folds = evaluation_of(trained, zip(logits, labels, strict=True), training.groups)
+        evaluation_in_folds = evaluation_of(trained, zip(logits, labels, strict=True), training.groups)
         for metric in metrics:
             row = [f"linear {metric.words}, {pool}", f"{classifier.strength:.2g}"]
-            for each in (in_folds, evaluation):
+            for each in (evaluation_in_folds, evaluation):
                 row.append(measured(each.values[metric], each.intervals[metric.name]))
-            table.append(row)
+            rows.append(row)
         edge = ", the weakest that is tried" if classifier.strength == STRENGTHS[-1] else ""
         words = f"Chosen by the folds: linear, {pool}, strength {classifier.strength:.2g}{edge}."
+        # `figure`: top-1 or mAP in folds
         remarks[pool] = [words] + evaluation.strange(trained, classifier.figure)
-        json_in_folds = in_folds.as_json()
+        json_in_folds = evaluation_in_folds.as_json()
         results[pool] = {
             "strength": classifier.strength,
             "folds": classifier.figure,
             "in_folds": {key: json_in_folds[key] for key in keys_in_folds},
             **evaluation.as_json(),
         }
-    chosen = max(pools, key=lambda pool: results[pool]["folds"])
-    return results, chosen, remarks[chosen]
+    chosen_pool = max(pools, key=lambda pool: results[pool]["folds"])
+    return Probes(rows, results, chosen_pool, remarks[chosen_pool])
 
 
-def _neighbours(
-    training: Features,
-    evaluated: Features,
-    pools: list[str],
-    count: int,
-    device: torch.device,
-    table: list[list[str]],
-) -> dict[str, Any]:
-    """Classify the evaluated images by their `count` nearest training images; add a row per pooling to `table`.
+def _classify_by_neighbours(
+    training: Features, evaluated: Features, pools: list[str], count: int, device: torch.device
+) -> tuple[dict[str, Any], list[list[str]]]:
+    """Classify the evaluated images by their `count` nearest training images.
 
-    Returns the results by pooling.
+    Returns the metrics by pooling, and a row per pooling for the table.
     """
     results = {}
+    rows = []
     for pool in pools:
         guesses, labels = classify(evaluated.rows(pool, device), training.rows(pool, device), count)
         is_right = (guesses == labels).cpu().numpy()
         top1 = 100 * int(is_right.sum()) / len(is_right)
         interval = wilson(top1, effective_images(is_right, evaluated.groups))
-        table.append([f"{KNN.words}, {pool}", f"{count} nearest", "", measured(top1, interval)])
+        # Columns: metric, strength, in folds (only of linear classifiers), on the evaluated images.
+        rows.append([f"{KNN.words}, {pool}", f"{count} nearest", "", measured(top1, interval)])
         results[pool] = {"images": len(labels), TOP1.name: top1, "intervals": {TOP1.name: list(interval)}}
-    return results
+    return results, rows
 
 
 SECTIONS = ("MODEL.", "DATA.", "AMP.", "SEED", "USE", "DEVICE", "THREADS", "SPEED", "DETERMINISTIC")
@@ -264,7 +286,7 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
     for key, value in values_to_keep(config).items():
         if key.startswith(SECTIONS) and not key.startswith(("MODEL.MAE", "MODEL.LORA")):
             settings[key] = value
-    weights = chosen.file if chosen.meta else config.MODEL.PRETRAINED
+    weights = chosen.file if chosen.meta else config.MODEL.PRETRAINED  # weights of another program have no meta.json
     settings |= {
         "DATA.PART": "auto",
         "DATA.DROP_LAST": False,

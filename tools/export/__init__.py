@@ -13,9 +13,10 @@ CHANGED = ".changed.html"
 
 
 def files_beside(file: Path) -> tuple[Path, ...]:
-    """Return the paths of the files that may be beside an exported file: its weights, and the page of changed answers.
+    """Return the paths of the files that an export may have beside `file`: a file of its weights, and a page.
 
-    ONNX has a file of weights only beyond 2 GB, OpenVINO always.
+    The page shows the images that the exported file classifies otherwise than the model. ONNX has a file of weights
+    only beyond 2 GB, OpenVINO always.
     """
     page = file.with_name(f"{file.name}{CHANGED}")
     if file.suffix == ".onnx":

@@ -83,18 +83,21 @@ COMPOSITE = """    if image.has_transparency_data:
 def card_of(export: Export, title: str, license: str | None, run: Run | None, has_curves: bool) -> str:
     """Write the model card in Markdown, with metadata for the Hub at its head.
 
-    `run`: the run of the weights, which knows the number of images; None if it is unknown. `has_curves`: whether the
-    folder has the picture of the curves.
+    `title`: name of the model. `license`: None for a card without one. `run`: the run of the weights, which knows the
+    number of images; None if it is unknown. `has_curves`: whether the folder has the picture of the curves.
     """
     trained = export.trained
     metadata = export.metadata(program=False)
     chosen = trained.chosen
 
-    # Metrics that say nothing with so few classes are left out, such as top-5 of five classes.
+    # The metrics of the last validation, except those that are always 100 % with so few classes, as top-5 of five.
     metrics = {}
     for metric in SHOWN:
-        if metric.trivial < metadata["num_classes"] and metric.name in chosen.metrics:
+        always_100_percent = metadata["num_classes"] <= metric.trivial
+        if not always_100_percent and metric.name in chosen.metrics:
             metrics[metric] = chosen.metrics[metric.name]
+
+    # The head, by which the Hub finds the model. Its `metrics` are the Hub's names of metrics, not values.
     samples = run.about.get("samples", {}) if run else {}
     dataset = _public_name(trained.config.DATA.DATASET)
     base = _hub_id(settings_of(chosen).get("MODEL.PRETRAINED"))
@@ -109,6 +112,7 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
         model_name=title,
         eval_results=_eval_results(metrics, dataset or UNKNOWN) or None,
     )
+
     summary = (
         f"An image classifier: timm's {type(export.model).__name__} ({_code(metadata['model'])}) with "
         f"{count_parameters(export.model)[0]:,} parameters and {metadata['num_classes']:,} classes, trained with vitamp"
@@ -157,40 +161,56 @@ def _eval_results(metrics: dict[Metric, float], dataset: str) -> list[EvalResult
 
 
 def _public_name(dataset: str) -> str | None:
-    """Return the name of the data set that DATA.DATASET gives.
+    """Return the name of the data set in `dataset`, the value of DATA.DATASET, to be published in the card.
 
-    None if it gives a layout of folders or a path: paths of this machine must not be published.
+    None if it has no such name: if it is only the layout of a folder, such as imagefolder, or has the path of a folder
+    of this machine, which must not be published.
     """
     if not dataset.startswith(HUB_PREFIX):
-        return None if dataset.partition(":")[0] in LAYOUTS else dataset
+        layout = dataset.partition(":")[0]
+        return None if layout in LAYOUTS else dataset
     source = dataset.removeprefix(HUB_PREFIX)
-    return None if hub_data.is_path(source) else hub_data.repository_of(source)[0]
+    if hub_data.is_path(source):
+        return None
+    repository, _folder, _revision = hub_data.repository_of(source)
+    return repository
 
 
 def _loading(export: Export, metadata: dict[str, Any], title: str) -> str:
-    """Write the card's example code. `metadata`: that of the export."""
-    temperature = export.trained.temperature
-    background = metadata["background"]
+    """Write the card's example code, which loads the model and classifies images as vitamp does.
+
+    It fills the template CODE. `metadata`: from `Export.metadata`.
+    """
     rotates = metadata["exif_rotate"]
     names = f"range({metadata['num_classes']})"
     if export.trained.chosen.classes:
         names = 'model.pretrained_cfg["label_names"]'
+    composite = ""
+    background = metadata["background"]
+    if background is not None:
+        composite = COMPOSITE.format(colour=tuple(background) + (OPAQUE,))  # RGBA
+    logits = "model(image[None])"
+    temperature = export.trained.temperature
+    if temperature != 1:
+        logits = f"(model(image[None]) / {temperature:.6g})"
     return CODE.format(
         imported="Image, ImageOps" if rotates else "Image",
         title=title,
         names=names,
         upright=UPRIGHT if rotates else "",
-        composite="" if background is None else COMPOSITE.format(colour=tuple(background) + (OPAQUE,)),
+        composite=composite,
         mode="L" if metadata["channels"] == 1 else "RGB",
-        logits="model(image[None])" if temperature == 1 else f"(model(image[None]) / {temperature:.6g})",
+        logits=logits,
     )
 
 
 def _data(metadata: dict[str, Any], names: list[str] | None, dataset: str | None, samples: dict[str, int]) -> str:
     """Write the card's table of the data: its size, the classes, and how validation prepares an image.
 
-    `metadata`: that of the export. `names`: of the classes. `samples`: split -> number of images, where known.
+    `metadata`: from `Export.metadata`. `names`: those of the classes; None if they have none. `dataset`: public name of
+    the data set; None if it has none. `samples`: split -> number of images, without splits whose number is unknown.
     """
+    # The images and their classes.
     rows = {"data set": _code(dataset) if dataset else f"{UNKNOWN}: the run knows no name of it"}
     for part, heading in (("train", "training images"), ("val", "validation images")):
         if part in samples:
@@ -201,6 +221,7 @@ def _data(metadata: dict[str, Any], names: list[str] | None, dataset: str | None
         if len(names) > MOST_CLASSES:
             rows["classes"] += f", and {len(names) - MOST_CLASSES:,} more in config.json"
 
+    # How an image is prepared.
     size = in_pixels(metadata["image_size"])
     resizing = f"resized to {size} without keeping the aspect ratio"
     if metadata["crop"] != "none":
@@ -228,8 +249,9 @@ def _results(export: Export, metrics: dict[Metric, float], has_curves: bool) -> 
     if not metrics:
         return "These weights were not validated by their run: their accuracy is unknown."
     chosen = export.trained.chosen
+    # When the weights were validated. Numbers are text if they are from the header of a file of weights.
     epoch = chosen.meta.get("epoch")
-    update = int(chosen.meta.get("update") or 0)  # a file's header has text
+    update = int(chosen.meta.get("update") or 0)
     when = ""
     if epoch is not None and update > 0:
         when = f" after epoch {epoch} (update {update:,})"
@@ -285,17 +307,23 @@ class Hub(Safetensors):
             raise UserError("-to hub: for 8-bit grey and RGB images, and this model takes others; use -to safetensors.")
 
     def write(self, export: Export, file: Path) -> str:
-        """Write the folder: weights and config by timm, the run's curves, and the model card."""
-        # Weights and config, written by timm. Its config must say how vitamp prepares images.
+        """Write the folder `file`: weights and config by timm, the run's curves, and the model card.
+
+        Returns a summary: the names of the written files, and the model's input.
+        """
+        # The config that timm writes must say how vitamp prepares images, and nothing about timm's own weights.
         timm_config: Any = export.model.pretrained_cfg
         architecture = {key: timm_config[key] for key in ARCHITECTURE_KEYS if timm_config.get(key) is not None}
         classes = export.trained.config.MODEL.NUM_CLASSES
         chosen = export.trained.chosen
         config = architecture | _data_config(export) | {"num_classes": classes, "custom_load": False}
-        vars(export.model)["pretrained_cfg"] = config
+        vars(export.model)["pretrained_cfg"] = config  # the type of the attribute does not allow a dictionary
         names = {"label_names": export.trained.names()} if chosen.classes else {}
+
+        # timm saves the model's state_dict. Copies replace its tensors there, because safetensors refuses tensors that
+        # share memory.
         tensors = export.tensors()
-        export.model.register_state_dict_post_hook(lambda _, state_dict, *__: state_dict.update(tensors))
+        export.model.register_state_dict_post_hook(lambda _model, state_dict, *_others: state_dict.update(tensors))
         with raising_os_errors(file):
             timm.models.save_for_hf(
                 export.model, str(file), model_config=names, model_args=export.timm_arguments, safe_serialization=True
@@ -312,7 +340,11 @@ class Hub(Safetensors):
         return f"{', '.join(written)}, {export.input_summary}"
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Check that timm reads the image preparation from the folder; compute its model's logits for each batch."""
+        """Check that timm loads the folder and prepares images as vitamp does, and compute the logits for each batch.
+
+        They are those of timm's model, divided by the temperature of the calibration, which is not in the file. The
+        check is made at once, and a batch is computed when it is asked for.
+        """
         try:
             model = timm.create_model(f"local-dir:{file}", pretrained=True).eval()
         except Exception as error:  # timm and its models raise many types

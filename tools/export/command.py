@@ -138,13 +138,14 @@ def main(argv: list[str]) -> int:
         missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
         if missing:
             raise UserError(f"-to {name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    chosen_at(options.path.expanduser(), options.weights)  # raises UserError for a wrong one
+    chosen_at(options.path.expanduser(), options.weights)  # raises UserError if the path has no such weights
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained
     from tools.export.card import Hub
     from tools.export.changed import write_changed
-    from tools.export.formats import FORMATS, TOLERANCES, Export, images_for_check, reference_logits, write_checked
+    from tools.export.check import TOLERANCES, images_for_check, reference_logits, write_checked
+    from tools.export.formats import FORMATS, Export
 
     # The model, and whether the formats can hold it.
     formats = FORMATS | {HUB: Hub(options.license)}
@@ -158,9 +159,10 @@ def main(argv: list[str]) -> int:
 
         keep = tuple(prefix for prefix in (options.keep or "").split(",") if prefix)
         formats["onnx"] = Int8(calibration_images(trained), keep)
+        # -int8 implies a dtype, and a check on all images unless -check gives their number.
         options.dtype = "int8"
         if "check" not in command_line.given:
-            options.check = None  # all images
+            options.check = None
 
     # What the files must compute: the model's outputs on the images of the check.
     images = images_for_check(trained, options.images, options.check, options.part)
@@ -185,17 +187,18 @@ def main(argv: list[str]) -> int:
 
 
 def _convert_paddle_weights(command_line: ToolLine) -> int:
-    """Convert PaddleViT's weights to safetensors, and return the exit code."""
+    """Convert PaddleViT's weights to safetensors; return the exit code. Raise UserError for flags without effect."""
     options = command_line.asked
     if options.to != "safetensors":
         raise UserError(f"-to {options.to}: PaddleViT's weights become safetensors only; use -to safetensors.")
-    useless = sorted(command_line.given - {"path", "to", "out", "overwrite", "name"})
-    command_line.refuse(useless, f"-{{}}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
+    flags_without_effect = sorted(command_line.given - {"path", "to", "out", "overwrite", "name"})
+    reason = f"has no effect on PaddleViT's weights ({PADDLE}); leave it out."
+    command_line.refuse(flags_without_effect, "-{}: " + reason)  # `refuse` puts the flag's name in place of {}
     file = options.path.expanduser()
     if not file.is_file():
         raise UserError(f"{file}: no such file.")
     options.out = options.out or file.with_suffix(ENDINGS["safetensors"])
-    out: Any = command_line.file("out", ENDINGS["safetensors"])
+    out: Any = command_line.file("out", ENDINGS["safetensors"])  # not None: -out has just been set
 
     from tools.export.paddle import import_weights
 
@@ -267,7 +270,7 @@ def _output_paths(options: Namespace, format_names: list[str]) -> dict[str, Path
     file_formats = [name for name in format_names if name != HUB]
     _check_path_flags(options, file_formats, to_hub=HUB in format_names)
 
-    # One file has the name of -out; several have that name and their endings.
+    # A single file has the name of -out; several files have that name and their endings.
     paths: dict[str, Path] = {}
     if len(file_formats) == 1:
         name = file_formats[0]
@@ -282,12 +285,14 @@ def _output_paths(options: Namespace, format_names: list[str]) -> dict[str, Path
             raise UserError(f"-out {options.out}: there are {len(file_formats)} formats; {advice}.")
         paths = {name: options.out.with_name(f"{options.out.name}{ENDINGS[name]}") for name in file_formats}
 
+    # The files, the folder of hub, and the further files that an export has beside these must be writable. Without
+    # -overwrite, none of them may exist.
     fresh = not options.overwrite
-    paths = {name: check_output_file(path, "-out", fresh=fresh) for name, path in paths.items()}
+    checked_paths = {name: check_output_file(path, "-out", fresh=fresh) for name, path in paths.items()}
     if HUB in format_names:
-        paths[HUB] = check_output_folder(options.output, "-output", HUB_FILES, fresh=fresh)
-    for name, path in paths.items():
+        checked_paths[HUB] = check_output_folder(options.output, "-output", HUB_FILES, fresh=fresh)
+    for name, path in checked_paths.items():
         flag = "-output" if name == HUB else "-out"
-        for beside in files_beside(path):
-            check_output_file(beside, flag, fresh=fresh)
-    return paths
+        for further_file in files_beside(path):
+            check_output_file(further_file, flag, fresh=fresh)
+    return checked_paths

@@ -1,4 +1,4 @@
-"""Export formats: what is written, and how it is checked against the trained model on real images.
+"""Export formats: how each kind of file is written, run and loaded.
 
 A trained model may compute attention or patches by vitamp's own code, which leaves weights and their names alone. The
 weights are loaded into timm's plain model, so that the exported graph needs none of that code.
@@ -12,14 +12,12 @@ import importlib
 import io
 import itertools
 import json
-import math
-import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,61 +25,44 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from datasets import PADDING, ImageDataset, has_labels
-from datasets.base import TITLES, dtype_of
-from datasets.decoding import endings_of
-from datasets.given import open_given
+from datasets import ImageDataset
 from datasets.registry import crop_of
-from datasets.sources.files import SkippedFiles, images_below
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.restore import load_weights
 from engine.inputs.batches import Inputs, input_of
-from engine.trained.model import Trained, name_of, split_of_run
+from engine.trained.model import Trained
 from models.build import timm_call
-from tools.common.output_file import writing
-from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
-from tools.export import CONFIG, HUB_FILES, files_beside
-from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError, first_line
-from utils.log import log
-from utils.statistics.differences import CONFIDENCE, LIKE_THESE
-from utils.statistics.paired import agresti_min
-from utils.text import counted, some_of
-from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import pool_by
 from vitamp.registry import own_named
 from vitamp.sizes import in_pixels
 from vitamp.weights import EXPORTED, MADE_BY, encoded
 
-TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "int8": math.inf}
-"""Largest allowed differences, as fractions of the largest output; docs/benchmarks.md has measured differences."""
+INPUT = "images"
 LOGITS = "logits"
-PROBABILITIES = "probabilities"
 IMAGE = "image"
-"""Input of a file that takes one image of any size"""
+"""Input of a file made with -with_resize, which takes one image of any size"""
+PROBABILITIES = "probabilities"
+"""Output of such a file"""
 BATCH = 32
-WORST_SHOWN = 3
-"""Changed answers, or largest differences, that the log names"""
-NOISE_IMAGES = 16
+ANY_NUMBER = "batch"
+"""Name of the dimension whose size is free"""
+DTYPES = {"int8": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""-dtype -> dtype of the model that is exported; int8 files are made from an fp32 one"""
+TORCH_KEYS = ("pkg.", "namespace")
+"""Prefixes of the metadata that torch adds to each node; it includes paths of source files on this machine"""
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""Entry of that metadata with the modules around a node, and the function"""
+FOR_TOOLS = ("metrics", "thresholds", "own_code", "samples")
+"""Fields of meta.json that vitamp's own tools need of safetensors, besides the metadata"""
 TURNS = 7
 """Number of times that each of two programs is timed, alternately"""
 SECONDS = 0.1
 """Processor time that each timing takes at least"""
-
-
-def thresholds_of(trained: Trained) -> Tensor | None:
-    """Return the threshold of each class, as a probability, of a model with several labels per image.
-
-    None for a model with one label per image: the class with the highest output is its answer.
-    """
-    if trained.task.kind == ONE_LABEL:
-        return None
-    return torch.tensor(trained.thresholds()[0], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -99,8 +80,8 @@ class CheckImages:
     """Index of each image in `dataset`"""
     labels: Tensor | None = None
     """None if the labels are unknown"""
-    any_size: tuple[Callable[[], np.ndarray], ...] = ()
-    """With -with_resize: each returns an image of any size, H x W x 3. Else empty"""
+    image_readers: tuple[Callable[[], np.ndarray], ...] = ()
+    """With -with_resize: functions that each return an image of any size, H x W x 3. Else empty"""
     prepend: Callable[[Any], None] | None = None
     """With -with_resize: inserts nodes that resize one image before those of an ONNX model"""
     about: dict[str, Any] = field(default_factory=dict)
@@ -109,269 +90,52 @@ class CheckImages:
     @property
     def output(self) -> str:
         """Name of the file's output."""
-        return PROBABILITIES if self.any_size else LOGITS
+        return PROBABILITIES if self.image_readers else LOGITS
 
     def batches(self, trained: Trained, with_preprocess: bool) -> Iterator[Tensor]:
-        """Yield the inputs of the exported file, batch by batch.
+        """Yield the inputs on which the exported file is checked, batch by batch.
 
-        A file made with -with_resize takes one image per call. For all others, the first batch has one image and the
-        next ones have 32, since the file must take any number.
+        A file made with -with_resize takes one image per call, of any size. For all others, the first batch has one
+        image and the next ones have 32, since the file must take any number. `with_preprocess`: whether the file takes
+        pixels and normalises them itself.
         """
-        if self.any_size:
-            for read_image in self.any_size:
+        if self.image_readers:
+            for read_image in self.image_readers:
                 yield torch.from_numpy(np.array(read_image()))[None]
             return
         for pixels in self.pixels[:1], *self.pixels[1:].split(BATCH):
-            if len(pixels):
+            if len(pixels):  # with a single image, the second batch would be empty
                 yield (pixels if with_preprocess else trained.inputs(pixels)).contiguous()
 
 
-def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str | None) -> CheckImages:
-    """Choose `count` evenly spaced images on which the file is checked; all images if `count` is None.
+def thresholds_of(trained: Trained) -> Tensor | None:
+    """Return the probability from which a class is predicted, for each class of a model with several labels per image.
 
-    They are from `folder` (-images) if it is given, else from the split `part` (-part) of the run's data. Without
-    either, they are validation images, or generated noise if those cannot be read.
+    None for a model with one label per image: the class with the highest output is its answer.
     """
-    data = trained.config.DATA
-    if folder is not None:
-        if not folder.is_dir():
-            raise UserError(f"-images {folder}: not a folder; name a folder with images.")
-        skipped_files = SkippedFiles()
-        paths = [str(folder / path) for path in images_below(str(folder), skipped_files, endings=endings_of(data))]
-        skipped_files.warn(str(folder))
-        if not paths:
-            raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
-        return replace(chosen_images(open_given(paths, data), count, f"in {folder}"), labels=None)
-    try:
-        dataset = split_of_run(trained, part or "val")
-    except UserError as error:
-        if part is not None:
-            raise
-        log.warning("The images of the run cannot be read: %s", error)
-        log.warning("The export is checked on generated noise. To check it on real images: -images DIR")
-        return _noise(data)
-    split_title = "data" if part == "all" else TITLES[part or "val"]
-    images = chosen_images(dataset, count, f"of the run's {split_title}")
-    return images if has_labels(data) else replace(images, labels=None)
-
-
-def _noise(data: DataConfig) -> CheckImages:
-    """Generate images of uniform noise, the same in each export, in the value range of the data."""
-    shades = torch.randint(0, 256, (NOISE_IMAGES, *data.shape), generator=torch.Generator().manual_seed(0))
-    low, high = data.value_range
-    pixels = (low + (high - low) / 255 * shades).to(dtype_of(data))
-    names = [f"noise {number}" for number in range(NOISE_IMAGES)]
-    return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
-
-
-def chosen_images(dataset: ImageDataset, most: int | None, source: str) -> CheckImages:
-    """Read `most` evenly spaced images of a data set (None: all), and leave out those that cannot be read.
-
-    `source`: where they are from, for the log. UserError if none can be read.
-    """
-    count = len(dataset) if most is None else min(most, len(dataset))
-    chosen = np.linspace(0, len(dataset) - 1, count).round().astype(int).tolist()
-    pixels = []
-    labels = []
-    indices = []
-    for start in range(0, count, BATCH):
-        batch = dataset.__getitems__([(0, index) for index in chosen[start : start + BATCH]])
-        readable = batch.indices != PADDING
-        pixels.append(batch.images[readable])
-        labels.append(batch.labels[readable])
-        indices += batch.indices[readable].tolist()
-    broken = dataset.take_broken()
-    if broken:
-        log.warning("%d images cannot be read and are left out, such as %s", len(broken), broken[0].name)
-    if not indices:
-        raise UserError(f"none of the {count} images {source} can be read; name other images with -images DIR.")
-    names = [name_of(dataset, index) for index in indices]
-    return CheckImages(torch.cat(pixels), names, source, dataset, indices=tuple(indices), labels=torch.cat(labels))
-
-
-def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
-    """Compute the trained model's logits, with which those of every exported file are compared."""
-    logits = []
-    log.info("computing %s by the model, to compare with ...", counted(len(images.pixels), "image"))
-    with progress_bar(len(images.pixels), "images", "reference") as bar:
-        for batch in images.pixels.split(BATCH):
-            logits.append(trained.logits(batch))
-            bar.update(len(batch))
-    return torch.cat(logits)
-
-
-def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Run an ONNX model that has one input on the CPU, and yield its output for each of `inputs`.
-
-    `model`: the path of a file, or the bytes of one. `name`: of the model, for errors. `output`: name of the output.
-    """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors only
-    try:
-        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        (model_input,) = session.get_inputs()
-        for array in inputs:
-            yield np.asarray(session.run([output], {model_input.name: array})[0])
-    except Exception as error:  # onnxruntime's exceptions have no common base class
-        raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
-
-
-def answers(export: Export, outputs: Tensor) -> Tensor:
-    """Return which classes the answer for each image has, as booleans N x C.
-
-    With one label per image, that is the class with the highest output; with several, those that reach their threshold.
-    """
-    thresholds = thresholds_of(export.trained)
-    if thresholds is None:
-        return F.one_hot(outputs.argmax(1), outputs.shape[1]) > 0
-    outputs = outputs.double()
-    probabilities = outputs.sigmoid() if export.images.output == LOGITS else outputs
-    return probabilities >= thresholds
-
-
-def compare(export: Export, expected: Tensor, outputs: Tensor, tolerance: float) -> list[str]:
-    """Compare the file's outputs with the model's, and return phrases about them for the log.
-
-    The first phrase says how far they differ and which answers changed. Another follows where it applies: what a lower
-    precision costs in accuracy, or that the logits need a sigmoid. TrainingError for differences beyond the tolerance.
-    """
-    images = export.images
-    largest_output = float(expected.abs().max()) or 1.0  # all outputs may be 0
-    errors = (outputs - expected).abs() / largest_output
-    worst = float(errors.max())
-    if not worst <= tolerance:  # also if it is NaN
-        raise TrainingError(_list_largest_differences(export, expected, outputs, errors, tolerance))
-    allowed = "" if tolerance == math.inf else f" ({tolerance:g} allowed)"
-    difference = (
-        f"checked on {counted(len(outputs), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
-        f"output{allowed}, {_changed_answers(export, expected, outputs)}"
-    )
-    if thresholds_of(export.trained) is not None:
-        needs_sigmoid = images.output == LOGITS
-        return [difference, "apply a sigmoid to the logits"] if needs_sigmoid else [difference]
-    if images.labels is None or export.dtype == "fp32":
-        return [difference]
-    model_correct = expected.argmax(1) == images.labels
-    file_correct = outputs.argmax(1) == images.labels
-    return [difference, _cost(export, model_correct, file_correct)]
-
-
-def _changed_answers(export: Export, expected: Tensor, outputs: Tensor) -> str:
-    """Say how many answers of the file are not the model's, and name the first such images."""
-    trained = export.trained
-    differ = (answers(export, expected) != answers(export, outputs)).any(1)
-    changed = []
-    for row in torch.nonzero(differ)[:, 0].tolist():
-        description = export.images.names[row]
-        if trained.task.kind == ONE_LABEL:
-            to_model = trained.name_of(int(expected[row].argmax()))
-            to_file = trained.name_of(int(outputs[row].argmax()))
-            description += f" ({to_model} to the model, {to_file} to the file)"
-        changed.append(description)
-    if not changed:
-        return "no answer changed"
-    return f"{counted(len(changed), 'answer')} changed: {some_of(changed, WORST_SHOWN)}"
-
-
-def _cost(export: Export, model_correct: Tensor, file_correct: Tensor) -> str:
-    """Say how many points of top-1 the file costs or gains, with the confidence interval.
-
-    `model_correct`, `file_correct`: whether each image is classified correctly by the model and by the file.
-    """
-    images = export.images
-    dataset_groups = images.dataset.groups() if images.dataset is not None else []
-    groups = [dataset_groups[index] for index in images.indices] if dataset_groups else []
-    estimate = agresti_min(model_correct.numpy(), file_correct.numpy(), groups=groups)
-    cost, low, high = (100 * fraction for fraction in estimate)
-    verb = "costs"
-    if cost < 0:
-        verb = "gains"
-        cost = -cost
-        low, high = -high, -low
-    interval = f"{100 * CONFIDENCE:.0f} % interval {low:.1f} to {high:.1f}, for {LIKE_THESE}"
-    before = 100 * model_correct.numpy().mean()
-    after = 100 * file_correct.numpy().mean()
-    return f"{export.dtype} {verb} {cost:.1f} points of top-1 ({interval}): {before:.2f} to {after:.2f} %"
-
-
-def _list_largest_differences(
-    export: Export, expected: Tensor, outputs: Tensor, errors: Tensor, tolerance: float
-) -> str:
-    """Write the error message for outputs that differ too much, with the largest differences.
-
-    `errors`: of each output, as a fraction of the largest output.
-    """
-    trained = export.trained
-    images = export.images
-    # NaN counts as the largest difference.
-    order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)
-    lines = []
-    for flat_index in order[:WORST_SHOWN].tolist():
-        row, label = divmod(flat_index, errors.shape[1])
-        lines.append(
-            f"  {images.names[row]}, class {trained.name_of(label)}: {float(outputs[row, label]):.6g} instead of "
-            f"{float(expected[row, label]):.6g}"
-        )
-    return (
-        f"the outputs differ from the model's by up to {float(errors.max()):.2g} times the largest output on "
-        f"{len(outputs)} images {images.source}, but only {tolerance:g} is allowed (-tolerance). Largest differences:\n"
-    ) + "\n".join(lines)
-
-
-def times_as_fast(first: Iterator[object], second: Iterator[object]) -> float:
-    """Measure how many times as fast the second program computes its next value as the first, with one thread.
-
-    They are timed alternately, in processor time, and the median of the ratios is returned.
-    """
-
-    def seconds_per_value(program: Iterator[object]) -> float:
-        next(program)  # the first loads the file
-        begin = time.process_time()
-        number = 0
-        while time.process_time() - begin < SECONDS:
-            next(program)
-            number += 1
-        return (time.process_time() - begin) / number
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    ratios = [seconds_per_value(first) / seconds_per_value(second) for _ in range(TURNS)]
-    torch.set_num_threads(threads)
-    return median(ratios)
-
-
-INPUT = "images"
-ANY_NUMBER = "batch"
-"""Name of the dimension whose size is free"""
-DTYPES = {"int8": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""-dtype -> dtype of the model that is exported; int8 files are made from an fp32 one"""
-TORCH_KEYS = ("pkg.", "namespace")
-"""Prefixes of the metadata that torch adds to each node; it includes paths of source files on this machine"""
-SCOPES = "pkg.torch.onnx.name_scopes"
-"""Entry of that metadata with the modules around a node, and the function"""
-
-FOR_TOOLS = ("metrics", "thresholds", "own_code", "samples")
-"""Fields of meta.json that vitamp's own tools need of safetensors, besides the metadata"""
+    if trained.task.kind == ONE_LABEL:
+        return None
+    thresholds, _sentence = trained.thresholds()
+    return torch.tensor(thresholds, dtype=torch.float64)
 
 
 class Export:
     """timm's plain model with the trained weights, ready to be written to one file, and the options of the export."""
 
     def __init__(self, trained: Trained, images: CheckImages, dtype: str, with_preprocess: bool) -> None:
-        """Build the model.
+        """Build timm's plain model with the trained weights, and the module to export.
 
         `images`: those of the check, of which the first is also the example that is traced. `dtype`: a key of DTYPES.
+        `with_preprocess`: whether the file takes pixels and normalises them itself.
         """
         self.trained = trained
         self.images = images
         self.dtype = dtype
         self.with_preprocess = with_preprocess
-        self.with_resize = bool(images.any_size)
+        self.with_resize = len(images.image_readers) > 0
         model = trained.config.MODEL
         data = trained.config.DATA
+        # The call timm.create_model(name, **arguments) that builds the model.
         self.timm_name, self.timm_arguments = timm_call(model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
         self.model = timm.create_model(self.timm_name, **self.timm_arguments)
         """timm's plain model with the trained weights, on the CPU"""
@@ -384,9 +148,10 @@ class Export:
 
     @property
     def example(self) -> Tensor:
-        """Input with which torch traces the model.
+        """Input with which torch traces the model: two images, or one with -with_resize.
 
-        It has two images, because torch would fix the batch size at that of one; but one if the file takes one.
+        A file made with -with_resize takes one image. All others take any number, but torch would fix the batch size if
+        it traced a batch of one.
         """
         if self.with_resize:
             return self.images.pixels[:1].contiguous()
@@ -409,15 +174,16 @@ class Export:
         return f"'{INPUT}' {size} ({kind}) to '{LOGITS}' N x {self.trained.config.MODEL.NUM_CLASSES}, any N"
 
     def metadata(self, program: bool) -> dict[str, Any]:
-        """Metadata of the file, without anything about the machine that wrote it.
+        """Return the metadata of the file, which has nothing about the machine that wrote it.
 
-        `program`: the file computes outputs, so that they are divided by the temperature; else it holds only weights.
+        `program`: True for a file that computes outputs and divides them by the temperature of the calibration, False
+        for one that holds only weights. The metadata say whether the temperature is applied.
         """
         trained = self.trained
         config = trained.config
         crop_mode, crop_pct = crop_of(config.DATA)
         chosen = trained.chosen
-        is_of_timm = own_named("model", self.timm_name) is None
+        is_of_timm = own_named("model", self.timm_name) is None  # and not a model of the user's own code
         metadata = {
             "made_by": MADE_BY,
             "model": config.MODEL.NAME,
@@ -450,14 +216,15 @@ class _Exported(nn.Module):
     """
 
     def __init__(self, export: Export) -> None:
+        """Assemble the steps: preprocessing, model, and the conversion of logits to probabilities or None."""
         super().__init__()
         trained = export.trained
         self.dtype = DTYPES[export.dtype]
-        takes_pixels = export.with_preprocess or export.with_resize
+        takes_pixels = export.with_preprocess or export.with_resize  # and not normalised images
         self.inputs = Inputs(trained.config.DATA) if takes_pixels else nn.Identity()
-        self.probabilities = trained.task.probabilities if export.with_resize else None
-        self.module = export.model.to(self.dtype)
+        self.module = export.model.to(self.dtype)  # `_layer_of` knows this name
         self.temperature = trained.temperature
+        self.probabilities = trained.task.probabilities if export.with_resize else None
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of a batch of images; with -with_resize, the probabilities of one image."""
@@ -481,7 +248,10 @@ class Format:
         raise NotImplementedError
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Logits of the written file for each batch, calibrated if the model is."""
+        """Yield the logits that the written file gives for each batch, calibrated if the model is.
+
+        With -with_resize, they are the probabilities of one image. A batch is computed when it is asked for.
+        """
         raise NotImplementedError
 
     def speed(self, export: Export, file: Path) -> str:
@@ -492,7 +262,7 @@ class Format:
         return ""
 
     def how_to_load(self, export: Export, out: Path) -> str:
-        """Line of Python that loads the file, for the log; '' if it takes more than a line."""
+        """Return the line of Python that loads the file `out`, for the log; '' if it takes more than a line."""
         return ""
 
 
@@ -500,39 +270,73 @@ class _Program(Format):
     """A format whose file computes outputs by itself, so that its speed can be measured."""
 
     def speed(self, export: Export, file: Path) -> str:
-        """Time the file against the model in torch, one image at a time; return the words for the log."""
+        """Time the file against the model in torch, one image at a time; return the words for the log.
+
+        '' with -with_resize, because the file then does more than the model.
+        """
         if export.with_resize:
             return ""
         trained = export.trained
-        model = map(trained.model, itertools.repeat(trained.inputs(export.images.pixels[:1])))
-        image = next(export.images.batches(trained, export.with_preprocess))
-        ratio = times_as_fast(model, self.run(export, file, itertools.repeat(image)))
+        # Two endless iterators that compute outputs of the first image: by the model in torch, and by the file.
+        model_input = trained.inputs(export.images.pixels[:1])
+        outputs_of_torch = map(trained.model, itertools.repeat(model_input))
+        file_input = next(export.images.batches(trained, export.with_preprocess))
+        outputs_of_file = self.run(export, file, itertools.repeat(file_input))
+        ratio = times_as_fast(outputs_of_torch, outputs_of_file)
         return f"{ratio:.2g} times as fast as torch an image at a time (this CPU, 1 thread)"
+
+
+def times_as_fast(slow: Iterator[object], fast: Iterator[object]) -> float:
+    """Measure how many times as fast the program `fast` is as the program `slow`, each with one thread.
+
+    A program is an endless iterator that computes each value when it is asked for it. They are timed alternately, in
+    processor time, and the median of the ratios is returned: 2.0 if `fast` takes half the time of `slow`.
+    """
+
+    def seconds_per_value(program: Iterator[object]) -> float:
+        next(program)  # not timed, since the first value also loads the file
+        begin = time.process_time()
+        number = 0
+        while time.process_time() - begin < SECONDS:
+            next(program)
+            number += 1
+        return (time.process_time() - begin) / number
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ratios = [seconds_per_value(slow) / seconds_per_value(fast) for _ in range(TURNS)]
+    torch.set_num_threads(threads)
+    return median(ratios)
 
 
 class Onnx(_Program):
     """ONNX, written by torch's exporter and run by ONNX Runtime."""
 
     layers: Mapping[str, str] = {}
-    """Of the written file: the layer of the model that each node with weights is from"""
+    """Of the written file: the layer of the model that each node with weights is from, for files in 8 bits"""
 
     def write(self, export: Export, file: Path) -> str:
-        """Export the model to an ONNX file, and note in `layers` which layer each node is from."""
-        with _torch_exporter("onnx", export):
+        """Export the model to an ONNX file and return a summary of it; note in `layers` which layer each node is from.
+
+        With -with_resize, nodes that resize one image of any size come before those of the model.
+        """
+        # The first dimension, the batch, is free. With -with_resize, the model gets one image.
+        dynamic_shapes = None if export.with_resize else ({0: ANY_NUMBER},)
+        with _torch_exporter_errors("onnx", export):
             program = torch.onnx.export(
                 export.module,
                 (export.example,),
                 input_names=[INPUT],
                 output_names=[export.images.output],
                 dynamo=True,
-                dynamic_shapes=None if export.with_resize else ({0: ANY_NUMBER},),
+                dynamic_shapes=dynamic_shapes,
                 verbose=False,
             )
         assert program is not None
         model = program.model
         model.metadata_props.update({key: json.dumps(value) for key, value in export.metadata(program=True).items()})
 
-        # Layers are found by torch's metadata, which is removed afterwards.
+        # Torch's metadata, which is removed afterwards, says which layers the nodes are from.
         layers: dict[str, str] = {}
         for node in model.graph.all_nodes():
             layer = _layer_of(node)
@@ -559,6 +363,25 @@ class Onnx(_Program):
             yield torch.from_numpy(output[None] if single else output)
 
 
+def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Run an ONNX model that has one input on the CPU, and yield its output for each of `inputs`.
+
+    `model`: the path of a file, or the bytes of one. `name`: of the model, for errors. `output`: name of the output.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors only
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        (model_input,) = session.get_inputs()
+        for array in inputs:
+            yield np.asarray(session.run([output], {model_input.name: array})[0])
+    except Exception as error:  # onnxruntime's exceptions have no common base class
+        raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
+
+
 def _remove_torch_metadata(graph: Any) -> None:
     """Remove the metadata that torch adds to each part of an ONNX graph."""
     parts = [graph, *graph.inputs, *graph.initializers.values()]
@@ -571,15 +394,21 @@ def _remove_torch_metadata(graph: Any) -> None:
 
 
 def _layer_of(node: Any) -> str:
-    """Return the name of the layer whose weights an ONNX node takes; '' if it takes none."""
+    """Return the name of the layer whose weights an ONNX node takes, such as blocks.0.mlp.fc1; '' if it takes none."""
     weights = [value.name for value in node.inputs if value is not None and value.is_initializer()]
     if not weights:
         return ""
-    if weights[0].startswith("module."):
-        return weights[0].removeprefix("module.").rpartition(".")[0]
-    # Weights that were transposed have no name. The scopes end with the layer and the function called in it.
+    first_weight, *_ = weights
+    if first_weight.startswith("module."):  # module.blocks.0.mlp.fc1.weight
+        layer, _dot, _tensor = first_weight.removeprefix("module.").rpartition(".")
+        return layer
+    # Weights that were transposed have no name. But the node has the scopes that it was computed in: the modules around
+    # it, of which the last is the layer, and then the function, as in ["", "module", ..., "module.head", "linear"].
     scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
-    return scopes[-2].removeprefix("module.") if len(scopes) > 1 else ""
+    if len(scopes) < 2:
+        return ""
+    *_, layer, _function = scopes
+    return layer.removeprefix("module.")
 
 
 class OpenVino(Onnx):
@@ -624,14 +453,15 @@ class Torch(_Program):
 
     def write(self, export: Export, file: Path) -> str:
         """Export the model to a torch.export program, without paths of source files on this machine."""
-        any_number = torch.export.Dim(ANY_NUMBER, min=1)
-        with _torch_exporter("torch", export):
+        any_number = torch.export.Dim(ANY_NUMBER, min=1)  # the first dimension, the batch, is free
+        with _torch_exporter_errors("torch", export):
             program = torch.export.export(export.module, (export.example,), dynamic_shapes=({0: any_number},))
         for module in program.graph_module.modules():
             if isinstance(module, torch.fx.GraphModule):
                 for node in module.graph.nodes:
                     node.meta.pop("stack_trace", None)  # paths of source files on this machine
-        buffer = io.BytesIO()  # if the disk is full, torch's own writer kills the process
+        # Written to memory first: if the disk is full, torch's own writer kills the process instead of raising OSError.
+        buffer = io.BytesIO()
         torch.export.save(program, buffer, extra_files={f"{EXPORTED}.json": json.dumps(export.metadata(program=True))})
         file.write_bytes(buffer.getbuffer())
         return export.input_summary
@@ -641,6 +471,22 @@ class Torch(_Program):
         return map(torch.export.load(file).module(), batches)
 
 
+@contextlib.contextmanager
+def _torch_exporter_errors(format_name: str, export: Export) -> Iterator[None]:
+    """Turn any error of torch's exporter into a TrainingError of one line, and silence its warnings for developers.
+
+    `format_name`: the value of -to, for the error.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # torch raises many types of its own, and those of the model
+        model = export.trained.config.MODEL.NAME
+        reason = first_line(error.__cause__ or error)
+        raise TrainingError(f"-to {format_name}: torch cannot export the model {model}: {reason}") from None
+
+
 class Safetensors(Format):
     """Weights under timm's names, for timm.create_model."""
 
@@ -648,24 +494,26 @@ class Safetensors(Format):
     """The format's name in -to"""
 
     def check(self, trained: Trained) -> None:
-        """Raise UserError for a model that timm cannot build: with pooling that it lacks, or of one's own code."""
+        """Raise UserError for a model that timm cannot build: with pooling that it lacks, or of the user's own code."""
         model = trained.config.MODEL
         timm_pool = getattr(trained.model, "global_pool", None)
-        # MODEL.POOL class is what timm calls token.
-        if model.POOL is not None and (model.POOL, timm_pool) != ("class", "token"):
+        # timm's model has the pooling of MODEL.POOL only if that is `class`, which timm calls token.
+        has_pool_of_timm = model.POOL is None or (model.POOL == "class" and timm_pool == "token")
+        if not has_pool_of_timm:
             raise UserError(f"-to {self.name}: timm's model has no MODEL.POOL {model.POOL}; use -to torch or onnx.")
         if own_named("model", model.NAME):
             reason = f"timm does not have {model.NAME}, a model of your own"
             raise UserError(f"-to {self.name}: {reason}; use -to torch or onnx.")
 
     def write(self, export: Export, file: Path) -> str:
-        """Write the weights, with a header that timm ignores and vitamp's tools read."""
+        """Write the weights, with a header that timm ignores but vitamp's own tools, such as predict.py, read."""
         import safetensors.torch
 
         chosen = export.trained.chosen
         meta_fields = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
-        # One key: safetensors writes several in a different order each time.
-        header = encoded({EXPORTED: export.metadata(program=False) | meta_fields | needed_by_tools(chosen)})
+        # All fields are under one key: safetensors writes several keys in a different order each time.
+        fields = export.metadata(program=False) | meta_fields | needed_by_tools(chosen)
+        header = encoded({EXPORTED: fields})
         with raising_os_errors(file):
             safetensors.torch.save_file(export.tensors(), file, metadata=header)
         return "weights under timm's names"
@@ -684,89 +532,3 @@ class Safetensors(Format):
 
 
 FORMATS: dict[str, Format] = {"onnx": Onnx(), "openvino": OpenVino(), "torch": Torch(), "safetensors": Safetensors()}
-
-
-def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tolerance: float) -> tuple[Tensor, str]:
-    """Write `out` in a format, check its outputs against `expected`, and log size, differences and speed.
-
-    It is written and checked in a temporary folder, and moved into place only if the check passes: no file is left
-    whose outputs differ by more than `tolerance`. Returns the file's outputs, and the phrases on what it costs and
-    gains.
-    """
-    with writing(out, kind.flag):
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        unfinished = folder / out.name
-        try:
-            log.info("%s: exporting, which may take a minute ...", out.name)
-            summary = kind.write(export, unfinished)
-            log.info("%s: checking it, and how fast it is ...", out.name)
-            with torch.no_grad():
-                outputs = _run_on_check_images(kind, export, unfinished)
-                phrases = compare(export, expected, outputs, tolerance)
-                speed = kind.speed(export, unfinished)
-            if speed:
-                phrases.append(speed)
-            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            _move_into_place(folder, out)
-        except TrainingError as error:
-            raise TrainingError(f"{out} was not written: {error}") from None
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    log.info("%s: %.1f MB, %s, %s", out, size / 1e6, export.dtype, summary)
-    log.info("  %s", "; ".join(phrases))
-    python_line = kind.how_to_load(export, out)
-    if python_line:
-        log.info("  %s", python_line)
-    # Without the first phrase, on the differences.
-    return outputs, "; ".join(phrases[1:])
-
-
-def _run_on_check_images(kind: Format, export: Export, file: Path) -> Tensor:
-    """Compute the outputs of the written file on the images of the check, with a progress bar."""
-    images = export.images
-    with progress_bar(len(images.pixels), "images", f"{file.name}: checking") as bar:
-
-        def batches_with_progress() -> Iterator[Tensor]:
-            for batch in images.batches(export.trained, export.with_preprocess):
-                yield batch
-                bar.update(len(batch))
-
-        return torch.cat(list(kind.run(export, file, batches_with_progress())))
-
-
-def _move_into_place(folder: Path, out: Path) -> None:
-    """Move a finished export from its temporary folder to `out`, over an earlier one.
-
-    The file that makes the export valid is moved last: it must not be there before the files that it needs. That is
-    the file `out` itself, which may have another beside it (`files_beside`), or the config of a folder. What an earlier
-    export had besides is removed.
-    """
-    source = folder
-    target = out.parent
-    last_name = out.name
-    earlier_files = set(files_beside(out))
-    if (folder / out.name).is_dir():
-        source = folder / out.name
-        target = out
-        last_name = CONFIG
-        target.mkdir(exist_ok=True)
-        earlier_files |= {target / name for name in HUB_FILES}
-    new_files = sorted(source.iterdir(), key=lambda path: path.name == last_name)
-    for file in new_files:
-        with replacing(target / file.name) as unfinished:
-            file.replace(unfinished)
-    for leftover in earlier_files - {target / file.name for file in new_files}:
-        leftover.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _torch_exporter(format_name: str, export: Export) -> Iterator[None]:
-    """Silence torch's warnings for its developers, and turn a failed export into one line."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except Exception as error:  # torch raises many types of its own, and those of the model
-        model = export.trained.config.MODEL.NAME
-        reason = first_line(error.__cause__ or error)
-        raise TrainingError(f"-to {format_name}: torch cannot export the model {model}: {reason}") from None

@@ -21,7 +21,8 @@ from datasets.decoding import Reader
 from datasets.given import open_given
 from datasets.registry import crop_of
 from engine.trained.model import Trained
-from tools.export.formats import IMAGE, PROBABILITIES, CheckImages, reference_logits, run_onnx, thresholds_of
+from tools.export.check import reference_logits
+from tools.export.formats import IMAGE, PROBABILITIES, CheckImages, run_onnx, thresholds_of
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.log import log
@@ -77,66 +78,70 @@ GREY = """
 
 
 def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
-    """Return the images of the check before validation resizes them, and the first ones in further shapes.
+    """Return the images of the check in the sizes that a file made with -with_resize takes, to replace `images`.
 
-    They are resized by the file's ONNX nodes and by validation, and the differences are logged and added to the file's
-    metadata. Raises TrainingError if the pixels of the file lead to other predictions than those of validation.
+    They are the stored images, before validation resizes them; and the first ones resized to further shapes. Their
+    pixels are those that the ONNX nodes of the file make of them. How far these differ from the pixels that validation
+    makes is logged, and added to the file's metadata. Raises TrainingError if the differences change predictions.
     """
     data = trained.config.DATA
     _check_input(data)
     samples = None if images.dataset is None else images.dataset.single_images()
 
-    # Images as they are stored. Those in memory, and noise, have the model's size: only reshaped ones are of use.
-    sources: list[Callable[[], np.ndarray]] = []
+    # The stored images: names, functions that read them, and pixels by validation, all in the same order. Images that
+    # are held in memory, and noise, have the model's size already: there, only the first ones in other shapes are used.
+    readers: list[Callable[[], np.ndarray]] = []
     if samples is None:
-        bases = [_rgb(pixels.permute(1, 2, 0).numpy()) for pixels in images.pixels[:RESHAPED]]
+        first_images = [_as_rgb(pixels.permute(1, 2, 0).numpy()) for pixels in images.pixels[:RESHAPED]]
         names = []
         validated_stored = images.pixels[:0]
     else:
-        sources += [functools.partial(_decoded, data, samples, index) for index in images.indices]
-        bases = [source() for source in sources[:RESHAPED]]
+        readers += [functools.partial(_read_whole, data, samples, index) for index in images.indices]
+        first_images = [read() for read in readers[:RESHAPED]]
         names = list(images.names)
         validated_stored = images.pixels
 
-    # The reshaped images, and what validation makes of them.
-    reshaped = _reshaped(bases, data)
+    # The first images in other shapes, and their pixels by validation, which writes them into the rows of a tensor.
+    reshaped = _resize_to_shapes(first_images, data)
     names += reshaped
-    sources += [functools.partial(np.asarray, image) for image in reshaped.values()]
+    readers += [functools.partial(np.asarray, image) for image in reshaped.values()]
     validated_reshaped = torch.empty(len(reshaped), *data.shape, dtype=torch.uint8)
-    validation = open_given([], data).pixels
+    write_validated = open_given([], data).pixels
     for image, row in zip(reshaped.values(), validated_reshaped, strict=True):
-        validation(image, row)
+        write_validated(image, row)
 
-    # What ONNX makes of all of them.
+    # The pixels of all these images by ONNX.
     resize = resize_model(data).SerializeToString()
-    rows = run_onnx(resize, "resizing", PIXELS, (source() for source in sources))
+    rows = run_onnx(resize, "resizing", PIXELS, (read() for read in readers))
     pixels = torch.cat([torch.from_numpy(row) for row in rows])
     description = f"{images.source} ({len(reshaped)} of them resized to be {', '.join(SHAPES)})"
     resized = CheckImages(pixels, names, description)
     differences = _differences(trained, torch.cat([validated_stored, validated_reshaped]), resized)
     about = {"input": IMAGE, "output": PROBABILITIES, "differences": differences}
-    return replace(resized, any_size=tuple(sources), prepend=functools.partial(prepend, data), about=about)
+    return replace(resized, image_readers=tuple(readers), prepend=functools.partial(prepend, data), about=about)
 
 
-def _reshaped(bases: list[np.ndarray], data: DataConfig) -> dict[str, np.ndarray]:
-    """Resize each image to each of SHAPES; return the results by name, such as "portrait 0"."""
+def _resize_to_shapes(images: list[np.ndarray], data: DataConfig) -> dict[str, np.ndarray]:
+    """Resize each image to each of SHAPES; return the results by name, such as "portrait 0" of the first image."""
     model_height, model_width = sides(data.IMAGE_SIZE)
     reshaped = dict[str, np.ndarray]()
-    for number, base in enumerate(bases):
+    for number, pixels in enumerate(images):
         for shape, (width_fraction, height_fraction) in SHAPES.items():
             size = (max(1, round(width_fraction * model_width)), max(1, round(height_fraction * model_height)))
-            image = Image.fromarray(base).resize(size, Image.Resampling.BICUBIC)
+            image = Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
             reshaped[f"{shape} {number}"] = np.asarray(image)
     return reshaped
 
 
 def _differences(trained: Trained, validated: Tensor, resized: CheckImages) -> dict[str, float]:
-    """Measure and log how far pixels and probabilities by ONNX differ from those of validation.
+    """Measure and log how far pixels and probabilities of images resized by ONNX differ from those of validation.
 
-    `validated`: the pixels of the same images by validation. Returns the differences for the file's metadata. Raises
-    TrainingError if a clear prediction differs.
+    `resized`: the images with their pixels by ONNX. `validated`: the pixels of the same images by validation. Returns
+    the differences for the file's metadata. Raises TrainingError if a clear prediction differs.
     """
-    expected = trained.task.probabilities(reference_logits(trained, replace(resized, pixels=validated)))
+    # The model's probabilities for both.
+    resized_by_validation = replace(resized, pixels=validated)
+    expected = trained.task.probabilities(reference_logits(trained, resized_by_validation))
     probabilities = trained.task.probabilities(reference_logits(trained, resized))
     pixel_differences = (validated.short() - resized.pixels.short()).abs()
     percent = 100 * float((pixel_differences > 0).double().mean())
@@ -174,15 +179,16 @@ def _check_input(data: DataConfig) -> None:
         raise UserError(f"-with_resize: {reason}; use -with_preprocess.")
     if crop_pct > 1:
         raise UserError(f"-with_resize: DATA.CROP_PCT {crop_pct:g} is not supported, only up to 1. {ADVICE}")
-    if mode not in SIZES:
+    if mode not in SIZES:  # the modes for which this module has nodes
         raise UserError(f"-with_resize: DATA.CROP_MODE {mode} is not supported, only center and squash. {ADVICE}")
 
 
 def clearly_other(thresholds: Tensor | None, expected: Tensor, probabilities: Tensor) -> Tensor:
-    """Find the images whose prediction differs although the expected one is clear; return a boolean per image.
+    """Find the images that are predicted otherwise than expected, although that is clear; return a boolean per image.
 
-    With one label per image (`thresholds` None), a prediction is clear if the highest probability exceeds the second by
-    more than CLEAR. With several, it is clear for a class whose probability is further than CLEAR from its threshold.
+    `expected`, `probabilities`: of each class, images x classes. With one label per image (`thresholds` None), the
+    expected prediction is clear if its highest probability exceeds the second by more than CLEAR. With several labels,
+    it is clear for a class whose expected probability is further than CLEAR from the threshold of the class.
     """
     if thresholds is None:
         first, second = expected.topk(2, dim=1).values.unbind(1)
@@ -191,24 +197,25 @@ def clearly_other(thresholds: Tensor | None, expected: Tensor, probabilities: Te
     return (differs & ((expected - thresholds).abs() > CLEAR)).any(1)
 
 
-def _decoded(data: DataConfig, samples: Samples, index: int) -> np.ndarray:
-    """Read a stored image as RGB, upright and without transparency."""
-    return _rgb(Reader(data).whole(samples.read(index)))
+def _read_whole(data: DataConfig, samples: Samples, index: int) -> np.ndarray:
+    """Read a stored image as RGB in its stored size, upright and without transparency."""
+    return _as_rgb(Reader(data).whole(samples.read(index)))
 
 
-def _rgb(pixels: np.ndarray) -> np.ndarray:
+def _as_rgb(pixels: np.ndarray) -> np.ndarray:
     """Repeat the channel of a grey image three times; return others as they are."""
     return pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels
 
 
 def prepend(data: DataConfig, model: ir.Model) -> None:
-    """Insert the nodes that resize before those of `model`, so that it takes an image of any size.
+    """Insert nodes that resize an image before those of `model`, so that it takes an image of any size.
 
-    Before, it takes pixels of the model's size. Names of the new nodes begin with "prepare.".
+    Without them, it takes pixels in the size that the model was trained on. Names of the new nodes begin with
+    "prepare.".
     """
     resize_graph = ir.from_proto(resize_model(data)).graph
-    image = resize_graph.inputs[0]
-    pixels = resize_graph.outputs[0]
+    (image,) = resize_graph.inputs  # the values at the ends of both graphs
+    (pixels,) = resize_graph.outputs
     (model_input,) = model.graph.inputs
     for node in resize_graph:
         name = node.name or node.outputs[0].name
@@ -222,6 +229,7 @@ def prepend(data: DataConfig, model: ir.Model) -> None:
     resize_graph.inputs.clear()
     resize_graph.remove(nodes)
     model.graph.insert_before(first_of_model, nodes)
+    # The model's nodes now take the resized pixels, and the graph takes the image.
     model_input.replace_all_uses_with(pixels)
     model.graph.inputs[0] = image
 
@@ -233,45 +241,55 @@ def resize_model(data: DataConfig) -> onnx.ModelProto:
     """
     mode, crop_pct = crop_of(data)
     model_height, model_width = sides(data.IMAGE_SIZE)
-    # Sides of the resized image before its centre is cropped.
-    high = math.floor(model_height / crop_pct)
-    wide = math.floor(model_width / crop_pct)
-    if mode == "center" and high != wide:
+    # Sides that the image is resized to before its centre is cropped. To crop from its short side, it is resized so
+    # that this side has the length, and the other one is longer.
+    side_high = math.floor(model_height / crop_pct)
+    side_wide = math.floor(model_width / crop_pct)
+    if mode == "center" and side_high != side_wide:
         mode = "center, not square"
-    channels = GREY if data.IMAGE_CHANNELS == 1 else "\n  channels = Identity (batch)"
-    # As PIL: first the columns, then the rows, each rounded to whole numbers.
+
+    # Parts of the text of the model. The nodes of SIZES compute the values `high` and `wide`, the size of the image
+    # after resizing, from its `height` and `width`; those of `nodes_for_channels` compute `channels` from `batch`.
+    nodes_for_size = SIZES[mode]
+    nodes_for_channels = GREY if data.IMAGE_CHANNELS == 1 else "\n  channels = Identity (batch)"
+    # As in PIL, first the columns are resized, then the rows, and each result is rounded to whole numbers. Axis 3 is
+    # the width, axis 2 the height; the nodes for an axis make the value `cropped3` or `cropped2`.
+    nodes_for_columns = _resize_axis(data, 3, source="floats", length="wide")
+    nodes_for_rows = _resize_axis(data, 2, source="cropped3", length="high")
     return onnx.parser.parse_model(f"""
 <ir_version: 8, opset_import: ["" : {OPSET}]>
 prepare (uint8[H, W, 3] {IMAGE}) => (uint8[1, {data.IMAGE_CHANNELS}, {model_height}, {model_width}] {PIXELS})
 {{
   size2 = Constant <value_ints = [{model_height}]> ()
   size3 = Constant <value_ints = [{model_width}]> ()
-  side_high = Constant <value_ints = [{high}]> ()
-  side_wide = Constant <value_ints = [{wide}]> ()
+  side_high = Constant <value_ints = [{side_high}]> ()
+  side_wide = Constant <value_ints = [{side_wide}]> ()
   half = Constant <value_float = 0.5> ()
   least = Constant <value_float = 0.0> ()
   most = Constant <value_float = 255.0> ()
   batch_axis = Constant <value_ints = [0]> ()
   height = Shape <start = 0, end = 1> ({IMAGE})
-  width = Shape <start = 1, end = 2> ({IMAGE}){SIZES[mode]}
+  width = Shape <start = 1, end = 2> ({IMAGE}){nodes_for_size}
   planes = Transpose <perm = [2, 0, 1]> ({IMAGE})
-  batch = Unsqueeze (planes, batch_axis){channels}
+  batch = Unsqueeze (planes, batch_axis){nodes_for_channels}
   floats = Cast <to = 1> (channels)
   outer = Constant <value_ints = [1, {data.IMAGE_CHANNELS}]> ()
   sizes3 = Concat <axis = 0> (outer, height, wide)
   sizes2 = Concat <axis = 0> (outer, high, size3)
-{_along(data, 3, "floats", "wide")}{_along(data, 2, "cropped3", "high")}
+{nodes_for_columns}{nodes_for_rows}
   {PIXELS} = Cast <to = 2> (cropped2)
 }}""")
 
 
-def _along(data: DataConfig, axis: int, source: str, length: str) -> str:
-    """Write nodes that resize along one axis and crop the centre; the result is `cropped2` or `cropped3`, by the axis.
+def _resize_axis(data: DataConfig, axis: int, source: str, length: str) -> str:
+    """Write ONNX nodes, as text, that resize along one axis and crop the centre; the result is `cropped` and the axis.
 
-    `source`: the value to resize. `length`: the value with the length along the axis before the crop.
+    `source`, `length`: names of ONNX values: what is resized, and its length along the axis before the crop. The nodes
+    also use values that `resize_model` defines: the sizes of all axes (`sizes2` or `sizes3`), the length after the crop
+    (`size2` or `size3`), the range of pixels (`least`, `most`), and 0.5 (`half`).
     """
     mode, attributes = MODES[data.INTERPOLATION]
-    # Sizes of all axes: onnxruntime mistakes the attribute `axes` where it moves a Transpose.
+    # Resize takes sizes of all axes: onnxruntime mistakes the attribute `axes` where it moves a Transpose.
     return f"""
   resized{axis} = Resize <antialias = 1, mode = "{mode}"{attributes}> ({source}, , , sizes{axis})
   whole{axis} = Round (resized{axis})

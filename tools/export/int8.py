@@ -20,7 +20,8 @@ from torch import Tensor
 from datasets.base import TITLES
 from engine.trained.model import Trained, split_of_run
 from tools.common.turns import progress_bar
-from tools.export.formats import INPUT, CheckImages, Export, Onnx, chosen_images, times_as_fast
+from tools.export.check import chosen_images
+from tools.export.formats import INPUT, CheckImages, Export, Onnx, times_as_fast
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.text import counted, some_of
@@ -49,13 +50,16 @@ class Int8(Onnx):
 
     def __init__(self, images: CheckImages, keep: tuple[str, ...]) -> None:
         self._images = images
-        self._keep = keep
+        self._kept_prefixes = keep
         self._speed = ""
         self.fp32_layers: set[str] = set()
         """Names of the layers that the written file has in fp32"""
 
     def write(self, export: Export, file: Path) -> str:
-        """Export the model to a temporary fp32 file, quantise that to `file`, and measure size and speed of both."""
+        """Export the model to a temporary fp32 file, quantise that to `file`, and measure size and speed of both.
+
+        Returns the summary of the fp32 file; `speed` returns what was measured.
+        """
         with tempfile.TemporaryDirectory(prefix="vitamp-") as folder:
             fp32_file = Path(folder, "exact.onnx")
             summary = super().write(export, fp32_file)
@@ -65,6 +69,7 @@ class Int8(Onnx):
                 raise
             except Exception as error:  # onnxruntime's tools raise many types
                 raise TrainingError(f"-int8: onnxruntime cannot quantise the model: {first_line(error)}") from None
+            # Two endless iterators that compute the outputs of one image, by either file.
             image = itertools.repeat(next(self._batches(export)))
             faster = times_as_fast(self.run(export, fp32_file, image), self.run(export, file, image))
             smaller = fp32_file.stat().st_size / file.stat().st_size
@@ -73,7 +78,7 @@ class Int8(Onnx):
             self._speed += ": here fp32 serves as well (int8 pays for larger models, on CPUs with VNNI)"
         log.info("int8: calibrated on %s %s", counted(len(self._images.names), "image"), self._images.source)
         if self.fp32_layers:
-            reason = "-keep" if self._keep else "in 8 bits they change the outputs most"
+            reason = "-keep" if self._kept_prefixes else "in 8 bits they change the outputs most"
             log.info("int8: left in fp32: %s (%s)", some_of(sorted(self.fp32_layers)), reason)
         return summary
 
@@ -84,39 +89,42 @@ class Int8(Onnx):
     def _quantise(self, export: Export, fp32_file: Path, file: Path) -> set[str]:
         """Write `file` from the fp32 ONNX file, and return the names of the layers that it leaves in fp32.
 
-        Without -keep, all layers are in 8 bits if the error of the logits allows it. Otherwise blocks are returned to
-        fp32, the one whose layers alone cause the largest error first, until the error is small enough.
+        With -keep, these are the layers that it names. Without, all layers are in 8 bits if the error of the logits is
+        small enough. Otherwise whole blocks are left in fp32, one more at a time, until it is. The first block is the
+        one that causes the largest error if its layers alone are in 8 bits.
         """
+        # The nodes that can be in 8 bits, their layers, and the blocks of these layers.
         nodes = {node.name for node in onnx.load(str(fp32_file)).graph.node if node.op_type in OPERATORS}
-        layers = {node: layer for node, layer in self.layers.items() if node in nodes}
-        blocks: dict[str, set[str]] = {}
-        for layer in layers.values():
+        layer_of_node = {node: layer for node, layer in self.layers.items() if node in nodes}
+        all_layers = set(layer_of_node.values())
+        layers_of_block: dict[str, set[str]] = {}
+        for layer in layer_of_node.values():
             block = BLOCK.match(layer)[0]  # pyright: ignore[reportOptionalSubscript]
-            blocks.setdefault(block, set()).add(layer)
-        all_layers = set(layers.values())
-        self._check_keep(all_layers, blocks)
-        fp32_layers = {layer for layer in all_layers if layer.startswith(self._keep)}
+            layers_of_block.setdefault(block, set()).add(layer)
+
+        self._check_keep(all_layers, layers_of_block)
+        fp32_layers = {layer for layer in all_layers if layer.startswith(self._kept_prefixes)}  # none without -keep
         ranges = _ranges(fp32_file, self._batches(export))
         expected = torch.cat(list(self.run(export, fp32_file, self._batches(export))))
 
-        def write_and_measure_error(fp32_layers: set[str]) -> float:
-            """Write `file` with these layers in fp32, and return the error of its logits, as in MOST_ERROR."""
-            if fp32_layers >= all_layers:
+        def write_and_measure_error(layers_in_fp32: set[str]) -> float:
+            """Write `file`, over an earlier one, with these layers in fp32; return its error, as MOST_ERROR says."""
+            if layers_in_fp32 >= all_layers:
                 raise TrainingError("-int8: no layer can be in 8 bits without changing the outputs; use fp32 or fp16.")
-            int8_nodes = [node for node, layer in layers.items() if layer not in fp32_layers]
+            int8_nodes = [node for node, layer in layer_of_node.items() if layer not in layers_in_fp32]
             _write(fp32_file, file, ranges, int8_nodes)
             outputs = torch.cat(list(self.run(export, file, self._batches(export))))
             return float((outputs - expected).square().mean().sqrt() / (expected.std() or 1.0))
 
-        if write_and_measure_error(fp32_layers) <= MOST_ERROR or self._keep:
+        if write_and_measure_error(fp32_layers) <= MOST_ERROR or self._kept_prefixes:
             return fp32_layers
-        # The error if only one block is in 8 bits.
-        block_errors = {
-            block: write_and_measure_error(all_layers - blocks[block])
-            for block in progress_bar(list(blocks), "blocks", "int8")
+        # The error of each block: that of a file in which only its layers are in 8 bits.
+        error_of_block = {
+            block: write_and_measure_error(all_layers - layers_of_block[block])
+            for block in progress_bar(list(layers_of_block), "blocks", "int8")
         }
-        for block in sorted(block_errors, key=lambda block: -block_errors[block]):
-            fp32_layers |= blocks[block]
+        for block in sorted(error_of_block, key=lambda block: -error_of_block[block]):
+            fp32_layers |= layers_of_block[block]
             if write_and_measure_error(fp32_layers) <= MOST_ERROR:
                 break
         return fp32_layers
@@ -124,7 +132,7 @@ class Int8(Onnx):
     def _check_keep(self, layers: set[str], blocks: Iterable[str]) -> None:
         """Raise UserError if -keep names a beginning that no layer has."""
         unknown = []
-        for prefix in self._keep:
+        for prefix in self._kept_prefixes:
             if not any(layer.startswith(prefix) for layer in layers):
                 unknown.append(prefix)
         if unknown:
@@ -161,7 +169,10 @@ def _ranges(fp32_file: Path, batches: Iterator[Tensor]) -> Any:
 
 
 def _write(fp32_file: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
-    """Write `file` with these nodes in 8 bits, without the quantiser's own entries in the metadata."""
+    """Write `file` from the fp32 ONNX file with these nodes in 8 bits, without the quantiser's entries in the metadata.
+
+    `ranges`: from `_ranges`, the smallest and largest values of each input and output of a layer.
+    """
     quantizer = QDQQuantizer(
         onnx.load(str(fp32_file)),
         per_channel=True,
@@ -176,7 +187,7 @@ def _write(fp32_file: Path, file: Path, ranges: Any, nodes: list[str]) -> None:
     )
     quantizer.quantize_model()
     metadata = quantizer.model.model.metadata_props
-    # Vitamp's entries have no such prefix.
+    # The entries of the fp32 file, which `Export.metadata` made, do not begin so.
     quantiser_entries = [entry for entry in metadata if entry.key.startswith("onnx.")]
     for entry in quantiser_entries:
         metadata.remove(entry)

@@ -79,7 +79,8 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
         count = f"{len(unmatched)} of {len(arrays)} tensors do not match this model ({some_of(unmatched)})"
         log.error("%s: nothing was written. Choose another model with -name NAME.", count)
         return EXIT_FAILED
-    if target.shapes.keys() - converted.tensors.keys():
+    lacks_classifier = target.shapes.keys() - converted.tensors.keys()  # nothing else may be missing
+    if lacks_classifier:
         log.warning("The file has no classifier: -pretrained will initialise one.")
     tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
     write_weights(out, tensors, _header(converted, target, file))
@@ -89,10 +90,14 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
 
 
 def _settings(converted: Converted, target: Target) -> list[str]:
-    """Return the settings KEY=VALUE that a command needs beside -pretrained; N stands for a number to choose."""
+    """Return the settings KEY=VALUE that a command needs beside -pretrained; N stands for a number to choose.
+
+    Without a timm name, they include all sizes, and any name does, except that only the name of a model says that it
+    has a distillation token.
+    """
     sizes = target.sizes
     name = target.name
-    if name is None:  # only the name of a model says that it has a distillation token
+    if name is None:
         name = DISTILLED if "dist_token" in converted.tensors else "mine"
     settings = [f"MODEL.TYPE={converted.family}", f"MODEL.NAME={name}"]
     settings += [f"DATA.{key}={sizes[key]}" for key in IMAGE_KEYS]
@@ -107,30 +112,34 @@ def _settings(converted: Converted, target: Target) -> list[str]:
 
 
 def _log_tensors(arrays: dict[str, np.ndarray], converted: Converted, target: Target) -> list[str]:
-    """Log what becomes of each tensor, and return the names of those that do not match the model.
+    """Log what becomes of each tensor, and return the names of those that do not match the model `target`.
 
-    These are unused ones, missing ones, and those of another size. A classifier that is unused or missing is not
-    returned, since a model may have another one.
+    Such tensors are left over in the file, missing in it, or of another size. A classifier that is missing is no
+    mismatch, nor one that is left over in a family whose rules name all tensors: the model may get another one.
     """
+    # Tensors of the file that the model has, with their names in PaddleViT and in timm, and those that it lacks.
     shapes = _shapes_of(converted.tensors)
-    missing = [key for key in target.shapes if key not in shapes]
-    used = []
+    used_lines = []
     unused = list(converted.unused)
-    for paddle, key in converted.used.items():
-        if key not in target.shapes:
-            unused.append(paddle)
+    for paddle_name, timm_key in converted.used.items():
+        if timm_key not in target.shapes:
+            unused.append(paddle_name)
             continue
-        line = f"{paddle} -> {key}  {_format_shape(shapes[key])}"
-        if is_transposed(paddle, arrays[paddle]):
+        line = f"{paddle_name} -> {timm_key}  {_format_shape(shapes[timm_key])}"
+        if is_transposed(paddle_name, arrays[paddle_name]):
             line += ", transposed"
-        used.append(line)
+        used_lines.append(line)
+
+    # Tensors of the model that the file does not have, or has in another size.
+    missing = [key for key in target.shapes if key not in shapes]
     resized = {
         key: f"{key}  {_format_shape(shape)} in the file, {_format_shape(target.shapes[key])} in the model"
         for key, shape in shapes.items()
-        if target.shapes.get(key, shape) != shape
+        if key in target.shapes and target.shapes[key] != shape
     }
+
     for title, lines in (
-        ("used", used),
+        ("used", used_lines),
         ("skipped, since timm computes them", converted.computed),
         ("added to the batch norm behind them", converted.folded),
         ("unused", unused),
@@ -139,8 +148,9 @@ def _log_tensors(arrays: dict[str, np.ndarray], converted: Converted, target: Ta
     ):
         if lines or title in ("unused", "missing"):
             log.info("\n  ".join([f"{title} ({len(lines)}):"] + lines))
-    if converted.closed:
-        unused = [paddle for paddle in unused if not paddle.startswith(OF_A_CLASSIFIER)]
+    has_rule_for_each_tensor = converted.closed
+    if has_rule_for_each_tensor:
+        unused = [paddle_name for paddle_name in unused if not paddle_name.startswith(OF_A_CLASSIFIER)]
     lacking = [key for key in missing if not key.startswith(target.classifiers)]
     return unused + lacking + list(resized)
 
@@ -148,35 +158,39 @@ def _log_tensors(arrays: dict[str, np.ndarray], converted: Converted, target: Ta
 def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
     """Make the header of the written file, from which predict.py and evaluate.py build the model.
 
-    It is like that of scripts/checkpoint.py strip. Without a timm name or a classifier, it has only the name of `file`
-    and the number of classes.
+    It has the fields that scripts/checkpoint.py strip writes. If the model has no name in timm, or the file no
+    classifier, these tools cannot build it: then the header has only the name of `file` and the number of classes.
     """
-    header: dict[str, Any] = {"converted_from": file.name, "num_classes": target.sizes["NUM_CLASSES"]}
-    if target.name and target.sizes["NUM_CLASSES"]:
-        # Settings of the model and of its image preparation, which is timm's for the same model.
-        preprocessing = timm_preprocessing(target.name, f"timm's {target.name}")
-        assert preprocessing is not None  # is_timm_name
-        values: dict[str, Any] = {
-            **preprocessing[0],
-            "MODEL.TYPE": converted.family,
-            "MODEL.NAME": target.name,
-            "MODEL.NUM_CLASSES": target.sizes["NUM_CLASSES"],
-            **{f"DATA.{key}": target.sizes[key] for key in IMAGE_KEYS},
-        }
-        config = load_config(None, {key: (value, "the file") for key, value in values.items()}, {}).config
-        settings = values_to_keep(config).items()
-        name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-        header |= {
-            "timm": {"name": name, "arguments": arguments},
-            "model": target.name,
-            "made_by": "vitamp",
-            "weights": "the model's weights",
-            "input": input_of(config.DATA),
-            "settings": {key: value for key, value in settings if key.startswith(("MODEL.", "DATA."))},
-            "classes": None,
-            "choices": {},
-            "fp32_modules": [],
-        }
+    classes = target.sizes["NUM_CLASSES"]
+    header: dict[str, Any] = {"converted_from": file.name, "num_classes": classes}
+    if not target.name or not classes:
+        return {"format": "pt", **encoded(header)}
+
+    # Settings of the model and of its image preparation, which is timm's for the same model. Loading them as a config
+    # adds the defaults of the others.
+    preprocessing = timm_preprocessing(target.name, f"timm's {target.name}")
+    assert preprocessing is not None, "the name is one of timm's"
+    values: dict[str, Any] = {
+        **preprocessing.values,
+        "MODEL.TYPE": converted.family,
+        "MODEL.NAME": target.name,
+        "MODEL.NUM_CLASSES": classes,
+        **{f"DATA.{key}": target.sizes[key] for key in IMAGE_KEYS},
+    }
+    config = load_config(None, {key: (value, "the file") for key, value in values.items()}, {}).config
+    settings = values_to_keep(config).items()
+    name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+    header |= {
+        "timm": {"name": name, "arguments": arguments},
+        "model": target.name,
+        "made_by": "vitamp",
+        "weights": "the model's weights",
+        "input": input_of(config.DATA),
+        "settings": {key: value for key, value in settings if key.startswith(("MODEL.", "DATA."))},
+        "classes": None,
+        "choices": {},
+        "fp32_modules": [],
+    }
     return {"format": "pt", **encoded(header)}
 
 
@@ -188,15 +202,17 @@ def _format_shape(shape: Any) -> str:
 def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, name: str | None) -> Target:
     """Find timm's model for the weights; UserError if they are of no family that can be converted.
 
-    It is the model that -name gives (`name`), else that of the file's name if the tensors fit it, else a published one
-    with the sizes of the tensors, else one with these sizes that has no name.
+    Candidates, of which the first one is taken: the model that -name gives (`name`); the model of the file's name, if
+    the tensors fit it; a model that timm has with the sizes of the tensors; a model with these sizes that has no name
+    in timm. A family whose sizes do not follow from its tensors has published models only, see `_published_model`.
     """
     if name is not None and not is_timm_name(name):
         raise UserError(
             f"-name {name}: timm has no model of that name; main_single_gpu.py -list_models lists all models."
         )
-    if not converted.closed:
-        return _of_family(file, converted, name)
+    has_rule_for_each_tensor = converted.closed
+    if not has_rule_for_each_tensor:  # then no rule says which tensor has which size
+        return _published_model(file, converted, name)
     try:
         sizes = sizes_of_weights(converted)
     except (KeyError, ValueError, IndexError) as error:
@@ -206,45 +222,49 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
             f"{file}: no weights of a family of PaddleViT that can be converted: {len(converted.unused)} of "
             f"{len(arrays)} tensors match no rule ({examples}), and {why}."
         ) from None
+
+    # The file's name may be wrong, so the tensors must fit the model. The last guess needs no such comparison: -name
+    # decides, or the sizes of this model are those of the tensors.
     guesses = [name] if name else [file.name.partition(".")[0], timm_name(converted, sizes)]
+    *_, last_guess = guesses
     file_shapes = _shapes_of(converted.tensors)
     for guess in guesses:
         if not guess or not is_timm_name(guess):
             continue
         model_shapes = _model_shapes(converted, {"NAME": guess}, sizes)
-        # The last guess needs no comparison: -name decides, or the sizes are those of the tensors.
-        if guess == guesses[-1] or file_shapes.items() <= model_shapes.items():
+        if guess == last_guess or file_shapes.items() <= model_shapes.items():
             return Target(guess, sizes, model_shapes)
-    return _unnamed(converted, sizes)
+    return _unnamed_model(converted, sizes)
 
 
-def _unnamed(converted: Converted, sizes: dict[str, Any]) -> Target:
-    """Return a model of these sizes that timm has no name for."""
+def _unnamed_model(converted: Converted, sizes: dict[str, Any]) -> Target:
+    """Return the target for weights of these sizes for which timm has no name: a model of the family, resized."""
     base = DISTILLED if "dist_token" in converted.tensors else converted.family
     model_sizes = {key: value for key, value in sizes.items() if key not in IMAGE_KEYS and value is not None}
     heads = {"NUM_HEADS": sizes["NUM_HEADS"] or 1}  # no tensor's shape of a ViT depends on it
     return Target(None, sizes, _model_shapes(converted, {"NAME": base, **model_sizes, **heads}, sizes))
 
 
-def _of_family(file: Path, converted: Converted, name: str | None) -> Target:
-    """Return the published model of a family that differs least from the tensors; the one of -name if it is given.
+def _published_model(file: Path, converted: Converted, name: str | None) -> Target:
+    """Return the published model of the family whose tensors differ least from the file's.
 
-    Of several that differ equally, the model of the file's name comes first.
+    Of several that differ equally, the model of the file's name is taken, else the first. `name`: the model of -name,
+    which is taken in any case; None without.
     """
     family = families()[converted.family]
-    model_of_file_name = family.timm_name(file.name.partition(".")[0])
-    guesses = [name] if name else dict.fromkeys([model_of_file_name] + list(family.models))
-    candidates = [_published(converted, guess) for guess in guesses if guess]
+    model_of_file_name = family.timm_name(file.name.partition(".")[0])  # None if it is the name of no model
+    names = [name] if name else dict.fromkeys([model_of_file_name] + list(family.models))
+    candidates = [_target_of_name(converted, candidate) for candidate in names if candidate]
     best = min(candidates, key=lambda target: target.count_differing(converted))
     if not name and best.name != model_of_file_name and best.count_differing(converted) == 0:
         log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
     return best
 
 
-def _published(converted: Converted, name: str) -> Target:
-    """Return timm's model `name`, with the image size of its weights and the number of classes of the file."""
+def _target_of_name(converted: Converted, name: str) -> Target:
+    """Return timm's model `name` with the image size of its published weights and the number of classes of the file."""
     pretrained = timm_weights(name)
-    assert pretrained is not None  # is_timm_name
+    assert pretrained is not None, "the name is one of timm's"
     timm_classifier: Any = pretrained.classifier  # a name, several, or None
     classifiers = (timm_classifier,) if isinstance(timm_classifier, str) else tuple(timm_classifier or ())
     weights = [converted.tensors.get(f"{classifier}.weight") for classifier in classifiers]
@@ -259,9 +279,10 @@ def _published(converted: Converted, name: str) -> Target:
 
 
 def _model_shapes(converted: Converted, settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a model with these settings, without allocating its weights.
+    """Return the shapes of the tensors of a model of the weights' family, without allocating its weights.
 
-    `settings`: of MODEL, besides type and classes. `sizes`: number of classes (None: the default), and size of images.
+    `settings`: those of the section MODEL, without its type (the family) and number of classes. `sizes`: number of
+    classes (None: the default), size and channels of images.
     """
     classes = {"NUM_CLASSES": sizes["NUM_CLASSES"]} if sizes["NUM_CLASSES"] else {}
     config = ModelConfig.model_validate({"TYPE": converted.family, **settings, **classes})

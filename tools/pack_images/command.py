@@ -64,8 +64,10 @@ def main(argv: list[str]) -> int:
     src, dst = places
     src_key = "DATA.DATASET" if src.startswith("hf:") else "DATA.DATA_PATH"
     settings: dict[str, tuple[Any, str]] = {src_key: (src, Source("SRC", Kind.TOOL))}
-    if command_line.asked.keep:  # mean and deviation have no effect: given, they are not measured
-        settings |= dict.fromkeys(MEASURED[1:], ("0.5", Source("-keep", Kind.TOOL)))
+    if command_line.asked.keep:
+        # Mean and deviation have no effect on packing, and would be measured on the data if they were not set here.
+        _value_range, *mean_and_deviation = MEASURED
+        settings |= dict.fromkeys(mean_and_deviation, ("0.5", Source("-keep", Kind.TOOL)))
     with ranks_of_launcher(argv, command_line.run.ranks) as world:
         loaded = on_every_rank(world, lambda: command_line.load(settings))
 
@@ -97,15 +99,18 @@ def _stored_settings(command_line: ToolLine, loaded: Loaded) -> dict[str, int | 
     if kind != "keep" and not data.is_plain:
         raise UserError("DATA.BITS, DATA.IMAGE_CHANNELS: such images are packed as they are stored; add -keep.")
     without_effect = {"keep": ("short_side", "quality"), "raw": ("quality",)}.get(kind, ())
-    command_line.refuse(without_effect, f"-{{}} has no effect with -{kind}; leave it out.")
+    reason = f"has no effect with -{kind}; leave it out."
+    command_line.refuse(without_effect, "-{} " + reason)  # `refuse` puts the flag's name in place of {}
     settings: dict[str, int | str | bool] = {"kind": kind}
     for name in ("short_side", "quality", "shard_images"):
         if name not in without_effect:
             settings[name] = getattr(command_line.asked, name)
 
-    # -keep leaves rotation and background to training, unless SRC is itself a packed data set, which has them.
+    # -keep leaves rotation and background to training, so they must not be set here. But if SRC is itself a packed data
+    # set, they are settings of that packing (their source is "packing"), and stay.
     keys = ("DATA.EXIF_ROTATE", "DATA.BACKGROUND")
-    if kind != "keep" or any(loaded.sources[key] == "packing" for key in keys):
+    src_is_packed = any(loaded.sources[key] == "packing" for key in keys)
+    if kind != "keep" or src_is_packed:
         settings["background"] = one_line(background_of(data) if data.BACKGROUND == "mean" else data.BACKGROUND)
     else:
         for key in keys:

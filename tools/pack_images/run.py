@@ -55,29 +55,32 @@ class Encoder:
         self.quality = int(settings.get("quality", 0))
 
     def __call__(self, encoded: Encoded, name: str) -> tuple[str, bytes]:
-        """Return ending and content of the packed file. `encoded`: the stored image. `name`: its name.
+        """Return ending and content of the packed file: the image as JPEG (kind jpeg) or as an array of pixels (raw).
 
+        Bytes are copied unchanged with kind keep, and with kind jpeg if neither resizing nor settings would change
+        them. `encoded`: the stored image, bytes or an array of pixels; an array stays one. `name`: the image's name.
         Raises Unreadable if training could not read the image either.
         """
-        # With -keep too, the image is decoded, so that an unreadable one is left out.
+        # With kind keep too, the image is decoded, so that an unreadable one is left out.
         with decoding_errors(encoded):
             stored = self.reader.open(encoded)
             pixels = stored.cut(Box(0, 0, stored.width, stored.height))
+        height, width, channels = pixels.shape
         as_array = self.kind == "raw" or isinstance(encoded, np.ndarray)
-        keeps_size = self.kind == "keep" or min(pixels.shape[:2]) <= self.short_side
-        # Rotation and background are applied now. In a file that is kept, they would follow the settings of training,
-        # not those of the other packed images.
-        keeps_pixels = self.kind == "keep" or not (isinstance(stored, Turned) or stored.transparent)
+        keeps_size = self.kind == "keep" or min(height, width) <= self.short_side
+        # Rotation by EXIF data and background are applied now. In bytes that are copied, they would follow the settings
+        # of training, not those of the other packed images.
+        is_changed_by_settings = isinstance(stored, Turned) or stored.transparent
+        keeps_pixels = self.kind == "keep" or not is_changed_by_settings
         if keeps_size and keeps_pixels and not as_array:
             content = bytes(encoded)
             return self._ending(name, content), content
 
-        channels = pixels.shape[2]
         image = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0])
         if not keeps_size:  # Pillow's filter averages over all pixels, so there is no aliasing
             scale = self.short_side / min(image.size)
-            width, height = (max(self.short_side, round(side * scale)) for side in image.size)
-            image = image.resize((width, height), Image.Resampling.BICUBIC)
+            new_width, new_height = (max(self.short_side, round(side * scale)) for side in image.size)
+            image = image.resize((new_width, new_height), Image.Resampling.BICUBIC)
         file = io.BytesIO()
         if as_array:
             array = np.asarray(image).reshape(image.height, image.width, channels)
@@ -138,18 +141,22 @@ def start_process(work: Work, stop: Any) -> None:
 def make_shard(name: str, indices: np.ndarray) -> Record:
     """Pack images of one split into the tar file `name`, and return its record; keep a file that is finished already.
 
-    `indices`: of the images in the split, in the order in which they are packed. Called in a packing process.
+    `name`: such as 'train/00000.tar'. `indices`: those of the images in the split, in the order in which they are
+    packed. Called in a packing process, which `start_process` has prepared.
     """
     assert _state is not None
     work, encoder, stop = _state
     path = work.folder / name
-    samples = work.splits[path.parent.name]
-    record_path = work.folder / RECORDS / f"{path.parent.name}-{path.stem}.json"
-    # Without a record that can be read, or with a file of another size, the shard is packed anew.
+    split = path.parent.name
+    samples = work.splits[split]
+    record_path = work.folder / RECORDS / f"{split}-{path.stem}.json"
+
+    # A finished file has a record with its size. Any error of reading either of them means that there is none.
     with contextlib.suppress(OSError, ValueError, TypeError):
         record = Record(**parse_json(record_path.read_bytes()))
         if path.stat().st_size == record.bytes:
             return record
+
     record = Record(name)
     try:
         with replacing(path, sync=False, one_writer=True) as unfinished:
@@ -203,18 +210,21 @@ def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | N
     work = Work(folder, on_every_rank(world, lambda: _open(data)), data, settings)
     lock = FileLock(folder / LOCK)
     try:
-        identity = broadcast(on_rank_0(world, lambda: _prepare(work, lock)), world)
+        # Rank 0 makes and locks the folder.
+        identity = broadcast(on_rank_0(world, lambda: _prepare_folder(work, lock)), world)
         if identity is None:  # packed already
             return
         shards = _shards(work)
         shards_of_rank = dict(list(shards.items())[world.rank :: world.size])
-        limit = allowed(data.MAX_BAD, sum(map(len, work.splits.values())))
-        records = gather(_make_shards(shards_of_rank, work, jobs, limit=limit, world=world), world)
+        images = sum(map(len, work.splits.values()))
+        most_unreadable = allowed(data.MAX_BAD, images)
+        records = gather(_make_shards(shards_of_rank, work, jobs, most_unreadable, world), world)
         if world.first:
-            _check_unreadable(sum(len(record.left_out) for record in records), limit)
+            # Each rank has checked its own images only.
+            _check_unreadable(sum(len(record.left_out) for record in records), most_unreadable)
             _finish(work, list(shards), records, identity)
     finally:
-        lock.release()
+        lock.release()  # does nothing if it was not acquired, as on the other ranks
 
 
 def _shards(work: Work) -> dict[str, np.ndarray]:
@@ -231,30 +241,32 @@ def _shards(work: Work) -> dict[str, np.ndarray]:
 
 
 def _open(data: DataConfig) -> dict[str, Samples]:
-    """Open and check the splits to pack. A data set with too few images to split has only training images."""
+    """Open and check the splits to pack: name -> images. A data set with too few images to split has only 'train'."""
     splits: dict[str, Samples] = {}
     try:
         for split in ("train", "val"):
             is_training = split == "train"
+            # With so many classes, no label is out of range.
             dataset = open_dataset(data, is_training, ANY_CLASSES, seed=0, device=torch.device("cpu"))
             samples = dataset.single_images()
             if samples is None:
                 raise UserError(f"DATA.DATASET {data.DATASET} is held in memory: packing cannot make it faster.")
             splits[split] = samples
-        check_dataset(data, ANY_LABEL)  # as before training; there is no model whose outputs could stay unused
+        check_dataset(data, ANY_LABEL)  # as before training, but without a number of classes, for packing has no model
     except TooFewToSplit as error:
         log.warning("%s Here all images are packed as training images.", error)
     warn_of_splits(data, splits["train"], splits.get("val"))
     return splits
 
 
-def _prepare(work: Work, lock: BaseFileLock) -> dict[str, Any] | None:
-    """Make and lock the folder for packing, and write SETTINGS into it.
+def _prepare_folder(work: Work, lock: BaseFileLock) -> dict[str, Any] | None:
+    """Make the folder for packing, acquire `lock` on it, and write the file SETTINGS into it.
 
-    Returns the settings and the identity of the images, for the manifest; None if everything is packed already.
+    Returns the identity of this packing, for the manifest: its settings ("how") and a summary of the images of each
+    split ("source"). Returns None, without the lock, if everything is packed already.
     """
     folder = work.folder
-    source = {split: _identity(samples, work.data) for split, samples in work.splits.items()}
+    source = {split: _summarise_split(samples, work.data) for split, samples in work.splits.items()}
     identity = {"how": work.settings, "source": source}
     if _is_done(folder, identity, work.data):
         log.info("%s is packed already, with these settings from these images.", folder)
@@ -265,7 +277,7 @@ def _prepare(work: Work, lock: BaseFileLock) -> dict[str, Any] | None:
             lock.acquire(timeout=3)  # seconds, in which processes of a killed run exit
         except Timeout:
             raise UserError(f"DST {folder}: another process packs into it. Wait, or name another folder.") from None
-        except (NotImplementedError, OSError) as error:
+        except (NotImplementedError, OSError) as error:  # a file system without locks can still be packed into
             log.warning("%s cannot be locked (%s): let no second process pack into it.", folder, error)
         (folder / RECORDS).mkdir(exist_ok=True)
         write_atomically(folder / RECORDS / SETTINGS, json.dumps({"made_by": MADE_BY, **identity}, indent=1))
@@ -276,28 +288,31 @@ def _prepare(work: Work, lock: BaseFileLock) -> dict[str, Any] | None:
     return identity
 
 
-def _make_shards(shards: dict[str, np.ndarray], work: Work, jobs: int | None, limit: int, world: World) -> list[Record]:
+def _make_shards(
+    shards: dict[str, np.ndarray], work: Work, jobs: int | None, most_unreadable: int, world: World
+) -> list[Record]:
     """Make this rank's tar files in several processes, and return their records.
 
-    `shards`: name of each file -> indices of its images. `jobs`: processes; None for one per core. `limit`: number of
-    unreadable images that DATA.MAX_BAD allows; packing ends with an error once there are more.
+    `shards`: name of each file -> indices of its images. `jobs`: processes; None for one per core. `most_unreadable`:
+    number of unreadable images that DATA.MAX_BAD allows; packing ends with an error once there are more.
     """
-    log.setLevel("INFO" if world.first else "WARNING")  # each rank names the images that it leaves out
-    stop = multiprocessing.Event()
+    log.setLevel("INFO" if world.first else "WARNING")  # each rank warns of the images that it leaves out
+    stop = multiprocessing.Event()  # set at the end, so that after an error the processes stop at their next image
     unreadable = 0
     processes = max(1, min(jobs or world.own_cores, len(shards)))
     pool = ProcessPoolExecutor(processes, initializer=start_process, initargs=(work, stop))
     try:
-        futures = {pool.submit(make_shard, name, indices): len(indices) for name, indices in shards.items()}
-        with Progress(None, sum(futures.values()), "images", what="packing", shown=world.first) as bar:
-            for future in as_completed(futures):
+        image_counts = {pool.submit(make_shard, name, indices): len(indices) for name, indices in shards.items()}
+        with Progress(None, sum(image_counts.values()), "images", what="packing", shown=world.first) as bar:
+            for future in as_completed(image_counts):
                 record = future.result()
-                bar.update(futures[future])
+                bar.update(image_counts[future])
                 for name, reason in record.left_out:
                     unreadable += 1
-                    log.warning("left out: %s: %s (%d so far; DATA.MAX_BAD allows %d)", name, reason, unreadable, limit)
-                _check_unreadable(unreadable, limit)
-        return [future.result() for future in futures]
+                    counts = f"{unreadable} so far; DATA.MAX_BAD allows {most_unreadable}"
+                    log.warning("left out: %s: %s (%s)", name, reason, counts)
+                _check_unreadable(unreadable, most_unreadable)
+        return [future.result() for future in image_counts]  # in the order of `shards`
     except BrokenProcessPool:
         problem = "A packing process was killed, probably by the out-of-memory killer."
         raise TrainingError(f"{problem} Resume with the same command and a smaller -num_workers.") from None
@@ -306,17 +321,20 @@ def _make_shards(shards: dict[str, np.ndarray], work: Work, jobs: int | None, li
         pool.shutdown(cancel_futures=True)
 
 
-def _check_unreadable(unreadable: int, limit: int) -> None:
-    """Raise an error if more images cannot be read than DATA.MAX_BAD allows (`limit`)."""
-    if unreadable > limit:
+def _check_unreadable(unreadable: int, most_unreadable: int) -> None:
+    """Raise TrainingError if more images cannot be read than the number that DATA.MAX_BAD allows."""
+    if unreadable > most_unreadable:
         raise TrainingError(
-            f"{unreadable} images cannot be read, and DATA.MAX_BAD allows {limit}. To resume, raise it and repeat;"
-            " or repair them or list them in DATA.EXCLUDE, and pack into another folder."
+            f"{unreadable} images cannot be read, and DATA.MAX_BAD allows {most_unreadable}. To resume, raise it and "
+            "repeat; or repair them or list them in DATA.EXCLUDE, and pack into another folder."
         )
 
 
 def _finish(work: Work, shards: list[str], records: list[Record], identity: dict[str, Any]) -> None:
-    """Write index and manifest, remove the records, and log the result. `shards`: names of all tar files."""
+    """Write index and manifest, remove the records, and log the result.
+
+    `shards`: names of all tar files. `identity`: from `_prepare_folder`, for the manifest.
+    """
     folder = work.folder
     names_by_split: dict[str, list[str]] = {split: [] for split in work.splits}
     for name in shards:
@@ -336,8 +354,8 @@ def _finish(work: Work, shards: list[str], records: list[Record], identity: dict
     log.info("%s, %d left out. Train with: -dataset shards -data_path %s", packed, len(left_out), folder)
 
 
-def _identity(samples: Samples, data: DataConfig) -> dict[str, Any]:
-    """Summarise a split by number, names and labels of its images, which are compared when packing resumes.
+def _summarise_split(samples: Samples, data: DataConfig) -> dict[str, Any]:
+    """Summarise a split by number, names and labels of its images, which must be the same when packing resumes.
 
     Names are without the path of SRC, which may have moved.
     """
@@ -353,6 +371,7 @@ def _is_done(folder: Path, identity: dict[str, Any], data: DataConfig) -> bool:
     """Return whether everything is packed already; False if packing begins or resumes.
 
     `identity`: settings and images of this packing. UserError if the folder has another packing or other content.
+    The folder says so in its manifest once everything is packed, and before in the file SETTINGS.
     """
     if not folder.exists():
         return False
@@ -363,7 +382,8 @@ def _is_done(folder: Path, identity: dict[str, Any], data: DataConfig) -> bool:
     try:
         recorded = parse_json(record_path.read_bytes())
     except (OSError, ValueError):
-        # The settings are written first, so an interruption before them leaves at most the folder of records.
+        # No packing has begun: an interruption before SETTINGS is written leaves at most the lock and the folder of
+        # records. Anything else in the folder is not from packing.
         for path in sorted(folder.iterdir()):
             if path.name not in (RECORDS, LOCK):
                 problem = f"has other content, such as {path.name}. Name a new or empty folder."
@@ -384,9 +404,10 @@ def _is_done(folder: Path, identity: dict[str, Any], data: DataConfig) -> bool:
 
 
 def _describe_difference(earlier: Any, settings: dict[str, Any]) -> str:
-    """Say how an earlier packing differs: by its first other setting, else by its images.
+    """Say how an earlier packing differs: by the first setting with another value, or else by its images.
 
-    `earlier`: its settings; it may be no dictionary, as it is read from a file.
+    `earlier`: the settings of the earlier packing, as read from a file, which may be damaged: it may be no dictionary.
+    `settings`: those of this packing.
     """
     for name, value in settings.items():
         if isinstance(earlier, dict) and earlier.get(name) != value:

@@ -44,8 +44,9 @@ class Shown(NamedTuple):
 
 def first_images(config: Config, count: int) -> list[Shown]:
     """Return the first `count` images that training would see, augmented with the random numbers of training."""
-    # The length of a run with TRAIN.NUM_EPOCHS auto is unknown, so these are the first images of the longest one.
-    config = config.changed(TRAIN=config.TRAIN.spanning(LONGEST_RUN))
+    # The augmentation may depend on the length of the run. With TRAIN.NUM_EPOCHS auto, it is unknown, and the length of
+    # the longest possible run is taken.
+    config = config.changed(TRAIN=config.TRAIN.with_auto_epochs(LONGEST_RUN))
     global_batch = config.TRAIN.GLOBAL_BATCH
     if global_batch is not None:
         config = with_global_batch(config, global_batch, ALONE)
@@ -55,7 +56,7 @@ def first_images(config: Config, count: int) -> list[Shown]:
     inputs = Inputs(config.DATA).to(device)
     transform = build_batch_transform(config.TRAIN, task_of(config), device)
 
-    def images() -> Iterator[Shown]:
+    def images_of_first_epoch() -> Iterator[Shown]:
         for update, micro_batches in enumerate(loader.epoch(1), start=1):
             for share, batch in micro_batches:
                 # As in training: each micro-batch has a seed of its own.
@@ -65,14 +66,16 @@ def first_images(config: Config, count: int) -> list[Shown]:
                 pixels = (seen.images - inputs.offset) / inputs.factor
                 if config.DATA.is_plain:
                     pixels = pixels.round().clamp(0, 255).to(torch.uint8)
-                # Targets are fractions of each class, or labels if nothing was mixed.
-                fractions = seen.targets if seen.targets.dim() > 1 else F.one_hot(seen.labels)
-                for image, target in zip(pixels.permute(0, 2, 3, 1).cpu().numpy(), fractions, strict=True):
+                channels_last = pixels.permute(0, 2, 3, 1).cpu().numpy()
+                # With mixing, targets are the fraction of each class (images x classes). Without, they are labels.
+                was_mixed = seen.targets.dim() > 1
+                fractions = seen.targets if was_mixed else F.one_hot(seen.labels)
+                for image, fraction_of_class in zip(channels_last, fractions, strict=True):
                     picture = np.atleast_3d(np.asarray(picture_of_bands(image)))
-                    yield Shown(picture, _labels(target, samples.classes))
+                    yield Shown(picture, _labels(fraction_of_class, samples.classes))
 
     try:
-        return list(itertools.islice(images(), count))
+        return list(itertools.islice(images_of_first_epoch(), count))
     finally:
         loader.close()
 
@@ -94,7 +97,7 @@ def _labels(target: Tensor, classes: Sequence[str] | None) -> tuple[tuple[str, f
 
 
 def draw(path: Path, config: Config, shown: list[Shown]) -> None:
-    """Write a grid of images to the PNG file `path`, with the labels above each image."""
+    """Write the images `shown` as a grid to the PNG file `path`, with the labels above each image."""
     columns = math.ceil(math.sqrt(len(shown)))
     rows = math.ceil(len(shown) / columns)
     # At least three columns wide, for the title. A row has space for labels, and the figure for the title.
@@ -109,9 +112,12 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
         axis.set_axis_off()
     for axis, image in zip(axes.flat, shown, strict=False):  # the grid may have more places than images
         axis.imshow(image.pixels.squeeze(-1) if channels == 1 else image.pixels, cmap="gray", vmin=0, vmax=255)
-        title = "\n".join(f"{name}: {100 * fraction:.0f} %" for name, fraction in image.labels)
+        # An image that is not mixed has one label, whose fraction is not shown.
+        lines = [f"{name}: {100 * fraction:.0f} %" for name, fraction in image.labels]
         if len(image.labels) == 1:
-            title = image.labels[0][0]
-        axis.set_title(title.encode(errors="backslashreplace").decode(), fontsize=7, parse_math=False)
+            lines = [name for name, _fraction in image.labels]
+        # Names of folders may have bytes that are not UTF-8, which matplotlib cannot draw: they are shown as \xff.
+        title = "\n".join(lines).encode(errors="backslashreplace").decode()
+        axis.set_title(title, fontsize=7, parse_math=False)
     with writing(path, "-out"):
         figure.savefig(path, dpi=120)

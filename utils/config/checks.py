@@ -25,31 +25,40 @@ SCALE = "TRAIN.LINEAR_SCALED_LR"
 
 def conflicts(config: Config) -> list[Problem]:
     """All conflicts, to be reported together."""
-    return list(_broken_rules(config, errors=True)) + list(_data(config)) + list(_train(config)) + list(_names(config))
+    return (
+        list(_broken_rules(config, errors=True))
+        + list(_data(config))
+        + list(_train(config))
+        + list(_names_of_loss_and_metric(config))
+    )
 
 
 def _broken_rules(config: Config, errors: bool) -> Iterator[Problem]:
-    """Yield the broken rules of `fields.py`: those that are errors, or else those by which a setting has no effect."""
-    read = partial(value_of, config)
+    """Yield the broken rules of `fields.py`, in words.
+
+    errors: True for rules whose break is an error; False for rules by which a setting has no effect
+    """
+    value_by_key = partial(value_of, config)
     for key, field in settings().items():
-        for rule in broken(rules_of(field), read(key), default_of(key), read):
+        for rule in broken(rules_of(field), value_by_key(key), default_of(key), value_by_key):
             if rule.is_error == errors:
                 from utils.config.words import rule_error, rule_note
 
                 describe = rule_error if errors else rule_note
-                yield key, describe(key, rule, read)
+                yield key, describe(key, rule, value_by_key)
 
 
 def _data(config: Config) -> Iterator[Problem]:
-    """Yield conflicts about the normalisation's number of channels, and pairs whose first number is too large."""
+    """Yield conflicts about mean and std for another number of channels, and about pairs in the wrong order."""
     data = config.DATA
     channels = data.IMAGE_CHANNELS
     allowed_counts = "1" if channels == 1 else f"1 or {channels}"
     for key, values in (("DATA.IMAGENET_MEAN", data.IMAGENET_MEAN), ("DATA.IMAGENET_STD", data.IMAGENET_STD)):
         if values == AUTO:
             continue
-        equal_for_grey = channels == 1 and len(set(values)) == 1
-        if len(values) not in (1, channels) and not equal_for_grey:
+        # Grey images may have the mean of RGB images, if its numbers are equal.
+        is_equal_for_grey = channels == 1 and len(set(values)) == 1
+        if len(values) not in (1, channels) and not is_equal_for_grey:
             count = f"{one_line(values)} has {len(values)} numbers"
             yield key, f"{count}; DATA.IMAGE_CHANNELS {channels} needs {allowed_counts}, or auto"
 
@@ -66,9 +75,10 @@ def _data(config: Config) -> Iterator[Problem]:
 
 def _train(config: Config) -> Iterator[Problem]:
     """Yield conflicts about numbers of epochs, CutMix boxes without a pixel, and the schedule of image sizes."""
-    train = config.TRAIN.spanning(1)
+    # With NUM_EPOCHS auto, the number of epochs is not known yet: numbers are checked as for a run of one epoch.
+    train = config.TRAIN.with_auto_epochs(1)
     if not config.EVAL:
-        epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
+        epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"  # as the user set it, perhaps auto
         if 0 < train.NUM_EPOCHS <= train.LAST_EPOCH:
             yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of {epochs} to train"
         if train.NUM_EPOCHS > 0 and train.epochs_of_schedule <= 0:
@@ -82,8 +92,11 @@ def _train(config: Config) -> Iterator[Problem]:
         shortest_side = min(sides(smallest_size))
         low, high = train.CUTMIX_MINMAX
         if int(shortest_side * low) == int(shortest_side * high):
-            text = f"{one_line(train.CUTMIX_MINMAX)} must be at least one pixel apart"
-            yield "TRAIN.CUTMIX_MINMAX", f"{text} (in images of {in_pixels(smallest_size)}), as in [0.2, 0.8]"
+            yield (
+                "TRAIN.CUTMIX_MINMAX",
+                f"{one_line(train.CUTMIX_MINMAX)} must be at least one pixel apart (in images of "
+                f"{in_pixels(smallest_size)}), as in [0.2, 0.8]",
+            )
 
     if train.SIZE_SCHEDULE and train.NUM_EPOCHS and not config.EVAL:
         from utils.config.words import size_problems
@@ -92,10 +105,10 @@ def _train(config: Config) -> Iterator[Problem]:
             yield "TRAIN.SIZE_SCHEDULE", text
 
 
-def _names(config: Config) -> Iterator[Problem]:
+def _names_of_loss_and_metric(config: Config) -> Iterator[Problem]:
     """Yield conflicts about the name of a loss that does not exist, or of a metric that this run does not measure."""
     loss = config.TRAIN.LOSS
-    if config.TRAIN.own_loss and not config.USE:
+    if config.TRAIN.own_loss and not config.USE:  # a loss that is not built in, and no file of the user's code
         yield "TRAIN.LOSS", f"{loss} is not {either(LOSSES)}.{nearest(loss, LOSSES)} One of your own needs -use FILE"
 
     best_by = config.SAVE_BEST_BY
@@ -112,7 +125,7 @@ def notes(config: Config, given: Mapping[str, Entry]) -> Iterator[str]:
 
     given: dotted key -> entry, of the settings that files, the command line or a resumed run give
     """
-    train = config.TRAIN.spanning(1)
+    train = config.TRAIN.with_auto_epochs(1)  # With NUM_EPOCHS auto, the warm-up is a fraction of one epoch.
     warmup = train.WARMUP_EPOCHS
     epochs = train.NUM_EPOCHS
     # The setting itself is not clipped: a resume may lengthen the run.
@@ -122,9 +135,11 @@ def notes(config: Config, given: Mapping[str, Entry]) -> Iterator[str]:
             "learning rate rises until the end"
         )
     for key, note in _broken_rules(config, errors=False):
-        # The config.yaml of a fine-tuned run names the weights it began with. Whoever resumes it has not set them.
-        is_of_resumed_run = key == "MODEL.PRETRAINED" and key in given and given[key].source.kind is Kind.RUN
-        if key in given and not is_of_resumed_run:
+        if key not in given:
+            continue
+        # The config.yaml of a fine-tuned run names the weights that it began with. Whoever resumes it did not set them.
+        is_of_resumed_run = key == "MODEL.PRETRAINED" and given[key].source.kind is Kind.RUN
+        if not is_of_resumed_run:
             yield f"{given[key].source}: {note}"
 
 
@@ -137,7 +152,7 @@ def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
         return
 
     # Recipes scale the learning rate by the global batch; whoever types a rate may not know that.
-    reference_batch = config.TRAIN.scale_reference
+    reference_batch = config.TRAIN.scale_reference  # None: rates are not scaled
     typed_rates = [
         f"{key} {one_line(value_of(config, key))} ({sources[key]})"
         for key in ("TRAIN.BASE_LR", "TRAIN.WARMUP_START_LR", "TRAIN.END_LR")
@@ -151,6 +166,7 @@ def warnings(config: Config, sources: Mapping[str, Source]) -> Iterator[str]:
 
     if config.DATA.IMAGENET_MEAN != AUTO and config.DATA.is_plain and max(config.DATA.IMAGENET_MEAN) > 1:
         mean = one_line(config.DATA.IMAGENET_MEAN)
+        # A mean above 1 is one of pixels of 0..255.
         yield f"DATA.IMAGENET_MEAN {mean}: images are scaled to 0..1 before; divide mean and std by 255"
 
     for too_high in _too_high(config.TRAIN):
@@ -179,9 +195,9 @@ def _too_high(train: TrainConfig) -> Iterator[_TooHigh]:
     decays_in_steps = "step" in schedule.NAME
     if base_lr != AUTO:
         if not decays_in_steps and base_lr < train.END_LR:
-            yield _TooHigh("END_LR", "BASE_LR", "the learning rate rises")
+            yield _TooHigh(key="END_LR", limit="BASE_LR", result="the learning rate rises")
         if train.WARMUP_EPOCHS > 0 and base_lr < train.WARMUP_START_LR:
-            yield _TooHigh("WARMUP_START_LR", "BASE_LR", "the warm-up falls")
+            yield _TooHigh(key="WARMUP_START_LR", limit="BASE_LR", result="the warm-up falls")
 
     if decays_in_steps:
         if schedule.NAME == "step":

@@ -22,7 +22,7 @@ TRUE_WORDS = ("true", "yes", "on", "1", "t", "y")
 """Words that pydantic reads as true."""
 TAUGHT = ("deit", "levit", "pit", "xcit")
 """Families that PaddleViT distils, always from the same teacher."""
-RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
+MEAN_AND_STD = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 CHANNELS = "DATA.IMAGE_CHANNELS"
 DEPTH = "DATA.BITS"
 
@@ -30,8 +30,10 @@ DEPTH = "DATA.BITS"
 def defaults_by(given: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
     """Return the defaults that the settings of a run change, by dotted key, and lines for the log about them.
 
-    The lines name only defaults of settings that are not in `given`. If a recipe of `configs/` has the mean and std of
-    images with other channels or bits than the run's, these are removed from `given`.
+    The lines name only defaults of settings that the run does not set. If a recipe of `configs/` has the mean and std
+    of images with other channels or bits than the run's, this mean and std are removed from `given`.
+
+    given: the settings of the run that are set, by dotted key
     """
     family_name = type_of(given)
     family_defaults = dict[str, Any]()
@@ -39,51 +41,61 @@ def defaults_by(given: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
         from utils.config.paddlevit import defaults_of
 
         family_defaults |= defaults_of(family_name)
-    entries, notes = _without_rgb(given, family_defaults)
+    default_entries, notes = _remove_rgb_normalisation(given, family_defaults)
 
-    # Each row: the key that changes defaults, its name in sources, its value in the log, and the defaults.
+    # Each row: a setting that changes defaults, its value, its name in the source `default (name)`, and the defaults.
     rows = [(TYPE, family_name, family_name, family_defaults)]
     for changing_key, values in IMPLIED.items():
         if text_of(given, changing_key) in TRUE_WORDS:
-            rows.append((changing_key, changing_key, "true", values))
-    for changing_key, source_name, changing_value, values in rows:
+            rows.append((changing_key, "true", changing_key, values))
+    for changing_key, changing_value, source_name, values in rows:
         source = Source(f"default ({source_name})", Kind.DEFAULT)
-        entries |= {key: Entry(value, source) for key, value in values.items()}
-        taken = [f"{key} {one_line(value)}" for key, value in values.items() if key not in given]
-        if taken:
+        default_entries |= {key: Entry(value, source) for key, value in values.items()}
+        used_defaults = [f"{key} {one_line(value)}" for key, value in values.items() if key not in given]
+        if used_defaults:
             cause = f"{changing_key} {changing_value} ({given[changing_key].source})"
-            notes.append(f"{cause}: defaults {WORDS[changing_key]}: {', '.join(taken)}")
+            notes.append(f"{cause}: defaults {WORDS[changing_key]}: {', '.join(used_defaults)}")
 
     if family_name in ("deit", "levit") and "TRAIN.DISTILLATION_TYPE" not in given:
         notes.append(
             f"MODEL.TYPE {family_name}: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's "
             "default is hard distillation: TRAIN.DISTILLATION_TYPE=hard"
         )
-    return entries, notes
+    return default_entries, notes
 
 
-def _without_rgb(given: dict[str, Entry], family_defaults: dict[str, Any]) -> tuple[dict[str, Entry], list[str]]:
-    """Remove the mean and std of RGB images from `given` and `family_defaults`, if the run has other images.
+def _remove_rgb_normalisation(
+    given: dict[str, Entry], family_defaults: dict[str, Any]
+) -> tuple[dict[str, Entry], list[str]]:
+    """Remove the mean and std of RGB images from a run's settings and defaults, if the run has other images.
 
-    From `given`, only those of a recipe are removed. Returns `auto` as the default for them, by key, and lines for the
-    log; both are empty for RGB images.
+    For RGB images of 8 bits, nothing is removed. For grey images of 8 bits, mean and std with one number for all
+    channels are kept, and the schema's default is of this kind. For all others, mean and std must be measured (`auto`).
+    Returns the new defaults, by key, and lines for the log.
+
+    given: the settings of the run; mean and std are only removed if they are those of a recipe
+    family_defaults: the defaults of the model's family, by key
     """
     channels = text_of(given, CHANNELS)
-    is_rgb_or_grey = channels in ("", "1", "3") and text_of(given, DEPTH) in ("", "8")
-    if is_rgb_or_grey and channels != "1":
+    has_8_bits = text_of(given, DEPTH) in ("", "8")
+    is_rgb = has_8_bits and channels in ("", "3")
+    is_grey = has_8_bits and channels == "1"
+    if is_rgb:
         return {}, []
+
     auto_entry = Entry(AUTO, Source(f"default ({CHANNELS}, {DEPTH})", Kind.DEFAULT))
-    # Grey images keep the schema's default of equal numbers; that of other images must be measured.
-    entries: dict[str, Entry] = {} if is_rgb_or_grey else dict.fromkeys(RGB_ONLY, auto_entry)
+    default_entries: dict[str, Entry] = {} if is_grey else dict.fromkeys(MEAN_AND_STD, auto_entry)
     notes: list[str] = []
-    for key in RGB_ONLY:
+    for key in MEAN_AND_STD:
         family_defaults.pop(key, None)
         if key not in given:
             continue
         source = given[key].source
+        is_from_recipe = source.kind in (Kind.RECIPE, Kind.OTHER_MODEL)
         differs_by_channel = len(set(as_names(given[key].value))) > 1
-        if (differs_by_channel or not is_rgb_or_grey) and source.kind in (Kind.RECIPE, Kind.OTHER_MODEL):
+        is_unusable = differs_by_channel or not is_grey
+        if is_unusable and is_from_recipe:
             notes.append(f"{key} auto: {source} has that of images of other channels or bits")
             del given[key]
-            entries[key] = auto_entry
-    return entries, notes
+            default_entries[key] = auto_entry
+    return default_entries, notes

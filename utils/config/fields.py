@@ -91,13 +91,17 @@ def overridden_by(*others: str, why: str = "") -> Rule:
 
 
 def broken(rules: Iterable[Rule], value: Any, default: Any, read: Read) -> list[Rule]:
-    """The rules of a setting that are broken.
+    """Return the rules of a setting that are broken.
 
-    If the setting has no effect, only the first rule that says so is returned: its errors do not matter then.
+    There are rules whose break is an error, and rules whose break means that the setting has no effect. If one of the
+    latter is broken, only the first of these is returned: errors of a setting without effect do not matter.
+
+    value, default: of the setting
+    read: returns the value of any setting by its dotted key
     """
     broken_rules = [rule for rule in rules if rule.is_broken(value, default, read)]
     for rule in broken_rules:
-        if not rule.is_error:
+        if not rule.is_error:  # The setting has no effect.
             return [rule]
     return broken_rules
 
@@ -107,16 +111,18 @@ def holds(condition: str, read: Read) -> bool:
 
     `KEY`: the setting is set (not null, false, 0 or empty).
     `KEY=a|b`: its value, or one of the items of a tuple, matches one of these globs, such as `*muon`.
-    `KEY!=a|b`: it is set, and its value, or one of the items of a tuple, matches none of these globs.
+    `KEY!=a|b`: it is set, and its value, or at least one of the items of a tuple, matches none of these globs.
     """
     key, sign, patterns = condition.partition("=")
+    is_negated = key.endswith("!")
     value = read(key.rstrip("!"))
-    if sign and not key.endswith("!"):
+    is_set = bool(value)
+    if not sign:
+        return is_set
+    if not is_negated:
         return _matches(value, patterns)
-    if not sign or not value:
-        return bool(value)
     items = value if isinstance(value, tuple) else (value,)
-    return not all(_matches(item, patterns) for item in items)
+    return is_set and not all(_matches(item, patterns) for item in items)
 
 
 def _matches(value: Any, patterns: str) -> bool:
@@ -132,7 +138,7 @@ def _matches(value: Any, patterns: str) -> bool:
 def setting(default: Any, description: str, *rules: Rule, decides: str = "", **limits: float) -> Any:
     """Declare a setting with its default, its description for docs/config.md, and its rules about other settings.
 
-    decides: keys of DECIDES, separated by |; "": none of these
+    decides: which results of a run depend on the setting: keys of DECIDES, such as "images|split"; "": none of these
     limits: gt, ge, lt, le, as pydantic takes them
     """
     facts: Any = {"rules": rules, "decides": decides}
@@ -174,28 +180,30 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
-        """Convert a value of any setting from text, before pydantic validates it."""
+        """Convert the value of any setting from text, before pydantic validates it."""
         field = cls.model_fields[info.field_name or ""]
-        types = _types_in(field.annotation)
+        # The types of the setting, such as int or str, and the words of a Literal, such as "fp16"
+        types_and_words = _types_in(field.annotation)
         if isinstance(value, str):
-            # A word of a Literal counts in upper or lower case. It comes first, because it may be `none`.
-            words = {word.casefold(): word for word in types if isinstance(word, str)}
+            # A word counts in upper or lower case. This is before all else, because the word may be `none`.
+            words = {word.casefold(): word for word in types_and_words if isinstance(word, str)}
             value = words.get(value.strip().casefold(), value)
-            if value in types:
+            if value in types_and_words:
                 return value
         # A setting that may be text keeps it as written, since a folder may be called `(1)`. Only `none` is converted.
-        if str not in types or is_no_value(value):
+        if str not in types_and_words or is_no_value(value):
             value = parse_text(value)
+        # `none` for a list that is empty by default means the empty list.
         if value is None and get_origin(field.annotation) is tuple and field.default == ():
             return ()
         # Without this, `BATCH_SIZE: true` would pass as 1.
-        if isinstance(value, bool) and bool not in types:
+        if isinstance(value, bool) and bool not in types_and_words:
             raise ValueError("true and false are not allowed here")
         return value
 
 
 def _types_in(annotation: Any) -> set[Any]:
-    """An annotation and all that it is made of: types, and the words of a Literal."""
+    """Collect an annotation and all that it is made of: types, and the words of a Literal."""
     arguments = getattr(annotation, "__args__", None)
     if arguments is None:
         return {annotation}

@@ -58,14 +58,16 @@ def settings() -> dict[str, FieldInfo]:
     return {key: field for key, field in _walk(Config, "") if not is_section(field) and key != "BASE"}
 
 
-def deciding(*what: str) -> tuple[str, ...]:
-    """The keys of the settings that decide what is named: keys of DECIDES, such as "split".
+def deciding(*results: str) -> tuple[str, ...]:
+    """Return the keys of the settings on which these results depend.
 
-    They are in the order of the arguments, and for each of them in the order of the schema.
+    The keys are in the order of the results, and for each of these in the order of the schema.
+
+    results: keys of DECIDES in fields.py, such as "split"
     """
     keys: list[str] = []
-    for word in what:
-        keys += [key for key, field in settings().items() if word in decided_by(field)]
+    for result in results:
+        keys += [key for key, field in settings().items() if result in decided_by(field)]
     return tuple(keys)
 
 
@@ -128,7 +130,7 @@ WITH_PATH = {
     "TRAIN.KNN": r"\w+=|(?=.*/)",  # a word alone may be the name of a data set
     "TRAIN.TEACHER_MODEL": r"([\w.]+=)?",
 }
-"""Settings that may have a path -> pattern of the text before the path."""
+"""Settings that may have a path -> pattern of the prefix before the path, such as `csv:` in csv:list.csv."""
 
 
 def with_checkpoint(key: str, value: Any) -> Any:
@@ -144,6 +146,9 @@ def absolute(key: str, value: Any, folder: str) -> Any:
     """Make the path in a setting absolute, if it exists relative to `folder`.
 
     Other values stay: they may be the name of a timm model or a URL. If `folder` is '', every value stays.
+
+    key: dotted key of the setting. WITH_PATH has the settings that may have a path, and the pattern of what may be
+        before it in the value, such as `csv:`.
     """
     if key in WITH_PATH and isinstance(value, tuple | list):
         return type(value)(absolute(key, item, folder) for item in value)
@@ -154,7 +159,7 @@ def absolute(key: str, value: Any, folder: str) -> Any:
     if not path:
         return value
     if os.path.isabs(path):
-        return f"{prefix[0]}{path}"
+        return f"{prefix[0]}{path}"  # with ~ replaced by the home folder
     absolute_path = os.path.join(folder, path.removeprefix("./"))
     # PaddleViT leaves the ending .pdparams out.
     exists = os.path.exists(absolute_path) or os.path.exists(f"{absolute_path}.pdparams")

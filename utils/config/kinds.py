@@ -22,7 +22,7 @@ def parse_text(value: Any) -> Any:
         return value
     if is_no_value(value):
         return None
-    text = value.strip()
+    text = value.strip()  # not empty, because an empty text is no value
     if text[0] in "([" and text[-1] in ")]":
         try:
             return ast.literal_eval(text)
@@ -97,7 +97,7 @@ def _as_size(value: Any) -> Any:
         value = re.sub(r"(?<=\d)x(?=\d)", ",", value)
     items = _as_tuple(value)
     if not isinstance(items, list | tuple):
-        return items
+        return items  # no size: pydantic rejects it
     numbers = [as_integer(item) for item in items]
     is_square = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == numbers[1])
     return numbers[0] if is_square else numbers

@@ -95,11 +95,12 @@ class Layer:
     def take_unknown(self) -> dict[str, Entry]:
         """Remove and return the entries that are no settings.
 
-        In the config.yaml of a run by an earlier version, these include settings that were a section then.
+        In the config.yaml of a run by an earlier version, these include keys that are settings now, but were a section
+        then.
         """
         unknown: dict[str, Entry] = {}
         for key, entry in list(self.entries.items()):
-            was_section = self.kind is Kind.RUN and entry.value == {}
+            was_section = self.kind is Kind.RUN and entry.value == {}  # A section is read as {}.
             if key not in settings() or was_section:
                 unknown[key] = self.entries.pop(key)
         return unknown
@@ -134,7 +135,10 @@ def merged(layers: Iterable[Layer]) -> dict[str, Entry]:
 
 
 def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
-    """Read -cfg, a file or the name of a recipe that comes with vitamp; return its layers and lines for the log."""
+    """Read -cfg, a file or the name of a recipe that comes with vitamp; return its layers and lines for the log.
+
+    A file counts before a recipe. A UserError that suggests the right recipe if there is neither.
+    """
     if cfg is None:
         return [], []
     path = Path(cfg)
@@ -144,21 +148,21 @@ def read_recipe(cfg: str | None) -> tuple[list[Layer], list[str]]:
     # Files that begin with an underscore are only for the BASE lists of others.
     recipes = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
     if cfg in recipes:
-        file = as_seen(recipes[cfg])
+        file = as_seen(recipes[cfg])  # relative to the current folder, as the user would write it
         return read_files(str(file)), [f"-cfg {cfg}: {file}, a recipe that comes with vitamp"]
     if not path.exists() and path.suffix in (".yaml", ".yml") and path.stem in recipes:
         raise UserError(f"{cfg}: no such file. Did you mean -cfg {path.stem}, a recipe that comes with vitamp?")
-    is_word = path.name == cfg and not path.suffix  # so it was meant as the name of a recipe
-    if not path.exists() and is_word:
+    is_recipe_name = path.name == cfg and not path.suffix
+    if not path.exists() and is_recipe_name:
         similar = difflib.get_close_matches(cfg, recipes)
         suggestion = f" Did you mean {either(similar)}?" if similar else ""
         where = f"The recipes are in {as_seen(ROOT / 'configs')}; {as_seen(ROOT / 'docs/recipes.md')} describes them."
         raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {where}")
-    return read_files(cfg), []
+    return read_files(cfg), []  # a pipe, or a missing file, which is an error that names its cause
 
 
 def _advice_on_missing(path: Path) -> str:
-    """A sentence about a file that cannot be read, such as ' Did you mean configs/x.yaml?'.
+    """Return a sentence about a file that cannot be read, such as ' Did you mean configs/x.yaml?'.
 
     '' if the file exists, or if no file beside it has a similar name.
     """
@@ -186,12 +190,13 @@ def read_files(name: str, extended_by: tuple[Path, ...] = ()) -> list[Layer]:
     else:
         kind = Kind.FILE
     layer = Layer(name, kind)
-    root = _compose(name)
+    root = _compose_yaml(name)
     # Relative paths in a run's config.yaml begin in the folder in which the run was started.
     start_folder = start_of(path.parent) if kind is Kind.RUN else ""
     if root is not None:
         for key, value, source in _leaves(root, "", layer):
             layer.set(key, absolute(key, value, start_folder), source)
+    # BASE is no setting: its files are read instead.
     base_files = layer.entries.pop("BASE", Entry((), NOT_SET)).value
     layers = list[Layer]()
     for base_file in as_names(base_files or ()):
@@ -201,8 +206,8 @@ def read_files(name: str, extended_by: tuple[Path, ...] = ()) -> list[Layer]:
     return layers
 
 
-def _compose(name: str) -> yaml.MappingNode | None:
-    """The nodes of a YAML file; None for an empty one."""
+def _compose_yaml(name: str) -> yaml.MappingNode | None:
+    """Read a YAML file as nodes (keys and values with their line numbers); None for an empty file."""
     try:
         with open(name, "rb", opener=only_regular) as stream:
             # Composing creates no Python object, whatever tags the file contains.
@@ -227,6 +232,8 @@ DEEPEST = 3
 def _leaves(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple[str, Any, Source]]:
     """Yield (dotted key, value, source) of each setting in a mapping and its sections.
 
+    A mapping that is no section, but the value of a key, is yielded as {}, which is no valid value.
+
     prefix: what dotted keys begin with, such as `MODEL.`
     layer: the layer of the file, to which problems are added
     """
@@ -237,10 +244,11 @@ def _leaves(node: yaml.MappingNode, prefix: str, layer: Layer) -> Iterator[tuple
             layer.problems.append(f"{source}: a key must be a plain word; instead of `<<`, build on files with BASE")
             continue
         key = prefix + key_node.value
-        # Other programs' models have sections in MODEL. Sections that are deeper, or elsewhere, are not read, because
-        # they would let a small file fill the memory, too.
-        may_be_section = canonical(key) in sections() or (key.startswith("MODEL.") and key.count(".") < 3)
-        if isinstance(value_node, yaml.MappingNode) and may_be_section:
+        # Besides our sections, sections in MODEL are read, which other programs' models have. Deeper ones are not read,
+        # because sections that refer to each other would let a small file fill the memory.
+        is_our_section = canonical(key) in sections()
+        is_in_model = key.startswith("MODEL.") and key.count(".") < 3
+        if isinstance(value_node, yaml.MappingNode) and (is_our_section or is_in_model):
             yield from _leaves(value_node, f"{key}.", layer)
         else:
             yield key, _plain(value_node), source

@@ -48,7 +48,7 @@ def known_settings(saved: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """
     gone_keys = [key for key in saved if key not in settings()]
     if gone_keys:
-        warn_once(without_words(where, gone_keys), logging.INFO)
+        warn_once(line_about_gone_settings(where, gone_keys), logging.INFO)
     start_folder = start_of(run_folder_of(where))
     return {key: absolute(key, value, start_folder) for key, value in saved.items() if key in settings()}
 
@@ -58,8 +58,12 @@ def settings_of(chosen: Chosen) -> dict[str, Any]:
     return known_settings(chosen.meta["settings"], chosen.place)
 
 
-def without_words(where: object, gone: Iterable[str]) -> str:
-    """A line about a run's settings that this version does not have."""
+def line_about_gone_settings(where: object, gone: Iterable[str]) -> str:
+    """Compose the line for the log about a run's settings that this version does not have.
+
+    where: the run or checkpoint
+    gone: the keys of these settings
+    """
     return f"{where} is of another version of vitamp; its settings that this version does not have: {', '.join(gone)}"
 
 
@@ -68,11 +72,13 @@ class Resume:
     """The run or checkpoint that -resume names; with `-resume auto`, the run in -output, which may not have begun."""
 
     place: Path
+    """The path that -resume names: a run, a checkpoint, or a file in one; with `-resume auto`, that of -output."""
     auto: bool
     """Whether this is `-resume auto`."""
 
     @property
     def folder(self) -> Path:
+        """The folder at `place`, or around the file there: that of a run or of a checkpoint."""
         return self.place.parent if self.place.is_file() else self.place
 
     @property
@@ -86,17 +92,18 @@ class Resume:
         return self.auto and not checkpoints_in(self.place / CHECKPOINTS)
 
     def saved_settings(self) -> Mapping[str, Any]:
-        """The settings of the named checkpoint, else of the run's config.yaml, else of the run's newest checkpoint.
+        """Read the settings of the named checkpoint, else of the run's config.yaml, else of its newest checkpoint.
 
         They are by dotted key, with absolute paths; empty if the checkpoint has none.
         """
-        values = unchecked_meta(self.folder).get("settings")
-        if values is None and self.run is not None and (self.run / CONFIG).is_file():
-            config_layer = read_files(str(self.run / CONFIG))[-1]
-            values = {key: entry.value for key, entry in config_layer.entries.items()}
-        elif values is None:
-            newest_checkpoint = checkpoints_at(self.place)[-1]
-            values = unchecked_meta(newest_checkpoint).get("settings")
+        values = unchecked_meta(self.folder).get("settings")  # None unless `place` is a checkpoint
+        if values is None:
+            if self.run is not None and (self.run / CONFIG).is_file():
+                config_layer = read_files(str(self.run / CONFIG))[-1]
+                values = {key: entry.value for key, entry in config_layer.entries.items()}
+            else:
+                newest_checkpoint = checkpoints_at(self.place)[-1]
+                values = unchecked_meta(newest_checkpoint).get("settings")
         start_folder = start_of(self.run)
         return {key: absolute(key, value, start_folder) for key, value in (values or {}).items()}
 
@@ -119,9 +126,10 @@ def resumed_run(config: Config) -> Path | None:
 
 
 def target_folder(config: Config) -> str | None:
-    """The folder that the run writes to: -output, else the resumed run's folder; None for a new folder in SAVE.
+    """Return the folder that the run writes to; None for a new folder in SAVE.
 
-    An evaluation never writes to the run that it evaluates: if OUTPUT names that run, it gets a new folder too.
+    Training writes to -output, else to the folder of the resumed run. An evaluation writes to -output, but never to the
+    run that it evaluates.
     """
     output = config.OUTPUT
     resumed = resumed_run(config)
@@ -146,8 +154,11 @@ def written_before_restart(config: Config) -> bool:
     config_file = Path(config.OUTPUT, CONFIG)
     if torchrun_start is None or not config_file.exists():
         return False
-    torchrun_age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(torchrun_start) / os.sysconf("SC_CLK_TCK")
-    return time.time() - config_file.stat().st_mtime < torchrun_age
+    # The two times are of different clocks, so that ages in seconds are compared.
+    seconds_since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    torchrun_age = seconds_since_boot - int(torchrun_start) / os.sysconf("SC_CLK_TCK")
+    config_age = time.time() - config_file.stat().st_mtime
+    return config_age < torchrun_age
 
 
 def values_of_run(given: Mapping[str, Entry], all_settings: bool, warmup: bool) -> dict[str, Entry]:

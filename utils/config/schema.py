@@ -216,7 +216,10 @@ class Config(Section):
 
     @property
     def trains_on_features(self) -> bool:
-        """Whether a frozen backbone sees the same images in each epoch, so that its features are computed once."""
+        """Whether a frozen backbone sees the same images in each epoch, so that its features are computed once.
+
+        Without any epoch, there is nothing that could differ between epochs.
+        """
         data = self.DATA
         train = self.TRAIN
         moves_pixels = data.CROP != "none" or data.FLIP or data.VERTICAL_FLIP or data.has_affine

@@ -258,10 +258,10 @@ class TrainConfig(Section):
         "weights). null: with MODEL.TYPE deit, levit, pit or xcit, PaddleViT's teacher (docs/distillation.md).",
     )
 
-    def spanning(self, epochs: int) -> TrainConfig:
-        """These settings with a number of epochs in place of NUM_EPOCHS auto; unchanged if it is not auto.
+    def with_auto_epochs(self, epochs: int) -> TrainConfig:
+        """Return these settings with a number of epochs in place of NUM_EPOCHS auto; unchanged if it is not auto.
 
-        The warm-up, which is a fraction of the run with auto, becomes a number of epochs.
+        With auto, the warm-up is a fraction of the run. It becomes a number of epochs, too.
         """
         if self.NUM_EPOCHS != AUTO:
             return self
@@ -269,13 +269,18 @@ class TrainConfig(Section):
         return self.changed(NUM_EPOCHS=epochs, WARMUP_EPOCHS=warmup)
 
     def size_in(self, epoch: int, full_size: ImageSize) -> ImageSize:
-        """The size of training images in an epoch, which counts from 1.
+        """Return the size of training images in an epoch, by SIZE_SCHEDULE.
 
-        full_size: IMAGE_SIZE, which is the result without a SIZE_SCHEDULE, and in the last epoch
+        The schedule [[0, 160], [0.75, 224]] trains with 160 pixels, and with 224 in the last quarter of the epochs. A
+        start of 1 or more is a number of epochs.
+
+        epoch: number of the epoch, from 1
+        full_size: DATA.IMAGE_SIZE, which is the result without a SIZE_SCHEDULE, and in the last epoch
         """
         if epoch >= self.NUM_EPOCHS:
             return full_size
-        begun_sizes = [size for start, size in self.SIZE_SCHEDULE if epoch - 1 >= self.epochs_before(start)]
+        done_epochs = epoch - 1
+        begun_sizes = [size for start, size in self.SIZE_SCHEDULE if done_epochs >= self.epochs_before(start)]
         return begun_sizes[-1] if begun_sizes else full_size
 
     def drops_tokens_in(self, epoch: int) -> bool:

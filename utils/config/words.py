@@ -18,17 +18,17 @@ from utils.log import IN_LINE
 
 @cache
 def _properties() -> dict[str, dict[str, Any]]:
-    """The JSON schema of every setting, by dotted key."""
-    schema = Config.model_json_schema()
+    """Return the JSON schema of every setting, by dotted key."""
+    config_schema = Config.model_json_schema()
     schemas = {}
     for key in settings():
-        # Follow the key from the outermost section: each section refers to its schema in $defs by name.
-        entry: dict[str, Any] = {"$ref": "Config"}
-        for name in key.split("."):
-            section_name = entry["$ref"].rpartition("/")[2]
-            section_schema = schema["$defs"].get(section_name, schema)
-            entry = section_schema["properties"][name]
-        schemas[key] = entry
+        # Follow the key through the sections, from the outermost: the entry of a section refers to a schema in $defs.
+        section_schema = config_schema
+        *section_names, name = key.split(".")
+        for section_name in section_names:
+            definition = section_schema["properties"][section_name]["$ref"].rpartition("/")[2]
+            section_schema = config_schema["$defs"][definition]
+        schemas[key] = section_schema["properties"][name]
     return schemas
 
 
@@ -56,11 +56,12 @@ def _words(schema: dict[str, Any]) -> list[str]:
 
 
 def _kinds(schema: dict[str, Any]) -> list[str]:
-    """What a JSON schema allows, in words: ["whole number >= 1", "null"]."""
+    """List the kinds of values that a JSON schema allows, in words: ["whole number >= 1", "null"]."""
     if "anyOf" in schema:
         kinds: list[str] = []
         for branch in schema["anyOf"]:
             description = branch.get("description")
+            # The description of a type is made for this list; that of a union is the setting's own.
             if description and "anyOf" not in branch:
                 kinds.append(description)
             else:
@@ -79,15 +80,16 @@ def _kinds(schema: dict[str, Any]) -> list[str]:
 
 
 def _items(schema: dict[str, Any]) -> str:
-    """The items of an array in words: 'numbers >= 0'."""
-    if "prefixItems" in schema:
+    """Describe the items of an array in words: 'numbers >= 0'."""
+    if "prefixItems" in schema:  # a pair
         limits = {_limits(item) for item in schema["prefixItems"]}
+        # Limits that differ between the two are left out.
         return "two numbers" + (limits.pop() if len(limits) == 1 else "")
     item = schema["items"]
     if item["type"] == "array":
         return f"lists of {_items(item)}"
     words = _words(item)
-    if words:
+    if words:  # The items are words of a list, such as names of layers.
         return either(words)
     names = {"integer": "whole numbers", "number": "numbers", "string": "names"}
     return names[item["type"]] + _limits(item)
@@ -103,9 +105,12 @@ def _limits(schema: dict[str, Any]) -> str:
 
 
 def suggest(key: str, translation: str = "") -> str:
-    """' Did you mean DATA.BATCH_SIZE?' for an unknown key, searched in all sections; '' if none is close.
+    """Suggest a key of ours for an unknown key: ' Did you mean DATA.BATCH_SIZE?'; '' if none is close.
 
-    translation: our key for a key of another program, which counts more than a similar spelling; '' if unknown
+    The first of these counts: keys of the same name in any section, longer names in the section of the unknown key,
+    `translation`, and a similar spelling.
+
+    translation: our key for a key of another program; '' if unknown
     """
     all_keys = settings() | sections()
     name = key.rpartition(".")[2].upper()
@@ -123,7 +128,9 @@ def suggest(key: str, translation: str = "") -> str:
     if longer_keys:
         return f" Did you mean {either(longer_keys)}?"
 
-    similar_key = key_in_section.get(closest(name, key_in_section) or "") or closest(key, all_keys)
+    # Similar spellings: in the same section, of the whole key, and in any section
+    similar_in_section = key_in_section.get(closest(name, key_in_section) or "")
+    similar_key = similar_in_section or closest(key, all_keys)
     key_by_name = {k.rpartition(".")[2]: k for k in all_keys}
     match = translation or similar_key or key_by_name.get(closest(name, key_by_name) or "")
     return f" Did you mean {match}?" if match else ""
@@ -147,20 +154,24 @@ def _source_text(value: Any) -> str:
 
 
 def rule_in_words(rule: Rule) -> str:
-    """The rule as a sentence for the reference."""
-    text = f"{rule.kind} {either(_conditions(rule.others))}"
+    """Describe a rule in a sentence for docs/config.md: 'fsdp: needs TRAIN.LOSS=ce or bce if EVAL=false.'
+
+    In this rule, `at` is "fsdp", `kind` is "needs", `others` are ("TRAIN.LOSS=ce|bce",), and `when` is "EVAL=false".
+    """
+    text = f"{rule.kind} {either(_conditions_in_words(rule.others))}"
     if rule.when:
-        text += f" if {_conditions([rule.when])[0]}"
+        text += f" if {_conditions_in_words([rule.when])[0]}"
     if rule.at:
-        return f"{either(rule.at.split('|'))}: {text}."
+        values = either(rule.at.split("|"))
+        return f"{values}: {text}."
     return f"{text[0].upper()}{text[1:]}."
 
 
 def rule_error(key: str, rule: Rule, read: Read) -> str:
-    """The error about a broken rule, without the key at its beginning."""
+    """Compose the error about a broken rule, without the key at its beginning."""
     value = one_line(read(key))
     if rule.wanted:
-        needed = _conditions(rule.others)
+        needed = _conditions_in_words(rule.others)
         advice = rule.do or f"set {needed[0]} too, or leave {key} out"
         return f"{value} needs {either(needed)}: {rule.why}; {advice}"
     advice = rule.do or f"leave {key} out"
@@ -168,13 +179,17 @@ def rule_error(key: str, rule: Rule, read: Read) -> str:
 
 
 def rule_note(key: str, rule: Rule, read: Read) -> str:
-    """The line for the log about a setting that has no effect by a rule."""
+    """Compose the line for the log about a setting that has no effect by a rule.
+
+    For example, 'DIST.HSDP has no effect: DIST.STRATEGY is ddp, not fsdp', or 'KEY has no effect with OTHER on'.
+    """
+    # Without `wanted`, the rule's conditions must not hold, and some hold. Otherwise one must hold, and none does.
     if not rule.wanted:
         note = f"{key} has no effect with {_holding_conditions(rule, read)}"
         return f"{note}: {rule.why}" if rule.why else note
     unmet = []
     for condition in rule.others:
-        condition_key, _, values = condition.partition("=")
+        condition_key, _, values = condition.partition("=")  # KEY or KEY=a|b
         text = f"{condition_key} is {one_line(read(condition_key))}"
         if values:
             text += f", not {either(values.split('|'))}"
@@ -185,9 +200,10 @@ def rule_note(key: str, rule: Rule, read: Read) -> str:
 
 def size_problems(config: Config) -> Iterator[str]:
     """Yield problems of the starts in TRAIN.SIZE_SCHEDULE; engine/preflight.py checks its last size."""
-    train = config.TRAIN.spanning(1)
+    # With NUM_EPOCHS auto, the number is not known yet: the starts, which are fractions then, are those of one epoch.
+    train = config.TRAIN.with_auto_epochs(1)
     steps = train.SIZE_SCHEDULE
-    epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
+    epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"  # as the user set it, perhaps auto
     starts = [train.epochs_before(start) for start, _ in steps]
     are_rising = all(start < next_start for start, next_start in pairwise(starts))
     if starts[0] != 0 or not are_rising or starts[-1] >= train.NUM_EPOCHS:
@@ -197,12 +213,16 @@ def size_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _conditions(texts: Sequence[str]) -> list[str]:
-    """Conditions in words: DIST.STRATEGY=fsdp, TRAIN.LOSS=ce or bce, MODEL.RESUME other than auto."""
+def _conditions_in_words(conditions: Sequence[str]) -> list[str]:
+    """Put conditions into words: `TRAIN.LOSS=ce|bce` as 'TRAIN.LOSS=ce or bce', `KEY!=a` as 'KEY other than a'.
+
+    conditions: texts of the form KEY, KEY=a|b or KEY!=a|b
+    """
     in_words = []
-    for text in texts:
-        key, sign, values = text.partition("=")
-        if key.endswith("!"):
+    for condition in conditions:
+        key, sign, values = condition.partition("=")
+        is_negated = key.endswith("!")
+        if is_negated:
             key = key.rstrip("!")
             sign = " other than "
         in_words.append(f"{key}{sign}{either(values.split('|'))}")
@@ -210,16 +230,16 @@ def _conditions(texts: Sequence[str]) -> list[str]:
 
 
 def _holding_conditions(rule: Rule, read: Read) -> str:
-    """The conditions of a rule that hold, with the values of their settings: 'MODEL.FREEZE [backbone] and EVAL'.
+    """List the conditions of a rule that hold, with the values of their settings: 'MODEL.FREEZE [backbone] and EVAL'.
 
-    A setting that is false or empty is left out, as EVAL is in the condition TRAINING, which goes without saying.
+    Conditions that hold because a setting is false or empty are left out: nobody would name `EVAL false`.
     """
     conditions = list(rule.others)
     if rule.when:
         conditions.append(rule.when)
     in_words = []
     for condition in conditions:
-        key = condition.partition("=")[0].rstrip("!")
+        key = condition.partition("=")[0].rstrip("!")  # of KEY, KEY=a|b or KEY!=a|b
         value = read(key)
         if value and holds(condition, read):
             in_words.append(key if value is True else f"{key} {one_line(value)}")

@@ -51,9 +51,9 @@ rank_name: str | None = None
 def join(
     world: World, dist: DistConfig, device: torch.device, member: dict[str, Any], settings: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Form the process group, and return the descriptions of all ranks in their order.
+    """Form the process group, start the watchdog, and return the descriptions of all ranks in their order.
 
-    member: the description of this process, such as rank, host, pid and versions
+    member: the description of this process, such as rank, host, pid and versions; the store's address is added
     settings: dotted key -> value in words; a UserError unless they equal those of rank 0
     """
     global watchdog, rank_name
@@ -64,7 +64,8 @@ def join(
     backend = backend_of(dist, device)
     timeout = datetime.timedelta(minutes=dist.TIMEOUT)
     rank_name = name_of(member)
-    store, member["rendezvous"] = _open_store(world, timeout)
+    store, address = _open_store(world, timeout)
+    member["rendezvous"] = address
     members = _gather(store, world, member, settings, timeout)
     watchdog = Watchdog(store.clone(), world, members, timeout.total_seconds())
     torch.distributed.init_process_group(
@@ -78,10 +79,10 @@ def join(
 
 
 def refuse(world: World, error: Exception) -> bool:
-    """End all ranks, because this rank has failed with an error before it joined; rank 0 prints the reason.
+    """End all ranks, because this rank has failed with an error before it joined them; rank 0 prints the reason.
 
-    Returns whether rank 0 has read the reason; if not, this rank must report its error itself. If the error is a
-    UserError and rank 0 has read it, it is raised as AllRanksUserError instead.
+    If rank 0 has read the reason, a UserError is raised again as AllRanksUserError, and True is returned for any other
+    error. False means that rank 0 has not read it, so that this rank must report its error itself.
     """
     problem = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".partition("\n")[0]
     this_rank = name_of({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid()})
@@ -97,7 +98,10 @@ def refuse(world: World, error: Exception) -> bool:
 
 
 def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
-    """Connect to the store, or serve it; return it and its address as host:port."""
+    """Connect to the store, or serve it; return it and its address as host:port.
+
+    Rank 0 serves the store, unless the launcher does (`world.served`, under torchrun).
+    """
     from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
 
     assert world.rendezvous is not None
@@ -135,9 +139,9 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    # The prefix of all keys has the job, because another job may use the same port. It also has the number of restarts
-    # by torchrun, whose store keeps the keys of earlier starts. A store of rank 0 is always new; there the number is
-    # left out, because torchrun may count differently on each machine.
+    # The prefix of all keys has the job, because another job may use the same port. If torchrun serves the store, the
+    # prefix also has the number of restarts, because this store keeps the keys of earlier starts. A store that rank 0
+    # serves is always new. There the number is 0, because torchrun may count differently on each machine.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world.served else "0"
     job = world.job or "run"
     return PrefixStore(f"{job}-{restarts}", store), f"{host}:{port}"

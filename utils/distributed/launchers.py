@@ -13,6 +13,7 @@ from utils.flags import RANK_FLAGS
 from utils.machine.cpus import cores
 
 BY_HAND = "by hand"
+"""The launcher of ranks that a user, a script or a Kubernetes operator starts one by one."""
 TORCHRUN = "torchrun"
 OPENMPI = "OpenMPI"
 SLURM = "SLURM"
@@ -28,7 +29,7 @@ VARIABLES = {
     # SLURM_NTASKS must not be used: it is also set for a plain python in a batch script, which is one process.
     SLURM: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "", ""),
 }
-SIZES_OF_OTHERS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+SIZES_OF_OTHER_LAUNCHERS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables of launchers that tell the number of processes, but too little else to join them."""
 SHOW_ONE_GPU = (SLURM, OPENMPI)
 """Launchers under which a process may see its own GPU alone (srun --gpus-per-task=1)."""
@@ -44,29 +45,36 @@ PORTS = range(20000, 32000)
 def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> World | None:
     """Find the rank that a launcher or the flags -host -port -rank -world_size gave this process; None without either.
 
+    The first of these counts:
+    1. RANK and WORLD_SIZE, which torchrun sets, or another program or script; -rank and -world_size must agree;
+    2. the four flags;
+    3. the variables of OpenMPI or SLURM; -host and -port may complete them.
+
     given: values of those of the four flags that are on the command line, by name
     env: the environment variables
     """
     missing = " ".join(f"-{flag.name}" for flag in RANK_FLAGS if flag.name not in given)
     needed = f"-host, -port, -rank and -world_size are needed together; missing: {missing}"
-    # -host and -port may also be given alone: they complete what a launcher tells.
-    has_rank = "rank" in given or "world_size" in given
-    if has_rank:
+    # -host and -port may also be given alone.
+    flags_give_rank = "rank" in given or "world_size" in given
+    if flags_give_rank:
         if missing:
             raise UserError(needed)
         if given["rank"] >= given["world_size"]:
             raise UserError(
                 f"-rank {given['rank']} is not below -world_size {given['world_size']}; ranks count from 0."
             )
+
     world = world_from_launcher(env)
     if world is not None and world.launcher in (BY_HAND, TORCHRUN):
-        if has_rank and (world.rank, world.size) != (given["rank"], given["world_size"]):
+        if flags_give_rank and (world.rank, world.size) != (given["rank"], given["world_size"]):
             raise UserError(
                 f"-rank {given['rank']} -world_size {given['world_size']}, but the launcher made this process rank "
                 f"{world.rank} of {world.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
             )
-        return _at_address(world, env)
-    if has_rank:
+        return _with_master_address(world, env)
+
+    if flags_give_rank:
         # A command line does not contain the number of ranks on this machine, so one per machine is assumed.
         return World(
             rank=given["rank"],
@@ -77,8 +85,10 @@ def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
             rendezvous=(given["host"], given["port"]),
         )
     if world is not None:
-        return _at_job(world, given, env)
-    # With a single process, -host and -port alone do no harm: a script may give them for any number of machines.
+        return _with_address_of_job(world, given, env)
+
+    # -host or -port alone give no rank. But for a single process they do no harm: a script may give them for any number
+    # of machines.
     if given and env.get("WORLD_SIZE") != "1":
         raise UserError(f"Without a launcher, {needed}.")
     _refuse_unknown_launchers(env)
@@ -87,9 +97,9 @@ def read_world(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
 
 def _refuse_unknown_launchers(env: Mapping[str, str]) -> None:
     """Raise a UserError if this is one of several processes without a rank: each would train a model of its own."""
-    if "SLURM_STEP_NUM_TASKS" in env:
+    if "SLURM_STEP_NUM_TASKS" in env:  # srun has been read: this is its only task. It may set PMI_SIZE, too.
         return
-    for name in SIZES_OF_OTHERS:
+    for name in SIZES_OF_OTHER_LAUNCHERS:
         size = env.get(name, "1")
         if size.isdigit() and int(size) > 1:
             raise UserError(
@@ -99,7 +109,7 @@ def _refuse_unknown_launchers(env: Mapping[str, str]) -> None:
             )
 
 
-def _at_address(world: World, env: Mapping[str, str]) -> World:
+def _with_master_address(world: World, env: Mapping[str, str]) -> World:
     """Add the address of rank 0 to `world` from MASTER_ADDR and MASTER_PORT, which torchrun and others set."""
     host = env.get("MASTER_ADDR")
     port = env.get("MASTER_PORT", "")
@@ -108,12 +118,12 @@ def _at_address(world: World, env: Mapping[str, str]) -> World:
             f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE): MASTER_ADDR must be the host of rank 0 and "
             f"MASTER_PORT a free port of it, but they are {host!r} and {port!r}; torchrun sets both."
         )
-    served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return replace(world, rendezvous=(host, int(port)), served=served)
+    torchrun_serves_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(world, rendezvous=(host, int(port)), served=torchrun_serves_store)
 
 
 def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
-    """This process's rank from its launcher's environment variables, before any setting is known."""
+    """Read this process's rank from its launcher's environment variables, before any setting is known."""
     for launcher, (rank_name, size_name, local_rank_name, local_size_name) in VARIABLES.items():
         if rank_name not in env or size_name not in env:
             continue
@@ -121,8 +131,11 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
         # machine is assumed.
         is_by_hand = launcher == TORCHRUN and "TORCHELASTIC_RUN_ID" not in env
         launcher_name = BY_HAND if is_by_hand else launcher
-        if launcher_name != TORCHRUN and int(env[size_name]) == 1:
-            continue  # This is one shell, pod or launcher per machine, which may start processes of its own.
+        # A size of 1 is one shell, pod or launcher per machine, which may start processes of its own. Only torchrun
+        # starts a single rank on purpose.
+        is_single = int(env[size_name]) == 1
+        if is_single and launcher_name != TORCHRUN:
+            continue
         if launcher == SLURM:
             return _world_of_slurm(env)
         job_number = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
@@ -138,16 +151,18 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
 
 
 def _world_of_slurm(env: Mapping[str, str]) -> World:
-    """This process's rank among the tasks of a SLURM step."""
+    """Read this process's rank among the tasks of a SLURM step."""
     size = env["SLURM_STEP_NUM_TASKS"]
     # The variable compresses the number of tasks of each node: '4(x2),3' means 4, 4 and 3.
     tasks_per_node: list[int] = []
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", size)):
         tasks_per_node += [int(tasks)] * int(nodes or 1)
     node = int(env.get("SLURM_NODEID", "0"))
-    # By default, srun binds each task to cores of its own. Otherwise, all tasks of a node may use all cores of the job.
+    # By default, srun binds each task to cores of its own, which are then fewer than the job's cores on this machine.
+    # Without binding, all tasks of a machine may use all cores of the job, and none are reserved for this task.
     visible_cores = cores()
-    bound_cores = visible_cores if visible_cores < int(env.get("SLURM_CPUS_ON_NODE", "0")) else None
+    is_bound = visible_cores < int(env.get("SLURM_CPUS_ON_NODE", "0"))
+    bound_cores = visible_cores if is_bound else None
     return World(
         rank=int(env["SLURM_PROCID"]),
         size=int(size),
@@ -165,8 +180,11 @@ def first_host(machines: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first_entry[0]) if first_entry else machines
 
 
-def _at_job(world: World, given: Mapping[str, Any], env: Mapping[str, str]) -> World:
-    """Add the address of rank 0 to `world`: from the flags, else the environment, else the launcher's job.
+def _with_address_of_job(world: World, given: Mapping[str, Any], env: Mapping[str, str]) -> World:
+    """Add the address of rank 0 to the world of an OpenMPI or SLURM job.
+
+    Host and port come from the flags, else from MASTER_ADDR and MASTER_PORT. Otherwise, the port is computed from the
+    job's name, and the host is this machine if all ranks are on it, or else the first in SLURM's list of machines.
 
     given: values of the flags -host and -port, by name
     """
@@ -176,9 +194,10 @@ def _at_job(world: World, given: Mapping[str, Any], env: Mapping[str, str]) -> W
     host = given.get("host") or env.get("MASTER_ADDR")
     if host is None and world.local_size == world.size:
         host = LOOPBACK
-    # Rank 0 is on the first machine of srun's step, or, if mpirun started it, of the SLURM job.
     if host is None and world.launcher in (SLURM, OPENMPI):
-        machines = env.get("SLURM_STEP_NODELIST" if world.launcher == SLURM else "SLURM_JOB_NODELIST")
+        # srun starts rank 0 on the first machine of its step, mpirun on the first of the SLURM job that it runs in.
+        list_name = "SLURM_STEP_NODELIST" if world.launcher == SLURM else "SLURM_JOB_NODELIST"
+        machines = env.get(list_name)
         host = first_host(machines) if machines else None
     if host is None:
         raise UserError(

@@ -75,7 +75,7 @@ class Watchdog:
     """
 
     def __init__(self, store: Store, world: World, members: list[dict[str, Any]], timeout: float) -> None:
-        """Start watching.
+        """Start watching: rank 0 watches all other ranks, and each of them watches rank 0.
 
         members: the descriptions of all ranks, as `group.join` returns them
         timeout: DIST.TIMEOUT in seconds
@@ -85,16 +85,22 @@ class Watchdog:
         self._timeout = timeout
         self._names = [name_of(member) for member in members]
         watched = members[1:] if world.first else members[:1]
-        self._local = {m["rank"]: m for m in watched if m["started"] and start_time_of(m["pid"]) == m["started"]}
+        self._local = {
+            member["rank"]: member
+            for member in watched
+            if member["started"] and start_time_of(member["pid"]) == member["started"]
+        }
         """The watched ranks whose processes this one sees. Containers may share a host name, but not processes."""
         self._interval = max(HEARTBEAT, HEARTBEAT_PER_RANK * world.size)
         self._stack: tuple[tuple[int, int], ...] = ()
         """The stack of the main thread at the last check."""
-        self._moved = self._checked = time.monotonic()
-        """Times at which the stack was seen to change, and of the last check."""
+        self._stack_changed = time.monotonic()
+        """Time at which the stack was last seen to change."""
+        self._checked = self._stack_changed
+        """Time of the last check."""
         self._checks = 0
         self._own_heartbeat: dict[str, Any] = {"number": 0}
-        self._last_change = {member["rank"]: (-1, self._moved) for member in watched}
+        self._last_change = {member["rank"]: (-1, self._checked) for member in watched}
         """For each watched rank, the number of its last heartbeat and when it arrived, by our own clock."""
         self._stopped = False
         self._disconnected = False
@@ -113,6 +119,7 @@ class Watchdog:
         try:
             self._store.set(f"heartbeat/{self._world.rank}", json.dumps({"left": True}))
             self._store.add("left", 1)
+            # Adding 0 reads the number of ranks that have left.
             while self._world.first and self._store.add("left", 0) < self._world.size and time.monotonic() < deadline:
                 time.sleep(0.02)
         except Exception:  # The store is closed already, so that no rank waits for this one either.
@@ -130,9 +137,12 @@ class Watchdog:
             return
 
     def look(self) -> None:
-        """Check at once whether a rank has failed; if so, end this process with the reason and do not return."""
+        """Check at once whether a rank has failed; if so, this process ends with the reason.
+
+        The thread of the watchdog makes the check, and ends the process. This function returns after the check.
+        """
         deadline = time.monotonic() + SECONDS_TO_LOOK
-        # The check that is running may be too far to notice it, so that a second one is needed.
+        # The check that is running may be too far to notice the failure, so that a second one is needed.
         needed_checks = self._checks + 2
         while self._checks < needed_checks and time.monotonic() < deadline:
             self._woken.set()
@@ -164,9 +174,9 @@ class Watchdog:
     def _check(self) -> None:
         """Send a heartbeat, read those of the watched ranks, and end the run if one is dead, silent or stuck."""
         now = time.monotonic()
-        # After such a break, this process was suspended, and perhaps the others, too. So the time does not count.
-        if now - self._checked > 5 * self._interval:
-            self._moved = now
+        was_suspended = now - self._checked > 5 * self._interval
+        if was_suspended:  # The other ranks may have been suspended, too. So the time does not count.
+            self._stack_changed = now
             self._last_change = {rank: (number, now) for rank, (number, _) in self._last_change.items()}
         self._checked = now
 
@@ -191,15 +201,19 @@ class Watchdog:
             self._decide(self._blame_for_hang(heartbeats))
 
     def _heartbeat_of(self, rank: int) -> dict[str, Any]:
-        """The last heartbeat of a rank; number 0 if it has sent none yet."""
+        """Return the last heartbeat of a rank; its number is 0 if the rank has sent none yet."""
         key = f"heartbeat/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else {"number": 0}
 
     def _look_for_silence(self, heartbeats: dict[int, dict[str, Any]], now: float) -> None:
-        """End the run if the heartbeat of a rank has not changed for too long. `heartbeats`: rank -> the last one."""
+        """End the run if the heartbeat of a rank has not changed for too long.
+
+        heartbeats: rank -> its last heartbeat, whose number grows each time; {"left": True} of a rank that has left
+        """
         disconnected = self._store.check(["disconnected"])
-        limit = min(SECONDS_OF_SILENCE_AFTER_DISCONNECT if disconnected else SECONDS_OF_SILENCE, self._timeout)
-        limit = max(limit, 3 * self._interval)
+        usual_limit = SECONDS_OF_SILENCE_AFTER_DISCONNECT if disconnected else SECONDS_OF_SILENCE
+        # A rank may miss two heartbeats, even with a very short DIST.TIMEOUT.
+        limit = max(min(usual_limit, self._timeout), 3 * self._interval)
         for rank, heartbeat in heartbeats.items():
             last_number, last_time = self._last_change[rank]
             if "left" in heartbeat or last_number != heartbeat["number"]:
@@ -209,31 +223,36 @@ class Watchdog:
                 if disconnected:
                     problem = f"{DIED}: killed, out of memory, or its machine is down"
                 if rank in self._local:
-                    # A stopped process keeps its launcher waiting. Continued, it reads the reason and exits, too.
+                    # A stopped process keeps its launcher waiting. If it continues, it reads the reason and exits.
                     os.kill(self._local[rank]["pid"], signal.SIGCONT)
                 self._decide(f"{self._names[rank]} {problem}")
 
     def _dead_ranks(self) -> list[int]:
-        """The watched ranks of this machine whose processes have ended."""
+        """List the watched ranks of this machine whose processes have ended."""
         return [rank for rank, process in self._local.items() if start_time_of(process["pid"]) != process["started"]]
 
     def _death_of(self, rank: int) -> tuple[str, bool]:
-        """The reason to end the run for a dead rank, and whether to print it: some launchers name the dead process."""
+        """Return the reason to end the run for a dead rank, and whether to print it on the terminal.
+
+        It is not printed if the launcher itself names the dead process.
+        """
         reason = f"{self._names[rank]} {DIED}: it was killed, perhaps by the out-of-memory killer"
-        return reason, self._world.launcher not in NAME_THE_KILLED
+        on_terminal = self._world.launcher not in NAME_THE_KILLED
+        return reason, on_terminal
 
     def _blame_for_hang(self, heartbeats: dict[int, dict[str, Any]]) -> str:
-        """The reason to end a run that hangs, which names the rank that the others wait for; called by rank 0.
+        """Return the reason to end a run that hangs, which names the rank that the others wait for; called by rank 0.
 
-        That is the rank that is not in a collective and is at a place in the code where no other such rank is.
+        Ranks in a collective wait for others, so the suspects are the ranks that are in none. Of these, the one to
+        blame is alone at its place in the code; if none is alone, those at the place with the fewest ranks are named.
         """
         states = {0: self._own_heartbeat}
         states |= {rank: heartbeat for rank, heartbeat in heartbeats.items() if "place" in heartbeat}
         suspects = [rank for rank, state in states.items() if not state["in_collective"]]
         if not suspects:
             suspects = list(states)
-        # On a GPU, the stack of a main thread may not show that it waits for others. But all that wait are at the same
-        # place.
+        # On a GPU, the stack of a main thread may not show that it waits for others. But all ranks that wait are at the
+        # same place.
         ranks_at_place = Counter(states[rank]["place"] for rank in suspects)
         fewest = min(ranks_at_place.values())
         blamed = [rank for rank in suspects if ranks_at_place[states[rank]["place"]] == fewest]
@@ -245,22 +264,24 @@ class Watchdog:
         return f"no rank has made progress {duration}: {some_of(places, 3, '; ')}"
 
     def _look_at_main_thread(self) -> float:
-        """Update our heartbeat by where the main thread is, and return the seconds since its stack last changed."""
-        innermost = sys._current_frames()[threading.main_thread().ident or 0]
+        """Update our heartbeat by the place of the main thread; return the seconds since its stack last changed."""
+        main_thread_id = threading.main_thread().ident or 0  # A thread has an id once it runs: never 0.
+        innermost = sys._current_frames()[main_thread_id]
         frames = [frame for frame, _ in traceback.walk_stack(innermost)]
         stack = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         if stack != self._stack:
             self._stack = stack
-            self._moved = time.monotonic()
-        # If the innermost frame is in a library, the innermost one in our own code is named, too.
+            self._stack_changed = time.monotonic()
+        # If the innermost frame is in a library, the innermost frame in our own code, if any, is named, too.
         own_frame = next((frame for frame in frames if _is_ours(frame.f_code.co_filename)), innermost)
         place = _place(innermost)
         if own_frame is not innermost:
             place += f", called from {_place(own_frame)}"
         in_collective = any(part in innermost.f_code.co_filename for part in _COLLECTIVES)
+        # Each heartbeat has a new number, by which others see that this rank is alive.
         number = self._own_heartbeat["number"] + 1
         self._own_heartbeat = {"number": number, "place": place, "in_collective": in_collective}
-        return time.monotonic() - self._moved
+        return time.monotonic() - self._stack_changed
 
     def _decide(self, reason: str, on_terminal: bool = True) -> NoReturn:
         """End the run for this reason, or for that of another rank, if it has stored one before."""
@@ -268,37 +289,43 @@ class Watchdog:
         self._end(**json.loads(self._store.compare_set("end", "", json.dumps(ending))))
 
     def _store_is_lost(self, error: Exception) -> None:
-        """End the run because the process that served the store has died: rank 0 or torchrun.
+        """End this process because the process that served the store has died: rank 0 or torchrun.
 
-        Returns only if this rank leaves meanwhile.
+        It waits a while first, in which ranks may save and exit. The function returns only if this rank leaves in this
+        time. Without the store, the ranks cannot agree on who prints the reason: rank 0 does, or rank 1 if rank 0 died.
         """
         if 0 in self._dead_ranks():
             reason, on_terminal = self._death_of(0)
-            self._end(reason, 1, on_terminal)
-        # If the launcher was killed, ranks have time to finish an update and to save. They cannot, if they have lost
-        # their connection to each other, too.
+            self._end(reason, found_by=1, on_terminal=on_terminal)
         began = time.monotonic()
-        served = self._world.served
-        while time.monotonic() - began < (SECONDS_TO_SAVE if served and not self._disconnected else SECONDS_OF_GRACE):
+        launcher_served = self._world.served
+        while True:
+            # If the launcher died, ranks have time to finish an update and to save. But without a connection to each
+            # other, which may be lost at any time, they cannot finish it.
+            can_save = launcher_served and not self._disconnected
+            if time.monotonic() - began >= (SECONDS_TO_SAVE if can_save else SECONDS_OF_GRACE):
+                break
             if self._stopped:
                 return
             time.sleep(0.1)
-        if served:
+        if launcher_served:
             self._end(f"the launcher has ended ({error})", found_by=0)
         self._end(f"{self._names[0]} {DIED}", found_by=1)
 
     def _end(self, text: str, found_by: int | None = None, on_terminal: bool = True) -> NoReturn:
-        """Log the reason, print it on one rank's terminal, and exit.
+        """Log the reason, print it on the terminal of one rank, and exit.
 
         An exception would not do, because it might never reach a main thread that hangs.
 
-        found_by: the rank that prints the reason; None if a rank has failed, which reports its failure itself
+        found_by: the rank that found the problem, which prints the reason; None if a rank has failed, which reports its
+            failure itself
         on_terminal: False if the launcher itself prints the reason
         """
         is_finder = found_by == self._world.rank
-        # Ranks that were started by hand have a terminal each.
+        # Ranks that were started by hand have a terminal each, and all print the reason.
         prints = self._world.launcher == BY_HAND or (is_finder and on_terminal)
-        # If a rank other than 0 is the finder, rank 0 or the launcher is lost, and no other process writes log.txt.
+        # The other ranks watch only rank 0. So if one of them is the finder, rank 0 or the launcher is lost, and this
+        # rank writes log.txt in place of rank 0.
         rank_0_is_lost = is_finder and not self._world.first
         writer = threading.Thread(target=_write, args=(f"{text}. This run ends.", prints, rank_0_is_lost), daemon=True)
         writer.start()
@@ -323,7 +350,10 @@ def _place(frame: FrameType) -> str:
 
 
 def _write(text: str, on_terminal: bool, rank_0_is_lost: bool) -> None:
-    """Write an error into the log files, and print it if `on_terminal`, even if this rank does not log to it."""
+    """Write an error into the log files; with `on_terminal`, also print it, even if this rank prints no log.
+
+    rank_0_is_lost: whether this rank also writes into log.txt, which only rank 0 writes otherwise
+    """
     if on_terminal and logs_to_terminal():
         log.error("%s", text)
         return

@@ -112,15 +112,16 @@ def raise_on_every_rank(problem: str | None, world: World) -> None:
 def check_machines(world: World, needs: str, least: int = 1) -> None:
     """Raise a UserError unless all machines have equally many ranks, which are numbered machine by machine.
 
-    needs: the beginning of the message, such as 'DIST.HSDP needs'
+    needs: the beginning of the message: the setting that needs this, and "needs", such as 'DIST.HSDP needs'
     least: smallest number of machines, and of ranks on each
     """
     local_sizes = set(all_gather([world.local_size], world))
     equal_sizes = len(local_sizes) == 1 and world.size % world.local_size == 0
     in_order = world.rank % world.local_size == world.local_rank
+    setting = needs.partition(" ")[0]  # DIST.HSDP
     problem = (
         f"{needs} equally many processes on each machine, and ranks numbered machine by machine. There are "
-        f"{world.size} processes, {world.local_size} of them on this machine. Leave {needs.partition(' ')[0]} out."
+        f"{world.size} processes, {world.local_size} of them on this machine. Leave {setting} out."
     )
     is_suitable = equal_sizes and in_order and min(world.machines, world.local_size) >= least
     raise_on_every_rank(None if is_suitable else problem, world)

@@ -19,9 +19,9 @@ OWN = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """Cores this process may use: a batch system, `taskset` or a container's quota may limit them."""
+    """Return how many CPU cores this process may use, by the limits of a batch system, `taskset` or a container."""
     visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, file = cpu_quota() or (math.inf, None)
+    quota, file = cpu_quota() or (math.inf, None)  # without a quota: all visible cores
     if quota >= visible:
         return visible
     warn_once(
@@ -29,37 +29,44 @@ def cores() -> int:
         "-num_workers, the numbers of threads and loading processes follow from the quota.",
         logging.INFO,
     )
-    return math.ceil(quota)  # a fraction of a core is worth a thread, which then idles at times
+    return math.ceil(quota)  # For a fraction of a core, one more thread is used: the system pauses it at times.
 
 
 def core_seconds() -> tuple[float, float]:
-    """Seconds that this process's cores have been idle so far, and have worked for others than it and its workers.
+    """Return the seconds of CPU time that the cores of this process have been idle, and have worked for other programs.
 
-    Zeros where that is unknown: not on Linux, or where a quota limits the process rather than the cores it may use.
+    Both are sums over the cores that this process may use, since the machine booted. The time of this process and of
+    its workers is not that of other programs. Both are 0 if unknown: not on Linux, or with a quota of CPU time, which
+    limits a process without limiting its cores.
     """
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()]
     except OSError:
         return 0.0, 0.0
-    workers = list[list[str]]()
+    worker_ticks = 0
     for child in multiprocessing.active_children():
         with contextlib.suppress(OSError):  # it has just ended
-            workers.append(Path(f"/proc/{child.pid}/stat").read_text(errors="replace").rpartition(")")[2].split())
-    allowed = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    if (cpu_quota() or (math.inf,))[0] < len(allowed):
+            stat = Path(f"/proc/{child.pid}/stat").read_text(errors="replace")
+            fields = stat.rpartition(")")[2].split()  # from the third field of proc(5), the state, on
+            user_ticks, system_ticks = fields[11:13]
+            worker_ticks += int(user_ticks) + int(system_ticks)
+    core_names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    quota, _ = cpu_quota() or (math.inf, None)
+    if quota < len(core_names):
         return 0.0, 0.0
-    # user, nice, system, idle, iowait, irq, softirq, steal
-    idle = 0
-    every = 0
+
+    idle_ticks = 0
+    all_ticks = 0
     for line in lines:
-        if line and line[0] in allowed:
+        if line and line[0] in core_names:
+            # user, nice, system, idle, iowait, irq, softirq, steal
             ticks = [int(field) for field in line[1:9]]
-            idle += sum(ticks[3:5])
-            every += sum(ticks)
-    times = os.times()
-    second = os.sysconf("SC_CLK_TCK")
-    ours = sum(times[:4]) + sum(int(one[11]) + int(one[12]) for one in workers) / second
-    return idle / second, (every - idle) / second - ours
+            idle_ticks += sum(ticks[3:5])
+            all_ticks += sum(ticks)
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
+    # User and system time of this process and of its children that have ended, and the time of those that run
+    own_seconds = sum(os.times()[:4]) + worker_ticks / ticks_per_second
+    return idle_ticks / ticks_per_second, (all_ticks - idle_ticks) / ticks_per_second - own_seconds
 
 
 def cpu_quota() -> tuple[float, Path] | None:
@@ -79,10 +86,11 @@ def control_groups() -> list[Path]:
         lines = OWN.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
-    # A container may show its own group as the root, but the path as seen from outside.
-    own = [MOUNTED / line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    # A line "0::/path" is that of version 2. In a container, the path may be that on the host, which does not exist in
+    # the container: there, the limits of its own group are in MOUNTED, which is around every path.
+    groups = [MOUNTED / line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
     folders: list[Path] = []
-    for group in own:
+    for group in groups:
         folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(MOUNTED)]
     return folders
 

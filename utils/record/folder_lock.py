@@ -39,7 +39,9 @@ class FolderLock:
         self._holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         """The description of this process in the lock file."""
         self._heartbeats = 0
+        """Number of heartbeats so far, which each heartbeat has."""
         self._released = threading.Event()
+        """Ends the thread of `_keep_alive`."""
 
     def take(self, folder: Path) -> bool:
         """Lock a run's folder, and return whether it was not locked by this object before.
@@ -51,8 +53,9 @@ class FolderLock:
         path = folder / LOCK
         with os_errors_as_user_errors(path):
             handle = only_regular(path, LOCK_FLAGS)
-        is_locked_here = _lock(handle, SECONDS_TO_EXIT)
+        is_locked_here = _lock(handle, seconds=SECONDS_TO_EXIT)
         holder = _read(path)
+        # The lock may not be seen by other machines. So if the holder is on another machine, its heartbeats decide.
         is_from_elsewhere = holder.get("host", platform.node()) != platform.node()
         if not is_locked_here or (is_from_elsewhere and _is_alive(path, holder)):
             os.close(handle)
@@ -72,6 +75,7 @@ class FolderLock:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Release the lock, and end the thread that writes heartbeats."""
         self._released.set()
         if self._handle is not None:
             with contextlib.suppress(OSError):
@@ -85,10 +89,12 @@ class FolderLock:
         """Write heartbeats until the lock is released; runs in a thread."""
         while not self._released.wait(SECONDS_BETWEEN_HEARTBEATS):
             with contextlib.suppress(OSError):  # A network file system may be unavailable for a while.
-                # If the file was removed or moved, lock the one that a second run would open.
+                # If the lock file was removed or moved, a second run would create and lock a new file at this path. So
+                # this run locks a new file there itself.
                 if not leads_to(path, handle):
                     new_handle = only_regular(path, LOCK_FLAGS)
-                    if _lock(new_handle, 0):
+                    if _lock(new_handle, seconds=0):
+                        # `handle` is now a second descriptor of the new file, which keeps the lock after the close.
                         os.dup2(new_handle, handle, inheritable=False)
                     os.close(new_handle)
                 self._write_heartbeat(handle)
@@ -134,10 +140,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_alive(path: Path, holder: dict[str, Any]) -> bool:
-    """Whether a holder on another machine still writes heartbeats. `holder`: its description in the lock file."""
+    """Whether a holder on another machine still writes heartbeats, by watching the lock file.
+
+    holder: its description in the lock file, in which each heartbeat changes the number "sign"
+    """
     log.info(
         "%s: held by a run on host %s, pid %s; waiting up to %.0f s to see whether that run is alive.",
-        *(path, holder.get("host"), holder.get("pid"), SECONDS_TO_WATCH),
+        path,
+        holder.get("host"),
+        holder.get("pid"),
+        SECONDS_TO_WATCH,
     )
     deadline = time.monotonic() + SECONDS_TO_WATCH
     while time.monotonic() < deadline:

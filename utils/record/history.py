@@ -35,9 +35,9 @@ class MetricsFile(LineFile):
         path = folder / METRICS_FILE
         if path.exists():
             remaining: list[str] = []
-            for text in _texts(path):
-                lines = _parsed([text])
-                if lines and not repeats(lines[0]):
+            for text in _lines_of_text(path):
+                parsed_lines = _parsed([text])  # none or one
+                if parsed_lines and not repeats(parsed_lines[0]):
                     remaining.append(f"{text}\n")
             write_atomically(path, "".join(remaining))
         super().__init__(path)
@@ -46,7 +46,7 @@ class MetricsFile(LineFile):
 def read_lines(folder: Path) -> list[Line]:
     """Read the complete lines of a run's metrics.jsonl; empty if there is no file. The run may still be writing."""
     try:
-        return _parsed(_texts(folder / METRICS_FILE))
+        return _parsed(_lines_of_text(folder / METRICS_FILE))
     except OSError:
         return []
 
@@ -74,7 +74,7 @@ def is_end(line: Line) -> bool:
     return line.get("event") == "run" and line.get("what") == "end"
 
 
-def _texts(path: Path) -> list[str]:
+def _lines_of_text(path: Path) -> list[str]:
     return read_regular(path).decode("utf-8", "replace").splitlines()
 
 
@@ -102,7 +102,7 @@ Points = list[tuple[float, float]]
 """(position on the axis, value) of each point of a curve."""
 
 
-NO_METRICS = ("event", "epoch", "update", "perf")
+FIELDS_WITHOUT_METRIC = ("event", "epoch", "update", "perf")
 """Fields of a validation's line that are no metrics."""
 
 
@@ -203,20 +203,24 @@ class History:
         own_metrics: dict[str, Metric] = {}
         for line in self.of("val"):
             for field in line:
-                name = set_of(field)[1]  # without the prefix of a set of weights
-                if name not in METRICS and name not in NO_METRICS:
+                _, name = set_of(field)  # the set of weights, and the name without its prefix
+                if name not in METRICS and name not in FIELDS_WITHOUT_METRIC:
                     own_metrics[name] = metric_named(name)
         return self.task.metrics + tuple(own_metrics.values())
 
     def best(self, metric: Metric) -> BestValidation | None:
-        """The best of all validations and sets of weights, as the run itself computes it; None without a value."""
+        """Find the best of all validations and sets of weights by a metric; None if no validation has the metric.
+
+        Of equal ones, the first is returned, as for the best checkpoint of the run.
+        """
         validations: list[BestValidation] = []
         for line in self.of("val"):
             for which in SETS:
                 value = line.get(f"{which.prefix}{metric.name}")
                 if value is not None:
                     validations.append(BestValidation(value, which, line))
-        return max(validations, key=lambda best: best.value if metric.higher else -best.value, default=None)
+        sign = 1 if metric.higher else -1  # whether higher or lower values are better
+        return max(validations, key=lambda validation: sign * validation.value, default=None)
 
     def last(self, metric: Metric) -> dict[WeightSet, float]:
         """A metric in the last validation: set of weights -> value, without sets that have no value."""
@@ -231,27 +235,36 @@ class History:
         return self.by_epoch if by_epoch is None else by_epoch
 
     @cached_property
-    def _ends(self) -> Points:
-        """(update, epoch) at the end of each epoch, after (0, 0)."""
+    def _epoch_ends(self) -> Points:
+        """(update, epoch) at the end of each epoch, after (0, 0); both numbers rise."""
         ends = [(0.0, 0.0)]
         for line in self.of("epoch"):
-            if line["update"] > ends[-1][0] and line["epoch"] > ends[-1][1]:
+            last_update, last_epoch = ends[-1]
+            # A resumed run may repeat an epoch; its lines are skipped.
+            if line["update"] > last_update and line["epoch"] > last_epoch:
                 ends.append((float(line["update"]), float(line["epoch"])))
         return ends
 
     @property
     def by_epoch(self) -> bool:
         """Whether the first epoch is complete, so that positions count epochs by default."""
-        return len(self._ends) > 1
+        return len(self._epoch_ends) > 1
 
     def place(self, update: float, by_epoch: bool | None = None) -> float:
-        """Position of an update on the axis; the last update of an epoch is at the epoch's number."""
+        """Return the position of an update on the axis of a curve.
+
+        On an axis of epochs, the last update of epoch 3 is at 3.0. Other updates are interpolated between the ends of
+        the epochs around them, or extrapolated from the last two ends.
+
+        by_epoch: whether the axis counts epochs, not updates; None: it does once the first epoch is complete
+        """
         if not self._counts_epochs(by_epoch):
             return float(update)
-        # Interpolate between the two ends of epochs around the update, or extrapolate from the last two.
-        after = min(max(bisect_left(self._ends, (float(update), 0.0)), 1), len(self._ends) - 1)
-        update_before, epoch_before = self._ends[after - 1]
-        update_after, epoch_after = self._ends[after]
+        ends = self._epoch_ends  # (update, epoch) of each end, after (0, 0)
+        first_end_after = bisect_left(ends, (float(update), 0.0))
+        after = min(max(first_end_after, 1), len(ends) - 1)
+        update_before, epoch_before = ends[after - 1]
+        update_after, epoch_after = ends[after]
         epochs = (update - update_before) * (epoch_after - epoch_before) / (update_after - update_before)
         return epoch_before + epochs
 
@@ -286,18 +299,23 @@ class History:
         return [self.place(line["update"], by_epoch) for line in self.of("run") if line.get("what") == "resume"]
 
     def skips(self, by_epoch: bool | None = None) -> Points:
-        """(position, loss scale) of each report with more skipped updates than the report before it."""
+        """List (position, loss scale) of each report with more skipped updates than the report before it.
+
+        A report has the number of skipped updates since the run began.
+        """
         points: Points = []
         skipped_before = 0
         reports = self.of("train")
-        # A run that resumes another run in a folder of its own continues to count that run's skipped updates.
+        # A run that resumes another run, but in a new folder, continues that run's count. So its first report may count
+        # updates that the other run skipped.
         if reports and self.lines[0].get("what") == "resume":
             skipped_before = reports[0].get("skipped") or 0
         for report in reports:
             skipped = report.get("skipped") or 0
             if skipped > skipped_before and report.get("scale"):
                 points.append((self.place(report["update"], by_epoch), float(report["scale"])))
-            skipped_before = skipped or skipped_before
+            if skipped > 0:  # A report may lack the number.
+                skipped_before = skipped
         return points
 
 

@@ -25,8 +25,10 @@ def write_predictions(folder: Path, update: int, table: Mapping[str, np.ndarray]
     update: the update after which the run was validated
     table: column -> array with one row per image; among the columns are `names` (hashes of the names) and `labels`
     """
-    rows = {**{name: np.ascontiguousarray(column) for name, column in table.items()}, UPDATE: np.array([update])}
-    write_atomically(folder / PREDICTIONS, save({**rows, DIGEST: _digest(rows)}))
+    arrays = {name: np.ascontiguousarray(column) for name, column in table.items()}
+    arrays[UPDATE] = np.array([update])
+    digest = _digest(arrays)
+    write_atomically(folder / PREDICTIONS, save(arrays | {DIGEST: digest}))
 
 
 def read_predictions(folder: Path, update: int) -> dict[str, np.ndarray] | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.errors import UserError
 from utils.log import LOG
@@ -70,9 +70,11 @@ def check_output(output: str | None, save: str, resumed: Path | None) -> None:
         if output is not None and folder.exists() and not folder.is_dir():
             raise UserError(f"-output {folder}: this is a file; name a folder for the run.")
         is_run = output is not None and is_run_folder(folder)
-        # A run that was killed early has log.txt and config.yaml, and no other file.
+        # A folder with a config.yaml alone looks like that of a run, but the file may be the user's. Every run has a
+        # log.txt, too, even if it was killed early.
         has_log = (folder / LOG).exists()
-        if is_run and not has_log and not is_config_of_run(folder / CONFIG):
+        is_config_of_user = is_run and not has_log and not is_config_of_run(folder / CONFIG)
+        if is_config_of_user:
             raise UserError(f"-output {folder}: its {CONFIG} is yours, which is not overwritten; name another folder.")
         if is_run and (resumed is None or resumed.resolve() != folder.resolve()):
             raise UserError(
@@ -130,16 +132,16 @@ def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
 
 
 def reason(error: OSError, path: Path) -> str:
-    """The reason of an error about a path, in the system's words.
+    """Return the reason of an error about a path, in the system's words.
 
     If the disk has no free inode, this is added: the system then reports that no space is left, although there is.
     """
     words = error.strerror or str(error)
     if error.errno == errno.ENOSPC:
-        existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-        disk = os.statvfs(existing)
-        counts_inodes = disk.f_files > 0
-        if counts_inodes and disk.f_favail == 0:
+        nearest_existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+        disk = os.statvfs(nearest_existing)
+        limits_inodes = disk.f_files > 0  # Some file systems have no fixed number of inodes, and report 0.
+        if limits_inodes and disk.f_favail == 0:
             words += ": it has no inode for another file; remove files"
     return words
 
@@ -169,20 +171,21 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """The program's git commit, and whether its files differ from it; None outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10)
-        return done.stdout.strip()
-
+    """Return the program's git commit, and whether its files differ from it; None outside a checkout."""
     if INSTALLED:  # A checkout around an installed program belongs to another project.
         return None
     try:
-        commit = git("rev-parse", "HEAD")
-        changed = bool(git("status", "--porcelain"))
+        commit = _git("rev-parse", "HEAD")
+        changed = bool(_git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit, "changed": changed}
+
+
+def _git(*arguments: str) -> str:
+    """Return the output of a git command in the program's folder."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -209,70 +212,92 @@ def read_data(folder: Path) -> dict[str, Any]:
     return {}
 
 
-# Images of one split that look like images of another are counted in `alike`, a list of up to five numbers, as
-# `Nearest.counted` returns them:
-#
-#   0  how many images look like another one
-#   1  how many images were compared
-#   2  how many other images such an image looks like (median)
-#   3  how many of them have the label of the most similar image
-#   4  how many of them have the label of the most similar image among those that do not look alike
-#
-# Earlier versions counted fewer, and the list is empty if nothing was counted.
+class LookAlikes(NamedTuple):
+    """Numbers of images of one split that look like images of another.
+
+    They are in the list `alike` in data.json, which `Nearest.counted` returns. It is empty if nothing was counted, and
+    shorter if an earlier version counted.
+    """
+
+    images: int = 0
+    """How many images look like another one."""
+    compared: int = 0
+    """How many images were compared."""
+    median_others: int = 0
+    """How many other images such an image looks like (median)."""
+    same_label: int | None = None
+    """How many of them have the label of the most similar image."""
+    same_label_if_less_similar: int | None = None
+    """How many of them have the label of the most similar image among those that do not look alike."""
+
 
 MANY = 10
 """If an image looks like so many others, they are probably no copies."""
-FEWEST_OTHERS = 3
+FEWEST_WITH_TWO_LABELS = 3
 """With fewer pairs of two labels, images that look alike are probably copies, some of them with a wrong label."""
-PART_OTHERS = 1 / 3
+FRACTION_WITH_TWO_LABELS = 1 / 3
 """The same limit, as a fraction of the number of pairs of less similar images that have two labels."""
 
 
 def share_a_style(alike: Sequence[int]) -> bool:
-    """Whether images that look like others are probably no copies, because most pairs have two labels."""
-    return len(alike) > 3 and alike[2] < MANY and 2 * alike[3] < alike[0]
+    """Whether images that look like others are probably no copies, because most pairs have two labels.
+
+    alike: the numbers of LookAlikes, or only the first ones
+    """
+    counts = LookAlikes(*alike)
+    if counts.same_label is None or counts.median_others >= MANY:
+        return False
+    return 2 * counts.same_label < counts.images
 
 
 def copies_unknown(alike: Sequence[int]) -> bool:
     """Whether images that look like others may be no copies, by their labels.
 
-    A copy has the label of its original. But pairs that merely look alike have two labels about as often as pairs that
-    are less similar.
+    A pair of a copy and its original has one label. A pair that merely looks alike often has two labels. So copies are
+    doubtful if pairs that look alike have two labels about as often as pairs of less similar images.
+
+    alike: the numbers of LookAlikes, or only the first ones
     """
     if share_a_style(alike):
         return True
-    if len(alike) < 5 or alike[2] >= MANY:
+    counts = LookAlikes(*alike)
+    if counts.same_label is None or counts.same_label_if_less_similar is None or counts.median_others >= MANY:
         return False
-    two_labels = alike[0] - alike[3]
-    two_labels_if_less_similar = alike[0] - alike[4]
-    return two_labels >= FEWEST_OTHERS and two_labels >= PART_OTHERS * two_labels_if_less_similar
+    two_labels = counts.images - counts.same_label
+    two_labels_if_less_similar = counts.images - counts.same_label_if_less_similar
+    least = FRACTION_WITH_TWO_LABELS * two_labels_if_less_similar
+    return two_labels >= FEWEST_WITH_TWO_LABELS and two_labels >= least
 
 
 def alike_in_words(alike: Sequence[int], look: str = "validation images look like training images") -> str:
-    """A sentence, without its full stop, about images that look like others; '' if there are none.
+    """Return a sentence, without its full stop, about images that look like others; '' if there are none.
 
+    alike: the numbers of LookAlikes, or only the first ones
     look: which images they are, after their number
     """
-    if not alike or alike[0] == 0:
+    counts = LookAlikes(*alike)
+    if counts.images == 0:
         return ""
-    beginning = f"{alike[0]:,} of {alike[1]:,} {look}, "
+    beginning = f"{counts.images:,} of {counts.compared:,} {look}, "
     if share_a_style(alike):
         return (
-            f"{beginning}but only {alike[3]:,} of them like one of their own label: if labels are right, they share a "
-            "style or a background, and are no copies"
+            f"{beginning}but only {counts.same_label:,} of them like one of their own label: if labels are right, they "
+            "share a style or a background, and are no copies"
         )
     if copies_unknown(alike):
-        two_labels, two_labels_if_less_similar = (100 * (1 - same / alike[0]) for same in alike[3:5])
+        same_label, same_label_if_less_similar = alike[3:5]  # Both are known then.
+        two_labels = 100 * (1 - same_label / counts.images)
+        two_labels_if_less_similar = 100 * (1 - same_label_if_less_similar / counts.images)
         return (
             "Whether edited copies are in both splits cannot be told here, where different images look as alike: of "
             f"pairs as similar as copies, {two_labels:.0f} % have two labels, of the next similar ones "
             f"{two_labels_if_less_similar:.0f} %"
         )
-    if len(alike) < 3 or alike[2] < MANY:
+    if counts.median_others < MANY:
         return f"{beginning}as edited copies do, or photographs of one thing or place"
     return (
-        f"{beginning}half of them like {alike[2]:,} or more: too many for copies. Either they are series of one thing, "
-        "which DATA.GROUP keeps together, or the model hardly tells such images apart"
+        f"{beginning}half of them like {counts.median_others:,} or more: too many for copies. Either they are series "
+        "of one thing, which DATA.GROUP keeps together, or the model hardly tells such images apart"
     )
 
 
@@ -281,22 +306,25 @@ KNOWN = 0.05
 
 
 def known_to_training(data: dict[str, Any]) -> bool:
-    """Whether training knows the fraction KNOWN of the validation images. `data`: the content of data.json.
+    """Whether training knows the fraction KNOWN of the validation images, or more.
 
-    Known are images with the bytes of a training image. Images that look like a training image count instead if they
-    are more, unless they are probably, or by their labels possibly, no copies.
+    An image is known if it has the bytes of a training image, or if it looks like one. Images that look alike do not
+    count if they are probably, or by their labels possibly, no copies. Either number may reach the fraction.
+
+    data: the content of data.json
     """
     copies = data.get("copies") or {}
     alike = data.get("alike") or []
-    look_alike, compared, median_others = [*alike, 0, 0, 0][:3]
-    if median_others >= MANY or copies_unknown(alike):
+    counts = LookAlikes(*alike)
+    look_alike = counts.images
+    if counts.median_others >= MANY or copies_unknown(alike):
         look_alike = 0
-    counts = [(copies.get("found", 0), copies.get("compared", 0)), (look_alike, compared)]
-    return any(known and known >= KNOWN * of_images for known, of_images in counts)
+    pairs = [(copies.get("found", 0), copies.get("compared", 0)), (look_alike, counts.compared)]
+    return any(known and known >= KNOWN * compared for known, compared in pairs)
 
 
 def copies_in_words(folder: Path, images: int | None = None, advice: bool = True) -> str:
-    """A text for the end of a run or an evaluation, if validation images of the run are also in training, else ''.
+    """Return a text for the end of a run or an evaluation, if validation images are also in training, else ''.
 
     images: number of evaluated images; '' is returned if it is not that of the run's validation split. None: not known
     advice: whether to name the commands that list these images; the warning before training has named them already
@@ -305,7 +333,7 @@ def copies_in_words(folder: Path, images: int | None = None, advice: bool = True
     try:
         copies = data["copies"]["found"]
         compared = data["copies"]["compared"]
-        alike = data.get("alike") or [0]
+        alike = data.get("alike") or []
         if images not in (None, data["images"]["validation"]):
             return ""
     except (KeyError, TypeError):  # Nobody looked for copies, or the file is damaged.
@@ -317,7 +345,7 @@ def copies_in_words(folder: Path, images: int | None = None, advice: bool = True
         if advice:
             text += f": `{command} -fix exclude.txt` lists them, and DATA.EXCLUDE=exclude.txt trains without them"
         sentences.append(f"{text}.")
-    if alike[0] > copies:
+    if LookAlikes(*alike).images > copies:
         text = f"{alike_in_words(alike)}."
         if not copies_unknown(alike):
             text += " This may raise the metrics" + (";" if advice else ".")

@@ -1,8 +1,9 @@
 """Intervals (95 %) of balanced accuracy and macro F1, which are means over classes, and the influence of each image.
 
-The intervals are Wilson's, with an effective number of images (`wilson_of_variance`). The variance of the metric is the
-sum of the squared influences of the images. In macro F1, this includes that other images would be of other classes,
-because F1 depends on how frequent a class is.
+The influence of an image is the derivative of the metric with respect to the weight of this image (the influence
+function; Hampel 1974). The variance of the metric is the sum of the squared influences (the infinitesimal jackknife;
+Jaeckel 1972). In macro F1, this includes that other images would be of other classes, because F1 depends on how
+frequent a class is. The interval is Wilson's, with an effective number of images (`wilson_of_variance`).
 
 Macro F1 is biased if a class has few images; its interval is around the value without the bias. A bootstrap would
 contain the true value too rarely: if all images of a class are right, no sample of them has an error.
@@ -55,14 +56,14 @@ class Counts(NamedTuple):
         )
 
     @property
-    def of_either(self) -> np.ndarray:
-        """Images of the class plus predictions of the class, the denominator of F1."""
+    def f1_denominators(self) -> np.ndarray:
+        """The denominator of each class's F1: images of the class plus predictions of the class."""
         return self.images + self.predicted
 
     @property
     def f1(self) -> np.ndarray:
         """F1 of each class; 0 for a class without images and predictions."""
-        return 2 * self.right / np.maximum(self.of_either, 1)
+        return 2 * self.right / np.maximum(self.f1_denominators, 1)
 
     @property
     def too_few(self) -> bool:
@@ -71,44 +72,65 @@ class Counts(NamedTuple):
 
 
 def balanced_accuracy_by_image(labels: np.ndarray, guesses: np.ndarray) -> np.ndarray:
-    """The contribution of each image to balanced accuracy in percent: the mean of the result is the metric."""
+    """The contribution of each image to balanced accuracy in percent: the mean of the result is the metric.
+
+    labels, guesses: label and prediction of each image
+    """
     counts = Counts.of(labels, guesses)
     recalls = counts.right / np.maximum(counts.images, 1)
+    # The recall of a class is a mean over its images, so an image's influence on it is (right - recall) / images.
     influence = ((labels == guesses) - recalls[labels]) / counts.images[labels]
-    return _by_image(recalls[counts.images > 0], influence, labels, counts.images)
+    return _pseudo_values(recalls[counts.images > 0], influence, labels, counts.images)
 
 
 def macro_f1_by_image(labels: np.ndarray, guesses: np.ndarray) -> np.ndarray:
-    """The contribution of each image to macro F1 in percent: the mean of the result is the metric."""
+    """The contribution of each image to macro F1 in percent: the mean of the result is the metric.
+
+    labels, guesses: label and prediction of each image
+    """
     counts = Counts.of(labels, guesses)
-    denominators = counts.of_either
+    denominators = counts.f1_denominators
     f1 = counts.f1
-    # One more image, or prediction, of a class lowers its F1 by this much.
+    # F1 = 2 * right / (images + predicted). Its derivative by the denominator: one more image, or prediction, of a
+    # class lowers its F1 by this much.
     loss = f1 / np.maximum(denominators, 1)
-    # A right image adds 2 to the numerator of its class. A mistake lowers the F1 of two classes.
+    # A right image adds 2 to the numerator of its class's F1, and 2 to the denominator: the image and its prediction.
+    # A mistake adds 1 to two denominators: as an image to that of its class, as a prediction to that of the other.
     if_right = 2 / denominators[labels] - 2 * loss[labels]
     if_wrong = -loss[labels] - loss[guesses]
     influence = np.where(labels == guesses, if_right, if_wrong)
-    return _by_image(f1[denominators > 0], influence, labels, counts.images)
+    return _pseudo_values(f1[denominators > 0], influence, labels, counts.images)
 
 
-def _by_image(class_values: np.ndarray, influence: np.ndarray, labels: np.ndarray, images: np.ndarray) -> np.ndarray:
-    """Convert the influence of each image on its class to its contribution to the mean over classes, in percent.
+def _pseudo_values(
+    class_values: np.ndarray, influence: np.ndarray, labels: np.ndarray, images: np.ndarray
+) -> np.ndarray:
+    """Return the pseudo-value of each image in percent: the mean over classes, plus n times its influence on this mean.
 
-    class_values: the metric of each class that counts in the mean
-    influence: of each image; changed in place
+    Influences add up to 0. So the mean of the pseudo-values is the metric, and their variance, divided by the number n
+    of images, is the variance of the metric, as for a plain mean over images.
+
+    class_values: the metric of each class that counts in the mean, as a fraction
+    influence: of each image on the sum over the classes, as a fraction; changed in place
+    labels: the class of each image
     images: number of images of each class
     """
-    influence *= np.sqrt(images / np.maximum(images - 1, 1))[labels]  # This makes the variance unbiased.
-    return 100 * (float(class_values.mean()) + len(labels) * influence / len(class_values))
+    mean_over_classes = float(class_values.mean())
+    influence *= np.sqrt(images / np.maximum(images - 1, 1))[labels]  # Bessel's correction within each class
+    return 100 * (mean_over_classes + len(labels) * influence / len(class_values))
 
 
 def likely_recalls(right: np.ndarray, images: np.ndarray) -> np.ndarray:
-    """Recalls of the classes, each with ADDED more images, which are as often right as those of the mean class.
+    """Estimate the true recall of each class, for its variance: ADDED imagined images pull it towards the mean recall.
 
-    If half of the added images were right, as Agresti and Coull assume, the errors of many classes would add up to an
-    interval that is too wide.
+    Without them, a class whose images are all right would have no variance. Agresti and Coull (1998) count half of the
+    imagined images as right. Here, the fraction of them that counts as right is the mean recall. With one half, the
+    errors of many classes would add up to an interval that is too wide.
+
+    right: number of right images of each class
+    images: number of images of each class
     """
+    # The mean recall itself is estimated with one half: ADDED imagined classes, half of them right.
     mean_recall = float((right / np.maximum(images, 1)).sum() + ADDED / 2) / (np.count_nonzero(images) + ADDED)
     return (right + ADDED * mean_recall) / (images + ADDED)
 
@@ -116,10 +138,13 @@ def likely_recalls(right: np.ndarray, images: np.ndarray) -> np.ndarray:
 def balanced_accuracy_interval(
     labels: np.ndarray, guesses: np.ndarray, classes: int, groups: Groups = ()
 ) -> Interval | None:
-    """The interval of balanced accuracy in percent; None if one of two classes has too few images.
+    """Return the interval of balanced accuracy (the mean recall over classes), in percent.
+
+    None if there are only two classes, and one of them has fewer than FEWEST_OF_TWO images.
 
     labels, guesses: label and prediction of each image
     classes: number of classes
+    groups: the group of each image; empty if images are not in groups
     """
     counts = Counts.of(labels, guesses, classes)
     if counts.too_few:
@@ -127,45 +152,54 @@ def balanced_accuracy_interval(
     present = counts.images > 0
     images = counts.images[present]
     right = counts.right[present]
+    balanced_accuracy = float((right / images).mean())
+    # The recall of a class is a binomial fraction, of variance p * (1 - p) / n. The mean of C independent recalls has
+    # the sum of their variances, divided by C**2.
     recalls = likely_recalls(right, images)
     variance = float((recalls * (1 - recalls) / images).sum()) / len(images) ** 2
     inflation = variance_inflation(balanced_accuracy_by_image(labels, guesses), groups)
-    return wilson_of_variance(float((right / images).mean()), variance, int(images.sum()), inflation)
+    return wilson_of_variance(balanced_accuracy, variance, int(images.sum()), inflation)
 
 
 def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int, groups: Groups = ()) -> Interval | None:
-    """The interval of macro F1 in percent; None if images are too few, or the interval is wider than WIDEST.
+    """Return the interval of macro F1 (the mean F1 over classes), in percent, by the delta method.
 
-    The influence of an image on macro F1 depends on its class and on whether, and for which class, it is mistaken. See
-    `balanced_accuracy_interval` for the parameters.
+    None if a class has too few images, or if the interval is wider than WIDEST. See `balanced_accuracy_interval` for
+    the parameters.
     """
     counts = Counts.of(labels, guesses, classes)
     if counts.too_few:
         return None
-    right, images, _ = counts
-    classes_in_mean = int((counts.of_either > 0).sum())
-    denominators = np.maximum(counts.of_either, 1)
+    right = counts.right
+    images = counts.images
+    classes_in_mean = int((counts.f1_denominators > 0).sum())
+    denominators = np.maximum(counts.f1_denominators, 1)
     f1 = counts.f1
 
-    # Variance of the mean: squared influences of right images, and of mistakes, as often as either is likely.
+    # Influence of an image on the mean over classes, by the derivatives of F1 = 2 * right / (images + predicted).
     loss = f1 / denominators / classes_in_mean  # One more image, or prediction, of a class lowers the mean by this.
-    if_right = 2 / denominators / classes_in_mean - 2 * loss
-    if_wrong = np.where(labels == guesses, 0.0, -loss[labels] - loss[guesses])
-    wrong = images - right
-    wrong_squares = np.bincount(labels, if_wrong**2, minlength=classes) / np.maximum(wrong, 1)
-    recalls = likely_recalls(right, images)
-    variances = images * (recalls * if_right**2 + (1 - recalls) * np.where(wrong > 0, wrong_squares, loss**2))
-    freedom = max(len(labels) - classes_in_mean, 1)  # This makes the variance unbiased.
+    if_right = 2 / denominators / classes_in_mean - 2 * loss  # of a right image, per class
+    if_wrong = np.where(labels == guesses, 0.0, -loss[labels] - loss[guesses])  # of each image that is a mistake
 
-    # F1 is a concave function of right / union. So, by its second order, it is too low by `bias`.
-    union = counts.of_either - right
+    # Variance of macro F1: the sum of squared influences. Right images and mistakes count as often as each is likely.
+    wrong = images - right
+    mean_wrong_square = np.bincount(labels, if_wrong**2, minlength=classes) / np.maximum(wrong, 1)
+    # In a class without mistakes, a mistake would lower at least the F1 of this class.
+    likely_wrong_square = np.where(wrong > 0, mean_wrong_square, loss**2)
+    recalls = likely_recalls(right, images)
+    variances = images * (recalls * if_right**2 + (1 - recalls) * likely_wrong_square)
+    freedom = max(len(labels) - classes_in_mean, 1)  # for Bessel's correction, n / (n - classes)
+
+    # Bias by a Taylor expansion: F1 = 2 * J / (1 + J), where J = right / union is a binomial fraction. F1 is concave in
+    # J, so it is too low by -F1''(J) / 2 * Var(J), where Var(J) = J * (1 - J) / (union - 1). In terms of F1:
+    union = counts.f1_denominators - right
     bias = f1 * (1 - f1) / denominators * union / np.maximum(union - 1, 1)
     interval = unbiased_interval(
         value=float(f1.sum()) / classes_in_mean,
         unbiased=float((f1 + bias).sum()) / classes_in_mean,
         variance=float(variances.sum()) * len(labels) / freedom,
-        most=len(labels),
-        images=images[images > 0],
+        most_images=len(labels),
+        class_images=images[images > 0],
         inflation=variance_inflation(macro_f1_by_image(labels, guesses), groups),
     )
     if interval is None or interval.high - interval.low > WIDEST:
@@ -174,17 +208,19 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int, gro
 
 
 def unbiased_interval(
-    value: float, unbiased: float, variance: float, most: float, images: np.ndarray, inflation: float
+    value: float, unbiased: float, variance: float, most_images: float, class_images: np.ndarray, inflation: float
 ) -> Interval | None:
-    """The interval of a biased metric, around its unbiased value; None if classes have too few images.
+    """Return the interval of a biased metric, in percent, around its unbiased value; None if images are too few.
 
     value, unbiased: the metric, and the metric without its bias, as fractions
-    most: largest effective number of images
-    images: number of images of each class
-    inflation: of `variance_inflation`
+    variance: of the metric as a fraction, for independent images
+    most_images: largest effective number of images
+    class_images: number of images of each class; for several labels, number of its positives
+    inflation: the factor by which the variance grows because images are in groups (see `variance_inflation`)
     """
-    interval = wilson_of_variance(unbiased, variance, most, inflation)
-    is_bias_uncertain = (images == 1).mean() > MOST_SINGLE
+    interval = wilson_of_variance(unbiased, variance, most_images, inflation)
+    # A single image shows no variance within its class, and so not how large the bias is.
+    is_bias_uncertain = (class_images == 1).mean() > MOST_SINGLE
     # The bias, in percentage points, must be less than half the width, so that the interval contains the value.
     bias = 100 * abs(unbiased - value)
     is_value_outside = 2 * bias > interval.high - interval.low

@@ -59,14 +59,22 @@ class Difference:
 
 
 def bonferroni_level(comparisons: int) -> float:
-    """Level of the quantile at the upper end of a 95 % interval, corrected for the number of comparisons."""
+    """Return the level of the quantile at the upper end of a 95 % interval, corrected for the number of comparisons.
+
+    A single comparison has 0.975: each end of its interval leaves out 2.5 %. Bonferroni's correction divides these.
+    """
     return 1 - (1 - CONFIDENCE) / comparisons / 2
 
 
 def half_width(error: float, freedom: float, *levels: float) -> float:
-    """Half the width of an interval: the standard error times the sum of Student's quantiles of these levels.
+    """Return half the width of Student's interval: the standard error times Student's quantile of a level.
 
-    The interval itself has one level. With POWER as a second level, it is the difference that would probably be seen.
+    With a second level, such as POWER, the quantiles are added. The result is then the smallest difference
+    that would be seen with this probability.
+
+    error: standard error of the estimate
+    freedom: degrees of freedom of the standard error
+    levels: the level of the interval's upper end, such as 0.975; then perhaps the probability of seeing a difference
     """
     from scipy.special import stdtrit  # It takes a moment to import.
 
@@ -74,46 +82,56 @@ def half_width(error: float, freedom: float, *levels: float) -> float:
 
 
 def student_interval(values: Sequence[float], comparisons: int, grain: float = 0.0, overlap: float = 0.0) -> Difference:
-    """Student's interval of the mean of differences, and the number of pairs that would show it if it is not seen.
+    """Return the mean of paired differences, with Student's interval (the interval of the paired t-test).
 
-    values: the difference of each pair of runs
+    If 0 is in the interval, the result also has the number of pairs that would probably show the difference.
+
+    values: the difference of each pair of runs; a single pair has no interval
     comparisons: number of comparisons for which the interval is corrected
     grain: resolution of the metric, by which values vary at least
-    overlap: for folds, validation images per training image. Folds share most of their training images, so that their
-        values vary too little. To correct for that, Nadeau and Bengio (2003) add this ratio to the 1 / runs by which
-        the variance is multiplied.
+    overlap: for folds, validation images per training image; 0 for runs with different seeds. Folds share most of their
+        training images, so that their values vary too little. The correction by Nadeau and Bengio (2003) adds this
+        ratio to the 1 / runs by which the variance is multiplied.
     """
     mean = statistics.fmean(values)
     runs = len(values)
     if runs < 2:
         return Difference(mean, None, None, runs)
+
     # The difference of two values that are rounded to the grain has a standard deviation of grain / sqrt(6).
     deviation = math.hypot(statistics.stdev(values), grain / math.sqrt(6))
     level = bonferroni_level(comparisons)
-    half = half_width(deviation * math.sqrt(1 / runs + overlap), runs - 1, level)
+    standard_error = deviation * math.sqrt(1 / runs + overlap)
+    half = half_width(standard_error, runs - 1, level)
     difference = Difference.around(mean, half, runs)
-    if difference.seen or overlap:
+    if difference.seen or overlap:  # More folds would overlap, too: no number of them is suggested.
         return difference
+
     for more_runs in range(runs + 1, MOST_ROUNDS + 1):
-        if half_width(deviation / math.sqrt(more_runs), more_runs - 1, level, POWER) < abs(mean):
+        planned_error = deviation / math.sqrt(more_runs)
+        # With POWER as a second level, the half width is the difference that would probably be seen.
+        if half_width(planned_error, more_runs - 1, level, POWER) < abs(mean):
             return replace(difference, runs_needed=more_runs)
     return difference
 
 
 def student_interval_of_images(values: np.ndarray, groups: Groups = ()) -> Difference:
-    """Student's interval of the mean of a value per image, where images may be in groups."""
-    effect, number = design_effect(values, groups)
-    error = math.sqrt(float(values.var(ddof=1)) * effect / len(values))
-    half = half_width(error, max(number - 1, 1), bonferroni_level(1))
+    """Return the mean of a value per image, with Student's interval; images may be in groups."""
+    effect, effective_groups = design_effect(values, groups)
+    standard_error = math.sqrt(float(values.var(ddof=1)) * effect / len(values))
+    half = half_width(standard_error, max(effective_groups - 1, 1), bonferroni_level(1))
     return Difference.around(float(values.mean()), half, len(values))
 
 
 def pooled_interval(
     ours: Sequence[float], theirs: Sequence[float], every: Iterable[Sequence[float]], comparisons: int
 ) -> Difference:
-    """Interval of the difference of two means, with the variance of all contenders around their own means.
+    """Return the difference of two means, with Student's interval by the pooled variance of all contenders.
 
-    ours, theirs: the values of the contender and of the baseline
+    The pooled variance (mean square within contenders) is the sum of squared deviations of the values from the mean of
+    their contender, divided by the degrees of freedom. The result has no interval if each contender has a single value.
+
+    ours, theirs: the values of the contender and of the baseline, which need not be pairs
     every: the values of all contenders, these two included
     comparisons: number of comparisons for which the interval is corrected
     """
@@ -127,12 +145,14 @@ def pooled_interval(
         freedom += len(contender_values) - 1
     if freedom == 0:
         return Difference(value, None, None, runs)
-    error = math.sqrt(sum(squares) / freedom * (1 / len(ours) + 1 / len(theirs)))
-    return Difference.around(value, half_width(error, freedom, bonferroni_level(comparisons)), runs)
+    pooled_variance = sum(squares) / freedom
+    standard_error = math.sqrt(pooled_variance * (1 / len(ours) + 1 / len(theirs)))
+    half = half_width(standard_error, freedom, bonferroni_level(comparisons))
+    return Difference.around(value, half, runs)
 
 
 def of_different_images(percents: tuple[float, float], images: int, comparisons: int = 1) -> Interval:
-    """Interval of the difference of two percentages as if their images were different ones.
+    """Return the interval of the difference of two percentages, as if each were of images of its own.
 
     It is wider than the interval for the same images, for which the result for each image must be known.
     """

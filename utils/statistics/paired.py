@@ -7,36 +7,42 @@ import numpy as np
 from utils.statistics.groups import Groups, variance_inflation
 from utils.statistics.proportions import Z
 
-WHOLE = 100.0
+WHOLE_IMAGE = 100.0
 """Contribution of an image to accuracy, whose mean over images is in percent, if the image becomes right."""
-FALSE_CLAIMS = 0.05
-"""Level of McNemar's test, which belongs to a 95 % interval."""
+SIGNIFICANCE = 0.05
+"""Significance level of McNemar's test: the probability of a false claim, which belongs to a 95 % interval."""
 
 
 def agresti_min(first: np.ndarray, second: np.ndarray, groups: Groups = ()) -> tuple[float, float, float]:
-    """The accuracy that the second model loses, as a fraction, and the low and high end of its interval.
+    """Return the first model's accuracy minus the second's, as a fraction, and the low and high end of its interval.
 
-    The interval is that of Agresti and Min (2005).
+    The 95 % interval is that of Agresti and Min (2005) for two proportions of the same images.
 
-    first, second: whether each image is right, by the first and the second model
+    first, second: for each image, whether the first model, or the second, is right
+    groups: the group of each image; empty if images are not in groups
     """
     from scipy.special import ndtri  # It takes a moment to import.
 
     lost = int((first & ~second).sum())
     won = int((second & ~first).sum())
+    difference = (lost - won) / len(first)
+    # Images in groups tell as much as fewer independent images, so all counts are divided.
     inflation = variance_inflation(first.astype(float) - second, groups)
-    # Two images are added: half an image to each of the four outcomes.
+    # Two images are added: half an image to each of the four outcomes (both right, lost, won, both wrong).
     images = len(first) / inflation + 2
     adjusted_lost = lost / inflation + 0.5
     adjusted_won = won / inflation + 0.5
     middle = (adjusted_lost - adjusted_won) / images
-    error = math.sqrt((adjusted_lost + adjusted_won - images * middle**2) / images**2)
-    half_width = float(ndtri(0.975)) * error
-    return (lost - won) / len(first), middle - half_width, middle + half_width
+    standard_error = math.sqrt((adjusted_lost + adjusted_won - images * middle**2) / images**2)
+    half_width = float(ndtri(0.975)) * standard_error
+    return difference, middle - half_width, middle + half_width
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray, groups: Groups = ()) -> float:
-    """p-value of McNemar's exact test that two models are right equally often; see `agresti_min` for the parameters."""
+    """Return the p-value of McNemar's exact test that two models are right equally often.
+
+    See `agresti_min` for the parameters.
+    """
     from scipy.special import betainc  # It takes a moment to import.
 
     inflation = variance_inflation(first.astype(float) - second, groups)
@@ -44,40 +50,52 @@ def mcnemar(first: np.ndarray, second: np.ndarray, groups: Groups = ()) -> float
     won = int((second & ~first).sum()) / inflation
     if lost + won == 0:
         return 1.0
-    # Twice the binomial probability of a number as small as the smaller of the two. The incomplete beta function
-    # continues it to fractions, which the numbers are if images are in groups.
-    return min(1.0, 2 * float(betainc(max(lost, won), min(lost, won) + 1, 0.5)))
+    # Under the null hypothesis, each image that only one model has right is lost or won with probability 0.5. The
+    # p-value is twice P(X <= k), where X is binomial with n = lost + won, and k is the smaller of the two counts.
+    # P(X <= k) = I(n - k, k + 1), the regularised incomplete beta function at 0.5. Unlike a binomial sum, it is also
+    # defined for fractions, which the counts are if images are in groups.
+    smaller_or_equal = float(betainc(max(lost, won), min(lost, won) + 1, 0.5))
+    return min(1.0, 2 * smaller_or_equal)
 
 
 def interval_and_test(first: np.ndarray, second: np.ndarray, groups: Groups = ()) -> tuple[float, float, float]:
-    """The number of images that the second model loses, and the low and high end of its interval.
+    """Return how many more images the first model has right than the second, and the low and high end of the interval.
 
-    The interval of `agresti_min` is extended to contain 0, unless McNemar's test rejects that the models are equal.
+    The interval of `agresti_min` is extended to contain 0, unless McNemar's test rejects that the models are equal. See
+    `agresti_min` for the parameters.
     """
     value, low, high = (len(first) * fraction for fraction in agresti_min(first, second, groups))
-    if mcnemar(first, second, groups) > FALSE_CLAIMS:
+    p_value = mcnemar(first, second, groups)
+    if p_value > SIGNIFICANCE:
         return value, min(low, 0.0), max(high, 0.0)
     return value, low, high
 
 
 def variance_of_mean(differences: np.ndarray) -> float:
-    """Variance of the mean difference of two models.
+    """Estimate the variance of the mean difference between two models on the same images.
 
-    differences: difference of the contributions of each image to the metric, in percent
+    If few images differ, their sample variance is too small. So two imagined images are added, as Bonett and Price
+    (2012) do for proportions: each model wins one of them, by the same size.
+
+    differences: for each image, the difference of its contributions to the metric, in percent
     """
-    # If few images differ, their variance is too small. So two images are added, as Bonett and Price (2012) do: each
-    # model wins one of them. Their size is a mean that large differences dominate: those of images of rare classes,
-    # each of which has much of its class's weight.
     squares = differences**2
     total = float(squares.sum())
+    # The squared size of the imagined images: the mean of d**2, weighted by d**2. So large differences count most:
+    # those of images of rare classes, each of which has much of its class's weight.
     square_size = float((squares**2).sum()) / total if total > 0 else 0.0
-    # If no image differs, the size is that of whole images. It shrinks as more images differ, because in means over
-    # seeds an image may differ in part.
+    # Effective number of images that differ: (sum of d**2)**2 / (sum of d**4)
     different_images = total / square_size if square_size > 0 else 0.0
-    size = math.sqrt(square_size + max(WHOLE**2 - square_size, 0.0) / (1 + different_images))
+    # In means over seeds, an image may differ in part. If no image differs, nothing is known of the size, and the
+    # imagined images differ as whole ones. The more images differ, the less is added to their own size.
+    square_to_add = max(WHOLE_IMAGE**2 - square_size, 0.0) / (1 + different_images)
+    size = math.sqrt(square_size + square_to_add)
     return float(np.append(differences, [size, -size]).var(ddof=1)) / len(differences)
 
 
 def half_width_of_mean(differences: np.ndarray, groups: Groups = ()) -> float:
-    """Half the width of the interval of the mean difference, by the normal distribution; see `variance_of_mean`."""
+    """Return half the width of the 95 % interval of a mean difference, by the normal distribution.
+
+    See `variance_of_mean` for the parameters.
+    """
     return Z * math.sqrt(variance_of_mean(differences) * variance_inflation(differences, groups))

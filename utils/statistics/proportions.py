@@ -20,36 +20,46 @@ class Interval(NamedTuple):
 
 
 def wilson(percent: float, images: float, z: float = Z) -> Interval:
-    """Wilson's interval of a percentage of `images`, which may be an effective number."""
-    fraction = percent / 100
-    square = z * z / images
+    """Return Wilson's score interval (1927) of a percentage of images.
+
+    images: number of images; may be an effective number
+    z: normal quantile of the upper end
+    """
+    fraction = percent / 100  # p
+    square = z * z / images  # z**2 / n
     middle = (fraction + square / 2) / (1 + square)
     half_width = math.sqrt(max(fraction * (1 - fraction), 0.0) * square + square * square / 4) / (1 + square)
     return Interval(100 * max(middle - half_width, 0.0), 100 * min(middle + half_width, 1.0))
 
 
-def wilson_of_variance(fraction: float, variance: float, most: float, inflation: float) -> Interval:
-    """Wilson's interval of a metric that is no proportion of the images, in percent, by an effective number of images.
+def wilson_of_variance(fraction: float, variance: float, most_images: float, inflation: float) -> Interval:
+    """Return Wilson's interval, in percent, of a metric that is no proportion of the images, such as macro F1.
 
-    With that number of images, a proportion of the same value would have the variance of the metric.
+    Wilson's formula takes a proportion p of n images, whose variance is p * (1 - p) / n. So n is set to the effective
+    number of images: that with which a proportion of the same value would have the variance of the metric.
 
-    fraction, variance: the metric and its variance
-    most: largest effective number; used if the metric is 0 or 1, or has no variance
-    inflation: of `variance_inflation`
+    fraction, variance: the metric as a fraction, and its variance
+    most_images: largest effective number; also used if the metric is 0 or 1, or has no variance
+    inflation: the factor by which the variance grows because images are in groups (see `variance_inflation`). Grouped
+        images tell less, so the effective number is divided by it.
     """
-    variance_of_one_image = fraction * (1 - fraction)
+    variance_of_one_image = fraction * (1 - fraction)  # p * (1 - p)
     if variance > 0 and variance_of_one_image > 0:
-        effective_images = min(most, variance_of_one_image / variance)
+        effective_images = min(most_images, variance_of_one_image / variance)
     else:
-        effective_images = most
+        effective_images = most_images
     return wilson(100 * fraction, effective_images / inflation)
 
 
 def newcombe(percents: tuple[float, float], images: Sequence[float], z: float = Z) -> Interval:
-    """Newcombe's interval of the difference, first minus second, of two percentages, in percentage points.
+    """Return Newcombe's interval (1998) of the difference, first minus second, of two percentages of different images.
+
+    The interval is in percentage points. Its ends combine, as squares, the distances of both percentages from the ends
+    of their Wilson intervals.
 
     percents: the two percentages
-    images: the number of images of each, which are different images
+    images: the number of images of each
+    z: normal quantile of the upper end
     """
     first, second = percents
     first_interval = wilson(first, images[0], z)

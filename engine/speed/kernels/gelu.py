@@ -16,7 +16,11 @@ from torch.nn import functional as F
 
 @triton.jit
 def _tail(a):
-    """Q(a), with a relative error below 7e-6 on [0, 6]; beyond, it falls to 0 before bf16 would underflow."""
+    """Tail of the normal distribution, Q(a) = P(X > a), for a >= 0.
+
+    It is 2 to the power of a polynomial that was fitted to log2 Q(a). The relative error is below 7e-6 on [0, 6].
+    Beyond 6, Q is so small that it does not matter: the result falls to 0 before bf16 would underflow.
+    """
     power = -1.7937791855890437e-06 * a + 6.0726135e-05
     power = power * a - 9.2318555e-04
     power = power * a + 8.4768468e-03
@@ -45,51 +49,67 @@ def _slope(x):
 def forward_kernel(
     h, bias, y, tokens, width, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
-    blocks = tl.cdiv(width, BLOCK_F)
-    first = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
-    columns = (tl.program_id(0) % blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
-    across = columns < width
-    shift = tl.load(bias + columns, mask=across, other=0.0).to(tl.float32)[None, :]
-    h += first * width
-    y += first * width
-    left = tokens - first
+    """Compute y = gelu(h + bias). `h` and `y` are matrices, tokens x width.
+
+    A program computes ROWS rows of BLOCK_F columns, BLOCK_T rows at a time. `tokens` is not specialised, since batches
+    of another size would compile the kernel again.
+    """
+    # The number of a program says its rows and, within them, its columns.
+    column_blocks = tl.cdiv(width, BLOCK_F)
+    first_row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS
+    columns = (tl.program_id(0) % column_blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
+    has_column = columns < width
+    biases = tl.load(bias + columns, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    h += first_row * width
+    y += first_row * width
+    rows_left = tokens - first_row
     for start in range(0, ROWS, BLOCK_T):
         rows = start + tl.arange(0, BLOCK_T)
-        mask = (rows < left)[:, None] & across[None, :]
-        at = rows[:, None] * width + columns[None, :]
-        x = tl.load(h + at, mask=mask, other=0.0).to(tl.float32) + shift
-        tl.store(y + at, _gelu(x).to(y.dtype.element_ty), mask=mask)
+        mask = (rows < rows_left)[:, None] & has_column[None, :]
+        offsets = rows[:, None] * width + columns[None, :]
+        x = tl.load(h + offsets, mask=mask, other=0.0).to(tl.float32) + biases
+        tl.store(y + offsets, _gelu(x).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def backward_kernel(
     dy, h, bias, dh, sums, tokens, width, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
-    """`sums` gets one row for every ROWS rows of dh: their sum in fp32, before dh is rounded."""
-    blocks = tl.cdiv(width, BLOCK_F)
-    group = tl.program_id(0) // blocks
-    first = group.to(tl.int64) * ROWS
-    columns = (tl.program_id(0) % blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
-    across = columns < width
-    shift = tl.load(bias + columns, mask=across, other=0.0).to(tl.float32)[None, :]
-    dy += first * width
-    h += first * width
-    dh += first * width
-    left = tokens - first
+    """Compute the gradient of h for y = gelu(h + bias), from that of y, and sum it for the gradient of the bias.
+
+    `dy`, `h`, `dh`: gradient of y, h and its gradient, tokens x width. `sums`: gets a row for each group of ROWS rows
+    of dh, their sum in fp32, before dh is rounded. A program computes a group in BLOCK_F columns, BLOCK_T rows at a
+    time.
+    """
+    # The number of a program says its group of rows and, within it, its columns.
+    column_blocks = tl.cdiv(width, BLOCK_F)
+    group = tl.program_id(0) // column_blocks
+    first_row = group.to(tl.int64) * ROWS
+    columns = (tl.program_id(0) % column_blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
+    has_column = columns < width
+    biases = tl.load(bias + columns, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    dy += first_row * width
+    h += first_row * width
+    dh += first_row * width
+    rows_left = tokens - first_row
     total = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
     for start in range(0, ROWS, BLOCK_T):
         rows = start + tl.arange(0, BLOCK_T)
-        mask = (rows < left)[:, None] & across[None, :]
-        at = rows[:, None] * width + columns[None, :]
-        x = tl.load(h + at, mask=mask, other=0.0).to(tl.float32) + shift
-        gradient = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32) * _slope(x)
+        mask = (rows < rows_left)[:, None] & has_column[None, :]
+        offsets = rows[:, None] * width + columns[None, :]
+        x = tl.load(h + offsets, mask=mask, other=0.0).to(tl.float32) + biases
+        gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32) * _slope(x)
         total += gradient
-        tl.store(dh + at, gradient.to(dh.dtype.element_ty), mask=mask)
-    tl.store(sums + group.to(tl.int64) * width + columns, tl.sum(total, 0), mask=across)
+        tl.store(dh + offsets, gradient.to(dh.dtype.element_ty), mask=mask)
+    tl.store(sums + group.to(tl.int64) * width + columns, tl.sum(total, 0), mask=has_column)
 
 
 @triton.jit(do_not_specialize=["groups"])
 def add_up_kernel(sums, db, groups, width, STEPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Add up the sums of all groups of rows: `db`, the gradient of the bias, gets the sum of each column of `sums`.
+
+    `sums`: groups x width. A program adds up BLOCK_F columns, BLOCK_G groups in each of STEPS steps.
+    """
     columns = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     total = tl.zeros([BLOCK_G, BLOCK_F], tl.float32)
     for step in range(STEPS):
@@ -124,7 +144,7 @@ SUMS: dict[str, Any] = {"BLOCK_G": 256, "BLOCK_F": 16, "num_warps": 8}
 
 @torch.library.custom_op("vitamp::gelu_with_bias", mutates_args=())
 def gelu_with_bias(h: Tensor, bias: Tensor) -> Tensor:
-    """GELU of `h`, [..., width] of any dtype, plus `bias`, [width]; computed in fp32, returned in h's dtype."""
+    """Compute gelu(h + bias), with `h` [..., width] of any dtype and `bias` [width], in fp32; returned in h's dtype."""
     h = h.contiguous()
     bias = bias.contiguous()
     y = torch.empty_like(h)
@@ -136,7 +156,10 @@ def gelu_with_bias(h: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.custom_op("vitamp::gelu_with_bias_backward", mutates_args=())
 def gelu_with_bias_backward(dy: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `h` and `bias` from that of the output (`dy`)."""
+    """Compute the gradients of `h` and `bias` for gelu(h + bias), from the gradient of the output (`dy`).
+
+    The gradient of the bias is the sum over all rows. One kernel sums each group of rows, a second one the groups.
+    """
     dy = dy.contiguous()
     h = h.contiguous()
     bias = bias.contiguous()
@@ -145,7 +168,7 @@ def gelu_with_bias_backward(dy: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor
     tokens, width = _sizes(h)
     groups = triton.cdiv(tokens, BACKWARD.rows)
     sums = torch.empty((groups, width), dtype=torch.float32, device=h.device)
-    # The kernel is compiled for each number of steps, so it is rounded up to a power of two.
+    # The second kernel is compiled for each number of steps, so that number is rounded up to a power of two.
     sum_options: dict[str, Any] = {**SUMS, "STEPS": triton.next_power_of_2(triton.cdiv(groups, SUMS["BLOCK_G"]))}
     with torch.cuda.device_of(h):
         backward_kernel[BACKWARD.programs(tokens, width)](
@@ -184,7 +207,7 @@ gelu_with_bias.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def self_test(device: torch.device, dtype: torch.dtype) -> None:
-    """Run both passes once on a small matrix; raises an error if that fails or differs from torch's result."""
+    """Run both passes of `gelu_with_bias` on a small matrix. Raises an error if they differ from torch's result."""
     values = torch.linspace(-6.0, 6.0, 16 * 64, device=device).view(16, 64)
     h = values.to(dtype, copy=True).requires_grad_()
     bias = (values[0] / 8).requires_grad_()
@@ -192,5 +215,6 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
     expected = F.gelu(h.float() + bias)
     dh, db = torch.autograd.grad(output.float().sum(), (h, bias))
     expected_dh, expected_db = torch.autograd.grad(expected.float().sum(), (h, bias))
-    for ours, torchs in ((output, expected), (dh, expected_dh), (db, expected_db)):
-        torch.testing.assert_close(ours.float(), torchs.float(), rtol=2.0**-7, atol=1e-4)
+    for computed, reference in ((output, expected), (dh, expected_dh), (db, expected_db)):
+        # The distance of neighbouring numbers in bf16, so that its rounding passes.
+        torch.testing.assert_close(computed.float(), reference.float(), rtol=2.0**-7, atol=1e-4)

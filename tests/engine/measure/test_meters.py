@@ -121,5 +121,5 @@ def test_only_rank_0_restores_the_sums() -> None:
     """Each rank's share would else be added once a rank."""
     second = TrainMeters(CPU, World(rank=1, size=2), OneLabel(10))
     second.restore([8.0, 4.0, 4.0, 4.0], 3, 0)
-    assert second._epoch.tolist() == [0.0] * 4
+    assert second._epoch_sums.tolist() == [0.0] * 4
     assert int(second._skipped) == 3

@@ -5,7 +5,7 @@ import torch
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
-from engine.parallel.ddp import settle_batch_norms
+from engine.parallel.ddp import synchronise_batch_norms
 from tests.program import Vitamp
 from utils.config import Config
 
@@ -23,7 +23,7 @@ def test_batch_norms_are_shared_on_gpus_if_asked_for(
 ) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), BatchNormAct2d(4), nn.Flatten(), nn.Linear(4, 2))
     weights = {name: id(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
-    settle_batch_norms(model, Config.model_validate({"DIST": {"SYNC_BATCHNORM": on}}), torch.device(device))
+    synchronise_batch_norms(model, Config.model_validate({"DIST": {"SYNC_BATCHNORM": on}}), torch.device(device))
     assert [type(module).__name__ for module in model[1:3]] == kinds
     assert isinstance(model[2].act, nn.ReLU)  # pyright: ignore[reportIndexIssue]
     assert {name: id(value) for name, value in (*model.named_parameters(), *model.named_buffers())} == weights

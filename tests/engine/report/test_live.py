@@ -168,4 +168,4 @@ def test_no_color_leaves_out_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert Brief().colours
     monkeypatch.setenv("NO_COLOR", "1")
-    assert (Brief().moves, Brief().colours) == (True, False)
+    assert (Brief().can_redraw, Brief().colours) == (True, False)

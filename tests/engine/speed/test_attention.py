@@ -127,7 +127,7 @@ def test_race_uses_the_models_call_and_has_no_side_effects(vit: nn.Module) -> No
     for kind in ("fused", "plain"):
         call.run(kind)
     call.left_out = built_of(vit, SPEED=["-flash"]).left_out
-    with call._only("fused"):
+    with call._only_kind("fused"):
         assert not torch.backends.cuda.flash_sdp_enabled(), "as it will train"
     assert built_of(vit, SPEED=["plain", "+fused"]).left_out == [], "torch's choice"
     assert vit.training

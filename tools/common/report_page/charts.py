@@ -147,32 +147,35 @@ class Chart:
     def y_ticks(self) -> list[tuple[float, str]]:
         """Return position and label of each tick of the y axis; powers of two if it is logarithmic."""
         low, high = self._y_range
-        if self.logarithmic:
+        if self.logarithmic:  # then the ends are exponents of 2
             first = math.ceil(low)
             last = math.floor(high)
             step = max(1, -(-(last - first) // 5))  # a fifth of the range, rounded up
             powers = range(first, last + 1, step)
-            return [(self._place((0, 2.0**power))[1], f"2^{power}") for power in powers]
-        return [(self._place((0, tick))[1], text) for tick, text in labelled(round_numbers(low, high, 5))]
+            return [(self._y_position(2.0**power), f"2^{power}") for power in powers]
+        return [(self._y_position(tick), text) for tick, text in labelled(round_numbers(low, high, 5))]
 
     def legend(self) -> list[tuple[str, str]]:
-        """Return (symbol, meaning) of every kind of line and symbol in the chart.
+        """Return (CSS class, meaning) of every kind of line and symbol in the chart.
 
         The colours of the runs are explained once per page. A single kind of line needs no explanation.
         """
+        # Kinds of curves: thin for training, thick for validation, dashed for validation of other weights, such as EMA.
         kinds = {curve.kind for curve in self.drawn}
         marked = "/".join(weights.mark for weights in SETS if weights.mark)
-        lines = (
+        meanings_of_curves = (
             ("faint", "training, epoch means" if self.x_name == "epoch" else "training"),
             ("strong", "validation"),
             ("dashed", f"{marked} validation"),
         )
-        shown = [line for line in lines if line[0] in kinds and len(kinds) > 1]
-        present = {mark.symbol for mark in self.marks if mark.points}
+        legend = [(kind, meaning) for kind, meaning in meanings_of_curves if kind in kinds and len(kinds) > 1]
+
+        # Symbols on curves, and vertical dotted lines.
+        symbols = {mark.symbol for mark in self.marks if mark.points}
         if self.resumed:
-            present.add("dotted")
-        symbols = (("diamond", "best validation"), ("cross", "skipped update"), ("dotted", "resumed"))
-        return shown + [symbol for symbol in symbols if symbol[0] in present]
+            symbols.add("dotted")
+        meanings_of_symbols = (("diamond", "best validation"), ("cross", "skipped update"), ("dotted", "resumed"))
+        return legend + [(symbol, meaning) for symbol, meaning in meanings_of_symbols if symbol in symbols]
 
     def description(self) -> str:
         """Describe the chart for readers who cannot see it."""
@@ -189,7 +192,7 @@ class Chart:
 
     @cached_property
     def _y_range(self) -> tuple[float, float]:
-        """Ends of the y axis, in logarithms if it is logarithmic. It starts at 0 if the values are not far from 0."""
+        """Ends of the y axis; exponents of 2 if it is logarithmic. It starts at 0 if the values are not far from 0."""
         values: list[float] = []
         for curve in self.curves:
             values += [self._scaled(y) for _, y in curve.points]
@@ -197,14 +200,20 @@ class Chart:
             return 0.0, 1.0
         low = min(values)
         high = max(values)
-        # If all values are equal, the margin is from the value, or fixed for 0.
+        # The margin is 6 % of the range; if all values are equal, 5 % of the value, or 0.5 if they are 0.
         margin = (high - low) * 0.06 or abs(high) * 0.05 or 0.5
         starts_at_0 = 0 <= low < 0.3 * high and not self.logarithmic
-        return 0.0 if starts_at_0 else low - margin, high + margin
+        bottom = 0.0 if starts_at_0 else low - margin
+        return bottom, high + margin
 
     def _scaled(self, y: float) -> float:
         """Take the logarithm of a value to base 2 if the y axis is logarithmic."""
         return math.log2(max(y, 1e-12)) if self.logarithmic else y
+
+    def _y_position(self, y: float) -> float:
+        """Convert a value to its vertical position in the SVG image."""
+        _x_position, y_position = self._place((0, y))
+        return y_position
 
     def _place(self, point: tuple[float, float]) -> tuple[float, float]:
         """Convert a point of a curve to its position in the SVG image."""
@@ -231,13 +240,17 @@ class Reliability:
     height = TOP + PLOT + GAP + COUNTS + BOTTOM
 
     def bars(self) -> list[dict[str, Any]]:
-        """Return position, heights and tooltip of the bar of each bin that has images."""
+        """Return position, heights and tooltip of the bars of each bin that has images. Sizes are in pixels.
+
+        A bin has a bar for its accuracy, with a mark at its mean confidence, and below it a bar for its image count.
+        """
         width = (WIDTH - LEFT - RIGHT) / len(self.bins)
         most = max(bin.images for bin in self.bins)
+        gap = 1  # on both sides of a bar
         return [
             {
-                "x": round(LEFT + number * width + 1, 1),
-                "width": round(width - 2, 1),
+                "x": round(LEFT + number * width + gap, 1),
+                "width": round(width - 2 * gap, 1),
                 "accuracy": round(PLOT * bin.accuracy / 100, 1),
                 "confidence": round(PLOT * bin.confidence / 100, 1),
                 "count": round(COUNTS * bin.images / most, 1),
@@ -266,14 +279,16 @@ def styles_of(runs: Sequence[Run], contenders: Mapping[Path, str] | None = None)
     """Choose the colour of each run: runs of one contender, or else of one precision, share a hue in several shades.
 
     If each run is a group of its own, or all are one group, each run gets a hue.
-    `contenders`: folder of a run -> its contender, if known; None takes contenders from the settings.
+    `contenders`: folder of a run -> its contender, if known; None: runs with the same settings are one contender.
     """
     precisions = [run.precision for run in runs]
     if contenders:
         contender_of_run: list[Any] = [contenders[run.folder] for run in runs]
     else:
-        varied = varied_settings(runs, PAIRED_BY + PLACES).values()
+        # A contender is the precision and the values of the settings in which runs differ, except seed and fold.
+        varied = varied_settings(runs, besides=PAIRED_BY + PLACES).values()
         contender_of_run = list(zip(precisions, *varied, strict=True))
+    # The first grouping that makes several groups, of which at least one has several runs.
     for group_of_run in (contender_of_run, precisions):
         groups = list(dict.fromkeys(group_of_run))
         if 1 < len(groups) < len(runs):
@@ -288,7 +303,7 @@ def styles_of(runs: Sequence[Run], contenders: Mapping[Path, str] | None = None)
 def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
     """Draw charts of all runs: metrics, speed, learning rate, gradient norm, loss scale. Empty ones are left out.
 
-    The x axis counts epochs if every run has whole ones, else updates.
+    The x axis counts epochs if every run has whole ones, else updates. `styles`: the colour of each run.
     """
     styled_runs = list(zip(runs, styles, strict=True))
     by_epoch = all(run.history.by_epoch for run in runs)
@@ -296,19 +311,20 @@ def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
     for run in runs:
         resumed += run.history.resumes(by_epoch)
 
-    def chart(title: str, curves: list[Curve], marks: Sequence[Mark] = (), logarithmic: bool = False) -> Chart:
+    def chart_of(title: str, curves: list[Curve], marks: Sequence[Mark] = (), logarithmic: bool = False) -> Chart:
         x_name = "epoch" if by_epoch else "update"
         return Chart(title, curves, marks=list(marks), resumed=resumed, x_name=x_name, logarithmic=logarithmic)
 
     def training_chart(title: str, key: str) -> Chart:
+        """Draw the field `key` of the lines that training writes."""
         curves = [Curve(run.history.points("train", key, by_epoch), run.name, style) for run, style in styled_runs]
-        return chart(title, curves)
+        return chart_of(title, curves)
 
     all_charts = []
     for metric in metrics_of(runs):
-        if metric.title:
-            curves, best = _of_metric(metric, styled_runs, by_epoch)
-            all_charts.append(chart(metric.title, curves, best))
+        if metric.title:  # a metric without a title has no chart
+            curves, best_marks = _curves_of_metric(metric, styled_runs, by_epoch)
+            all_charts.append(chart_of(metric.title, curves, best_marks))
     all_charts += [
         training_chart("Speed (images/s)", "images_per_second"),
         training_chart("Learning rate", "lr"),
@@ -324,17 +340,21 @@ def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
             scale_curves.append(Curve(points, run.name, style))
             label = _label(run, "update skipped", styled_runs)
             skips.append(Mark("cross", run.history.skips(by_epoch), label, style))
-    all_charts.append(chart("Loss scale", scale_curves, skips, logarithmic=True))
+    all_charts.append(chart_of("Loss scale", scale_curves, skips, logarithmic=True))
     return [chart for chart in all_charts if chart.drawn]
 
 
-def _of_metric(
+def _curves_of_metric(
     metric: Metric, styled_runs: Sequence[tuple[Run, Style]], by_epoch: bool
 ) -> tuple[list[Curve], list[Mark]]:
-    """Return the curves of a metric in training and validation of each run, and marks at the best validations."""
+    """Return the curves of a metric in training and validation of each run, and a mark at each run's best validation.
+
+    There is a curve of the validation of each set of weights; those of other weights than the plain ones are dashed.
+    The best validation is the one that is best by the metric that decides in the run (SAVE_BEST_BY), not by `metric`.
+    """
     key = metric.name
     curves = []
-    best = []
+    best_marks = []
     for run, style in styled_runs:
         history = run.history
         training_label = _label(run, "training", styled_runs)
@@ -343,9 +363,9 @@ def _of_metric(
             points = history.points("val", f"{weights.prefix}{key}", by_epoch)
             label = _label(run, weights.marked("validation"), styled_runs)
             curves.append(Curve(points, label, style, dashed=bool(weights.mark)))
-        best_points = history.best_point(key, run.deciding, by_epoch)
-        best.append(Mark("diamond", best_points, _label(run, "best validation", styled_runs), style))
-    return curves, best
+        best_point = history.best_point(key, run.deciding, by_epoch)  # a list of one point, or empty
+        best_marks.append(Mark("diamond", best_point, _label(run, "best validation", styled_runs), style))
+    return curves, best_marks
 
 
 def _label(run: Run, what: str, styled_runs: Sequence[tuple[Run, Style]]) -> str:
@@ -360,13 +380,14 @@ def thinned(points: Points, most: int) -> Points:
 
 
 def round_numbers(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers from low to high, at equal distances."""
+    """Return about `count` round numbers between low and high, ends included, at equal distances."""
     least_step = ((high - low) or 1) / count
     power = 10.0 ** math.floor(math.log10(least_step))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= least_step)
+    # The numbers are whole multiples of the step; 1e-9 keeps one at an end that division moves a little beyond it.
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    digits = 2 - math.floor(math.log10(step))
+    digits = 2 - math.floor(math.log10(step))  # three significant digits of the step, against 0.30000000000000004
     return [round(number * step, digits) for number in range(first, last + 1)]
 
 

@@ -404,8 +404,8 @@ def pictured(dataset: ImageDataset, index: int, data: DataConfig) -> Shown:
         percents = (
             100 * view.left / width,
             100 * view.top / height,
-            100 * (view.columns * view.across) / width,
-            100 * (view.rows * view.down) / height,
+            100 * (view.columns * view.x_scale) / width,
+            100 * (view.rows * view.y_scale) / height,
         )
         shown["crop"] = tuple(f"{percent:.1f}" for percent in percents)
     return shown

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison import Judged, best_two, known_values, overlap_of, unit
+from tools.common.comparison import Judged, best_two, known_values, overlap_of, seed_or_fold_of
 from tools.common.contenders import Contenders, contenders_of
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import SIZES, Style, charts, labelled, round_numbers, short, styles_of
@@ -30,50 +30,53 @@ LEAST_RUNS = 3
 """Least number of runs of each contender whose spread gives the interval, and of runs for a figure"""
 
 
-def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, Any] | None:
-    """Prepare the figure of all contenders that templates/contenders.html draws. Positions are percent of its width.
+def figure_of(contenders: Contenders | str, styles: dict[Path, Style]) -> dict[str, Any] | None:
+    """Prepare the figure that templates/contenders.html draws: one row per contender, with its runs, mean and interval.
 
-    `found`: from `contenders_of`; a string says why the runs cannot be compared. `styles`: by the folder of each run.
-    Returns None if the runs cannot be compared, if they are too few, or if fewer than two contenders have a metric.
+    Positions are percent of the figure's width. `contenders`: from `contenders_of`; a string says why the runs cannot
+    be compared. `styles`: folder of a run -> its colour. Returns None if the runs cannot be compared, if they are too
+    few, or if fewer than two contenders have measured the metric.
     """
-    if isinstance(found, str):
+    if isinstance(contenders, str):
         return None
     rows: list[dict[str, Any]] = []
-    for runs in found.runs.values():
+    for runs in contenders.runs.values():
         rows += runs.values()
-    values = known_values(found.runs, found.names, found.judged)
+    judged = contenders.judged
+    values = known_values(contenders.runs, contenders.names, judged)  # contender -> seed or fold -> metric
     if len(rows) < LEAST_RUNS or len(values) < 2:
         return None
-    judged = found.judged
-    seed_or_fold = unit(rows)
+    seed_or_fold = seed_or_fold_of(rows)
     about_lines, intervals = _intervals_of(values, rows, judged)
 
-    # The range of the figure: all values and intervals, with a margin.
+    # The range of the figure: all values and the ends of all intervals, with a margin of 4 %.
     ends: list[float] = []
-    for name, by_run in values.items():
-        ends += by_run.values()
-        ends += intervals.get(name, ())
+    for name, value_of_seed in values.items():
+        ends += value_of_seed.values()
+        ends += intervals.get(name, ())  # an interval is (low, high)
     margin = (max(ends) - min(ends)) * 0.04 or 0.5
     low = min(ends) - margin
     high = max(ends) + margin
 
     def position(value: float) -> float:
+        """Convert a value of the metric to percent of the figure's width."""
         return round(100 * (value - low) / (high - low), 2)
 
-    best = best_two(found.runs, found.names, judged)[0]
-    hues = {name: styles[folder].hue for folder, name in found.of.items()}
-    drawn = []
-    for name, by_run in values.items():
-        mean = statistics.fmean(by_run.values())
+    # The rows: the mean as text and as a line, the band of its interval, and a dot per run.
+    best, _second = best_two(contenders.runs, contenders.names, judged)
+    hue_of_contender = {name: styles[folder].hue for folder, name in contenders.contender_of.items()}
+    drawn_rows = []
+    for name, value_of_seed in values.items():
+        mean = statistics.fmean(value_of_seed.values())
         text = judged.metric.number_in_table(mean)
-        if len(by_run) > 1:
-            text += f" ± {judged.metric.number_in_table(statistics.stdev(by_run.values()))}"
+        if len(value_of_seed) > 1:
+            text += f" ± {judged.metric.number_in_table(statistics.stdev(value_of_seed.values()))}"
         band = None
         if name in intervals:
             left = position(intervals[name].low)
             width = round(position(intervals[name].high) - left, 2)
             band = (left, width)
-        drawn.append(
+        drawn_rows.append(
             {
                 "name": name,
                 "text": text,
@@ -81,17 +84,19 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
                 "band": band,
                 "dots": [
                     {"x": position(value), "title": f"{seed_or_fold} {number}: {judged.metric.number(value)}"}
-                    for number, value in by_run.items()
+                    for number, value in value_of_seed.items()
                 ],
                 "best": name == best,
-                "hue": Style(hues[name]).css,
+                "hue": Style(hue_of_contender[name]).css,
             }
         )
+
     percent = " (%)" if judged.metric.percent else ""
     return {
+        # Only the first letter is made a capital: the rest may be a name such as mAP.
         "heading": f"{judged.words[0].upper()}{judged.words[1:]} of each setting{percent}",
-        "caption": f"Dots: {seed_or_fold}s, after the last epoch{judged.whose}. {about_lines}",
-        "rows": drawn,
+        "caption": f"Dots: {seed_or_fold}s, after the last epoch{judged.weights_phrase}. {about_lines}",
+        "rows": drawn_rows,
         "ticks": [(position(tick), text) for tick, text in labelled(round_numbers(low, high, 5))],
     }
 
@@ -99,27 +104,31 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
 def _intervals_of(
     values: dict[str, dict[int, float]], rows: list[dict[str, Any]], judged: Judged
 ) -> tuple[str, dict[str, Interval]]:
-    """Compute the interval of each contender's mean, and say in words what it is; no intervals if nothing gives one.
+    """Compute the interval of each contender's mean, and write a sentence on what the lines in the figure are.
 
-    `values`: contender -> seed or fold -> metric. `rows`: the metrics of all runs.
+    Returns the sentence, and contender -> interval: from the runs if each contender has enough of them, else from the
+    number of images; none if neither can give one. `values`: contender -> seed or fold -> metric. `rows`: the metrics
+    of all runs.
     """
     intervals = dict[str, Interval]()
-    if all(len(by_run) >= LEAST_RUNS for by_run in values.values()):
-        overlap = overlap_of(rows)
-        for name, by_run in values.items():
-            mean = student_interval(list(by_run.values()), 1, overlap=overlap)
+    if all(len(value_of_seed) >= LEAST_RUNS for value_of_seed in values.values()):
+        comparisons = 1  # each interval is shown for itself
+        overlap = overlap_of(rows)  # of the training images of folds; 0 for seeds
+        for name, value_of_seed in values.items():
+            mean = student_interval(list(value_of_seed.values()), comparisons, overlap=overlap)
             low = mean.low or 0.0
             high = mean.high or 0.0
             if judged.metric.percent:
                 low = max(low, 0.0)
                 high = min(high, 100.0)
             intervals[name] = Interval(low, high)
+        # Each fold has validation images of its own, so that their variation is in the interval. Seeds share theirs.
         where = "" if overlap else ", on these images"
-        return f"Lines: mean and its 95 % interval over the {unit(rows)}s{where}.", intervals
+        return f"Lines: mean and its 95 % interval over the {seed_or_fold_of(rows)}s{where}.", intervals
     images = next((row["validation_images"] for row in rows if row.get("validation_images")), None)
     if judged.metric.counts_images and images and not any(row.get("grouped") for row in rows):
-        for name, by_run in values.items():
-            intervals[name] = wilson(statistics.fmean(by_run.values()), images)
+        for name, value_of_seed in values.items():
+            intervals[name] = wilson(statistics.fmean(value_of_seed.values()), images)
         return f"Lines: mean, and 95 % interval of one run on {images:,} images.", intervals
     return "Lines: mean.", intervals
 
@@ -140,14 +149,18 @@ def write_report(
     predicted: dict[Path, Any] | None = None,
     recall: Sequence[Sequence[str]] = (),
 ) -> Path:
-    """Write the page of the runs and return its path.
+    """Write the HTML page about the runs in the folders `runs`, and return its path. An existing page is replaced.
 
-    `out`: the file; None: report.html in the folder of the runs, which is replaced. `verdict`: a sentence at the top.
-    `predictions`: evaluate the best checkpoints on the split `part`, whose data was moved to `data_path` if given.
-    If one cannot be evaluated, UserError is raised; before that, a page without it is written, unless a page exists.
-    `contenders`: as the verdict compares them; None: take them from the runs' settings, judged by the task's metric.
-    `predicted`: is filled with the predictions of the best checkpoints, by the runs' folders.
-    `recall`: a table of the recall of each class by contender.
+    If a checkpoint cannot be evaluated, UserError is raised: an existing page then stays as it is, and a missing one is
+    written without these predictions.
+
+    out: the file; None: report.html in the folder that holds all runs
+    verdict: a sentence at the top; None: without one
+    predictions: whether to evaluate the best checkpoint of each run on the split `part`
+    contenders: the runs as the verdict compares them; None: grouped by their settings, judged by the task's main metric
+    data_path: where the images are now, if they were moved
+    predicted: filled with the predictions of the best checkpoints, by the runs' folders
+    recall: rows of a table, the recall of each class by contender
     """
     all_runs = read_runs(runs)
     page = check_output_file(out or _folder_of_all(all_runs) / "report.html", "-out")
@@ -155,34 +168,40 @@ def write_report(
     evaluations: list[dict[str, Any] | str] = []
     failures: list[str] = []
     if predictions:
-        evaluations, failures = _evaluated(all_runs, part, metric, data_path, predicted)
+        evaluations, failures = _evaluate_runs(all_runs, part, metric, data_path, predicted)
+    # A good page must not be replaced by one that lacks predictions.
     if failures and page.exists():
         raise UserError("\n  ".join([*failures, f"{page} stays as it is. {ADVICE}"]))
+
     opening = None
     if len(all_runs) == 1:
         headlines = [evaluation["headline"] for evaluation in evaluations if not isinstance(evaluation, str)]
         opening = opening_of(all_runs[0], headlines[0] if headlines else None)
     shown = {"verdict": verdict, "opening": opening, "recall": recall, "evaluations": evaluations}
-    write_template("page.html", page, "-out", **shown, **_about_runs(all_runs, contenders), **SIZES)
+    write_template("page.html", page, "-out", **shown, **_about_runs(all_runs, contenders), **SIZES)  # sizes of charts
     if failures:
         raise UserError("\n  ".join([*failures, f"{page} lacks its predictions. {ADVICE}"]))
     return page
 
 
 def _about_runs(runs: Sequence[Run], contenders: Contenders | None) -> dict[str, Any]:
-    """Return what page.html shows of the runs, beside its opening and the predictions."""
+    """Return the values that page.html shows about the runs, by their name in the template, except its opening.
+
+    `contenders`: see `write_report`.
+    """
     folders = [run.folder for run in runs]
     title = runs[0].name
     if len(runs) > 1:
         names = contenders.names if contenders else [run.name for run in runs]
         title = f"{len(runs)} runs: {some_of(names)}"
+    # The contenders of the figure; a text if the runs cannot be compared.
     compared: Contenders | str = "too few"
     if contenders:
         compared = contenders
     elif len(folders) >= LEAST_RUNS:
         compared = contenders_of(folders)
     rows, short_rows = summary(runs, contenders.judged.metric if contenders else None)
-    styles = styles_of(runs, contenders.of if contenders else None)
+    styles = styles_of(runs, contenders.contender_of if contenders else None)
     return {
         "title": title,
         "figure": figure_of(compared, dict(zip(folders, styles, strict=True))),
@@ -206,21 +225,23 @@ def _folder_of_all(runs: Sequence[Run]) -> Path:
     return Path.cwd() if is_root else common
 
 
-def _evaluated(
+def _evaluate_runs(
     runs: Sequence[Run], part: str, metric: Metric | None, data_path: str | None, predicted: dict[Path, Any] | None
 ) -> tuple[list[dict[str, Any] | str], list[str]]:
-    """Evaluate the best checkpoint of each run, see `evaluate`; also return a sentence on each failure.
+    """Evaluate the best checkpoint of each run on the split `part`; return the evaluations, and sentences on failures.
 
-    A run without a checkpoint is no failure. `metric`: of the headline; None: the metric that decides in each run.
-    `predicted`: see `write_report`.
+    An evaluation is what the template shows, or the reason as text if there is none. It is a failure if the run has a
+    checkpoint. `metric`: that of the headline; None: the metric that decides in each run. `data_path`: where the images
+    are now; None: where the run read them. `predicted`: if given, filled with the predictions by the runs' folders.
     """
     # Imports torch and timm, which the rest does not need.
     from tools.common.report_page.evaluations import IMAGE_OF, evaluate
 
     evaluations = list[dict[str, Any] | str]()
     failures = list[str]()
+    images = f"{IMAGE_OF[part]}s"  # such as "validation images"
     for run in runs:
-        log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
+        log.info("%s: evaluating the best checkpoint on its %s ...", run.name, images)
         evaluation = evaluate(run.folder, part, metric or run.deciding, data_path)
         evaluations.append(evaluation)
         if isinstance(evaluation, str):
@@ -233,9 +254,11 @@ def _evaluated(
 
 
 def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
-    """Fill a template with `values` and write the page to `out`, the value of `flag`."""
-    here = Path(__file__).parent / "templates"
-    pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    """Fill the template file `template` with `values`, and write the page to `out`, the value of `flag`."""
+    folder = Path(__file__).parent / "templates"
+    pages = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    # Functions that templates call: the command that starts a script, and the hash of the page's own script, by which
+    # the page's content security policy allows that script and no other.
     pages.filters["started_as"] = started_as
     pages.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     text = pages.get_template(template).render(**values, made=time.strftime("%Y-%m-%d %H:%M"))
@@ -245,14 +268,17 @@ def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
 
 
 def _amp(run: Run) -> dict[str, Any]:
-    """Describe the precision of a run, its loss scale and its skipped updates, for the page."""
-    reason = run.about.get("choices", {}).get("why")
+    """Describe the precision of a run, its loss scale and its skipped updates, for the page.
+
+    Returns a text ("summary"), rows about the first skipped updates ("skips"), and the number of further ones ("more").
+    """
+    reason = run.about.get("choices", {}).get("why")  # why this precision was chosen, if the program chose it
     text = f"{run.precision} ({reason})." if reason else f"{run.precision}."
     scales = [line["scale"] for line in run.history.of("train") if line.get("scale")]
     if any(scale != 1 for scale in scales):
         text += f" The loss scale went from {short(scales[0])} to {short(scales[-1])}."
         text += f" {run.history.skipped} updates were skipped." if run.history.skipped else " No update was skipped."
-    elif scales:
+    elif scales:  # always 1: no loss scaling
         text += " The loss needed no scaling, and no update was skipped."
     skips = run.history.of("skip")
     rows = []

@@ -90,10 +90,13 @@ class Run:
 
 
 def folders_of(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of the runs that these paths are in, each once."""
+    """Return the folder of the run that each path is or is in, such as a checkpoint's; each folder once.
+
+    Raises UserError for a path that is in no run.
+    """
     folders: list[Path] = []
     for path in paths:
-        folder = run_folder_of(path) or path
+        folder = run_folder_of(path) or path  # None for a run without checkpoints
         if not path.exists() or not folder.is_dir() or not is_run_folder(folder):
             raise UserError(f"{path}: no run there (looked for config.yaml, run.json, metrics.jsonl).")
         if folder.resolve() not in [known.resolve() for known in folders]:
@@ -102,9 +105,10 @@ def folders_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs that these paths are in.
+    """Read the run that each path is or is in.
 
-    They are named after their folders, with as much of the path as is needed to tell them apart.
+    A run has the name of its folder. If two folders have the same name, each run has the path of its folder, from the
+    deepest folder that holds all of them.
     """
     folders = folders_of(paths)
     resolved = [folder.resolve() for folder in folders]
@@ -137,37 +141,45 @@ def metrics_of(runs: Sequence[Run]) -> list[Metric]:
 
 
 def summary(runs: Sequence[Run], judged: Metric | None) -> tuple[list[Row], list[Row]]:
-    """Build the table of runs, and a short table of its main rows, which the page opens with.
+    """Build the table of runs, and a short table of its main rows, which the page opens with. Return the rows of both.
 
-    Rows without any text are left out. The short table has the metric that chose the best checkpoints, or the metric
-    `judged` of a comparison, also with its last value.
+    `judged`: the metric by which a comparison judges; None without a comparison. The short table has this metric and
+    the task's main one after the last epoch; without a comparison, it has the metric that chose the best checkpoint of
+    each run. Rows in which no run has a value are left out.
     """
     deciding = [judged] if judged else [run.deciding for run in runs]
-    listed = [
-        metric
-        for metric in metrics_of(runs)
-        if metric in deciding or (metric.title and metric.decides and metric is not LOSS)
-    ]
+    listed = [metric for metric in metrics_of(runs) if metric in deciding or _is_listed_by_default(metric)]
     columns = [_metrics_column(run, listed) | _column(run) for run in runs]
     rows = {}
-    for title in columns[0]:
+    for title in columns[0]:  # all columns have the same titles
         values = [column[title] for column in columns]
         texts = [NOTHING if value in (None, "") else str(value) for value in values]
         if texts.count(NOTHING) < len(texts):
             rows[title] = texts
 
     main_titles = [AT_BEST.format(metric.words) for metric in deciding]
-    if judged:
+    if judged:  # a comparison is by the last epoch; its metric may be another than the task's main one
         main_titles.insert(0, f"last {judged.words}")
         main_titles.append(f"last {runs[0].history.task.best.words}")
     main_titles += MAIN_FIGURES
-    return list(rows.items()), [(title, rows[title]) for title in dict.fromkeys(main_titles) if title in rows]
+    short_table = [(title, rows[title]) for title in dict.fromkeys(main_titles) if title in rows]
+    return list(rows.items()), short_table
+
+
+def _is_listed_by_default(metric: Metric) -> bool:
+    """Whether the table of runs has this metric even if it decides in no run: if it has a chart and could decide.
+
+    The loss is left out: its charts say more than its values.
+    """
+    has_chart = metric.title != ""
+    return has_chart and metric.decides and metric is not LOSS
 
 
 def _metrics_column(run: Run, metrics: Sequence[Metric]) -> dict[str, str]:
-    """Return each metric of the best checkpoint and of the last validation, by title; '' if it is unknown."""
+    """Return each metric of the best checkpoint and of the last validation of a run, by title; '' if it is unknown."""
     history = run.history
     column = {}
+    # When the best checkpoint was validated, and with which weights: those other than the plain ones have a mark.
     best = history.best(run.deciding)
     when = ""
     if best:
@@ -175,20 +187,23 @@ def _metrics_column(run: Run, metrics: Sequence[Metric]) -> dict[str, str]:
         if best.which.mark:
             when += f", {best.which.mark}"
     for metric in metrics:
-        value = best.line.get(f"{best.which.prefix}{metric.name}") if best else None
-        column[AT_BEST.format(metric.words)] = "" if value is None else f"{metric.number(value)} ({when})"
-        last = history.last(metric).items()
+        best_value = best.line.get(f"{best.which.prefix}{metric.name}") if best else None
+        best_text = "" if best_value is None else f"{metric.number(best_value)} ({when})"
+        column[AT_BEST.format(metric.words)] = best_text
+        last = history.last(metric).items()  # by each set of weights
         column[f"last {metric.words}"] = ", ".join(weights.marked(metric.number(value)) for weights, value in last)
     return column
 
 
 def _column(run: Run) -> dict[str, Any]:
-    """Return speed, settings and environment of a run, by title; None or '' if they are unknown."""
+    """Return speed, settings and environment of a run, by the title of their row; None or '' if they are unknown."""
     history = run.history
     config = run.config
     about = run.about
     choices = about.get("choices", {})
-    first_start = about.get("begun", about)  # a resumed run stores its first start in "begun"
+    # run.json is about the last start of the run. A resumed run has its first start in the field "begun".
+    was_resumed = "begun" in about
+    first_start = about.get("begun", about)
     speed = history.images_per_second
     memory = history.peak_memory_gb
     counts = about.get("parameters")
@@ -199,8 +214,10 @@ def _column(run: Run) -> dict[str, Any]:
             parameters += f", trainable {counts['trainable']:,}"
     splits = ", ".join(f"{count:,} {split}" for split, count in about.get("samples", {}).items())
     dataset = config.DATA.DATASET if config else ""
+    # Which weights the tools take from the run, in words; '' if it has none that can be read.
+    chosen_weights = _unless_damaged(lambda folder: chosen_at(folder).words, run.folder, "")
     return {
-        "checkpoint": _unless_damaged(lambda folder: chosen_at(folder).words, run.folder, ""),
+        "checkpoint": chosen_weights,
         "precision": run.precision,
         "images/s": shown_rate(speed) if speed else "",
         "peak memory": f"{memory:.2f} GB" if memory else "",
@@ -218,7 +235,7 @@ def _column(run: Run) -> dict[str, Any]:
         "started": re.sub(r"T(\d\d:\d\d).*", r" \1", first_start.get("started") or ""),
         "versions": ", ".join(f"{name} {number}" for name, number in about.get("versions", {}).items()),
         "command": first_start.get("command"),
-        "last resumed by": about.get("command") if "begun" in about else "",
+        "last resumed by": about.get("command") if was_resumed else "",
         "folder": run.folder.resolve(),
     }
 
@@ -262,14 +279,18 @@ class Headline(NamedTuple):
 def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
     """Write the first sentences of the report of one run: what was learnt, how well, and how far to trust that.
 
-    `headline`: from the evaluation; None: from the run's own validation. `before`, `figure` and `after` are one
-    sentence about the metric. If nothing was measured, `figure` is '' and the other two are missing.
+    `headline`: the metric from an evaluation; None: that of the run's own validation is taken. Returns the sentence on
+    what was learnt, remarks, and a sentence on the metric in three parts: the words before the number, the number
+    ("figure"), which the page shows large, and the words after it. If nothing was measured, the number is '' and the
+    words are missing.
     """
     measured = headline or _validated(run)
     learnt = _learnt(run)
     remarks = _remarks(run, measured)
     if measured is None:
         return {"learnt": learnt, "figure": "", "remarks": remarks}
+
+    # After the number: on how many images it was measured, and its interval.
     interval = measured.interval
     after = ""
     if measured.images:
@@ -279,15 +300,19 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
             remarks.append(f"{images} are few: the interval is wide.")
     if interval:
         after += f" (95 % interval {interval.words()})"
+
+    # The metric of guessing: bad news belongs to the sentence, other news is the first remark.
     if measured.guess is not None:
         guess = measured.metric.number(measured.guess)
-        gives = f"{measured.guessing[0].upper()}{measured.guessing[1:]} gives {guess}"
+        guessing = measured.guessing  # such as "always guessing the largest class"
+        guessing_gives = f"{guessing[0].upper()}{guessing[1:]} gives {guess}"
         if measured.value <= measured.guess:
-            after += f", which is no better than {measured.guessing} ({guess})"
+            after += f", which is no better than {guessing} ({guess})"
         elif interval and interval.low <= measured.guess:
-            remarks.insert(0, f"{gives}, so the model may be no better than that.")
+            remarks.insert(0, f"{guessing_gives}, so the model may be no better than that.")
         else:
-            remarks.insert(0, f"{gives}.")
+            remarks.insert(0, f"{guessing_gives}.")
+
     name = measured.metric.plain_words or measured.metric.words
     return {
         "learnt": learnt,
@@ -301,9 +326,10 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
 def _remarks(run: Run, headline: Headline | None) -> list[str]:
     """Return remarks on how far to trust the metric: whether the run has finished, and copies of training images.
 
-    `headline`: None if nothing was measured.
+    `headline`: the metric, with remarks of its own; None if nothing was measured.
     """
     remarks = list(headline.remarks) if headline else []
+    # Whether the run has metrics, has finished, and has validated.
     if run.state != "finished" and not run.history.lines:
         remarks.insert(0, "The run has no metrics yet.")
     elif run.state != "finished":
@@ -314,6 +340,7 @@ def _remarks(run: Run, headline: Headline | None) -> list[str]:
         remarks.append("The run ended without a validation.")
     if headline and headline.image == "test image":  # the run counted copies among its validation images only
         return remarks
+    # Copies of training images among the validation images, and checkpoints that these copies favour.
     remarks.append(_about_copies(read_data(run.folder)))
     if headline and run.config:
         remarks.append(favoured(run.folder, run.history, run.config.MODEL.starts_at_probe))
@@ -321,47 +348,64 @@ def _remarks(run: Run, headline: Headline | None) -> list[str]:
 
 
 def _about_copies(data: Line) -> str:
-    """Say how many validation images the run found to be copies of training images; '' if it did not search.
+    """Say how many validation images are copies of training images, or look like them; '' if that is not known.
 
-    `data`: what the run stored about its data.
+    `data`: what the run stored about its data before training. It has counts of equal files ("copies") and of images
+    that look alike ("alike"), as far as the run searched for them.
     """
     copies = data.get("copies") or {}
     alike = data.get("alike") or []
+
+    # Files with the same bytes.
     if copies.get("compared") and copies.get("found"):
-        have = "image has a copy" if copies["found"] == 1 else "images have a copy"
-        return f"{copies['found']:,} validation {have} in training: expect less on new images."
+        image_has = "image has a copy" if copies["found"] == 1 else "images have a copy"
+        return f"{copies['found']:,} validation {image_has} in training: expect less on new images."
+
+    # Images that look alike. They may be no copies, as their labels show.
     alike_sentence = alike_in_words(alike)
     if alike_sentence:
         return f"{alike_sentence}." if copies_unknown(alike) else f"{alike_sentence}. Expect less on new images."
+
+    # No copy: a sentence only if all images were compared.
     all_images = {"training": copies.get("training"), "validation": copies.get("compared")}
     compared_all = data.get("images") == all_images
     if copies.get("found") == 0 and compared_all:
-        looks = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
+        # Half of all edited copies are more similar to their original than the limit from which images look alike.
+        edited = "none is as similar to one as half of edited copies are" if alike else "edited copies were not counted"
         show = f"{started_as('scripts/check_data.py')} -alike DIR shows the most similar ones"
-        return f"No validation image has the bytes of a training image, {looks}; {show}."
+        return f"No validation image has the bytes of a training image, {edited}; {show}."
     return ""
 
 
 def _learnt(run: Run) -> str:
-    """Write the sentence that says which model was trained on which images, and for which task."""
+    """Write the sentence that says which model was trained on which images, and for which task.
+
+    For example: 'vit_tiny_patch16_224 was trained on 1,347 images of digits to tell 10 classes apart.'
+    """
     samples = run.about.get("samples", {}).get("train")
     if run.config is None:
         return f"{run.name} was trained on {counted(samples, 'image')}." if samples else f"{run.name} was trained."
     model = run.config.MODEL
+
+    # "1,347 images of digits"; or "1,347 images from flowers/" if the data set's name is only a layout of files, such
+    # as imagefolder.
     data_name = run.config.DATA.DATASET
     data_path = run.config.DATA.DATA_PATH
-    preposition = "of"
-    if data_name.partition(":")[0] in LAYOUTS and data_path:
+    of_or_from = "of"
+    layout = data_name.partition(":")[0]
+    if layout in LAYOUTS and data_path:
         resolved = Path(str(data_path)).resolve()
-        preposition = "from"
+        of_or_from = "from"
         data_name = resolved.name if resolved.is_file() else f"{resolved.name}/"
-    images = f"{counted(samples, 'image')} {preposition} {data_name}" if samples else data_name
+    images = f"{counted(samples, 'image')} {of_or_from} {data_name}" if samples else data_name
+
     task = ""
     if run.config.task not in (ONE_LABEL, SEVERAL_LABELS):
         task = ", without labels"
     elif isinstance(model.NUM_CLASSES, int):
         several = ", several per image" if run.config.task == SEVERAL_LABELS else ""
         task = f" to tell {model.NUM_CLASSES:,} classes apart{several}"
+    # A run of 0 epochs only fits a linear probe to the features of pretrained weights.
     only_probe = model.starts_at_probe and not run.config.TRAIN.NUM_EPOCHS
     if only_probe:
         return f"A linear classifier of {model.NAME}'s features was fitted to {images}{task}."
@@ -370,22 +414,29 @@ def _learnt(run: Run) -> str:
 
 def _validated(run: Run) -> Headline | None:
     """Return the headline of the best validation of the run itself; None if there was none."""
+    # The metric that decides, unless it is a loss, which says little to a reader.
     metric = run.deciding if run.deciding.percent else run.history.task.best
     best = run.history.best(metric)
     if best is None:
         return None
+
+    # An interval, if the metric is a fraction of the images. If images are in groups, that takes the predictions, which
+    # are not read here.
     images = run.about.get("samples", {}).get("val")
-    # With groups of images, only predictions, which the run does not give here, could give an interval.
     interval = None
     if images and metric.counts_images and not run.about.get("val_groups"):
         interval = wilson(best.value, images)
+
+    # The metric of guessing, and how such a guess is made.
     guess, guessing = metric.without_learning or (None, "")
     if metric is TOP1:
         guess = run.about.get("largest_class_percent")
         guessing = "always guessing the largest class"
-    flattered = ""
+
+    # A remark that the best of several validations flatters.
+    flatters_remark = ""
     if run.config:
-        flattered = flatters(len(run.history.of("val")), run.folder, splits_of(run.config.DATA))
+        flatters_remark = flatters(len(run.history.of("val")), run.folder, splits_of(run.config.DATA))
     return Headline(
         metric,
         best.value,
@@ -394,5 +445,5 @@ def _validated(run: Run) -> Headline | None:
         image="validation image",
         guess=guess,
         guessing=guessing,
-        remarks=[flattered] if flattered else [],
+        remarks=[flatters_remark] if flatters_remark else [],
     )

@@ -483,6 +483,45 @@ def test_edited_copies_are_one_group_of_the_split(check: Check, weights: tuple[o
     assert "No image looks" in split.out
 
 
+def test_a_new_split_keeps_images_of_one_thing_in_one_part(
+    check: Check, weights: tuple[object, ...], vitamp: Vitamp, tmp_path: Path
+) -> None:
+    """Copies, near copies, edited copies and groups are in one of three parts, of about the sizes asked for."""
+    root, table = tmp_path / "data", tmp_path / "new.csv"
+    write_photographs(root, range(60))
+    for number in range(0, 30, 3):
+        shutil.copy(root / f"ant/{number}.png", root / f"ant/copy{number}.png")
+        edit(root / f"ant/{number}.png", root / f"ant/blurred{number}.png", blurred)
+    (root / "ant/broken.png").write_bytes(b"no image")
+
+    def parts(*words: object) -> tuple[str, dict[str, str]]:
+        done, _ = check(root, "-split", table, "-overwrite", *words, code=1)
+        rows = list(csv.DictReader(table.read_text().splitlines()))
+        assert all(row["path"].partition("/")[0] == row["target"] for row in rows)
+        return done.text, {row["path"]: row["split"] for row in rows}
+
+    said, part_of = parts("-parts", "60,20,20")
+    assert "1 image cannot be read" in said
+    assert len(part_of) == 80
+    assert "Copies and near copies, in 70 groups, of which the largest has 2 images" in said
+    assert all(part_of[f"ant/{number}.png"] == part_of[f"ant/copy{number}.png"] for number in range(0, 30, 3))
+    sizes = Counter(part_of.values())
+    wanted_sizes = {"train": 48, "val": 16, "test": 16}
+    assert all(abs(sizes[part] - wanted) <= 2 for part, wanted in wanted_sizes.items()), sizes
+    (root / "ant/broken.png").unlink()
+    by_looks, part_of = parts(*weights)
+    assert "images that look as alike as edited copies, in 60 groups" in by_looks
+    assert all(part_of[f"ant/{number}.png"] == part_of[f"ant/blurred{number}.png"] for number in range(0, 30, 3))
+    by_name, part_of = parts("DATA.GROUP=/[a-z]*([0-9])")
+    assert "Groups (DATA.GROUP /[a-z]*([0-9])) and copies and near copies, in 10 groups" in by_name
+    assert len({(re.sub("[a-z/]*", "", path)[0], part) for path, part in part_of.items()}) == 10
+    checked, _ = check(root, dataset=f"csv:{table}", code=1)
+    assert "Test split: " in checked.out
+    assert "in two splits" not in checked.out
+    wrong = vitamp("-dataset", "digits", "-split", tmp_path / "a.csv", "-parts", "60,40", script=SCRIPT, code=2)
+    assert "-parts 60,40: takes three numbers above 0" in wrong.err
+
+
 def test_training_says_unasked_that_copies_are_edited(
     vitamp: Vitamp, weights: tuple[object, ...], tmp_path: Path
 ) -> None:

@@ -5,7 +5,7 @@ import io
 import os
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -108,15 +108,31 @@ class Images:
         given_groups = list(chain.from_iterable(split.samples.groups or () for split in self.splits))
         if given_groups:
             groups = np.unique(given_groups, return_inverse=True)[1]
-        blocks = [self.near_pairs().T]
-        for first in range(0, count, AT_ONCE):
+        return joined_groups(groups, chain([self.near_pairs().T], self.pairs_alike()))
+
+    def pairs_alike(self) -> Iterator[np.ndarray]:
+        """Yield pairs of images that are as similar as edited copies, in blocks of two rows."""
+        for first in range(0, len(self.features), AT_ONCE):
             row, other = np.nonzero(self.features[first : first + AT_ONCE] @ self.features.T >= self.limit)
-            blocks.append(np.stack([first + row, other]))
-        for image, other in blocks:
-            links = csr_array((np.ones(len(image), bool), (groups[image], groups[other])), (count, count))
-            group_joined = connected_components(links, directed=False)[1]
-            groups = group_joined[groups]
-        return np.unique(groups, return_inverse=True)[1]
+            yield np.stack([first + row, other])
+
+
+def joined_groups(groups: np.ndarray, pairs: Iterable[np.ndarray]) -> np.ndarray:
+    """Join the groups of two images wherever these are a pair; return the number of each image's group, from 0.
+
+    `pairs`: blocks of two rows, the indices of images that belong together.
+    """
+    count = len(groups)
+    for image, other in pairs:
+        links = csr_array((np.ones(len(image), bool), (groups[image], groups[other])), (count, count))
+        group_joined = connected_components(links, directed=False)[1]
+        groups = group_joined[groups]
+    return np.unique(groups, return_inverse=True)[1]
+
+
+def is_chain(largest: int, images: int) -> bool:
+    """Whether a group of so many images is too large to be one thing: each image looks like the next, not like all."""
+    return largest > max(MANY, images / MANY)
 
 
 def write_alike(config: Config, splits: Sequence[Split], folder: Path) -> int:
@@ -182,7 +198,7 @@ def _write_groups(images: Images, table: Path) -> None:
     """Write a table of all images, with their groups, which a split keeps whole; none if one group would have most."""
     groups = images.groups()
     largest = int(np.bincount(groups).max())
-    if largest > max(MANY, len(groups) / MANY):
+    if is_chain(largest, len(groups)):
         log.info(
             "No table is written. It would put images that look alike into one group, which a split does not divide. "
             "Here one group would have %s of %s images: each looks like the next, though the first need not look like "

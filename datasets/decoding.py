@@ -7,11 +7,11 @@ import io
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from datasets.base import NO_MEMORY, Box, Colour, Encoded, Unreadable, background_of
 from utils.config.data import DataConfig
@@ -267,6 +267,10 @@ GREY = "grey"
 DEEP = "16 bits and more"
 
 
+Facts = Mapping[str, str | float]
+"""Words for properties of an image -> their values"""
+
+
 class Header(NamedTuple):
     """Facts about an image, from its header."""
 
@@ -278,6 +282,12 @@ class Header(NamedTuple):
     """Whether its EXIF data says that it is to be turned"""
     format: str = ""
     """Name of the format, such as JPEG; '' if unknown"""
+    encoding: Facts = {}
+    """How the file was written: colours, JPEG tables and the like; empty if unknown, or if the model reads bands"""
+    camera: Facts = {}
+    """What the EXIF data says of the camera and the date; empty as `encoding`"""
+    bytes: int = 0
+    """Size of the file; 0 if unknown"""
 
 
 def header_of(encoded: Encoded, data: DataConfig) -> Header:
@@ -292,9 +302,35 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
             mode = _unusual_mode(image, data.IMAGE_CHANNELS)
             turned = orientation_of(image) in TURNS
             # MPO files are of cameras: JPEG with a preview.
-            return Header(mode, image.size, turned, "JPEG" if image.format == "MPO" else image.format or "")
+            image_format = "JPEG" if image.format == "MPO" else image.format or ""
+            encoding = _encoding_of(image)
+            return Header(mode, image.size, turned, image_format, encoding, _camera_of(image), len(encoded))
     except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
         return Header("", (0, 0))
+
+
+def _encoding_of(image: Image.Image) -> Facts:
+    """Return how the program that wrote the file encoded the pixels."""
+    tables: Mapping[int, Sequence[int]] = getattr(image, "quantization", None) or {}
+    return {
+        "colours": GREY if image.mode in ("L", "1") else image.mode,
+        "JPEG tables": float(sum(map(sum, tables.values()))),
+        "DPI": str(image.info.get("dpi", "none")),
+        "progressive": "yes" if image.info.get("progressive") else "no",
+    }
+
+
+def _camera_of(image: Image.Image) -> Facts:
+    """Return what the EXIF data says of the camera and the date of a photograph."""
+    tags = image.getexif()
+    date = tags.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal) or tags.get(ExifTags.Base.DateTime)
+    camera = [str(tags[tag]) for tag in (ExifTags.Base.Make, ExifTags.Base.Model) if tags.get(tag)]
+    return {
+        "EXIF entries": float(len(tags)),
+        "camera": " ".join(camera) or "none",
+        "day": str(date or "none")[:10],
+        "orientation": str(tags.get(ORIENTATION, "none")),
+    }
 
 
 def _unusual_mode(image: Image.Image, channels: int) -> str:

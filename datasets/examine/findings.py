@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from datasets.decoding import Header
 from datasets.examine.names import companions_of, series_of
 from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
 from utils.config.data import DataConfig
+
+if TYPE_CHECKING:
+    from datasets.examine.shortcuts import Shortcut
 
 FEW = 5
 """Training images below which a class is called tiny"""
@@ -64,10 +67,9 @@ LARGE = Kind("much_larger", f"at least {TIMES_LARGER} times as large as most oth
 TURNED = Kind(
     "to_be_turned", "to be turned by their EXIF data, but read as they are stored; DATA.EXIF_ROTATE=true turns them"
 )
-SOURCES = Kind(
-    "of_another_source",
-    "properties (format, colours, size) that tell classes or splits apart, perhaps of another source",
-)
+SHORTCUTS = Kind("shortcuts", "classes told nearly without mistakes by the file, without its picture", defect=True)
+LESSER_SHORTCUTS = Kind("perhaps_shortcuts", "classes told without the picture, some with mistakes, or perhaps rightly")
+SOURCES = Kind("of_another_source", "properties (format, colours, size) that a split lacks, perhaps of another source")
 NEAR_DUPLICATES = Kind("nearly_duplicate", "nearly the same within a split")
 FLAT_IMAGES = Kind("of_one_colour", "almost of one colour; if they should not be, see DATA.BACKGROUND")
 
@@ -201,6 +203,8 @@ class Findings:
     """Median of the images' shorter sides, in pixels"""
     turned: int = 0
     """Number of images to be turned by their EXIF data"""
+    shortcuts: list[Shortcut] = field(default_factory=list)
+    """Properties of the files that tell classes apart"""
 
     def __post_init__(self) -> None:
         # These are no fields, so data.json lacks them.

@@ -4,6 +4,7 @@ import datetime
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from datasets.base import name_prefix
@@ -118,6 +119,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
     for name, defects in (("defects", True), ("notes", False)):
         by_kind = findings.of_kinds(defects)
         content[name] = {kind.name: list(map(_finding_as_json, of_kind)) for kind, of_kind in by_kind.items()}
+    content["shortcuts"] = list(map(asdict, findings.shortcuts))
     return content
 
 

@@ -282,9 +282,9 @@ class Header(NamedTuple):
     """Whether its EXIF data says that it is to be turned"""
     format: str = ""
     """Name of the format, such as JPEG; '' if unknown"""
-    encoding: Facts = {}
+    encoding: Facts = {}  # noqa: RUF012 - it is never changed
     """How the file was written: colours, JPEG tables and the like; empty if unknown, or if the model reads bands"""
-    camera: Facts = {}
+    camera: Facts = {}  # noqa: RUF012
     """What the EXIF data says of the camera and the date; empty as `encoding`"""
     bytes: int = 0
     """Size of the file; 0 if unknown"""
@@ -311,7 +311,7 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
 
 def _encoding_of(image: Image.Image) -> Facts:
     """Return how the program that wrote the file encoded the pixels."""
-    tables: Mapping[int, Sequence[int]] = getattr(image, "quantization", None) or {}
+    tables: Mapping[int, Sequence[int]] = getattr(image, "quantization", {})
     return {
         "colours": GREY if image.mode in ("L", "1") else image.mode,
         "JPEG tables": float(sum(map(sum, tables.values()))),
@@ -323,14 +323,9 @@ def _encoding_of(image: Image.Image) -> Facts:
 def _camera_of(image: Image.Image) -> Facts:
     """Return what the EXIF data says of the camera and the date of a photograph."""
     tags = image.getexif()
-    date = tags.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal) or tags.get(ExifTags.Base.DateTime)
-    camera = [str(tags[tag]) for tag in (ExifTags.Base.Make, ExifTags.Base.Model) if tags.get(tag)]
-    return {
-        "EXIF entries": float(len(tags)),
-        "camera": " ".join(camera) or "none",
-        "day": str(date or "none")[:10],
-        "orientation": str(tags.get(ORIENTATION, "none")),
-    }
+    date = tags.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal, "none")
+    camera = f"{tags.get(ExifTags.Base.Make, '')} {tags.get(ExifTags.Base.Model, '')}"
+    return {"EXIF entries": float(len(tags)), "camera": camera.strip() or "none", "day": str(date)[:10]}
 
 
 def _unusual_mode(image: Image.Image, channels: int) -> str:

@@ -33,7 +33,7 @@ from utils.statistics.proportions import Interval, Z, newcombe, wilson
 from utils.text import some_of
 
 FOLDS = 5
-FEWEST = 20
+FEWEST = 10
 """Images of a class that are needed to say whether it is told; smaller classes are others"""
 LEAF = 5
 """Fewest images from which the classifier learns a rule"""
@@ -172,7 +172,7 @@ class Shortcut(Doubt):
     """Whether they tell the clearest class in the validation split, too"""
     validation_top1: float | None = None
     """Percent of validation images whose class the classifier tells; None if none were looked at"""
-    validation_interval: tuple[float, float] | None = None
+    validation_interval: Interval | None = None
     """The 95 % interval of that"""
 
 
@@ -252,7 +252,7 @@ def _with_thumbnails(images: Sequence[Image], seconds: float) -> list[Image]:
         if image.scan.thumbnail or not image.header.bytes:
             continue
         with contextlib.suppress(Exception):  # a damaged image can raise anything
-            opened = PIL.Image.open(io.BytesIO(image.split.samples.read(image.index_in_split)))
+            opened = PIL.Image.open(io.BytesIO(bytes(image.split.samples.read(image.index_in_split))))
             opened.draft("RGB", (2 * SIDE, 2 * SIDE))
             pixels = np.asarray(opened.convert("RGB").resize((SIDE, SIDE), PIL.Image.Resampling.BILINEAR))
             result[index] = image._replace(scan=image.scan._replace(thumbnail=pixels.transpose(2, 0, 1).tobytes()))
@@ -296,9 +296,9 @@ class _Search:
         from sklearn.tree import DecisionTreeClassifier
 
         # Each word, such as the name of a camera, is a column, unless it is of so few images that no rule can use it.
-        self.columns = DictVectorizer(dtype=np.float32)
+        self.columns = DictVectorizer()
         table = self.columns.fit_transform(map(self.group.properties, self.images.images))
-        frequent = np.flatnonzero(table.getnnz(0) >= LEAF)
+        frequent = np.flatnonzero(np.bincount(table.indices) >= LEAF)
         self.columns.restrict(frequent, indices=True)
         self.table = table[:, frequent].toarray()
         labels = self.images.labels
@@ -313,9 +313,8 @@ class _Search:
         tree = DecisionTreeClassifier(min_samples_leaf=LEAF, random_state=0)
         split = folds(FOLDS, shuffle=True, random_state=0)
         with warnings.catch_warnings(action="ignore"):  # of classes that are not in every fold
-            self.probabilities = cross_val_predict(
-                tree, self.table, labels, groups=groups, cv=split, method="predict_proba"
-            )
+            predicted = cross_val_predict(tree, self.table, labels, groups=groups, cv=split, method="predict_proba")
+        self.probabilities = np.asarray(predicted)
         self.tree = tree.fit(self.table, labels)
         self.frequencies = np.bincount(labels) / len(labels)
         self.guesses = self._guesses(self.probabilities)
@@ -372,11 +371,11 @@ class _Search:
     def _judge_validation(self, shortcut: Shortcut, validation: _Labelled) -> str:
         """Add to the shortcut what it tells of validation images, and return a sentence on it."""
         table = self.columns.transform(map(self.group.properties, validation.images))
-        probabilities = self.tree.predict_proba(table.toarray())
+        probabilities = np.asarray(self.tree.predict_proba(table.toarray()))
         top1, interval = validation.top1(probabilities)
         gain = validation.gain(self.told[0], self._guesses(probabilities))
         shortcut.validation_top1 = top1
-        shortcut.validation_interval = tuple(interval)
+        shortcut.validation_interval = interval
         shortcut.in_validation = gain.low >= self.group.clear
         amount = f"{top1:.1f} % of {len(validation.images):,} validation images ({interval.words()})"
         if shortcut.in_validation and shortcut.of_file:
@@ -396,8 +395,8 @@ class _Search:
         def difference(column: int) -> tuple[float, bool]:
             """Of the distributions, from 0 to 1; of equal ones, words say more."""
             values = self.table[:, column]
-            statistic = ks_2samp(values[inside], values[~inside], method="asymp").statistic
-            return float(statistic), "=" in self.columns.feature_names_[column]
+            statistic, _ = ks_2samp(values[inside], values[~inside], method="asymp")
+            return statistic, "=" in self.columns.feature_names_[column]
 
         column = max(range(self.table.shape[1]), key=difference)
         key, _, word = self.columns.feature_names_[column].partition("=")

@@ -29,7 +29,7 @@ from vitamp.sizes import sides
 
 REDUCED = 2.5
 """Ratio of an image's shorter side to the model's for which a note says that details are lost"""
-PIXEL_SECONDS = 0.7
+PIXEL_SECONDS = 0.4
 """Longest time of making thumbnails of a split with DATA.CHECK quick"""
 UNEQUAL = 5
 """Ratio of the largest class to the smallest for which the classes are called unequal"""

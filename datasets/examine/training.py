@@ -262,6 +262,10 @@ def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[
         count = f"{len(unvalidated):,} of {len(findings.classes['training']):,} (the first: {unvalidated[0]})"
         yield f"Classes without validation images, of which no metric tells: {count}. Validation needs images of them."
 
+    if any(shortcut.of_file for shortcut in findings.shortcuts):
+        for line in _line_on_shortcuts(findings, command):
+            yield f"{line}."
+
     for split, original_split, copies in findings.pairs():
         if not copies.examples:
             continue
@@ -273,10 +277,6 @@ def warnings_of(findings: Findings, data: DataConfig, command: str) -> Iterator[
             advice = f"`{command} -fix exclude.txt` lists the copies, and with -near edited ones, too; train with "
             advice += "DATA.EXCLUDE=exclude.txt"
         yield f"Copies of {original_split} images, on which a model does better than on new ones: {counts}. {advice}."
-
-    if any(shortcut.of_file for shortcut in findings.shortcuts):
-        for line in _line_on_shortcuts(findings, command):
-            yield f"{line}."
 
     look_alike = alike_in_words(findings.alike)
     if look_alike:

@@ -189,18 +189,21 @@ def test_colours_that_tell_a_class_or_that_a_split_lacks_are_named(check: Check,
     for number in range(12):
         save_image(tree / "val/bee" / f"more{number}.jpg", 2000 + number)
     done, found = check(tree)
-    said = "properties (format, colours, size) that tell classes or splits apart, perhaps of another source: 2\n"
-    assert f"note: {said}" in done.out
-    assert found["notes"]["of_another_source"] == [
-        "colours grey: 20 of 30 images of ant, 0 of 32 of the other classes; a model may go by it",
-        "colours grey: none of 20 images in validation, where chance puts 6",
-    ]
+    said = "note: properties (format, colours, size) that a split lacks, perhaps of another source: 1\n"
+    assert said in done.out
+    assert found["notes"]["of_another_source"] == ["colours grey: none of 20 images in validation, where chance puts 6"]
+    (told,) = found["notes"]["perhaps_shortcuts"]
+    assert "colours grey: 20 of 28 images of ant, 0 of 16 others" in told
+    assert told.startswith("ant: 71 % of 28 training images are recognised by format, colour mode and JPEG settings")
+    assert "note: classes told without the picture, some with mistakes, or perhaps rightly: 1\n" in done.out
 
 
 def test_a_format_of_few_images_is_not_compared_with_classes(check: Check, tree: Path) -> None:
     for number in range(5):
         save_image(tree / "train/ant" / f"{number}.png", 3000 + number)
-    assert check(tree)[1]["notes"]["of_another_source"] == []
+    notes = check(tree)[1]["notes"]
+    assert notes["of_another_source"] == []
+    assert "perhaps_shortcuts" not in notes
 
 
 def test_a_size_that_all_classes_but_one_share_is_named(check: Check, tmp_path: Path) -> None:
@@ -208,8 +211,14 @@ def test_a_size_that_all_classes_but_one_share_is_named(check: Check, tmp_path: 
         size = (36 + number % 7, 40) if number % 4 == 0 else (48, 40)
         name = "ant" if number % 4 == 0 else CLASSES[1 + number % 2]
         save_image(tmp_path / "data" / name / f"{number}.png", number, size=size)
-    found = check(tmp_path / "data")[1]["notes"]["of_another_source"]
-    assert found == ["size 48 x 40: 0 of 24 images of ant, 72 of 72 of the other classes; a model may go by it"]
+    done, found = check(tmp_path / "data", code=1)
+    told = found["defects"]["shortcuts"][0]
+    assert re.search(r"^ant: 100 % of 2\d training images are recognised by size and shape alone", told)
+    assert re.search(r"size 48 x 40: 0 of 2\d images of ant, (\d+) of \1 others", told)
+    assert "DEFECT: classes told nearly without mistakes by the file, without its picture: " in done.out
+    shortcut = found["shortcuts"][0]
+    assert told.startswith(shortcut["sentence"])
+    assert shortcut["kind"] == "shortcut"
 
 
 def test_images_of_equal_pixels_in_other_bytes_are_copies(check: Check, tree: Path, tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ class _Search:
             f"{self._largest_difference(inside, name)}"
         ]
         others = [f"{other} {recall:.0f} %" for other, recall in recalls.items() if other != name]
-        if others:
+        if others and self.frequencies.size > 2:
             sentences.append(f"Also recognised: {some_of(others, MOST_NAMED)}")
         sentences.append(
             f"In all, {top1:.1f} % of {len(inside):,} training images ({interval.words()}; guessing: "

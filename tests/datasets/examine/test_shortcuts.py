@@ -1,7 +1,6 @@
 """Properties of the files that tell the class are found, and no others are."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,8 @@ FILE = Callable[[Image.Image, Path, int, bool], None]
 
 
 def plain(image: Image.Image, path: Path, number: int, has: bool) -> None:
+    """Without a shortcut, whatever the class"""
+    del has
     image.save(path / f"{number}.jpg", quality=80)
 
 
@@ -125,3 +126,38 @@ def test_labels_by_chance_and_few_groups_tell_nothing(tmp_path: Path) -> None:
     assert found_in(train, train)
     train.labels = np.random.default_rng(0).permutation(train.labels)
     assert found_in(train, train) == []
+
+
+def trained_with(write: FILE, folder: Path, vitamp: Vitamp, *words: str) -> Result:
+    """Train for two updates on images with a shortcut in both splits."""
+    split_of(folder / "data/train", write)
+    split_of(folder / "data/val", write, 40, seed=1)
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(TINY_DIGITS, encoding="utf-8")
+    images = ("-dataset", "imagefolder", "-data_path", folder / "data", "-num_classes", "2", "DATA.IMAGE_CHANNELS=3")
+    of_run = ("-output", folder / "run", "-batch_size", "8", "TRAIN.MAX_UPDATES=2")
+    return vitamp("-cfg", recipe, *images, *of_run, *words, code=0)
+
+
+def test_training_warns_in_one_line(tmp_path: Path, vitamp: Vitamp) -> None:
+    done = trained_with(of_size, tmp_path, vitamp)
+    (line,) = [line for line in done.err.splitlines() if "without the picture" in line]
+    assert "without the picture" not in done.out
+    start = "Recognised without the picture, of 160 training images looked at: told by size and shape (100 %)"
+    assert start in line
+    assert "Validation has the same, so its accuracy cannot tell what a model knows of the pictures. `" in line
+    (first, *_) = json.loads((tmp_path / "run/data.json").read_text())["shortcuts"]
+    assert first["properties"] == "size and shape"
+    assert first["validation_interval"][0] < first["validation_top1"] <= first["validation_interval"][1]
+
+
+def test_training_only_notes_what_may_be_shown(tmp_path: Path, vitamp: Vitamp) -> None:
+    done = trained_with(of_marker, tmp_path, vitamp)
+    assert "Recognised without the picture, of 160 training images looked at: told by edges and corners (" in done.out
+    assert "cannot tell" not in done.text
+    assert "without the picture" not in done.err
+
+
+def test_no_image_is_examined_without_a_check(tmp_path: Path, vitamp: Vitamp) -> None:
+    done = trained_with(of_size, tmp_path, vitamp, "DATA.CHECK=off")
+    assert "without the picture" not in done.text

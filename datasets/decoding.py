@@ -8,7 +8,7 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -226,6 +226,8 @@ TURNS = {
 """EXIF orientation -> steps that make the image upright: mirror horizontally, then vertically, then swap the axes."""
 EXIF = ("exif", "Raw profile type exif")
 """Keys of the EXIF data in Pillow's `info`; the second is that of PNG files by ImageMagick"""
+PNG_EXIF = (b"eXIf", b"Raw profile type exif")
+"""Bytes in every PNG file that has EXIF data"""
 MARK = b"Exif\0\0"
 SEARCHED = 2**16
 """Bytes at the start of a JPEG file to search for MARK; the block that begins with it is no longer than this."""
@@ -253,13 +255,13 @@ class Turned(Stored):
         return np.ascontiguousarray(pixels.swapaxes(0, 1) if self.swapped else pixels)
 
 
-def orientation_of(image: Image.Image) -> Any:
-    """Return the orientation in the EXIF data; None without it. Pillow alone would also read it from XMP."""
-    if image.format == "PNG" and EXIF[0] not in image.info:
+def exif_of(image: Image.Image, encoded: bytes) -> Image.Exif:
+    """Return the EXIF data of an image; empty without it. Pillow alone would also read orientations from XMP."""
+    if image.format == "PNG" and EXIF[0] not in image.info and any(mark in encoded for mark in PNG_EXIF):
         image.load()  # the EXIF data may come after the pixels
     without_xmp = Image.new("1", (1, 1))
     without_xmp.info = {key: image.info[key] for key in EXIF if key in image.info}
-    return without_xmp.getexif().get(ORIENTATION)
+    return without_xmp.getexif()
 
 
 TRANSPARENT = "transparent"
@@ -300,11 +302,12 @@ def header_of(encoded: Encoded, data: DataConfig) -> Header:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
             refuse_large(BYTES_PER_PIXEL * image.width * image.height, data.MAX_IMAGE_BYTES)
             mode = _unusual_mode(image, data.IMAGE_CHANNELS)
-            turned = orientation_of(image) in TURNS
+            exif = exif_of(image, encoded)
+            turned = exif.get(ORIENTATION) in TURNS
             # MPO files are of cameras: JPEG with a preview.
             image_format = "JPEG" if image.format == "MPO" else image.format or ""
             encoding = _encoding_of(image)
-            return Header(mode, image.size, turned, image_format, encoding, _camera_of(image), len(encoded))
+            return Header(mode, image.size, turned, image_format, encoding, _camera_of(exif), len(encoded))
     except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
         return Header("", (0, 0))
 
@@ -320,9 +323,8 @@ def _encoding_of(image: Image.Image) -> Facts:
     }
 
 
-def _camera_of(image: Image.Image) -> Facts:
+def _camera_of(tags: Image.Exif) -> Facts:
     """Return what the EXIF data says of the camera and the date of a photograph."""
-    tags = image.getexif()
     date = tags.get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.DateTimeOriginal, "none")
     camera = f"{tags.get(ExifTags.Base.Make, '')} {tags.get(ExifTags.Base.Model, '')}"
     return {"EXIF entries": float(len(tags)), "camera": camera.strip() or "none", "day": str(date)[:10]}
@@ -379,7 +381,7 @@ class Reader:
             if self.turns and (isinstance(stored, PilStored) or encoded.find(MARK, 0, SEARCHED) >= 0):
                 image = (stored if isinstance(stored, PilStored) else PilStored(encoded, 3)).image
                 # PIL always rotates TIFF files itself.
-                orientation = None if image.format == "TIFF" else orientation_of(image)
+                orientation = None if image.format == "TIFF" else exif_of(image, encoded).get(ORIENTATION)
                 if isinstance(orientation, int) and orientation in TURNS:
                     stored = Turned(stored, orientation)
             return stored

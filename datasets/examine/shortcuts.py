@@ -127,7 +127,8 @@ class Group(NamedTuple):
     caveat: str = ""
     """Why an accuracy may be true all the same. With it, only a large difference is reported, which is no defect."""
     explanation: Callable[[Image], Facts] | None = None
-    """Reads properties of the picture that may be the cause; if they tell classes too, the caveat is SHOWN"""
+    """Reads properties of the picture that may be the cause. The caveat is SHOWN if they tell classes too, or if too
+    few thumbnails say whether they do."""
     of_pixels: bool = False
     """Whether `properties` needs a thumbnail"""
 
@@ -235,7 +236,8 @@ def find_shortcuts(
         search = _Search(group, images, z)
         if search.told and group.explanation is not None:
             explanation = group._replace(properties=group.explanation, of_pixels=True)
-            if _Search(explanation, images, z).told:
+            explained = _Search(explanation, images, z)
+            if explained.told or not explained.images.classes:
                 search = _Search(group._replace(caveat=SHOWN), images, z)
         if search.told:
             if validation is None:
